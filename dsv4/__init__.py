@@ -1,0 +1,46 @@
+"""DeepSeek-V4 in NVFP4: kernels, layers, checkpoints and benchmarks.
+
+Importing this package imports torch and nothing else, and touches no GPU. Everything below is
+loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ModelConfig": "dsv4.config",
+    "QuantizedTensor": "dsv4.formats",
+    "NVFP4": "dsv4.formats",
+    "MXFP4": "dsv4.formats",
+    "FP8_BLOCK": "dsv4.formats",
+    "PagedCache": "dsv4.cache",
+    "DeepseekV4ForCausalLM": "dsv4.model",
+    "load": "dsv4.checkpoint",
+    "save": "dsv4.checkpoint",
+    "explain": "dsv4.dispatch",
+    "use_backend": "dsv4.dispatch",
+}
+
+__all__ = ["__version__", *sorted(_LAZY)]
+
+if TYPE_CHECKING:
+    from dsv4.cache import PagedCache
+    from dsv4.checkpoint import load, save
+    from dsv4.config import ModelConfig
+    from dsv4.dispatch import explain, use_backend
+    from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor
+    from dsv4.model import DeepseekV4ForCausalLM
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

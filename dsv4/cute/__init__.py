@@ -1,0 +1,1 @@
+"""CuTeDSL kernels for tensor-core steps. None yet: the reference runs."""

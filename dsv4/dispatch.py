@@ -1,0 +1,242 @@
+"""Which implementation of an operator runs, and why.
+
+An implementation is data: a row of ``IMPLEMENTATIONS``. ``"auto"`` takes the first row of the
+operator, in table order, whose ``supports`` finds no objection. A name given explicitly, by
+``backend=``, by ``use_backend`` or by the environment variable ``DSV4_BACKEND``, never falls back:
+that implementation runs or the call raises with its objection.
+
+The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
+the same inside ``torch.compile`` and CUDA-graph capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+AUTO = "auto"
+ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call as the dispatcher sees it.
+
+    Attributes:
+        op: Name of the operator.
+        args: The operator's arguments in schema order, without ``backend``.
+        device: Device of the first tensor argument.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    device: torch.device
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA compute capability of ``device``, or None when it is not a CUDA device."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.get_device_capability(self.device)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run one operator.
+
+    Attributes:
+        op: Name of the operator.
+        name: What the user writes as ``backend=``.
+        target: ``"module:function"``, imported when first run. The function takes the operator's
+            schema arguments without ``backend``.
+        supports: Returns None when it can run the call, otherwise the reason in words.
+    """
+
+    op: str
+    name: str
+    target: str
+    supports: Callable[[Call], str | None]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found: every candidate in order with its objection, and the choice."""
+
+    op: str
+    requested: str
+    chosen: str | None
+    candidates: tuple[tuple[str, str | None], ...]
+
+    @property
+    def reason(self) -> str:
+        """Why ``chosen`` was taken, in one sentence."""
+        if self.chosen is None:
+            return f"nothing can run it: {dict(self.candidates)}"
+        if self.requested != AUTO:
+            return f"asked for by name ({self.requested!r})"
+        refused = [f"{name}: {why}" for name, why in self.candidates if why and name != self.chosen]
+        return "; ".join(refused) if refused else "first in the table that supports the call"
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} (backend={self.requested!r})"]
+        for name, why in self.candidates:
+            mark = "->" if name == self.chosen else "  "
+            lines.append(f"{mark} {name}: {'supported' if why is None else why}")
+        return "\n".join(lines)
+
+
+def _anything(call: Call) -> str | None:
+    return None
+
+
+def _reference(row: str, *ops: str) -> tuple[Implementation, ...]:
+    return tuple(
+        Implementation(op, "reference", f"dsv4.reference.{row}:{op}", _anything) for op in ops
+    )
+
+
+# Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
+    *_reference("gemm", "gemm"),
+    *_reference("grouped_gemm", "grouped_gemm"),
+    *_reference("norm", "rms_norm"),
+    *_reference("rope", "rope"),
+    *_reference("swiglu", "swiglu"),
+    *_reference("router", "route_topk", "route_hash"),
+    *_reference("moe", "moe_permute", "moe_gather", "moe_combine"),
+    *_reference("hyper_connection", "hc_pre", "hc_post", "hc_head"),
+    *_reference("compressor", "pool_windows", "compressor_update"),
+    *_reference("indexer", "indexer_rotate_quantize", "indexer_select"),
+    *_reference("attention", "sparse_attention"),
+    *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv"),
+)
+
+_override: ContextVar[str] = ContextVar("dsv4_backend", default=AUTO)
+_explaining: ContextVar[bool] = ContextVar("dsv4_explaining", default=False)
+
+
+class _Explained(Exception):  # noqa: N818  (control flow, not an error)
+    def __init__(self, call: Call, requested: str) -> None:
+        super().__init__(call.op)
+        self.call = call
+        self.requested = requested
+
+
+@functools.cache
+def implementations(op: str) -> tuple[Implementation, ...]:
+    """Rows of one operator in the order in which ``"auto"`` tries them.
+
+    Raises:
+        KeyError: if no row has that operator.
+    """
+    rows = tuple(row for row in IMPLEMENTATIONS if row.op == op)
+    if not rows:
+        raise KeyError(f"no operator named {op!r}; known: {', '.join(operators())}")
+    return rows
+
+
+@functools.cache
+def operators() -> tuple[str, ...]:
+    """Names of all operators, in table order."""
+    return tuple(dict.fromkeys(row.op for row in IMPLEMENTATIONS))
+
+
+@functools.cache
+def _load(target: str) -> Callable[..., Any]:
+    module, function = target.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def requested_backend(backend: str = AUTO) -> str:
+    """The name that decides: the argument, else ``use_backend``, else ``DSV4_BACKEND``."""
+    if backend != AUTO:
+        return backend
+    override = _override.get()
+    if override != AUTO:
+        return override
+    return os.environ.get(ENVIRONMENT_VARIABLE, AUTO)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Ask for an implementation by name for every operator called inside the block.
+
+    An operator that has no such implementation, or whose implementation objects, raises.
+    """
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def choose(call: Call, backend: str = AUTO) -> Implementation:
+    """Pick the implementation that runs ``call``.
+
+    Raises:
+        ValueError: if ``backend`` names no implementation of the operator.
+        NotImplementedError: if the named implementation, or every one, objects; with the reasons.
+    """
+    requested = requested_backend(backend)
+    rows = implementations(call.op)
+    if requested != AUTO:
+        rows = tuple(row for row in rows if row.name == requested)
+        if not rows:
+            known = ", ".join(row.name for row in implementations(call.op))
+            raise ValueError(f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}")
+    reasons = []
+    for row in rows:
+        reason = row.supports(call)
+        if reason is None:
+            return row
+        reasons.append(f"{row.name}: {reason}")
+    raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
+
+
+def run(op: str, args: Sequence[Any]) -> Any:
+    """Run an operator; ``args`` are its schema arguments, the last of them ``backend``."""
+    *rest, backend = args
+    call = Call(op, tuple(rest), _device(rest))
+    if _explaining.get():
+        raise _Explained(call, requested_backend(backend))
+    return _load(choose(call, backend).target)(*rest)
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which implementation a call would run and why every other one would not; runs nothing.
+
+    Args:
+        op: A public function of ``dsv4.ops``, e.g. ``dsv4.ops.gemm``.
+        *args: What it would be called with.
+        **kwargs: Likewise.
+    """
+    token = _explaining.set(True)
+    try:
+        op(*args, **kwargs)
+    except _Explained as found:
+        return _explanation(found.call, found.requested)
+    finally:
+        _explaining.reset(token)
+    raise ValueError(f"{op!r} called no dsv4 operator")
+
+
+def _explanation(call: Call, requested: str) -> Explanation:
+    candidates = tuple((row.name, row.supports(call)) for row in implementations(call.op))
+    wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]
+    return Explanation(call.op, requested, wanted[0] if wanted else None, candidates)
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device
+    return torch.device("cpu")

@@ -1,0 +1,58 @@
+"""Argument checks shared by the public functions of ``dsv4.ops``.
+
+Each names the operator, the argument, the value found and the value wanted. They are skipped while
+``torch.compile`` traces, because shapes are symbolic there and the eager call has checked them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def shape(op: str, name: str, tensor: torch.Tensor, wanted: Sequence[int | None]) -> None:
+    """Raise ValueError unless ``tensor`` has the wanted shape; None matches any size."""
+    if torch.compiler.is_compiling():
+        return
+    found = tuple(tensor.shape)
+    if len(found) != len(wanted) or any(
+        w is not None and f != w for f, w in zip(found, wanted, strict=True)
+    ):
+        words = "[" + ", ".join("any" if w is None else str(w) for w in wanted) + "]"
+        raise ValueError(f"{op}: {name} has shape {list(found)}, wanted {words}")
+
+
+def dtype(op: str, name: str, tensor: torch.Tensor, *wanted: torch.dtype) -> None:
+    """Raise TypeError unless ``tensor.dtype`` is one of ``wanted``."""
+    if tensor.dtype not in wanted:
+        words = " or ".join(str(d).removeprefix("torch.") for d in wanted)
+        found = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} has dtype {found}, wanted {words}")
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def floating(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError unless ``tensor`` is bfloat16, float16, float32 or float64."""
+    dtype(op, name, tensor, *FLOATS)
+
+
+def integer(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError unless ``tensor`` is int32 or int64."""
+    dtype(op, name, tensor, torch.int32, torch.int64)
+
+
+def one_of(op: str, name: str, value: str, wanted: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``wanted``."""
+    if value not in wanted:
+        raise ValueError(f"{op}: {name} is {value!r}, wanted one of {', '.join(map(repr, wanted))}")
+
+
+def same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all given tensors are on one device."""
+    present = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(present.values())) > 1:
+        words = ", ".join(f"{name} on {device}" for name, device in present.items())
+        raise ValueError(f"{op}: tensors are on different devices ({words}), wanted one device")

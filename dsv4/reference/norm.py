@@ -1,0 +1,16 @@
+"""Meaning of ``dsv4.ops.norm``."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.reference._precision import compute_dtype
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """See ``dsv4.ops.norm.rms_norm``."""
+    wide = x.to(compute_dtype(x))
+    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        out = weight.to(out.dtype) * out
+    return out.to(x.dtype).contiguous()

@@ -1,0 +1,1 @@
+"""Triton kernels for memory-bound steps. None yet: the reference runs."""
