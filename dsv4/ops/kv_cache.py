@@ -1,0 +1,180 @@
+"""Paged cache of key-value entries: write, read, and the rounding that a round trip causes."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.pages import ENTRY_FORMATS, EntryLayout, Pages
+
+__all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "read_kv", "write_kv"]
+
+_ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+_PAGES = "int page_size, str entry_format, int head_dim, int rope_dim"
+
+
+def _write_fake(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+    backend: str,
+) -> None:
+    return None
+
+
+def _read_fake(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    slots: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    return data.new_empty((*slots.shape, head_dim), dtype=dtype)
+
+
+def _fake_quantize_fake(x: torch.Tensor, rope_dim: int, backend: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_write_kv = define(
+    f"write_kv(Tensor(a!) data, {_PAGES}, Tensor entries, Tensor slots, str backend) -> ()",
+    _write_fake,
+)
+_read_kv = define(
+    f"read_kv(Tensor data, {_PAGES}, Tensor slots, ScalarType dtype, str backend) -> Tensor",
+    _read_fake,
+)
+_fake_quantize_kv = define(
+    "fake_quantize_kv(Tensor x, int rope_dim, str backend) -> Tensor", _fake_quantize_fake
+)
+
+
+def check_pages(op: str, name: str, pages: Pages) -> None:
+    """Raise unless ``pages.data`` has the shape and dtype that the fields of ``pages`` call for."""
+    _check.one_of(op, f"{name}.entry_format", pages.entry_format, ENTRY_FORMATS)
+    if pages.entry_format == "plain":
+        _check.floating(op, f"{name}.data", pages.data)
+        _check.shape(op, f"{name}.data", pages.data, [None, pages.page_size, pages.head_dim])
+        return
+    _check.dtype(op, f"{name}.data", pages.data, torch.uint8)
+    _check.shape(op, f"{name}.data", pages.data, [None, pages.page_bytes()])
+
+
+def write_kv(
+    pages: Pages, entries: torch.Tensor, slots: torch.Tensor, *, backend: str = "auto"
+) -> None:
+    """Store entries in their slots (specification sections 4.2 step 5 and 7). Mutates the pages.
+
+    ``"fp8"``: the first ``D - R`` dims are stored as E4M3 in groups of 64 with the E8M0 scale byte
+    ``ceil(log2(max(amax, 1e-4) / 448)) + 127``, the last R dims as bfloat16. A value rounds to
+    float32 first. The scale is the smallest power of two under which the group fits, so nothing
+    saturates. A group with a NaN or an Inf gets scale byte 255 and code 0x7F, both NaN, and so
+    reads back as NaN; other groups and entries are unaffected. ``"plain"``: cast to the pages'
+    dtype.
+
+    Args:
+        pages: Where to.
+        entries: ``[M, D]``, bfloat16, float32 or float64, after RMS norm and RoPE.
+        slots: ``[M]`` int64 or int32, ``page * page_size + entry``; negative: skip that entry.
+            Distinct where not negative, else it is undefined which of the equal ones stays.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Raises:
+        TypeError: if a dtype is none of these.
+        ValueError: if a shape differs, or the tensors are on different devices.
+        IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
+    """
+    _check.dtype("write_kv", "entries", entries, *_ENTRY_FLOATS)
+    _check.integer("write_kv", "slots", slots)
+    check_pages("write_kv", "pages", pages)
+    _check.shape("write_kv", "entries", entries, [None, pages.head_dim])
+    _check.shape("write_kv", "slots", slots, [entries.shape[0]])
+    _check.same_device("write_kv", pages=pages.data, entries=entries, slots=slots)
+    _write_kv(
+        pages.data,
+        pages.page_size,
+        pages.entry_format,
+        pages.head_dim,
+        pages.rope_dim,
+        entries,
+        slots,
+        backend,
+    )
+
+
+def read_kv(
+    pages: Pages,
+    slots: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Load the entries of the given slots (specification section 7).
+
+    An ``"fp8"`` value is ``E4M3 code * 2^(byte - 127)``, exact in every result dtype but for
+    underflow; scale byte 255 gives NaN.
+
+    Args:
+        pages: Where from.
+        slots: ``[...]`` int64 or int32; a negative slot reads as zeros.
+        dtype: Of the result: bfloat16, float32 or float64.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., D]`` in ``dtype``.
+
+    Raises:
+        TypeError: if a dtype is none of these.
+        ValueError: if the pages' data has the wrong shape, or is on another device than ``slots``.
+        IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
+    """
+    _check.integer("read_kv", "slots", slots)
+    check_pages("read_kv", "pages", pages)
+    _check.same_device("read_kv", pages=pages.data, slots=slots)
+    if dtype not in _ENTRY_FLOATS:
+        raise TypeError(f"read_kv: dtype is {dtype}, wanted bfloat16, float32 or float64")
+    return _read_kv(
+        pages.data,
+        pages.page_size,
+        pages.entry_format,
+        pages.head_dim,
+        pages.rope_dim,
+        slots,
+        dtype,
+        backend,
+    )
+
+
+def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -> torch.Tensor:
+    """What ``x`` reads back as after a round trip through ``"fp8"`` pages, bit for bit.
+
+    Specification section 4.2, step 5. The first ``D - rope_dim`` dims are quantised to E4M3 in
+    groups of 64 with power-of-two scales; the last ``rope_dim`` are rounded to bfloat16, whatever
+    the dtype of ``x``. A group with a NaN or an Inf comes out as NaN.
+
+    Args:
+        x: ``[..., D]``, bfloat16, float32 or float64.
+        rope_dim: Trailing dims left in bfloat16.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., D]`` in ``x.dtype``, contiguous.
+
+    Raises:
+        TypeError: if ``x`` has another dtype.
+        ValueError: unless ``0 <= rope_dim <= D``.
+    """
+    _check.dtype("fake_quantize_kv", "x", x, *_ENTRY_FLOATS)
+    if not 0 <= rope_dim <= x.shape[-1]:
+        raise ValueError(
+            f"fake_quantize_kv: rope_dim is {rope_dim}, wanted 0 to {x.shape[-1]} (dims of x)"
+        )
+    return _fake_quantize_kv(x, rope_dim, backend)

@@ -1,0 +1,123 @@
+"""Meaning of ``dsv4.ops.kv_cache``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsv4.pages import GROUP, EntryLayout
+from dsv4.reference._exponent import ceil_log2, power_of_two
+from dsv4.reference._scatter import merge_skipped, put_rows
+
+_NAN_BYTE = 255  # NaN as an E8M0 scale
+_NAN_CODE = 0x7F  # NaN as E4M3
+
+
+def write_kv(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """See ``dsv4.ops.kv_cache.write_kv``."""
+    if entries.shape[0] == 0 or data.shape[0] == 0:
+        return
+    if entry_format == "plain":
+        put_rows(data.view(-1, head_dim), slots, entries.to(data.dtype))
+        return
+    layout = EntryLayout(head_dim, rope_dim)
+    zero = torch.zeros(1, dtype=torch.int64, device=slots.device)
+    page, column = _bytes_of(layout, page_size, zero)
+    place, rows = merge_skipped(slots, _encode(entries, layout), data[page, column])
+    page, column = _bytes_of(layout, page_size, place)
+    data[page, column] = rows
+
+
+def read_kv(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    slots: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.kv_cache.read_kv``."""
+    if data.shape[0] == 0 or slots.numel() == 0:
+        return torch.zeros(*slots.shape, head_dim, dtype=dtype, device=data.device)
+    place = slots.to(torch.int64).clamp(min=0)
+    if entry_format == "plain":
+        out = data[place // page_size, place % page_size].to(dtype)
+    else:
+        layout = EntryLayout(head_dim, rope_dim)
+        page, column = _bytes_of(layout, page_size, place)
+        out = _decode(data[page, column], layout).to(dtype)
+    return out.masked_fill((slots < 0).unsqueeze(-1), 0)
+
+
+def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """See ``dsv4.ops.kv_cache.fake_quantize_kv``."""
+    layout = EntryLayout(x.shape[-1], rope_dim)
+    return _decode(_encode(x, layout), layout).to(x.dtype)
+
+
+def _bytes_of(
+    layout: EntryLayout, page_size: int, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Page and byte within the page of every byte of the entries: data, then scales. Never one flat
+    # byte number: that would need the product of page and page size to fit.
+    page, entry = slots // page_size, slots % page_size
+    data = torch.arange(layout.data_bytes, device=slots.device)
+    scale = torch.arange(layout.scale_bytes, device=slots.device)
+    after_data = layout.scale_offset(0, page_size)
+    column = torch.cat(
+        (
+            entry.unsqueeze(-1) * layout.data_bytes + data,
+            after_data + entry.unsqueeze(-1) * layout.scale_bytes + scale,
+        ),
+        dim=-1,
+    )
+    return page.unsqueeze(-1), column
+
+
+def _encode(x: torch.Tensor, layout: EntryLayout) -> torch.Tensor:
+    # [..., D] -> the bytes of each entry, [..., data_bytes + scale_bytes]
+    nope, rope = x.split((layout.nope_dim, layout.rope_dim), dim=-1)
+    padded = F.pad(nope.to(torch.float32), (0, layout.groups * GROUP - layout.nope_dim))
+    groups = padded.unflatten(-1, (layout.groups, GROUP))
+    amax = groups.abs().amax(-1, keepdim=True)
+    exponent = ceil_log2(amax.clamp(1e-4) / 448)  # -22 .. 120 where amax is finite
+    finite = amax.isfinite()
+    scaled = groups * power_of_two(torch.where(finite, -exponent, 0), torch.float32)
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(~finite, _NAN_CODE)
+    scales = (exponent + 127).masked_fill(~finite, _NAN_BYTE).to(torch.uint8).squeeze(-1)
+    return torch.cat(
+        (
+            codes.flatten(-2)[..., : layout.nope_dim],
+            rope.to(torch.bfloat16).contiguous().view(torch.uint8),
+            F.pad(scales, (0, layout.scale_bytes - layout.groups)),
+        ),
+        dim=-1,
+    )
+
+
+def _decode(entries: torch.Tensor, layout: EntryLayout) -> torch.Tensor:
+    # Inverse of _encode, float32.
+    codes, rope, scales = entries.split(
+        (layout.nope_dim, 2 * layout.rope_dim, layout.scale_bytes), dim=-1
+    )
+    scale = _scale_value(scales[..., : layout.groups])
+    scale = scale.repeat_interleave(GROUP, dim=-1)[..., : layout.nope_dim]
+    nope = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32) * scale
+    return torch.cat((nope, rope.contiguous().view(torch.bfloat16).to(torch.float32)), dim=-1)
+
+
+def _scale_value(byte: torch.Tensor) -> torch.Tensor:
+    # E8M0. Byte 0 is 2^-127, below the normal range of float32: half of 2^-126.
+    exponent = byte.to(torch.int32) - 127
+    value = power_of_two(exponent.clamp(-126, 127), torch.float32)
+    value = torch.where(byte == 0, value / 2, value)
+    return value.masked_fill(byte == _NAN_BYTE, float("nan"))
