@@ -1,0 +1,113 @@
+"""Rotary position embedding: tables, rotation of the last dimensions, and its inverse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+
+if TYPE_CHECKING:
+    from dsv4.config import RopeParameters
+
+
+def _fake(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, backend: str
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_rope = define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, str backend) -> Tensor", _fake)
+
+
+def rope_tables(
+    positions: torch.Tensor, parameters: RopeParameters | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of ``position * inv_freq`` (specification section 4.3).
+
+    Always float32, and without an amplitude factor: cos^2 + sin^2 = 1 with and without YaRN.
+    Position, inverse frequency and angle are each rounded to float32, which is part of the
+    definition: positions are exact up to 2^24.
+
+    Args:
+        positions: ``[...]``, int32 or int64, absolute positions.
+        parameters: A layer type's ``dsv4.config.RopeParameters``, or its inverse frequencies as a
+            float32 tensor ``[R/2]`` on the device of ``positions``. Give the tensor inside a
+            CUDA-graph capture, where frequencies cannot be copied from the host.
+
+    Returns:
+        ``(cos, sin)``, each float32 ``[..., R/2]`` on the device of ``positions``.
+
+    Raises:
+        TypeError: if ``positions`` is not int32 or int64, or given frequencies are not float32.
+        ValueError: if given frequencies are not ``[R/2]`` or are on another device.
+    """
+    _check.integer("rope_tables", "positions", positions)
+    if isinstance(parameters, torch.Tensor):
+        _check.dtype("rope_tables", "parameters", parameters, torch.float32)
+        _check.shape("rope_tables", "parameters", parameters, [None])
+        _check.same_device("rope_tables", positions=positions, parameters=parameters)
+        frequencies = parameters
+    else:
+        frequencies = torch.as_tensor(parameters.inv_freq(), dtype=torch.float32).to(
+            positions.device
+        )
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    inverse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Rotate the last R dimensions in interleaved pairs (specification section 4.3).
+
+    With ``(a, b) = (x[D-R+2i], x[D-R+2i+1])`` the result is ``(a cos_i - b sin_i,
+    b cos_i + a sin_i)``; ``inverse`` turns the other way (``-sin``), as the attention output needs
+    (section 4.2, step 8). In float32 (float64 for float64 input), one rounding at the end. The
+    first D-R dimensions are copied bit for bit.
+
+    Args:
+        x: ``[..., D]``, bfloat16, float16, float32 or float64.
+        cos: ``[..., R/2]``, broadcast against the leading dimensions of ``x``: with heads in
+            ``x [T, h, D]`` give ``cos [T, 1, R/2]``. R is taken from this argument.
+        sin: As ``cos``.
+        inverse: Rotate by the opposite angle.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., D]`` in ``x.dtype``, contiguous.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if ``cos`` and ``sin`` differ in shape, do not broadcast against ``x`` or are
+            wider than it, or a tensor is on another device.
+    """
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        _check.floating("rope", name, tensor)
+    if not torch.compiler.is_compiling():
+        _check_tables(x, cos, sin)
+    return _rope(x, cos, sin, inverse, backend)
+
+
+def _check_tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    _check.shape("rope", "sin", sin, list(cos.shape))
+    _check.same_device("rope", x=x, cos=cos, sin=sin)
+    if cos.ndim == 0 or x.ndim == 0 or 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"rope: cos has shape {list(cos.shape)} for x {list(x.shape)}, "
+            f"wanted [..., R/2] with R <= the last size of x"
+        )
+    lead, over = tuple(cos.shape[:-1]), tuple(x.shape[:-1])
+    aligned = over[len(over) - len(lead) :] if len(lead) <= len(over) else None
+    if aligned is None or any(a not in (1, b) for a, b in zip(lead, aligned, strict=True)):
+        raise ValueError(
+            f"rope: cos has leading sizes {list(lead)}, wanted sizes that broadcast against "
+            f"{list(over)} of x"
+        )

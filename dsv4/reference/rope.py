@@ -1,0 +1,19 @@
+"""Meaning of ``dsv4.ops.rope``."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.reference._precision import compute_dtype
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
+    """See ``dsv4.ops.rope.rope``."""
+    wide = compute_dtype(x, cos, sin)
+    cos, sin = cos.to(wide), sin.to(wide)
+    if inverse:
+        sin = -sin
+    kept = x.shape[-1] - 2 * cos.shape[-1]
+    even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+    return torch.cat((x[..., :kept], turned.flatten(-2).to(x.dtype)), -1)
