@@ -1,0 +1,169 @@
+"""The two routers: learned top-k with a selection bias, and the fixed table of the hash layers."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+
+Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _outputs(
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, logits_dtype: torch.dtype
+) -> Routing:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    tokens = x.shape[0]
+    return (
+        x.new_empty([tokens, weight.shape[0]], dtype=logits_dtype),
+        x.new_empty([tokens, top_k], dtype=wide),
+        x.new_empty([tokens, top_k], dtype=torch.int64),
+    )
+
+
+def _fake_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    scaling_factor: float,
+    logits_dtype: torch.dtype,
+    backend: str,
+) -> Routing:
+    return _outputs(x, weight, top_k, logits_dtype)
+
+
+def _fake_hash(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tid2eid: torch.Tensor,
+    input_ids: torch.Tensor,
+    scaling_factor: float,
+    logits_dtype: torch.dtype,
+    backend: str,
+) -> Routing:
+    return _outputs(x, weight, tid2eid.shape[1], logits_dtype)
+
+
+_route_topk = define(
+    "route_topk(Tensor x, Tensor weight, Tensor? bias, int top_k, float scaling_factor, "
+    "ScalarType logits_dtype, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_topk,
+)
+_route_hash = define(
+    "route_hash(Tensor x, Tensor weight, Tensor tid2eid, Tensor input_ids, float scaling_factor, "
+    "ScalarType logits_dtype, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_hash,
+)
+
+
+def route_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    top_k: int,
+    scaling_factor: float,
+    logits_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+) -> Routing:
+    """Choose each token's experts by learned score (specification section 8.1).
+
+    ``score = sqrt(softplus(x W^T))``; the ``top_k`` experts of largest ``score + bias`` are chosen,
+    and weighted by their score without the bias: ``score / (sum + 1e-20) * scaling_factor``.
+    Equal biased scores go to the lowest expert number. Everything after the product is in float32
+    (float64 for float64 ``x``).
+
+    A token with a NaN or infinite logit gets NaN weights; its experts are still distinct and valid.
+    A token whose scores all underflow gets zero weights.
+
+    Args:
+        x: ``[T, H]``, bfloat16, float16, float32 or float64.
+        weight: ``[E, H]``, floating.
+        bias: ``[E]``, floating, added for the selection only; None for no bias.
+        top_k: Experts per token, 1 to E.
+        scaling_factor: ``routed_scaling_factor`` of the configuration.
+        logits_dtype: Dtype that the operands are cast to and the product is rounded to; float64
+            ``x`` is always multiplied in float64.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(logits [T, E] in logits_dtype, weights [T, top_k] float32 (float64 for float64 x),
+        ids [T, top_k] int64)``; experts by descending biased score.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit, ``top_k`` is out of range, or a tensor is on another
+            device.
+    """
+    logits_dtype = _check_gate("route_topk", x, weight, logits_dtype)
+    experts = weight.shape[0]
+    if bias is not None:
+        _check.floating("route_topk", "bias", bias)
+        _check.shape("route_topk", "bias", bias, [experts])
+        _check.same_device("route_topk", x=x, bias=bias)
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"route_topk: top_k is {top_k}, wanted 1 to {experts} (the experts)")
+    return _route_topk(x, weight, bias, top_k, scaling_factor, logits_dtype, backend)
+
+
+def route_hash(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tid2eid: torch.Tensor,
+    input_ids: torch.Tensor | None,
+    *,
+    scaling_factor: float,
+    logits_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+) -> Routing:
+    """Look up each token's experts by its token id (specification section 8.1, layers 0 to 2).
+
+    The experts are ``tid2eid[input_ids]``, in the table's order; their weights still come from the
+    learned scores, as in ``route_topk``.
+
+    A token id outside the table, or a table entry that is no expert, raises on the CPU. On another
+    device a check would have to wait for the device, so such a token gets NaN weights and valid
+    expert numbers instead.
+
+    Args:
+        x: ``[T, H]``, bfloat16, float16, float32 or float64.
+        weight: ``[E, H]``, floating.
+        tid2eid: ``[V, k]``, int32 or int64, expert numbers 0 to E-1.
+        input_ids: ``[T]``, int32 or int64, token ids 0 to V-1, also for padding tokens.
+        scaling_factor: ``routed_scaling_factor`` of the configuration.
+        logits_dtype: As in ``route_topk``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        As ``route_topk``, with k experts per token.
+
+    Raises:
+        TypeError: if ``x`` or ``weight`` is not floating, or an id is not int32 or int64.
+        ValueError: if ``input_ids`` is None, a shape does not fit, a tensor is on another device,
+            or (on the CPU) an id is out of range.
+    """
+    logits_dtype = _check_gate("route_hash", x, weight, logits_dtype)
+    if input_ids is None:
+        raise ValueError("route_hash: input_ids is None, wanted [T]: the token ids choose experts")
+    _check.integer("route_hash", "tid2eid", tid2eid)
+    _check.integer("route_hash", "input_ids", input_ids)
+    _check.shape("route_hash", "tid2eid", tid2eid, [None, None])
+    _check.shape("route_hash", "input_ids", input_ids, [x.shape[0]])
+    _check.same_device("route_hash", x=x, tid2eid=tid2eid, input_ids=input_ids)
+    return _route_hash(x, weight, tid2eid, input_ids, scaling_factor, logits_dtype, backend)
+
+
+def _check_gate(
+    op: str, x: torch.Tensor, weight: torch.Tensor, logits_dtype: torch.dtype
+) -> torch.dtype:
+    """Check what both routers take; returns the dtype of the logits."""
+    _check.floating(op, "x", x)
+    _check.floating(op, "weight", weight)
+    _check.shape(op, "x", x, [None, None])
+    _check.shape(op, "weight", weight, [None, x.shape[-1]])
+    _check.same_device(op, x=x, weight=weight)
+    if logits_dtype not in _check.FLOATS:
+        raise TypeError(f"{op}: logits_dtype is {logits_dtype}, wanted a floating type")
+    return torch.float64 if x.dtype == torch.float64 else logits_dtype
