@@ -1,0 +1,203 @@
+"""Manifold-constrained hyper-connections: collapse n streams, mix them back, and the head."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+
+Pre = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _fake_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    backend: str,
+) -> Pre:
+    *lead, n, hidden = streams.shape
+    wide = torch.float64 if streams.dtype == torch.float64 else torch.float32
+    return (
+        streams.new_empty([*lead, hidden]),
+        streams.new_empty([*lead, n], dtype=wide),
+        streams.new_empty([*lead, n, n], dtype=wide),
+    )
+
+
+def _fake_post(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, backend: str
+) -> torch.Tensor:
+    return torch.empty_like(streams, memory_format=torch.contiguous_format)
+
+
+def _fake_head(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    backend: str,
+) -> torch.Tensor:
+    return streams.new_empty([*streams.shape[:-2], streams.shape[-1]])
+
+
+_hc_pre = define(
+    "hc_pre(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float hc_eps, "
+    "int iterations, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_pre,
+)
+_hc_post = define(
+    "hc_post(Tensor y, Tensor streams, Tensor post, Tensor comb, str backend) -> Tensor",
+    _fake_post,
+)
+_hc_head = define(
+    "hc_head(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float hc_eps, "
+    "str backend) -> Tensor",
+    _fake_head,
+)
+
+
+def hc_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    backend: str = "auto",
+) -> Pre:
+    """Collapse the residual streams before a sublayer (specification section 3.2).
+
+    ``m = (fn @ x) * rsqrt(mean(x^2) + norm_eps)`` of the flattened streams gives, in the row order
+    of ``fn``, n collapse weights ``sigmoid(.) + hc_eps``, n write-back weights ``2 sigmoid(.)`` and
+    the n x n mixing matrix, made doubly stochastic by Sinkhorn: a row softmax, ``+ hc_eps``, the
+    columns divided by their sum ``+ hc_eps``, then ``iterations - 1`` times rows and columns.
+    Columns are normalised last. All in float32 (float64 for float64 streams).
+
+    Args:
+        streams: ``[..., n, H]``, bfloat16, float16, float32 or float64.
+        fn: ``[(2 + n) n, n H]``, floating.
+        scale: ``[3]``, floating: factors of the collapse, write-back and mixing parts.
+        base: ``[(2 + n) n]``, floating.
+        norm_eps: Added to the mean square.
+        hc_eps: The Sinkhorn epsilon, also added to the collapse weights.
+        iterations: Column normalisations in total, at least 1.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(collapsed [..., H] in streams.dtype, post [..., n], comb [..., n, n])``; post and comb in
+        float32 (float64 for float64 streams). ``comb[j, k]`` is what stream j gives to stream k.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit, ``iterations`` is below 1, or a tensor is on another
+            device.
+    """
+    n = _check_streams("hc_pre", streams)
+    _check_parameters("hc_pre", streams, fn=fn, scale=scale, base=base)
+    if not torch.compiler.is_compiling():
+        rows = (2 + n) * n
+        _check.shape("hc_pre", "fn", fn, [rows, n * streams.shape[-1]])
+        _check.shape("hc_pre", "scale", scale, [3])
+        _check.shape("hc_pre", "base", base, [rows])
+    if iterations < 1:
+        raise ValueError(f"hc_pre: iterations is {iterations}, wanted at least 1")
+    return _hc_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+
+
+def hc_post(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Write a sublayer's output back: ``X'_k = post_k y + sum_j comb[j, k] X_j`` (section 3.3).
+
+    The sum is over the FIRST index of ``comb``. In float32 (float64 if ``streams`` or ``y`` is),
+    one rounding at the end.
+
+    Args:
+        y: ``[..., H]``, floating, the sublayer's output.
+        streams: ``[..., n, H]``, floating, the streams that ``hc_pre`` saw.
+        post: ``[..., n]``, floating, from ``hc_pre``.
+        comb: ``[..., n, n]``, floating, from ``hc_pre``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., n, H]`` in ``streams.dtype``, contiguous.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit or a tensor is on another device.
+    """
+    _check_streams("hc_post", streams)
+    _check_parameters("hc_post", streams, y=y, post=post, comb=comb)
+    if not torch.compiler.is_compiling():
+        *lead, n, hidden = streams.shape
+        _check.shape("hc_post", "y", y, [*lead, hidden])
+        _check.shape("hc_post", "post", post, [*lead, n])
+        _check.shape("hc_post", "comb", comb, [*lead, n, n])
+    return _hc_post(y, streams, post, comb, backend)
+
+
+def hc_head(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Collapse the streams after the last layer (specification section 3.4).
+
+    The collapse of ``hc_pre`` alone: weights ``sigmoid(.) + hc_eps``, which do not sum to 1.
+
+    Args:
+        streams: ``[..., n, H]``, bfloat16, float16, float32 or float64.
+        fn: ``[n, n H]``, floating.
+        scale: ``[1]``, floating.
+        base: ``[n]``, floating.
+        norm_eps: Added to the mean square.
+        hc_eps: Added to the weights.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., H]`` in ``streams.dtype``, contiguous.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit or a tensor is on another device.
+    """
+    n = _check_streams("hc_head", streams)
+    _check_parameters("hc_head", streams, fn=fn, scale=scale, base=base)
+    if not torch.compiler.is_compiling():
+        _check.shape("hc_head", "fn", fn, [n, n * streams.shape[-1]])
+        _check.shape("hc_head", "scale", scale, [1])
+        _check.shape("hc_head", "base", base, [n])
+    return _hc_head(streams, fn, scale, base, norm_eps, hc_eps, backend)
+
+
+def _check_streams(op: str, streams: torch.Tensor) -> int:
+    """Check the streams; returns n."""
+    _check.floating(op, "streams", streams)
+    if streams.ndim < 2:
+        raise ValueError(f"{op}: streams has shape {list(streams.shape)}, wanted [..., n, H]")
+    return streams.shape[-2]
+
+
+def _check_parameters(op: str, streams: torch.Tensor, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        _check.floating(op, name, tensor)
+    _check.same_device(op, streams=streams, **tensors)
