@@ -5,8 +5,7 @@ global scale (``QuantizedTensor``). Scales always **multiply**::
 
     value = code * block scale * global scale
 
-Scale bytes are moved by ``view``, never by a value cast: a cast of ``float8_e8m0fnu`` to ``uint8``
-rounds 2^-7 to 0 instead of giving the byte 120. Formulas: specification section 11.
+Scale values and layouts are in ``dsv4.scales``. Formulas: specification section 11.
 """
 
 from __future__ import annotations
@@ -15,6 +14,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from dsv4.scales import (
+    e8m0_from_bytes,
+    e8m0_to_float,
+    scale_offset,
+    scales_to_float,
+    swizzle_scales,
+    swizzled_size,
+    unswizzle_scales,
+)
+
+__all__ = [
+    "FORMATS",
+    "FP8_BLOCK",
+    "LAYOUTS",
+    "LINEAR",
+    "MXFP4",
+    "NVFP4",
+    "SWIZZLED",
+    "Conversion",
+    "Format",
+    "QuantizedTensor",
+    "cat_rows",
+    "check_positive",
+    "e8m0_from_bytes",
+    "e8m0_to_float",
+    "expand_segments",
+    "format_named",
+    "from_compressed_tensors",
+    "invert_global_scale",
+    "mxfp4_to_nvfp4",
+    "scale_offset",
+    "scales_to_float",
+    "swizzle_scales",
+    "swizzled_size",
+    "to_compressed_tensors",
+    "unswizzle_scales",
+]
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -296,93 +333,6 @@ def expand_segments(global_scale: torch.Tensor, segments: Sequence[int], rows: i
     return global_scale.expand(*batch, rows)
 
 
-# --- block scales -------------------------------------------------------------------------------
-
-
-def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
-    """float32 ``2^(byte - 127)`` of float8_e8m0fnu scales; byte 255 is NaN, byte 0 is 2^-127.
-
-    Raises:
-        TypeError: if the dtype is not float8_e8m0fnu. Bytes of that format held as uint8 must be
-            reinterpreted with ``view(torch.float8_e8m0fnu)`` first.
-    """
-    if scales.dtype != torch.float8_e8m0fnu:
-        raise TypeError(f"scales have dtype {scales.dtype}, wanted float8_e8m0fnu (use .view)")
-    byte = scales.contiguous().view(torch.uint8).to(torch.int32)
-    bits = torch.where(byte == 0, 1 << 22, byte << 23)
-    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
-
-
-def e8m0_from_bytes(exponents: torch.Tensor) -> torch.Tensor:
-    """float8_e8m0fnu whose byte is the integer ``exponents`` (0..255), by view."""
-    return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def scales_to_float(scales: torch.Tensor) -> torch.Tensor:
-    """float32 value of block scales of any dtype of any format."""
-    if scales.dtype == torch.float8_e8m0fnu:
-        return e8m0_to_float(scales)
-    return scales.to(torch.float32)
-
-
-def swizzled_size(rows: int, columns: int) -> int:
-    """Entries of the swizzled form of ``rows x columns`` scales: padded to 128 and to 4."""
-    return (-(-rows // 128) * 128) * (-(-columns // 4) * 4)
-
-
-def scale_offset(row: int, column: int, columns: int) -> int:
-    """Offset of scale ``[row][column]`` in the swizzled form (specification section 11.3).
-
-    Args:
-        row: m.
-        column: k, counted in blocks.
-        columns: Number of scale columns before padding.
-    """
-    tiles = -(-columns // 4)
-    tile = (row // 128) * tiles + column // 4
-    return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4
-
-
-def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Linear one-byte scales ``[*batch, M, Kb]`` to the 128x4 layout ``[*batch, bytes]``.
-
-    Every matrix of the batch starts on its own 128-row boundary. The padding is written with
-    zeros: bytes left over from earlier use may be NaN (0x7F, 0xFF) and reach the result.
-
-    Raises:
-        TypeError: if the scales are not one byte wide.
-    """
-    if scales.element_size() != 1:
-        raise TypeError(f"scales have dtype {scales.dtype}, wanted one byte per scale")
-    *batch, rows, columns = scales.shape
-    high, wide = -(-rows // 128), -(-columns // 4)
-    padded = torch.zeros((*batch, high * 128, wide * 4), dtype=torch.uint8, device=scales.device)
-    padded[..., :rows, :columns] = scales.view(torch.uint8)
-    tiles = padded.view(*batch, high, 4, 32, wide, 4)
-    moved = tiles.movedim((-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1))
-    return moved.reshape(*batch, high * wide * 512).view(scales.dtype)
-
-
-def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse of ``swizzle_scales``: ``[*batch, bytes]`` to linear ``[*batch, rows, columns]``.
-
-    Raises:
-        ValueError: if the last axis does not hold a padded ``rows x columns`` matrix.
-    """
-    *batch, size = swizzled.shape
-    if size != swizzled_size(rows, columns):
-        wanted = swizzled_size(rows, columns)
-        raise ValueError(f"swizzled scales have {size} entries, wanted {wanted}")
-    high, wide = -(-rows // 128), -(-columns // 4)
-    tiles = swizzled.view(torch.uint8).reshape(*batch, high, wide, 32, 4, 4)
-    moved = tiles.movedim((-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1))
-    padded = moved.reshape(*batch, high * 128, wide * 4)
-    return padded[..., :rows, :columns].contiguous().view(swizzled.dtype)
-
-
-# --- joining and converting ---------------------------------------------------------------------
-
-
 def _cat_bytes(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     if tensors[0].element_size() != 1:
         return torch.cat(list(tensors), dim)
@@ -521,8 +471,8 @@ def mxfp4_to_nvfp4(q: QuantizedTensor) -> tuple[QuantizedTensor, Conversion]:
     """MXFP4 to NVFP4, bitwise the same values wherever the exponents allow.
 
     With kmax the largest exponent of a matrix's blocks that hold a non-zero code, the global scale
-    is 2^(kmax-8) and each block of 32 becomes two of 16 with block scale 2^(k-kmax+8) (specification
-    section 11.5). E4M3 holds the powers 2^-9 to 2^8, so blocks with k < kmax - 17 are rounded to
+    is 2^(kmax-8) and each block of 32 becomes two of 16 with block scale 2^(k-kmax+8)
+    (specification section 11.5). E4M3 holds the powers 2^-9 to 2^8, so blocks with k < kmax - 17 are rounded to
     nearest even at scale 2^-9 and named in the report; nothing is clipped. Blocks of zeros get
     scale 2^8 at most and stay zero, sign included. A NaN scale (byte 255) becomes a NaN scale.
 

@@ -1,0 +1,90 @@
+"""Block scales: value of E8M0 and E4M3 bytes, and the 128x4-swizzled layout.
+
+Scale bytes are moved by ``view``, never by a value cast: a cast of ``float8_e8m0fnu`` to ``uint8``
+rounds 2^-7 to 0 instead of giving the byte 120.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
+    """float32 ``2^(byte - 127)`` of float8_e8m0fnu scales; byte 255 is NaN, byte 0 is 2^-127.
+
+    Raises:
+        TypeError: if the dtype is not float8_e8m0fnu. Bytes of that format held as uint8 must be
+            reinterpreted with ``view(torch.float8_e8m0fnu)`` first.
+    """
+    if scales.dtype != torch.float8_e8m0fnu:
+        raise TypeError(f"scales have dtype {scales.dtype}, wanted float8_e8m0fnu (use .view)")
+    byte = scales.contiguous().view(torch.uint8).to(torch.int32)
+    bits = torch.where(byte == 0, 1 << 22, byte << 23)
+    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def e8m0_from_bytes(exponents: torch.Tensor) -> torch.Tensor:
+    """float8_e8m0fnu whose byte is the integer ``exponents`` (0..255), by view."""
+    return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def scales_to_float(scales: torch.Tensor) -> torch.Tensor:
+    """float32 value of block scales of any dtype of any format."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        return e8m0_to_float(scales)
+    return scales.to(torch.float32)
+
+
+def swizzled_size(rows: int, columns: int) -> int:
+    """Entries of the swizzled form of ``rows x columns`` scales: padded to 128 and to 4."""
+    return (-(-rows // 128) * 128) * (-(-columns // 4) * 4)
+
+
+def scale_offset(row: int, column: int, columns: int) -> int:
+    """Offset of scale ``[row][column]`` in the swizzled form (specification section 11.3).
+
+    Args:
+        row: m.
+        column: k, counted in blocks.
+        columns: Number of scale columns before padding.
+    """
+    tiles = -(-columns // 4)
+    tile = (row // 128) * tiles + column // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4
+
+
+def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Linear one-byte scales ``[*batch, M, Kb]`` to the 128x4 layout ``[*batch, bytes]``.
+
+    Every matrix of the batch starts on its own 128-row boundary. The padding is written with
+    zeros: bytes left over from earlier use may be NaN (0x7F, 0xFF) and reach the result.
+
+    Raises:
+        TypeError: if the scales are not one byte wide.
+    """
+    if scales.element_size() != 1:
+        raise TypeError(f"scales have dtype {scales.dtype}, wanted one byte per scale")
+    *batch, rows, columns = scales.shape
+    high, wide = -(-rows // 128), -(-columns // 4)
+    padded = torch.zeros((*batch, high * 128, wide * 4), dtype=torch.uint8, device=scales.device)
+    padded[..., :rows, :columns] = scales.view(torch.uint8)
+    tiles = padded.view(*batch, high, 4, 32, wide, 4)
+    moved = tiles.movedim((-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1))
+    return moved.reshape(*batch, high * wide * 512).view(scales.dtype)
+
+
+def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse of ``swizzle_scales``: ``[*batch, bytes]`` to linear ``[*batch, rows, columns]``.
+
+    Raises:
+        ValueError: if the last axis does not hold a padded ``rows x columns`` matrix.
+    """
+    *batch, size = swizzled.shape
+    if size != swizzled_size(rows, columns):
+        wanted = swizzled_size(rows, columns)
+        raise ValueError(f"swizzled scales have {size} entries, wanted {wanted}")
+    high, wide = -(-rows // 128), -(-columns // 4)
+    tiles = swizzled.view(torch.uint8).reshape(*batch, high, wide, 32, 4, 4)
+    moved = tiles.movedim((-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1))
+    padded = moved.reshape(*batch, high * 128, wide * 4)
+    return padded[..., :rows, :columns].contiguous().view(swizzled.dtype)

@@ -1,0 +1,1 @@
+"""What tests need: assertions without pytest, and Hypothesis strategies."""
