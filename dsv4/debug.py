@@ -1,0 +1,283 @@
+"""Where did the first NaN come from.
+
+``first_nonfinite(model, input_ids)`` runs one forward pass with a hook on every submodule and names
+the first one, in execution order, that was given good tensors and returned bad ones, together with
+its own bad parameters. ``watch`` does the same around any code. ``check_parameters`` looks at the
+weights alone.
+
+NaN and infinity are told apart, because infinities can be meant (masks, padding heads' sinks): a
+module is the origin of a NaN if none of its inputs has a NaN, even if one of them has infinities.
+
+Every check waits for the device: this is for looking, not for production. Hooks see only modules
+that are called as ``module(...)``, and nothing inside a compiled region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+# float4_e2m1fn_x2 has no NaN and no infinity, and torch cannot convert it.
+_CHECKED = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+)
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class BadTensor:
+    """A tensor with NaN or infinite elements.
+
+    Attributes:
+        name: Path of the tensor, e.g. ``"layers.0.weight_scale_2"`` or ``"output[1]"``.
+        shape: Its shape.
+        dtype: Its dtype.
+        nan: Number of NaN elements.
+        infinite: Number of infinite elements.
+        first: Coordinate of the first bad element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nan: int
+    infinite: int
+    first: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = [f"{n} {word}" for n, word in ((self.nan, "NaN"), (self.infinite, "Inf")) if n]
+        total, dtype = math.prod(self.shape), str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.name} {dtype} {list(self.shape)}: {' and '.join(counts)} of {total}, "
+            f"first at {list(self.first)}"
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A module that was given good tensors and returned bad ones.
+
+    Attributes:
+        kind: ``"NaN"`` or ``"Inf"``.
+        module: Path of the module, ``""`` for the watched module itself.
+        class_name: Its class.
+        call: Number of the call among all submodule calls, from 0.
+        outputs: The bad outputs.
+        parameters: The module's bad parameters and buffers, its children's included.
+        entered: Path of the first submodule that was GIVEN a bad tensor during that call: the bad
+            value arose in the module's own forward, before that submodule. None if there is none.
+    """
+
+    kind: str
+    module: str
+    class_name: str
+    call: int
+    outputs: tuple[BadTensor, ...]
+    parameters: tuple[BadTensor, ...]
+    entered: str | None
+
+    def __str__(self) -> str:
+        where = f"{self.module or '(the watched module)'} ({self.class_name}, call {self.call})"
+        lines = [f"first {self.kind} from {where}: inputs without {self.kind}, but"]
+        lines += [f"  {bad}" for bad in self.outputs]
+        if self.entered is not None:
+            lines.append(
+                f"  it arose in this module's own forward, before it called {self.entered}"
+            )
+        if self.parameters:
+            lines.append("  bad parameters and buffers of this module:")
+            lines += [f"    {bad}" for bad in self.parameters]
+        else:
+            lines.append("  its parameters and buffers are all finite")
+        return "\n".join(lines)
+
+
+@dataclass
+class Report:
+    """What ``watch`` has seen so far.
+
+    Attributes:
+        first_nan: First module whose outputs have a NaN and whose inputs have none, or None.
+        first_infinite: Likewise for infinities.
+        given: Paths and kinds of bad tensors that the watched module itself was given.
+        calls: Module calls seen.
+    """
+
+    first_nan: Origin | None = None
+    first_infinite: Origin | None = None
+    given: list[BadTensor] = field(default_factory=list)
+    calls: int = 0
+
+    @property
+    def first(self) -> Origin | None:
+        """The earlier of ``first_nan`` and ``first_infinite``, or None if all was finite."""
+        found = [o for o in (self.first_nan, self.first_infinite) if o is not None]
+        return min(found, key=lambda origin: origin.call, default=None)
+
+    def __bool__(self) -> bool:
+        return self.first is not None or bool(self.given)
+
+    def __str__(self) -> str:
+        if not self:
+            return f"no NaN and no Inf in the outputs of {self.calls} module calls"
+        lines = [f"given to the watched module: {bad}" for bad in self.given]
+        origins = [o for o in (self.first_nan, self.first_infinite) if o is not None]
+        lines += [str(origin) for origin in sorted(origins, key=lambda origin: origin.call)]
+        return "\n".join(lines)
+
+
+def check_parameters(module: nn.Module) -> list[BadTensor]:
+    """Parameters and buffers of ``module`` that have a NaN or an infinity, in declaration order.
+
+    FP8 codes, E4M3 and E8M0 scales are decoded first (E8M0 byte 255 is NaN). Integer tensors,
+    packed FP4 codes and tensors on ``meta`` have nothing to check.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [bad for name, tensor in named if (bad := _inspect(name, tensor)) is not None]
+
+
+def first_nonfinite(module: nn.Module, *args: Any, **kwargs: Any) -> Report:
+    """Run ``module(*args, **kwargs)`` once, without gradients, and report the first NaN and Inf.
+
+    The report is false (``not report``) if everything was finite; print it to read it.
+    """
+    with watch(module) as report, torch.no_grad():
+        module(*args, **kwargs)
+    return report
+
+
+@contextmanager
+def watch(module: nn.Module) -> Iterator[Report]:
+    """Hook ``module`` and all its submodules for the length of the block.
+
+    Yields:
+        The report, filled as modules are called; also valid after the block, and after an error.
+    """
+    watcher = _Watcher(module)
+    handles = [h for name, m in module.named_modules() for h in watcher.hooks(name, m)]
+    try:
+        yield watcher.report
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class _Open:
+    """A call that has begun: what was bad in its inputs, and who was given bad tensors within."""
+
+    kinds: frozenset[str]
+    entered: dict[str, str] = field(default_factory=dict)
+
+
+class _Watcher:
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.report = Report()
+        self.open: list[tuple[nn.Module, _Open]] = []
+
+    def hooks(self, name: str, module: nn.Module) -> Iterator[Any]:
+        def before(m: nn.Module, args: Any, kwargs: Any) -> None:
+            self.enter(name, m, [*_tensors("input", args), *_tensors("input", kwargs)])
+
+        def after(m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.leave(name, m, output)
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after, with_kwargs=True)
+
+    def enter(self, name: str, module: nn.Module, inputs: list[tuple[str, torch.Tensor]]) -> None:
+        # Inputs are judged now: the forward may overwrite them.
+        bad = [b for n, t in inputs if (b := _inspect(n, t)) is not None]
+        if module is self.root:
+            self.report.given += bad
+        kinds = _kinds(bad)
+        for _, outer in self.open:
+            for kind in kinds - outer.kinds:
+                outer.entered.setdefault(kind, name)
+        self.open.append((module, _Open(kinds)))
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        call = self._close(module)
+        number = self.report.calls
+        self.report.calls += 1
+        bad = [b for n, t in _tensors("output", output) if (b := _inspect(n, t)) is not None]
+        for kind in _kinds(bad) - call.kinds:
+            slot = "first_nan" if kind == "NaN" else "first_infinite"
+            if getattr(self.report, slot) is None:
+                parameters = tuple(check_parameters(module))
+                origin = Origin(
+                    kind, name, type(module).__name__, number, tuple(bad), parameters,
+                    call.entered.get(kind),
+                )  # fmt: skip
+                setattr(self.report, slot, origin)
+
+    def _close(self, module: nn.Module) -> _Open:
+        # Calls that ended in an exception the model caught never close; they are dropped here.
+        while True:
+            opened, call = self.open.pop()
+            if opened is module:
+                return call
+
+
+def _kinds(bad: list[BadTensor]) -> frozenset[str]:
+    nan = {"NaN"} if any(b.nan for b in bad) else set()
+    return frozenset(nan | ({"Inf"} if any(b.infinite for b in bad) else set()))
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested sequences, mappings and dataclasses, with its path."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(f"{name}[{key!r}]", item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{name}[{i}]", item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from _tensors(f"{name}.{f.name}", getattr(value, f.name, None))
+
+
+def _inspect(name: str, tensor: torch.Tensor) -> BadTensor | None:
+    if tensor.dtype not in _CHECKED or tensor.is_meta or tensor.numel() == 0:
+        return None
+    nan = infinite = 0
+    first = -1
+    # In chunks: the decoded copy of an FP8 tensor would take four times its memory.
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        part = part.float() if part.element_size() == 1 else part
+        good = part.isfinite()
+        if bool(good.all()):
+            continue
+        nan += int(part.isnan().sum())
+        infinite += int(part.isinf().sum())
+        first = start + int((~good).nonzero()[0]) if first < 0 else first
+    if first < 0:
+        return None
+    shape = tuple(tensor.shape)
+    return BadTensor(name, shape, tensor.dtype, nan, infinite, _coordinate(first, shape))
+
+
+def _coordinate(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        found.append(rest)
+    return tuple(reversed(found))
