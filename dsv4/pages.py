@@ -147,5 +147,6 @@ def _check_sizes(
         )
     if head_dim < 1 or not 0 <= rope_dim <= head_dim:
         raise ValueError(
-            f"Pages: head_dim is {head_dim} and rope_dim {rope_dim}, wanted 0 <= rope_dim <= head_dim"
+            f"Pages: head_dim is {head_dim} and rope_dim {rope_dim}, "
+            "wanted 0 <= rope_dim <= head_dim"
         )

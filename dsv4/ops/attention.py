@@ -1,0 +1,116 @@
+"""Attention over the chosen entries of two paged caches, with a sink."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.ops.kv_cache import check_pages
+from dsv4.pages import Pages
+
+
+def _fake(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_page_size: int,
+    window_format: str,
+    window_slots: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_page_size: int,
+    compressed_format: str,
+    compressed_slots: torch.Tensor | None,
+    sink: torch.Tensor,
+    rope_dim: int,
+    scale: float,
+    backend: str,
+) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+_sparse_attention = define(
+    "sparse_attention(Tensor q, Tensor window, int window_page_size, str window_format, "
+    "Tensor window_slots, Tensor? compressed, int compressed_page_size, str compressed_format, "
+    "Tensor? compressed_slots, Tensor sink, int rope_dim, float scale, str backend) -> Tensor",
+    _fake,
+)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    window: Pages,
+    window_slots: torch.Tensor,
+    compressed: Pages | None,
+    compressed_slots: torch.Tensor | None,
+    sink: torch.Tensor,
+    *,
+    scale: float,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One softmax over the given entries of both caches (specification section 4.2, steps 6, 7).
+
+    ``o_h = sum_j exp(s_hj) k_j / (sum_j exp(s_hj) + exp(sink_h))`` with ``s_hj = scale * q_h.k_j``;
+    an entry is key and value at once. The sink is a raw logit: ``scale`` does not touch it, and it
+    has no value. float32 throughout (float64 for float64 q), one rounding at the end. An entry
+    whose slot occurs twice counts twice. If every slot is negative and the sink is -inf, the
+    result is 0. An entry that no slot of a token names has no effect on the token, NaN included.
+
+    Args:
+        q: ``[T, h, D]`` after norm and RoPE.
+        window: Pages of raw key-values, D dims.
+        window_slots: ``[T, Kw]`` int64 or int32, ``page * page_size + entry``; negative: none.
+        compressed: Pages of compressed entries, or None.
+        compressed_slots: ``[T, Kc]`` likewise; None exactly if ``compressed`` is.
+        sink: ``[h]``; -inf: no sink.
+        scale: Factor on the products, ``D^-0.5``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[T, h, D]`` in ``q.dtype``, contiguous, before the inverse RoPE.
+
+    Raises:
+        TypeError: if a dtype is none of these.
+        ValueError: if a shape differs, the tensors are on different devices, or only one of
+            ``compressed`` and ``compressed_slots`` is given.
+        IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
+    """
+    op = "sparse_attention"
+    _check.floating(op, "q", q)
+    _check.floating(op, "sink", sink)
+    _check.shape(op, "q", q, [None, None, window.head_dim])
+    _check.shape(op, "sink", sink, [q.shape[1]])
+    _check_pool(op, "window", q, window, window_slots)
+    if (compressed is None) != (compressed_slots is None):
+        raise ValueError(f"{op}: compressed and compressed_slots go together, found one of them")
+    if compressed is not None and compressed_slots is not None:
+        _check_pool(op, "compressed", q, compressed, compressed_slots)
+        if compressed.rope_dim != window.rope_dim:
+            raise ValueError(
+                f"{op}: compressed.rope_dim is {compressed.rope_dim}, "
+                f"wanted window's, {window.rope_dim}"
+            )
+    _check.same_device(op, q=q, sink=sink)
+    return _sparse_attention(
+        q,
+        window.data,
+        window.page_size,
+        window.entry_format,
+        window_slots,
+        None if compressed is None else compressed.data,
+        1 if compressed is None else compressed.page_size,
+        window.entry_format if compressed is None else compressed.entry_format,
+        compressed_slots,
+        sink,
+        window.rope_dim,
+        float(scale),
+        backend,
+    )
+
+
+def _check_pool(op: str, name: str, q: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
+    check_pages(op, name, pages)
+    if pages.head_dim != q.shape[-1]:
+        raise ValueError(f"{op}: {name}.head_dim is {pages.head_dim}, wanted {q.shape[-1]} as q")
+    _check.integer(op, f"{name}_slots", slots)
+    _check.shape(op, f"{name}_slots", slots, [q.shape[0], None])
+    _check.same_device(op, q=q, **{name: pages.data, f"{name}_slots": slots})

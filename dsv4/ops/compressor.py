@@ -1,0 +1,181 @@
+"""Compression of windows of tokens to one entry each, over whole sequences or piece by piece."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+
+
+def _pool_fake(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    previous_kv: torch.Tensor | None,
+    previous_score: torch.Tensor | None,
+    overlap: bool,
+    backend: str,
+) -> torch.Tensor:
+    wide = torch.float64 if torch.float64 in (kv.dtype, score.dtype) else torch.float32
+    width = kv.shape[3] // 2 if overlap else kv.shape[3]
+    return kv.new_empty((kv.shape[0], kv.shape[1], width), dtype=wide)
+
+
+def _update_fake(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    overlap: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bound = kv.shape[0] // ape.shape[0] + starts.shape[0]
+    width = kv.shape[1] // 2 if overlap else kv.shape[1]
+    return (
+        state.new_empty((bound, width)),
+        state.new_empty((bound,), dtype=torch.int64),
+        state.new_empty((bound,), dtype=torch.int64),
+    )
+
+
+_pool_windows = define(
+    "pool_windows(Tensor kv, Tensor score, Tensor? previous_kv, Tensor? previous_score, "
+    "bool overlap, str backend) -> Tensor",
+    _pool_fake,
+)
+_compressor_update = define(
+    "compressor_update(Tensor kv, Tensor score, Tensor ape, Tensor(a!) state, Tensor cu_seqlens, "
+    "Tensor starts, Tensor sequences, bool overlap, str backend) -> (Tensor, Tensor, Tensor)",
+    _update_fake,
+)
+
+
+def pool_windows(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    previous_kv: torch.Tensor | None = None,
+    previous_score: torch.Tensor | None = None,
+    *,
+    overlap: bool,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One entry per window of m tokens (specification section 5.2).
+
+    Each channel is averaged with a softmax over the scores of that channel. Without overlap the
+    slots are the window's m tokens. With overlap there are 2m: the window before, columns
+    ``0 .. d-1``, then the window itself, columns ``d .. 2d-1``; for window 0 of a sequence the
+    first m are absent. float32, or float64 if an input is.
+
+    Args:
+        kv: ``[R, W, m, c*d]``: W consecutive windows of R sequences; c is 2 with overlap, else 1.
+        score: ``[R, W, m, c*d]``, ape already added.
+        previous_kv: With overlap, ``[R, m, d]``: columns ``0 .. d-1`` of the window before the
+            first; None: there is none.
+        previous_score: The same for the scores (-inf: absent).
+        overlap: Whether windows overlap.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[R, W, d]`` float32 or float64, before norm, RoPE and quantisation.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape differs, the width is odd with overlap, or only one of
+            ``previous_kv`` and ``previous_score`` is given, or either without overlap.
+    """
+    for name, tensor in (("kv", kv), ("score", score)):
+        _check.floating("pool_windows", name, tensor)
+        _check.shape("pool_windows", name, tensor, [*kv.shape[:3], kv.shape[-1]])
+    _check_overlap("pool_windows", kv, overlap)
+    if (previous_kv is None) != (previous_score is None) or (
+        previous_kv is not None and not overlap
+    ):
+        raise ValueError(
+            "pool_windows: previous_kv and previous_score go together, and only with overlap"
+        )
+    for name, before in (("previous_kv", previous_kv), ("previous_score", previous_score)):
+        if before is not None:
+            _check.floating("pool_windows", name, before)
+            wanted = [kv.shape[0], kv.shape[2], kv.shape[3] // 2]
+            _check.shape("pool_windows", name, before, wanted)
+    _check.same_device(
+        "pool_windows", kv=kv, score=score, previous_kv=previous_kv, previous_score=previous_score
+    )
+    return _pool_windows(kv, score, previous_kv, previous_score, overlap, backend)
+
+
+def compressor_update(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    *,
+    overlap: bool,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take the next tokens of some sequences, emit an entry for every window that closes.
+
+    Specification sections 5.2 and 5.3. Any way of cutting a sequence into calls gives the same
+    entries and the same final state. Mutates ``state`` in the rows ``sequences``.
+
+    Entry b of the batch has the tokens ``cu_seqlens[b] : cu_seqlens[b+1]`` at the positions
+    ``starts[b], starts[b] + 1, ...``. An entry without tokens is ignored, its ``starts`` and
+    ``sequences`` may be anything. Tokens past ``cu_seqlens[B]`` are ignored. ``starts[b] == 0``
+    begins a new sequence whatever the state holds.
+
+    Args:
+        kv: ``[T, c*d]``; c is 2 with overlap, else 1.
+        score: ``[T, c*d]``, WITHOUT ape.
+        ape: ``[m, c*d]``, added to the scores: row = position modulo m. m is the ratio.
+        state: ``[S, slots, 2, c*d]`` float32 or float64, the dtype of the computation. slots is
+            2m with overlap (the window before the open one, then the open one), else m;
+            ``[..., 0, :]`` is kv, ``[..., 1, :]`` score + ape. Unfilled slots hold 0 and -inf.
+        cu_seqlens: ``[B+1]`` int, starts with 0.
+        starts: ``[B]`` int, tokens each sequence has seen before.
+        sequences: ``[B]`` int, state rows; distinct among entries with tokens.
+        overlap: Whether windows overlap.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(pooled [M, d], positions [M] int64, sequence [M] int64)`` with ``M = T // m + B``:
+        the entries in batch order then position order, the position of the first token of each
+        entry's window (m * w, where its RoPE is applied), and the state row it belongs to. Rows
+        past the last entry hold 0, -1, -1.
+
+    Raises:
+        TypeError: if a dtype is none of these.
+        ValueError: if a shape differs or the width is odd with overlap.
+    """
+    op = "compressor_update"
+    for name, tensor in (("kv", kv), ("score", score), ("ape", ape)):
+        _check.floating(op, name, tensor)
+    _check.dtype(op, "state", state, torch.float32, torch.float64)
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("starts", starts), ("sequences", sequences)):
+        _check.integer(op, name, tensor)
+    tokens, width = (*kv.shape, 0)[:2]
+    ratio, batch = (*ape.shape, 0)[0], (*starts.shape, 0)[0]
+    slots = 2 * ratio if overlap else ratio
+    _check.shape(op, "kv", kv, [None, None])
+    _check.shape(op, "score", score, [tokens, width])
+    _check.shape(op, "ape", ape, [None, width])
+    _check.shape(op, "state", state, [None, slots, 2, width])
+    _check.shape(op, "starts", starts, [None])
+    _check.shape(op, "sequences", sequences, [batch])
+    _check.shape(op, "cu_seqlens", cu_seqlens, [batch + 1])
+    _check_overlap(op, kv, overlap)
+    _check.same_device(op, kv=kv, score=score, ape=ape, state=state, cu_seqlens=cu_seqlens)
+    _check.same_device(op, kv=kv, starts=starts, sequences=sequences)
+    return _compressor_update(
+        kv, score, ape, state, cu_seqlens, starts, sequences, overlap, backend
+    )
+
+
+def _check_overlap(op: str, kv: torch.Tensor, overlap: bool) -> None:
+    if not torch.compiler.is_compiling() and overlap and kv.shape[-1] % 2:
+        raise ValueError(f"{op}: kv has {kv.shape[-1]} columns, wanted an even number with overlap")

@@ -1,0 +1,140 @@
+"""The lightning indexer: which compressed entries a token attends to."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.ops.kv_cache import check_pages
+from dsv4.pages import Pages
+
+
+def _rotate_fake(x: torch.Tensor, backend: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _select_fake(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    visible: torch.Tensor,
+    top_k: int,
+    backend: str,
+) -> torch.Tensor:
+    k = torch.sym_min(top_k, page_table.shape[1] * page_size)
+    return q.new_empty((q.shape[0], k), dtype=torch.int64)
+
+
+_indexer_rotate_quantize = define(
+    "indexer_rotate_quantize(Tensor x, str backend) -> Tensor", _rotate_fake
+)
+_indexer_select = define(
+    "indexer_select(Tensor q, Tensor weights, Tensor data, int page_size, str entry_format, "
+    "int rope_dim, Tensor page_table, Tensor sequence_of_token, Tensor visible, SymInt top_k, "
+    "str backend) -> Tensor",
+    _select_fake,
+)
+
+
+def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """Hadamard transform, then rounding to FP4 (specification section 6, step 3).
+
+    The transform is Sylvester's matrix times ``d^-0.5``, so it is orthonormal and its own inverse:
+    applied to queries and keys alike it leaves their products unchanged, and only spreads
+    outliers. Its result is rounded to ``x.dtype``, then quantised and dequantised: E2M1 codes in
+    groups of 32 with the scale ``2^ceil(log2(max(amax, 6 * 2^-126) / 6))``, which bfloat16 holds
+    exactly. Computed in float32, or float64 for float64 input. A NaN or Inf makes its whole last
+    axis NaN.
+
+    Args:
+        x: ``[..., d]`` queries or keys after RoPE, bfloat16, float32 or float64.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., d]`` in ``x.dtype``, contiguous.
+
+    Raises:
+        TypeError: if ``x`` has another dtype.
+        ValueError: if d is not a power of two, or below 32.
+    """
+    _check.dtype("indexer_rotate_quantize", "x", x, torch.bfloat16, torch.float32, torch.float64)
+    d = x.shape[-1]
+    if d < 32 or d & (d - 1):
+        raise ValueError(
+            f"indexer_rotate_quantize: last axis of x is {d}, wanted a power of two >= 32"
+        )
+    return _indexer_rotate_quantize(x, backend)
+
+
+def indexer_select(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: Pages,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    top_k: int,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """The ``top_k`` visible entries with the highest scores (specification section 6, step 5).
+
+    ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32 (float64 for float64 input).
+    Ordered by descending score, equal scores by ascending entry. A NaN score counts as the
+    highest, so that a NaN goes on to the attention of its own token; ids are in range whatever the
+    input holds. The selection is always computed, also where it will take every entry, because a
+    captured graph may later run with more entries.
+
+    Args:
+        q: ``[T, h, d]``.
+        weights: ``[T, h]``, already scaled by ``d^-0.5 * h^-0.5``.
+        keys: Pages of key entries of d dims.
+        page_table: ``[S, P]`` int: page ``c // page_size`` of a sequence holds its entry c. Pages
+            that hold no visible entry may have any number that is a page, or -1.
+        sequence_of_token: ``[T]`` int, row of the table.
+        visible: ``[T]`` int: entries ``0 .. visible - 1`` may be chosen.
+        top_k: Wanted number.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[T, min(top_k, P * page_size)]`` int64: entry numbers within the sequence, -1 where fewer
+        are visible.
+
+    Raises:
+        TypeError: if a dtype is none of these.
+        ValueError: if a shape differs, the tensors are on different devices, or ``top_k < 1``.
+    """
+    op = "indexer_select"
+    _check.floating(op, "q", q)
+    _check.floating(op, "weights", weights)
+    check_pages(op, "keys", keys)
+    _check.shape(op, "q", q, [None, None, keys.head_dim])
+    _check.shape(op, "weights", weights, list(q.shape[:2]))
+    _check.shape(op, "page_table", page_table, [None, None])
+    for name, tensor in (("sequence_of_token", sequence_of_token), ("visible", visible)):
+        _check.integer(op, name, tensor)
+        _check.shape(op, name, tensor, [q.shape[0]])
+    _check.integer(op, "page_table", page_table)
+    if not torch.compiler.is_compiling() and top_k < 1:
+        raise ValueError(f"{op}: top_k is {top_k}, wanted >= 1")
+    _check.same_device(op, q=q, weights=weights, keys=keys.data, page_table=page_table)
+    _check.same_device(op, q=q, sequence_of_token=sequence_of_token, visible=visible)
+    return _indexer_select(
+        q,
+        weights,
+        keys.data,
+        keys.page_size,
+        keys.entry_format,
+        keys.rope_dim,
+        page_table,
+        sequence_of_token,
+        visible,
+        top_k,
+        backend,
+    )

@@ -1,0 +1,58 @@
+"""Meaning of ``dsv4.ops.attention``."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.reference._precision import compute_dtype
+from dsv4.reference.kv_cache import read_kv
+
+_WORK_BYTES = 64 << 20  # of gathered entries and of scores at a time
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_page_size: int,
+    window_format: str,
+    window_slots: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_page_size: int,
+    compressed_format: str,
+    compressed_slots: torch.Tensor | None,
+    sink: torch.Tensor,
+    rope_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """See ``dsv4.ops.attention.sparse_attention``."""
+    tokens, heads, d = q.shape
+    wide = compute_dtype(q)
+    pools = [(window, window_page_size, window_format, window_slots)]
+    if compressed is not None and compressed_slots is not None:
+        pools.append((compressed, compressed_page_size, compressed_format, compressed_slots))
+    width = sum(slots.shape[1] for *_, slots in pools)
+    step = max(1, _WORK_BYTES // (wide.itemsize * max(1, width) * max(d, heads)))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for begin in range(0, tokens, step):
+        part = slice(begin, begin + step)
+        entries = [
+            read_kv(data, page_size, entry_format, d, rope_dim, slots[part], wide)
+            for data, page_size, entry_format, slots in pools
+        ]
+        absent = torch.cat([slots[part] for *_, slots in pools], dim=1) < 0
+        kv = torch.cat(entries, dim=1)
+        out[part] = _attend(q[part].to(wide), kv, absent, sink.to(wide), scale).to(q.dtype)
+    return out
+
+
+def _attend(
+    q: torch.Tensor, kv: torch.Tensor, absent: torch.Tensor, sink: torch.Tensor, scale: float
+) -> torch.Tensor:
+    # q [t, h, D], kv [t, K, D], absent [t, K], sink [h] -> [t, h, D]
+    logits = (q @ kv.transpose(1, 2) * scale).masked_fill(absent.unsqueeze(1), -torch.inf)
+    sink = sink.view(1, -1, 1).expand(q.shape[0], -1, 1)
+    top = torch.cat((logits, sink), dim=-1).amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0, top)  # nothing to attend to and no sink
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - top)
+    return torch.where(total == 0, 0, weights @ kv / total)

@@ -1,0 +1,171 @@
+"""Meaning of ``dsv4.ops.compressor``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.reference._precision import compute_dtype
+from dsv4.reference._scatter import put_rows
+
+_ABSENT = float("-inf")
+
+
+def pool_windows(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    previous_kv: torch.Tensor | None,
+    previous_score: torch.Tensor | None,
+    overlap: bool,
+) -> torch.Tensor:
+    """See ``dsv4.ops.compressor.pool_windows``."""
+    wide = compute_dtype(kv, score)
+    kv, score = kv.to(wide), score.to(wide)
+    if overlap:
+        kv = _with_window_before(kv, previous_kv, 0.0)
+        score = _with_window_before(score, previous_score, _ABSENT)
+    return _pool(kv, score)
+
+
+def _with_window_before(
+    x: torch.Tensor, previous: torch.Tensor | None, absent: float
+) -> torch.Tensor:
+    # [R, W, m, 2d] -> [R, W, 2m, d]: the Ca half of window w - 1, then the Cb half of window w.
+    ca, cb = x.chunk(2, dim=-1)
+    before = torch.full_like(ca[:, :1], absent)
+    if previous is not None and before.shape[1]:
+        before = previous.to(x.dtype).unsqueeze(1)
+    return torch.cat((torch.cat((before, ca[:, :-1]), dim=1), cb), dim=2)
+
+
+def _pool(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    # [..., slots, d] -> [..., d]: a softmax over the slots for each channel.
+    return (torch.softmax(score, dim=-2) * kv).sum(-2)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tokens a sequence of the batch can see: the new ones, and those in its state.
+
+    ``kv`` and ``score`` are [T + B * slots + 1, c * d]: the tokens, the state rows of every
+    sequence of the batch, and the absent token.
+    """
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    first_token: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+    state_base: torch.Tensor
+    slots: int
+    ratio: int
+
+    def rows(self, b: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Row of ``kv`` that holds ``position`` of sequence ``b`` (same shapes)."""
+        start = self.start[b]
+        # The state starts with the window before the open one, if there is overlap.
+        open_window = start // self.ratio * self.ratio
+        slot = position - open_window + self.slots - self.ratio
+        row = torch.where(
+            position >= start,
+            self.first_token[b] + position - start,
+            self.state_base[b] + slot.clamp(0, self.slots - 1),
+        )
+        present = (position >= 0) & (position < self.end[b])
+        return torch.where(present, row, self.kv.shape[0] - 1)
+
+
+def compressor_update(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    overlap: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.compressor.compressor_update``."""
+    ratio, batch = ape.shape[0], starts.shape[0]
+    bound = kv.shape[0] // ratio + batch
+    if batch == 0:
+        none = torch.full((bound,), -1, dtype=torch.int64, device=kv.device)
+        return state.new_zeros(bound, kv.shape[-1] // (1 + overlap)), none, none.clone()
+    cu = cu_seqlens.to(torch.int64)
+    source = _source(kv, score, ape, state, cu, starts.to(torch.int64), sequences)
+    b, window, used = _closed_windows(source, bound)
+    pooled = _pool_rows(source, b, window, overlap).masked_fill(~used.unsqueeze(-1), 0)
+    _store_state(source, state, sequences, cu)
+    positions = torch.where(used, window * ratio, -1)
+    sequence = torch.where(used, sequences.to(torch.int64)[b], -1)
+    return pooled, positions, sequence
+
+
+def _source(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+) -> _Source:
+    tokens, slots = kv.shape[0], state.shape[1]
+    index = torch.arange(tokens, device=kv.device)
+    b = torch.searchsorted(cu[1:], index, right=True).clamp(max=starts.shape[0] - 1)
+    phase = (starts[b] + index - cu[b]) % ape.shape[0]
+    score = score.to(state.dtype) + ape.to(state.dtype)[phase]
+    old = state[sequences.to(torch.int64).clamp(0, state.shape[0] - 1)].flatten(0, 1)
+    absent = torch.zeros_like(old[:1, 0])
+    base = tokens + slots * torch.arange(starts.shape[0], device=kv.device)
+    return _Source(
+        kv=torch.cat((kv.to(state.dtype), old[:, 0], absent)),
+        score=torch.cat((score, old[:, 1], torch.full_like(absent, _ABSENT))),
+        first_token=cu[:-1],
+        start=starts,
+        end=starts + cu.diff(),
+        state_base=base,
+        slots=slots,
+        ratio=ape.shape[0],
+    )
+
+
+def _closed_windows(source: _Source, bound: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # For each of the output rows: entry of the batch, window number, and whether it is used.
+    first = source.start // source.ratio
+    total = (source.end // source.ratio - first).cumsum(0)
+    row = torch.arange(bound, device=total.device)
+    b = torch.searchsorted(total, row, right=True).clamp(max=total.shape[0] - 1)
+    before = total[b] - (source.end[b] // source.ratio - first[b])
+    return b, first[b] + row - before, row < total[-1]
+
+
+def _pool_rows(
+    source: _Source, b: torch.Tensor, window: torch.Tensor, overlap: bool
+) -> torch.Tensor:
+    phase = torch.arange(source.ratio, device=b.device)
+    position = (window * source.ratio).unsqueeze(-1) + phase
+    b = b.unsqueeze(-1).expand_as(position)
+    rows = source.rows(b, position)
+    kv, score = source.kv[rows], source.score[rows]
+    if not overlap:
+        return _pool(kv, score)
+    width = source.kv.shape[-1] // 2
+    rows = source.rows(b, position - source.ratio)
+    kv = torch.cat((source.kv[:, :width][rows], kv[..., width:]), dim=1)
+    score = torch.cat((source.score[:, :width][rows], score[..., width:]), dim=1)
+    return _pool(kv, score)
+
+
+def _store_state(
+    source: _Source, state: torch.Tensor, sequences: torch.Tensor, cu: torch.Tensor
+) -> None:
+    # Slot i holds position i of the open window (and of the one before it, if there is overlap).
+    slot = torch.arange(source.slots, device=cu.device)
+    open_window = source.end // source.ratio * source.ratio
+    position = (open_window - source.slots + source.ratio).unsqueeze(-1) + slot
+    b = torch.arange(position.shape[0], device=cu.device).unsqueeze(-1).expand_as(position)
+    rows = source.rows(b, position)
+    new = torch.stack((source.kv[rows], source.score[rows]), dim=2)
+    put_rows(state, torch.where(cu.diff() > 0, sequences.to(torch.int64), -1), new)

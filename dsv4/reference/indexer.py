@@ -1,0 +1,86 @@
+"""Meaning of ``dsv4.ops.indexer``."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.reference._exponent import ceil_log2, power_of_two
+from dsv4.reference._precision import compute_dtype
+from dsv4.reference.kv_cache import read_kv
+
+_FP4_GROUP = 32
+_FP4_MAX = 6.0
+_WORK_BYTES = 64 << 20  # of gathered keys and of per-head scores at a time
+
+
+def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
+    wide = compute_dtype(x)
+    rotated = _hadamard(x.to(wide)).to(x.dtype)
+    groups = rotated.to(wide).unflatten(-1, (-1, _FP4_GROUP))
+    amax = groups.abs().amax(-1, keepdim=True)
+    exponent = ceil_log2(amax.clamp(_FP4_MAX * 2.0**-126) / _FP4_MAX)
+    exponent = torch.where(amax.isfinite(), exponent, 0)
+    value = _round_e2m1(groups * power_of_two(-exponent, wide)) * power_of_two(exponent, wide)
+    return value.masked_fill(~amax.isfinite(), float("nan")).flatten(-2).to(x.dtype)
+
+
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
+    # Sylvester's matrix times d^-0.5, by butterflies.
+    d = x.shape[-1]
+    half = 1
+    while half < d:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        half *= 2
+    return x * d**-0.5
+
+
+def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
+    # To 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code; |x| <= 6.
+    a = x.abs()
+    fine, middle, coarse = (a * 2).round() / 2, a.round(), (a / 2).round() * 2
+    return torch.where(a < 2, fine, torch.where(a < 4, middle, coarse)).copysign(x)
+
+
+def indexer_select(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    visible: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_select``."""
+    tokens, heads, d = q.shape
+    capacity = page_table.shape[1] * page_size
+    k = min(top_k, capacity)
+    out = torch.empty(tokens, k, dtype=torch.int64, device=q.device)
+    if tokens == 0 or k == 0:
+        return out
+    wide = compute_dtype(q, weights)
+    entry = torch.arange(capacity, device=q.device)
+    step = max(1, _WORK_BYTES // (wide.itemsize * capacity * max(d, heads)))
+    for begin in range(0, tokens, step):
+        part = slice(begin, begin + step)
+        sequence = sequence_of_token[part].to(torch.int64).clamp(min=0)
+        pages = page_table[sequence].to(torch.int64).clamp(min=0)
+        slots = (pages * page_size).unsqueeze(-1) + torch.arange(page_size, device=q.device)
+        keys = read_kv(data, page_size, entry_format, d, rope_dim, slots.flatten(1), wide)
+        seen = entry < visible[part].unsqueeze(-1)
+        scores = _scores(q[part].to(wide), weights[part].to(wide), keys)
+        scores = torch.where(seen, scores, -torch.inf)
+        # A stable sort puts equal scores in index order, and NaN first.
+        ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        out[part] = torch.where(ids < visible[part].unsqueeze(-1), ids, -1)
+    return out
+
+
+def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    # [t, h, d], [t, h], [t, C, d] -> [t, C]
+    dots = torch.relu(q @ keys.transpose(1, 2))
+    return (dots * weights.unsqueeze(-1)).sum(1)
