@@ -1,0 +1,52 @@
+"""What every layer with tensors of fixed dtype shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class FixedDtypeModule(nn.Module):
+    """A module some of whose tensors keep their dtype through ``.to(dtype)``, ``.half()`` and so on.
+
+    Casting FP8 block scales or 4-bit codes would destroy the weight without an error, and the
+    hyper-connection, router-bias and sink parameters are float32 by specification section 14.
+
+    Attributes:
+        stored: Names of tensors whose dtype is part of their meaning: never cast.
+        wide: Names of tensors that may be float32 or float64 and nothing narrower.
+    """
+
+    stored: frozenset[str] = frozenset()
+    wide: frozenset[str] = frozenset()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        own = {**self._parameters, **self._buffers}
+        stored = {id(t) for name, t in own.items() if name in self.stored}
+        wide = {id(t) for name, t in own.items() if name in self.wide}
+
+        def guarded(tensor: torch.Tensor) -> torch.Tensor:
+            out = fn(tensor)
+            if out.dtype == tensor.dtype:
+                return out
+            if id(tensor) in stored or (id(tensor) in wide and out.dtype not in _WIDE):
+                return tensor.to(out.device)
+            return out
+
+        return super()._apply(guarded, recurse)
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter that takes no gradient: integer and 8-bit float tensors can have none."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def empty_weight(*shape: int, std: float = 0.02) -> nn.Parameter:
+    """A weight drawn from N(0, std), or left unset on the meta device."""
+    weight = torch.empty(*shape)
+    return nn.Parameter(weight if weight.is_meta else weight.normal_(0.0, std))

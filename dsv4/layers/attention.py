@@ -1,0 +1,232 @@
+"""Attention over a window of raw tokens and over compressed entries, in one softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.cache import CacheStep
+from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.layers._module import FixedDtypeModule
+from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
+from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
+from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
+from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.ops.attention import sparse_attention
+from dsv4.ops.kv_cache import Pages, fake_quantize_kv, write_kv
+from dsv4.ops.rope import rope
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+class DeepseekV4Attention(FixedDtypeModule):
+    """Attention of one layer, of any of the three types (specification section 4).
+
+    ``past_key_values`` decides where earlier tokens come from: None (there are none), one of
+    transformers' cache objects, or a ``CacheStep`` of a ``PagedCache``.
+    """
+
+    wide = frozenset({"sinks"})
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config = ModelConfig.of(config)
+        config = self.config
+        self.layer_idx = layer_idx
+        self.layer_type = config.layer_type(layer_idx)
+        self.rope_layer_type = "compress" if config.compress_rate(layer_idx) else "main"
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.rope_dim = config.qk_rope_head_dim
+        self.sliding_window = config.sliding_window
+        self.numerics = config.numerics
+        self.scaling = config.head_dim**-0.5
+        self._add_projections(config)
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads))
+        self.rotary_emb = DeepseekV4RotaryEmbedding(config)
+        compressors = {CSA: DeepseekV4CSACompressor, HCA: DeepseekV4HCACompressor}
+        compressor = compressors.get(self.layer_type)
+        self.compressor = None if compressor is None else compressor(config)
+
+    def _add_projections(self, config: ModelConfig) -> None:
+        activation = config.activation
+        hidden, rank, inner = config.hidden_size, config.q_lora_rank, self.num_heads * self.head_dim
+        o_inner = config.o_groups * config.o_lora_rank
+        self.q_a_proj = Linear(hidden, rank, activation=activation)
+        self.q_a_norm = DeepseekV4RMSNorm(rank, eps=config.rms_norm_eps)
+        self.q_b_proj = Linear(rank, inner, activation=activation)
+        self.q_b_norm = DeepseekV4UnweightedRMSNorm(eps=config.rms_norm_eps)
+        self.kv_proj = Linear(hidden, self.head_dim, activation=activation)
+        self.kv_norm = DeepseekV4RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.o_a_proj = DeepseekV4GroupedLinear(
+            inner // config.o_groups, o_inner, config.o_groups, activation=activation
+        )
+        self.o_b_proj = Linear(o_inner, hidden, activation=activation)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, Tables] | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend.
+
+        Args:
+            hidden_states: ``[B, S, H]``; with a ``CacheStep``, ``[1, T, H]``: all its tokens.
+            position_embeddings: cos and sin by ``"main"`` and ``"compress"``; made here if None.
+            position_ids: ``[B, S]`` or ``[1, S]``; by default 0 to S-1, or those of the step.
+            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive. A key with a
+                negative entry is hidden, any other is visible: it is no bias.
+            past_key_values: See the class.
+            **kwargs: Ignored; transformers passes options that have no meaning here.
+
+        Returns:
+            ``[B, S, H]`` and None: attention weights are never materialised.
+
+        Raises:
+            ValueError: if a shape is wrong.
+        """
+        self._check(hidden_states, attention_mask)
+        step = past_key_values if isinstance(past_key_values, CacheStep) else None
+        if position_ids is None:
+            count = hidden_states.shape[1]
+            default = torch.arange(count, device=hidden_states.device)
+            position_ids = (default if step is None else step.batch.positions).unsqueeze(0)
+        cos, sin = self._tables(hidden_states, position_embeddings, position_ids)
+        q_residual, q, kv = self._project(hidden_states, cos, sin)
+        if step is not None:
+            out = self._attend_paged(hidden_states, q_residual, q, kv, step)
+        else:
+            out = self._attend_dense(
+                hidden_states, q_residual, q, kv, position_ids, attention_mask, past_key_values
+            )
+        out = rope(out, cos.unsqueeze(-2), sin.unsqueeze(-2), inverse=True)
+        grouped = out.reshape(*out.shape[:2], self.config.o_groups, -1)
+        return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
+
+    def _check(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> None:
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"DeepseekV4Attention: hidden_states has shape {list(hidden_states.shape)}, "
+                f"wanted [B, S, {self.config.hidden_size}]"
+            )
+        if mask is not None and mask.dim() != 4:
+            raise ValueError(
+                f"DeepseekV4Attention: attention_mask has shape {list(mask.shape)}, "
+                "wanted [B or 1, 1, S, L]"
+            )
+
+    def _tables(
+        self, x: torch.Tensor, given: dict[str, Tables] | None, position_ids: torch.Tensor
+    ) -> Tables:
+        if given is not None:
+            return given[self.rope_layer_type]
+        return self.rotary_emb(x, position_ids, self.rope_layer_type)
+
+    def _project(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_residual ``[B, S, q_lora]``, q ``[B, S, heads, D]`` and kv ``[B, S, D]``, rotated."""
+        q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
+        q_residual = self.q_a_norm(q_a)
+        q = self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim)))
+        q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        return q_residual, q, rope(self.kv_norm(kv), cos, sin)
+
+    def _attend_paged(
+        self,
+        hidden_states: torch.Tensor,
+        q_residual: torch.Tensor,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        step: CacheStep,
+    ) -> torch.Tensor:
+        """Write this batch to the cache, then read every key from there."""
+        cache, batch = step.cache, step.batch
+        layer = cache.layers[self.layer_idx]
+        sequences, positions = batch.sequence_of_token, batch.positions
+        write_kv(layer.window, kv[0], cache.window_write_slots(layer, sequences, positions))
+        compressed, slots = None, None
+        if self.compressor is not None:
+            compressed = layer.compressed
+            self.compressor.write_pages(hidden_states[0], step, self.layer_idx)
+            slots = self.compressor.select_paged(
+                hidden_states[0], q_residual[0], step, self.layer_idx
+            )
+        window_slots = cache.window_read_slots(layer, sequences, positions)
+        out = sparse_attention(
+            q[0], layer.window, window_slots, compressed, slots, self.sinks, scale=self.scaling
+        )
+        return out.unsqueeze(0)
+
+    def _attend_dense(
+        self,
+        hidden_states: torch.Tensor,
+        q_residual: torch.Tensor,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past: Any,
+    ) -> torch.Tensor:
+        batch, queries = q.shape[:2]
+        if self.numerics == "deepseek":
+            kv = fake_quantize_kv(kv, self.rope_dim)
+        if past is not None:
+            key = kv.unsqueeze(1)
+            kv = past.update(key, key, self.layer_idx)[0].squeeze(1)
+        window_slots = _window_slots(batch, queries, kv.shape[1], self.sliding_window, kv.device)
+        if attention_mask is not None:
+            window_slots = _apply_mask(window_slots, attention_mask, kv.shape[1])
+        compressed, slots = None, None
+        if self.compressor is not None:
+            entries = self.compressor.dense_entries(hidden_states, past, self.layer_idx)
+            chosen = self.compressor.select(
+                entries, hidden_states, q_residual, position_ids, past, self.layer_idx
+            )
+            if entries.shape[1] > 0:
+                compressed = Pages.plain(entries)
+                slots = _flat_slots(chosen, entries.shape[1])
+        out = sparse_attention(
+            q.flatten(0, 1),
+            Pages.plain(kv),
+            _flat_slots(window_slots, kv.shape[1]),
+            compressed,
+            slots,
+            self.sinks,
+            scale=self.scaling,
+        )
+        return out.unflatten(0, (batch, queries))
+
+
+def _window_slots(
+    batch: int, queries: int, keys: int, window: int, device: torch.device
+) -> torch.Tensor:
+    """Key numbers ``[B, S, window]`` each query may see; the last S of the keys are the queries'."""
+    own = torch.arange(queries, device=device) + (keys - queries)
+    numbers = own.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
+    return torch.where(numbers < 0, -1, numbers).expand(batch, queries, window)
+
+
+def _apply_mask(slots: torch.Tensor, mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """Set to -1 the key numbers that ``mask`` hides."""
+    if mask.shape[2] != slots.shape[1] or mask.shape[3] < keys:
+        raise ValueError(
+            f"DeepseekV4Attention: attention_mask has shape {list(mask.shape)}, "
+            f"wanted [B or 1, 1, {slots.shape[1]}, {keys}]"
+        )
+    shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    shown = shown.expand(slots.shape[0], -1, -1)
+    return torch.where(shown.gather(2, slots.clamp(min=0)), slots, -1)
+
+
+def _flat_slots(numbers: torch.Tensor, per_sequence: int) -> torch.Tensor:
+    """``[B, S, k]`` numbers within a sequence to slots ``[B * S, k]`` over all sequences."""
+    batch, queries, _ = numbers.shape
+    base = per_sequence * torch.arange(batch, device=numbers.device).view(batch, 1, 1)
+    return torch.where(numbers < 0, -1, numbers + base).flatten(0, 1)

@@ -1,0 +1,97 @@
+"""Manifold-constrained hyper-connections around a sublayer, and the head that ends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.config import ModelConfig
+from dsv4.layers._module import FixedDtypeModule, empty_weight
+from dsv4.layers.norm import DeepseekV4UnweightedRMSNorm
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+
+
+class DeepseekV4HyperConnection(FixedDtypeModule):
+    """Collapses the residual streams before a sublayer and spreads its output after it.
+
+    All arithmetic in float32 (specification section 3).
+    """
+
+    wide = frozenset({"fn", "base", "scale"})
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config = ModelConfig.of(config)
+        n = config.hc_mult
+        self.hc_mult = n
+        self.hc_sinkhorn_iters = config.hc_sinkhorn_iters
+        self.hc_eps = config.hc_eps
+        self.norm_eps = config.rms_norm_eps
+        self.numerics = config.numerics
+        self.fn = empty_weight((2 + n) * n, n * config.hidden_size)
+        self.base = nn.Parameter(torch.zeros((2 + n) * n))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(
+        self, hidden_streams: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What comes before the sublayer.
+
+        Args:
+            hidden_streams: ``[B, S, n, H]``.
+
+        Returns:
+            post ``[B, S, n]`` and comb ``[B, S, n, n]`` in float32, collapsed ``[B, S, H]`` in the
+            input's dtype. Note the order.
+        """
+        collapsed, post, comb = hc_pre(
+            hidden_streams,
+            self.fn,
+            self.scale,
+            self.base,
+            norm_eps=self.norm_eps,
+            hc_eps=self.hc_eps,
+            iterations=self.hc_sinkhorn_iters,
+        )
+        return post, comb, collapsed
+
+    def spread(
+        self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> torch.Tensor:
+        """What comes after the sublayer: ``X'_k = post_k y + sum_j comb_jk X_j``.
+
+        transformers' numerics round post and comb to the dtype of the streams first.
+        """
+        if self.numerics == "transformers":
+            post, comb = post.to(streams.dtype), comb.to(streams.dtype)
+        return hc_post(output, streams, post, comb)
+
+
+class DeepseekV4HyperHead(FixedDtypeModule):
+    """The last collapse, before the final norm (specification section 3.4)."""
+
+    wide = frozenset({"hc_fn", "hc_base", "hc_scale"})
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config = ModelConfig.of(config)
+        n = config.hc_mult
+        self.hc_mult = n
+        self.eps = config.hc_eps
+        self.input_norm = DeepseekV4UnweightedRMSNorm(config.rms_norm_eps)
+        self.hc_fn = empty_weight(n, n * config.hidden_size)
+        self.hc_base = nn.Parameter(torch.zeros(n))
+        self.hc_scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, S, n, H] -> [B, S, H]`` in the same dtype."""
+        return hc_head(
+            x,
+            self.hc_fn,
+            self.hc_scale,
+            self.hc_base,
+            norm_eps=self.input_norm.eps,
+            hc_eps=self.eps,
+        )

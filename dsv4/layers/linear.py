@@ -1,0 +1,248 @@
+"""Linear layers whose weight is plain or quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dsv4.formats import FORMATS, Format, QuantizedTensor
+from dsv4.layers._module import FixedDtypeModule, empty_weight, frozen
+from dsv4.layers.observer import AmaxObserver
+from dsv4.ops.gemm import gemm
+from dsv4.ops.quantize import dequantize, quantize
+
+ACTIVATIONS = ("bf16", "nvfp4")
+
+
+class Linear(FixedDtypeModule):
+    """``y = x W^T`` with a plain, NVFP4, MXFP4 or FP8 weight, without bias.
+
+    Parameters of a plain layer: ``weight [out, in]``. Of a quantised one, under the names of NVIDIA's
+    checkpoints: ``weight`` (codes), ``weight_scale`` (block scales) and, for NVFP4,
+    ``weight_scale_2 [1]`` (global scale, multiplies) and, where known, ``input_scale [1]``
+    (activation global scale, multiplies).
+
+    Attributes:
+        format: None for a plain weight, else its ``Format``.
+        activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x first, with ``input_scale``
+            or, without one, with a scale per token. Plain weights never quantise x.
+    """
+
+    stored = frozenset({"weight_scale", "weight_scale_2", "input_scale"})
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, *, activation: str = "bf16"
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("Linear: bias is True, wanted False: DeepSeek-V4 has no linear bias")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"Linear: activation is {activation!r}, wanted one of {ACTIVATIONS}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.groups = 1
+        self.activation = activation
+        self.format: Format | None = None
+        self.observer: AmaxObserver | None = None
+        self.weight = empty_weight(out_features, in_features)
+        self.register_parameter("weight_scale", None)
+        self.register_parameter("weight_scale_2", None)
+        self.register_parameter("input_scale", None)
+
+    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Multiply.
+
+        Args:
+            x: ``[..., in_features]``, or ``[..., groups, in_features]`` when grouped.
+            out_dtype: Dtype of the result; float32 also multiplies in float32. Default ``x.dtype``.
+
+        Raises:
+            ValueError: if the last axes of ``x`` are not those.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__}: hidden_states has shape {list(x.shape)}, "
+                f"wanted [..., {self.in_features}]"
+            )
+        if self.observer is not None:
+            self.observer.see(x)
+        if self.format is None:
+            return self._plain(x, out_dtype)
+        return gemm(
+            x,
+            self.quantized_weight(),
+            activation="bf16" if self.observer is not None else self.activation,
+            input_scale=self.input_scale,
+            groups=self.groups,
+            out_dtype=out_dtype,
+        )
+
+    def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+        if out_dtype is None:
+            return F.linear(x, self.weight)
+        wide = torch.promote_types(x.dtype, out_dtype)
+        return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
+
+    def quantized_weight(self) -> QuantizedTensor:
+        """The weight as one value.
+
+        Raises:
+            ValueError: if the weight is plain.
+        """
+        if self.format is None:
+            raise ValueError("Linear: the weight is plain, wanted a quantised one")
+        return QuantizedTensor(self.weight, self.weight_scale, self.weight_scale_2, self.format)
+
+    def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight as a plain tensor ``[out, in]``."""
+        if self.format is None:
+            return self.weight.to(dtype)
+        return dequantize(self.quantized_weight(), dtype)
+
+    def set_weight(
+        self, weight: torch.Tensor | QuantizedTensor, input_scale: torch.Tensor | None = None
+    ) -> None:
+        """Replace the weight, without a copy, and with it the format.
+
+        Args:
+            weight: ``[out_features, in_features]``, plain or quantised, linear scale layout.
+            input_scale: Activation global scale, ``[]`` or ``[1]`` float32, or None.
+
+        Raises:
+            ValueError: if the shape differs; nothing is changed then.
+        """
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise ValueError(
+                f"Linear: weight has shape {list(weight.shape)}, "
+                f"wanted [{self.out_features}, {self.in_features}]"
+            )
+        if isinstance(weight, torch.Tensor):
+            self.format = None
+            self.stored = Linear.stored
+            self._set(nn.Parameter(weight, requires_grad=weight.requires_grad), None, None, None)
+            return
+        if weight.segments or weight.layout != "linear":
+            raise ValueError("Linear: weight has segments or swizzled scales, wanted neither")
+        self.format = weight.format
+        self.stored = Linear.stored | {"weight"}
+        scale = None if input_scale is None else input_scale.reshape(1).float()
+        self._set(frozen(weight.codes), weight.scales, weight.global_scale, scale)
+
+    def _set(
+        self,
+        weight: nn.Parameter,
+        scales: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        input_scale: torch.Tensor | None,
+    ) -> None:
+        self.weight = weight
+        self.weight_scale = None if scales is None else frozen(scales)
+        self.weight_scale_2 = None if global_scale is None else frozen(global_scale)
+        self.input_scale = None if input_scale is None else frozen(input_scale)
+
+    def to_format(
+        self,
+        format: str | Format | None,
+        *,
+        scale_dtype: torch.dtype | None = None,
+        input_scale: bool = False,
+    ) -> None:
+        """Declare the parameters of a format, uninitialised, on the device of the present weight.
+
+        Args:
+            format: Name or descriptor, or None for a plain weight.
+            scale_dtype: Dtype of the block scales, where the format allows several.
+            input_scale: Whether to declare ``input_scale``.
+        """
+        device = self.weight.device
+        shape = (self.out_features, self.in_features)
+        if format is None:
+            self.set_weight(torch.empty(shape, device=device))
+            return
+        chosen = FORMATS[format] if isinstance(format, str) else format
+        empty = QuantizedTensor.empty(shape, chosen, scale_dtype=scale_dtype, device=device)
+        self.set_weight(empty, torch.empty(1, device=device) if input_scale else None)
+
+    def quantize(self, format: str = "nvfp4") -> None:
+        """Quantise a plain weight in place.
+
+        Raises:
+            ValueError: if the weight is quantised already.
+        """
+        if self.format is not None:
+            raise ValueError(f"Linear: the weight is {self.format.name} already, wanted a plain one")
+        self.set_weight(quantize(self.weight.detach(), format))
+
+    def extra_repr(self) -> str:
+        """Shape, format and activation."""
+        name = "plain" if self.format is None else self.format.name
+        return f"{self.in_features}, {self.out_features}, {name}, activation={self.activation}"
+
+
+class DeepseekV4GroupedLinear(Linear):
+    """``n_groups`` independent projections of ``n_groups`` inputs (specification section 4.1, wo_a).
+
+    Rows ``g * out_features / n_groups`` and following of the weight belong to group ``g``.
+    """
+
+    def __init__(
+        self,
+        in_features_per_group: int,
+        out_features: int,
+        n_groups: int,
+        bias: bool = False,
+        *,
+        activation: str = "bf16",
+    ) -> None:
+        super().__init__(in_features_per_group, out_features, bias, activation=activation)
+        if out_features % n_groups:
+            raise ValueError(
+                f"GroupedLinear: out_features is {out_features}, wanted a multiple of {n_groups}"
+            )
+        self.n_groups = n_groups
+        self.groups = n_groups
+
+    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[..., n_groups, in] -> [..., n_groups, out_features / n_groups]``."""
+        if x.dim() < 2 or x.shape[-2] != self.n_groups:
+            raise ValueError(
+                f"GroupedLinear: x has shape {list(x.shape)}, "
+                f"wanted [..., {self.n_groups}, {self.in_features}]"
+            )
+        return super().forward(x, out_dtype)
+
+    def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+        dtype = x.dtype if out_dtype is None else torch.promote_types(x.dtype, out_dtype)
+        weight = self.weight.view(self.n_groups, -1, self.in_features).to(dtype)
+        flat = x.to(dtype).reshape(-1, self.n_groups, self.in_features).transpose(0, 1)
+        out = torch.bmm(flat, weight.transpose(1, 2)).transpose(0, 1)
+        return out.reshape(*x.shape[:-1], -1).to(out_dtype or x.dtype)
+
+
+def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
+    """Several projections of one input, as one product where their weights allow it.
+
+    NVFP4 weights are joined by rows. Every row segment keeps its own global scale, because one
+    shared maximum would scale the other segments wrongly by the ratio (trap T28); the input is
+    quantised once, with the largest of the input scales, because a smaller one would clip.
+
+    Args:
+        layers: Layers of equal ``in_features``.
+        x: ``[..., in_features]``.
+
+    Returns:
+        One ``[..., out_features]`` per layer.
+    """
+    nvfp4 = all(layer.format is FORMATS["nvfp4"] for layer in layers)
+    calibrating = any(layer.observer is not None for layer in layers)
+    if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
+        return [layer(x) for layer in layers]
+    weight = QuantizedTensor.cat_rows([layer.quantized_weight() for layer in layers])
+    scales = [layer.input_scale for layer in layers]
+    known = [scale for scale in scales if scale is not None]
+    common = torch.cat(known).amax(0, keepdim=True) if len(known) == len(scales) else None
+    out = gemm(x, weight, activation=layers[0].activation, input_scale=common)
+    return list(out.split([layer.out_features for layer in layers], dim=-1))

@@ -1,0 +1,36 @@
+"""The shared expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.config import ModelConfig
+from dsv4.layers.linear import Linear, fused_linear
+from dsv4.ops.swiglu import swiglu
+
+
+class DeepseekV4MLP(nn.Module):
+    """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification section 8.2)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config = ModelConfig.of(config)
+        hidden, inner, activation = (
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.activation,
+        )
+        self.hidden_size = hidden
+        self.intermediate_size = inner
+        self.limit = config.swiglu_limit
+        self.gate_proj = Linear(hidden, inner, activation=activation)
+        self.up_proj = Linear(hidden, inner, activation=activation)
+        self.down_proj = Linear(inner, hidden, activation=activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H]`` to the same."""
+        gate_up = torch.cat(fused_linear([self.gate_proj, self.up_proj], x), dim=-1)
+        return self.down_proj(swiglu(gate_up, self.limit))

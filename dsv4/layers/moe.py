@@ -1,0 +1,41 @@
+"""The mixture-of-experts block: router, routed experts, shared expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.config import ModelConfig
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.mlp import DeepseekV4MLP
+from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
+
+
+class DeepseekV4SparseMoeBlock(nn.Module):
+    """``sum over the chosen experts + shared expert`` (specification section 8)."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        config = ModelConfig.of(config)
+        self.is_hash = config.is_hash(layer_idx)
+        router = DeepseekV4HashRouter if self.is_hash else DeepseekV4TopKRouter
+        self.gate = router(config)
+        self.experts = DeepseekV4Experts(config)
+        self.shared_experts = DeepseekV4MLP(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[B, S, H]`` to the same; ``input_ids [B, S]`` are needed in hash layers.
+
+        Raises:
+            ValueError: if this is a hash layer and ``input_ids`` is None.
+        """
+        shape = hidden_states.shape
+        flat = hidden_states.reshape(-1, shape[-1])
+        arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
+        _, weights, indices = self.gate(*arguments)
+        shared = self.shared_experts(flat)
+        return self.experts(flat, indices, weights, shared).view(shape)
