@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from dsv4.formats import Format, QuantizedTensor
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -50,3 +52,21 @@ def empty_weight(*shape: int, std: float = 0.02) -> nn.Parameter:
     """A weight drawn from N(0, std), or left unset on the meta device."""
     weight = torch.empty(*shape)
     return nn.Parameter(weight if weight.is_meta else weight.normal_(0.0, std))
+
+
+def empty_quantized(
+    shape: Sequence[int], format: Format, scale_dtype: torch.dtype | None, device: torch.device
+) -> QuantizedTensor:
+    """An uninitialised quantised matrix ``[*batch, N, K]``, one global scale each.
+
+    Raises:
+        ValueError: if the format does not allow ``scale_dtype`` or the shape.
+    """
+    dtype = scale_dtype or format.scale_dtypes[0]
+    if dtype not in format.scale_dtypes:
+        wanted = " or ".join(map(str, format.scale_dtypes))
+        raise ValueError(f"{format.name}: scale_dtype is {dtype}, wanted {wanted}")
+    codes = torch.empty(format.codes_shape(shape), dtype=format.codes_dtype, device=device)
+    scales = torch.empty(format.scales_shape(shape), dtype=dtype, device=device)
+    scale = torch.empty((*shape[:-2], 1), device=device) if format.has_global_scale else None
+    return QuantizedTensor(codes, scales, scale, format)

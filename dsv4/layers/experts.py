@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.formats import FORMATS, Format, QuantizedTensor
-from dsv4.layers._module import FixedDtypeModule, empty_weight, frozen
+from dsv4.formats import Format, QuantizedTensor, format_named
+from dsv4.layers._module import FixedDtypeModule, empty_quantized, empty_weight, frozen
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
@@ -146,7 +146,7 @@ class DeepseekV4Experts(FixedDtypeModule):
             input_scale: Whether to declare the activation scales.
         """
         device = self.gate_up_proj.device
-        chosen = FORMATS[format] if isinstance(format, str) else format
+        chosen = None if format is None else format_named(format)
         self.format = chosen
         self.stored = DeepseekV4Experts.stored | (set(_PROJECTIONS) if chosen else set())
         for name in _PROJECTIONS:
@@ -168,7 +168,7 @@ class DeepseekV4Experts(FixedDtypeModule):
         if chosen is None:
             setattr(self, name, nn.Parameter(torch.empty(shape, device=device)))
             return
-        empty = QuantizedTensor.empty(shape, chosen, scale_dtype=scale_dtype, device=device)
+        empty = empty_quantized(shape, chosen, scale_dtype, device)
         setattr(self, name, frozen(empty.codes))
         setattr(self, name + "_scale", frozen(empty.scales))
         if empty.global_scale is not None:
@@ -221,7 +221,7 @@ class DeepseekV4Experts(FixedDtypeModule):
                 f"Experts: {name} has shape {list(matrix.shape)}, wanted {list(shape)}"
             )
         found = matrix.format if isinstance(matrix, QuantizedTensor) else None
-        if found is not self.format:
+        if found != self.format:
             words = ["plain" if f is None else f.name for f in (found, self.format)]
             raise ValueError(f"Experts: {name} is {words[0]}, wanted {words[1]}")
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dsv4.formats import FORMATS, Format, QuantizedTensor
-from dsv4.layers._module import FixedDtypeModule, empty_weight, frozen
+from dsv4.formats import NVFP4, Format, QuantizedTensor, cat_rows, format_named
+from dsv4.layers._module import FixedDtypeModule, empty_quantized, empty_weight, frozen
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
@@ -162,8 +162,7 @@ class Linear(FixedDtypeModule):
         if format is None:
             self.set_weight(torch.empty(shape, device=device))
             return
-        chosen = FORMATS[format] if isinstance(format, str) else format
-        empty = QuantizedTensor.empty(shape, chosen, scale_dtype=scale_dtype, device=device)
+        empty = empty_quantized(shape, format_named(format), scale_dtype, device)
         self.set_weight(empty, torch.empty(1, device=device) if input_scale else None)
 
     def quantize(self, format: str = "nvfp4") -> None:
@@ -236,11 +235,11 @@ def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor
     Returns:
         One ``[..., out_features]`` per layer.
     """
-    nvfp4 = all(layer.format is FORMATS["nvfp4"] for layer in layers)
+    nvfp4 = all(layer.format == NVFP4 for layer in layers)
     calibrating = any(layer.observer is not None for layer in layers)
     if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
         return [layer(x) for layer in layers]
-    weight = QuantizedTensor.cat_rows([layer.quantized_weight() for layer in layers])
+    weight = cat_rows([layer.quantized_weight() for layer in layers])
     scales = [layer.input_scale for layer in layers]
     known = [scale for scale in scales if scale is not None]
     common = torch.cat(known).amax(0, keepdim=True) if len(known) == len(scales) else None

@@ -1,0 +1,51 @@
+"""PyTorch modules with the names, constructors and parameters of transformers' DeepSeek-V4.
+
+Constructors take a ``dsv4.ModelConfig`` or transformers' ``DeepseekV4Config``. Inference only.
+"""
+
+from __future__ import annotations
+
+from dsv4.layers.attention import DeepseekV4Attention
+from dsv4.layers.calibrate import Calibration, calibrate
+from dsv4.layers.compressor import (
+    DeepseekV4CSACompressor,
+    DeepseekV4HCACompressor,
+    DeepseekV4Indexer,
+    DeepseekV4IndexerScorer,
+)
+from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
+from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
+from dsv4.layers.mlp import DeepseekV4MLP
+from dsv4.layers.moe import DeepseekV4SparseMoeBlock
+from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
+from dsv4.layers.quantize import quantize_
+from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
+
+__all__ = [
+    "Calibration",
+    "DeepseekV4Attention",
+    "DeepseekV4CSACompressor",
+    "DeepseekV4DecoderLayer",
+    "DeepseekV4Experts",
+    "DeepseekV4GroupedLinear",
+    "DeepseekV4HCACompressor",
+    "DeepseekV4HashRouter",
+    "DeepseekV4HyperConnection",
+    "DeepseekV4HyperHead",
+    "DeepseekV4Indexer",
+    "DeepseekV4IndexerScorer",
+    "DeepseekV4MLP",
+    "DeepseekV4MTP",
+    "DeepseekV4RMSNorm",
+    "DeepseekV4RotaryEmbedding",
+    "DeepseekV4SparseMoeBlock",
+    "DeepseekV4TopKRouter",
+    "DeepseekV4UnweightedRMSNorm",
+    "Linear",
+    "calibrate",
+    "fused_linear",
+    "quantize_",
+]

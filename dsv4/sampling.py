@@ -1,0 +1,42 @@
+"""Choose the next token from logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Greedy, or from the smallest set of tokens that holds ``top_p`` of the probability.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy.
+        top_p: Probability to keep, in (0, 1].
+        generator: Source of randomness, on the logits' device; None for torch's own.
+
+    Raises:
+        ValueError: if ``temperature`` is negative or ``top_p`` is not in (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"Sampler: temperature is {self.temperature}, wanted 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampler: top_p is {self.top_p}, wanted more than 0 and at most 1")
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """``[B, vocab]`` to token ids ``[B]``; ties of a greedy choice go to the lowest id."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
+        ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+        # A token stays if the tokens before it do not already hold top_p.
+        kept = ordered.cumsum(-1) - ordered < self.top_p
+        drawn = torch.multinomial(ordered * kept, 1, generator=self.generator)
+        return ids.gather(-1, drawn).squeeze(-1)
