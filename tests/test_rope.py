@@ -1,0 +1,317 @@
+"""RoPE: tables against the closed form, rotation against complex multiplication in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.config import ModelConfig, RopeParameters
+from dsv4.ops.rope import rope, rope_tables
+from dsv4.testing import strategies as fuzz
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+
+U = unit_roundoff(torch.float32)
+MAIN = RopeParameters(theta=10000.0)
+YARN = RopeParameters(theta=160000.0, factor=16.0)
+
+positions = st.integers(0, 2**20)
+
+
+def oracle(x, cos, sin, sign=1):
+    """Multiply (x[D-R+2i] + j x[D-R+2i+1]) by (cos_i + j sign sin_i), in float64."""
+    out = x.double()
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    z = torch.complex(out[..., start::2], out[..., start + 1 :: 2])
+    z = z * torch.complex(cos.double(), sign * sin.double())
+    out = out.clone()
+    out[..., start::2], out[..., start + 1 :: 2] = z.real, z.imag
+    return out
+
+
+def rotation_budget(x, cos, sin, truth):
+    """Two products and one sum in the compute precision, one rounding to the result.
+
+    |a cos| + |b sin| bounds the terms; each takes 2 roundings of at most u (float64: u = 2^-53),
+    or, among denormals, of half the smallest one.
+    """
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    wide = unit_roundoff(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    pair = x.double()[..., start:].abs().unflatten(-1, (-1, 2))
+    c, s = cos.double().abs(), sin.double().abs()
+    a, b = pair.unbind(-1)
+    terms = torch.stack((a * c + b * s, b * c + a * s), -1).flatten(-2)
+    budget = torch.zeros_like(truth)
+    smallest = 4 * torch.finfo(x.dtype).smallest_normal * unit_roundoff(x.dtype)
+    out = unit_roundoff(x.dtype)
+    budget[..., start:] = 1.01 * (2 * wide * terms + out * truth[..., start:].abs()) + smallest
+    return budget
+
+
+def tables_for(tokens, half, seed, device, parameters=MAIN):
+    generator = fuzz.generator(seed)
+    where = torch.randint(0, 2**20, (tokens,), generator=generator).to(device)
+    parameters = dataclasses.replace(parameters, dim=2 * half)
+    return tuple(t.unsqueeze(1) for t in rope_tables(where, parameters))
+
+
+cases = st.fixed_dictionaries(
+    {
+        # Small enough that no rotation overflows float16.
+        "draw": fuzz.draws(-20, 2, ("none", "zero", "denormal", "tiny", "saturating")),
+        "tokens": fuzz.rows(6),
+        "heads": st.integers(1, 3),
+        "half": st.integers(1, 5),
+        "kept": st.integers(0, 5),
+        "dtype": fuzz.float_dtypes(),
+    }
+)
+
+
+def build(case, device):
+    x = case["draw"].build(
+        (case["tokens"], case["heads"], case["kept"] + 2 * case["half"]), case["dtype"], device
+    )
+    cos, sin = tables_for(case["tokens"], case["half"], case["draw"].seed, device)
+    return x, cos, sin
+
+
+@given(case=cases)
+def test_trap_t5_last_dims_in_interleaved_pairs(device, case):
+    x, cos, sin = build(case, device)
+    truth = oracle(x, cos, sin)
+    out = rope(x, cos, sin)
+    assert out.dtype == x.dtype
+    assert_within_budget(out, truth, rotation_budget(x, cos, sin, truth))
+
+
+@given(case=cases)
+def test_trap_t4_the_inverse_turns_by_the_opposite_angle(device, case):
+    x, cos, sin = build(case, device)
+    truth = oracle(x, cos, sin, sign=-1)
+    out = rope(x, cos, sin, inverse=True)
+    assert_within_budget(out, truth, rotation_budget(x, cos, sin, truth))
+
+
+def test_trap_t5_by_hand(device):
+    # A quarter turn takes the pair (a, b) to (-b, a); the pairs are neighbours at the end.
+    x = torch.tensor([9.0, 8.0, 1.0, 2.0, 3.0, 4.0], device=device)
+    cos, sin = torch.tensor([0.0, 1.0], device=device), torch.tensor([1.0, 0.0], device=device)
+    assert rope(x, cos, sin).tolist() == [9.0, 8.0, -2.0, 1.0, 3.0, 4.0]
+    assert rope(x, cos, sin, inverse=True).tolist() == [9.0, 8.0, 2.0, -1.0, 3.0, 4.0]
+
+
+@given(case=cases)
+def test_first_dims_are_copied_bit_for_bit(device, case):
+    x, cos, sin = build(case, device)
+    x = x.clone()
+    x[..., : case["kept"]] = torch.nan
+    kept = slice(0, case["kept"])
+    assert_bitwise(rope(x, cos, sin)[..., kept], x[..., kept])
+    assert rope(x, cos, sin)[..., case["kept"] :].isfinite().all()
+
+
+@given(case=cases)
+def test_inverse_undoes_the_rotation(device, case):
+    x, cos, sin = build(case, device)
+    back = rope(rope(x, cos, sin), cos, sin, inverse=True)
+    # Per component, with r the length of the pair: the tables miss cos^2 + sin^2 = 1 by 4 u (one
+    # ulp each), each rotation adds 2 u r and one rounding, and the first rotation's error is turned
+    # once more (times sqrt 2).
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    pairs = x.double()[..., start:].unflatten(-1, (-1, 2))
+    length = pairs.norm(dim=-1, keepdim=True).expand_as(pairs).flatten(-2)
+    out = unit_roundoff(x.dtype)
+    smallest = 8 * torch.finfo(x.dtype).smallest_normal * out
+    budget = torch.zeros_like(x, dtype=torch.float64)
+    budget[..., start:] = (10 * U + 2.5 * out) * length + smallest
+    assert_within_budget(back, x.double(), budget)
+
+
+@given(case=cases)
+def test_length_of_every_pair_is_kept(device, case):
+    case["dtype"] = torch.float64
+    x, cos, sin = build(case, device)
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    before = x[..., start:].unflatten(-1, (-1, 2)).norm(dim=-1)
+    after = rope(x, cos, sin)[..., start:].unflatten(-1, (-1, 2)).norm(dim=-1)
+    assert_within_budget(after, before, 4 * U * before)  # one ulp in each table entry
+
+
+@given(
+    seed=fuzz.seeds(),
+    query=st.integers(0, 2000),
+    key=st.integers(0, 2000),
+    shift=st.integers(0, 2000),
+    parameters=st.sampled_from([MAIN, YARN]),
+)
+def test_dot_products_depend_on_the_distance_alone(device, seed, query, key, shift, parameters):
+    where = torch.tensor([query, key, query + shift, key + shift], device=device)
+    cos, sin = rope_tables(where, parameters)
+    q, k = fuzz.normal(seed, (2, 64), torch.float64).to(device)
+    turned = rope(torch.stack((q, k, q, k)), cos, sin)
+    dots = turned[0] @ turned[1], turned[2] @ turned[3]
+    # Rounding the angle to float32 moves it by at most u times the angle, the tables add one ulp
+    # (2 u) in each of cos and sin.
+    frequency = parameters.inv_freq().double().to(device)
+    moved = (where.double().unsqueeze(-1) * frequency * U + 4 * U).sum(0)
+    pairs = q.unflatten(-1, (-1, 2)).norm(dim=-1) * k.unflatten(-1, (-1, 2)).norm(dim=-1)
+    assert_within_budget(dots[0], dots[1], (pairs * moved).sum() + 1e-12)
+
+
+def frequencies_of(parameters):
+    """Angles of position 1, read back from the tables; all frequencies are at most 1 radian."""
+    cos, sin = rope_tables(torch.tensor([1]), parameters)
+    return torch.atan2(sin.double(), cos.double())[0]
+
+
+def test_yarn_numbers():
+    # Specification section 4.3, by its own closed form: the ramp runs from pair 15 to pair 25.
+    low = math.floor(64 * math.log(65536 / (32 * 2 * math.pi)) / (2 * math.log(160000)))
+    high = math.ceil(64 * math.log(65536 / (2 * math.pi)) / (2 * math.log(160000)))
+    assert (low, high) == (15, 25)
+    found = frequencies_of(YARN)
+    for i in range(32):
+        plain = 160000.0 ** (-2 * i / 64)
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        wanted = plain * (1 - ramp) + plain / 16 * ramp
+        assert found[i].item() == pytest.approx(wanted, rel=8 * U), i
+    plain = frequencies_of(dataclasses.replace(YARN, factor=None))
+    assert torch.equal(found[:16], plain[:16])
+    assert not torch.isclose(found[16], plain[16], rtol=1e-3)
+
+
+def test_trap_t1_base_and_yarn_belong_to_the_layer_type():
+    config = ModelConfig.flash()
+    kinds = dict(zip(config.layer_types, range(config.num_hidden_layers), strict=True))
+    found = {kind: frequencies_of(config.rope(layer)) for kind, layer in kinds.items()}
+    assert set(found) == {
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    }
+    exponents = -2 * torch.arange(32, dtype=torch.float64) / 64
+    assert_within_budget(found["sliding_attention"], 10000.0**exponents, 1e-6 * 10000.0**exponents)
+    compressed = 160000.0**exponents
+    for kind in ("compressed_sparse_attention", "heavily_compressed_attention"):
+        assert_within_budget(found[kind][:16], compressed[:16], 1e-6 * compressed[:16])
+        assert_within_budget(found[kind][25:], compressed[25:] / 16, 1e-6 * compressed[25:] / 16)
+
+
+@given(where=st.lists(positions, max_size=20), parameters=st.sampled_from([MAIN, YARN]))
+def test_trap_t2_tables_have_no_amplitude(device, where, parameters):
+    cos, sin = rope_tables(torch.tensor(where, dtype=torch.int64, device=device), parameters)
+    square = cos.double().square() + sin.double().square()
+    assert_within_budget(square, torch.ones_like(square), 4 * U)  # one ulp (2 u) in each
+
+
+@given(where=st.lists(positions, min_size=1, max_size=20), parameters=st.sampled_from([MAIN, YARN]))
+def test_tables_are_float32_of_the_float32_angle(device, where, parameters):
+    index = torch.tensor(where, device=device)
+    cos, sin = rope_tables(index, parameters)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == (len(where), 32)
+    angle = (index.float().unsqueeze(-1) * parameters.inv_freq().to(device)).double()
+    assert_within_budget(cos, angle.cos(), 2 * U)
+    assert_within_budget(sin, angle.sin(), 2 * U)
+
+
+def test_tables_take_any_shape_of_positions_and_ready_frequencies(device):
+    where = torch.arange(6, device=device, dtype=torch.int32).view(2, 3)
+    cos, sin = rope_tables(where, YARN)
+    assert cos.shape == (2, 3, 32)
+    again = rope_tables(where.long(), YARN.inv_freq().to(device))
+    assert_bitwise(again[0], cos)
+    assert_bitwise(again[1], sin)
+
+
+@pytest.mark.parametrize("parameters", [YARN, YARN.inv_freq()], ids=["parameters", "tensor"])
+def test_tables_compile(device, parameters):
+    if isinstance(parameters, torch.Tensor):
+        parameters = parameters.to(device)
+    compiled = torch.compile(rope_tables, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 5, 9):
+        where = torch.arange(tokens, device=device) * 1001
+        for found, wanted in zip(
+            compiled(where, parameters), rope_tables(where, parameters), strict=True
+        ):
+            assert_bitwise(found, wanted)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_compiles_without_graph_breaks(device, inverse):
+    compiled = torch.compile(rope, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 3, 7):
+        x = fuzz.normal(tokens, (tokens, 2, 12), torch.bfloat16).to(device)
+        cos, sin = tables_for(tokens, 4, tokens, device)
+        wanted = rope(x, cos, sin, inverse=inverse)
+        assert_bitwise(compiled(x, cos, sin, inverse=inverse), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_opcheck(device, dtype):
+    x = fuzz.normal(0, (3, 2, 10), dtype).to(device)
+    cos, sin = tables_for(3, 4, 0, device)
+    torch.library.opcheck(torch.ops.dsv4.rope.default, (x, cos, sin, True, "auto"))
+
+
+@given(case=cases)
+def test_strided_input_gives_the_same_bits(device, case):
+    x, cos, sin = build(case, device)
+    wanted = rope(x, cos, sin)
+    out = rope(fuzz.strided(x), fuzz.strided(cos), fuzz.strided(sin))
+    assert_bitwise(out, wanted)
+    assert out.is_contiguous()
+    view = x.transpose(0, 1)
+    assert_bitwise(
+        rope(view, cos.transpose(0, 1), sin.transpose(0, 1)), wanted.transpose(0, 1).contiguous()
+    )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_row_stays_alone(device, bad):
+    x = fuzz.normal(1, (5, 2, 10)).to(device)
+    cos, sin = tables_for(5, 4, 1, device)
+    clean = rope(x, cos, sin)
+    x[2, 1, 7] = bad
+    out = rope(x, cos, sin)
+    assert not out[2, 1, 6:8].isfinite().any()
+    hit = torch.zeros_like(out, dtype=torch.bool)
+    hit[2, 1, 6:8] = True
+    assert_bitwise(out[~hit], clean[~hit])
+
+
+def test_no_tokens(device):
+    cos, sin = rope_tables(torch.zeros(0, dtype=torch.int64, device=device), MAIN)
+    assert rope(torch.zeros(0, 3, 64, device=device), cos[:, None], sin[:, None]).shape == (
+        0,
+        3,
+        64,
+    )
+
+
+def test_bad_arguments_are_named(device):
+    x = torch.zeros(3, 2, 10, device=device)
+    cos = torch.ones(3, 1, 4, device=device)
+    with pytest.raises(TypeError, match=r"rope: x has dtype int64"):
+        rope(x.long(), cos, cos)
+    with pytest.raises(TypeError, match=r"rope: sin has dtype int32"):
+        rope(x, cos, cos.int())
+    with pytest.raises(ValueError, match=r"rope: sin has shape \[3, 1, 3\], wanted \[3, 1, 4\]"):
+        rope(x, cos, cos[..., :3])
+    with pytest.raises(ValueError, match=r"rope: cos has shape \[3, 1, 6\]"):
+        rope(x, torch.ones(3, 1, 6, device=device), torch.ones(3, 1, 6, device=device))
+    with pytest.raises(ValueError, match=r"leading sizes \[3\], wanted .* \[3, 2\]"):
+        rope(x, cos[:, 0], cos[:, 0])
+    with pytest.raises(ValueError, match=r"leading sizes \[2, 3, 1\]"):
+        rope(x, cos.expand(2, 3, 1, 4), cos.expand(2, 3, 1, 4))
+    with pytest.raises(TypeError, match=r"rope_tables: positions has dtype float32"):
+        rope_tables(torch.zeros(3, device=device), MAIN)
+    with pytest.raises(TypeError, match=r"rope_tables: parameters has dtype float64"):
+        rope_tables(torch.arange(3, device=device), torch.ones(4, device=device).double())
+    with pytest.raises(ValueError, match=r"backend is 'nonsense'"):
+        rope(x, cos, cos, backend="nonsense")
