@@ -447,3 +447,16 @@ class _Builder:
 def _page_size(ratio: int) -> int:
     # 64 entries at ratio 4, 2 at ratio 128.
     return max(1, BLOCK // ratio)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStep:
+    """A cache and the batch about to extend it: what layers take as ``past_key_values``.
+
+    Attributes:
+        cache: Holds earlier tokens, receives the new ones.
+        batch: The new tokens; flat, so hidden states are ``[1, T, ...]``.
+    """
+
+    cache: PagedCache
+    batch: Batch

@@ -225,9 +225,10 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """One forward over a ragged batch; logits ``[B, vocab]`` of each last token."""
         lengths = [len(piece) for piece in pieces]
-        cache.check_room(sequences, lengths)
         rows = torch.tensor(list(sequences), device=self.device)
-        batch = Batch.from_lengths(lengths, cache.lengths[rows], rows)
+        starts = cache.lengths[rows]
+        cache.check(lengths, starts.tolist())
+        batch = Batch.from_lengths(lengths, starts, rows)
         flat = [token for piece in pieces for token in piece]
         ids = torch.tensor(flat, dtype=torch.long, device=self.device).unsqueeze(0)
         hidden, _ = self.model(ids, None, CacheStep(cache, batch))

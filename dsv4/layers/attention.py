@@ -10,12 +10,16 @@ from torch import nn
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers._module import FixedDtypeModule
-from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
+from dsv4.layers.compressor import (
+    DeepseekV4CSACompressor,
+    DeepseekV4HCACompressor,
+    plain_pages,
+)
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.attention import sparse_attention
-from dsv4.ops.kv_cache import Pages, fake_quantize_kv, write_kv
+from dsv4.ops.kv_cache import fake_quantize_kv, write_kv
 from dsv4.ops.rope import rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -147,10 +151,10 @@ class DeepseekV4Attention(FixedDtypeModule):
         step: CacheStep,
     ) -> torch.Tensor:
         """Write this batch to the cache, then read every key from there."""
-        cache, batch = step.cache, step.batch
-        layer = cache.layers[self.layer_idx]
+        batch = step.batch
+        layer = step.cache.layers[self.layer_idx]
         sequences, positions = batch.sequence_of_token, batch.positions
-        write_kv(layer.window, kv[0], cache.window_write_slots(layer, sequences, positions))
+        write_kv(layer.window, kv[0], layer.window_write_slots(sequences, positions))
         compressed, slots = None, None
         if self.compressor is not None:
             compressed = layer.compressed
@@ -158,7 +162,7 @@ class DeepseekV4Attention(FixedDtypeModule):
             slots = self.compressor.select_paged(
                 hidden_states[0], q_residual[0], step, self.layer_idx
             )
-        window_slots = cache.window_read_slots(layer, sequences, positions)
+        window_slots = layer.window_read_slots(sequences, positions)
         out = sparse_attention(
             q[0], layer.window, window_slots, compressed, slots, self.sinks, scale=self.scaling
         )
@@ -175,6 +179,8 @@ class DeepseekV4Attention(FixedDtypeModule):
         past: Any,
     ) -> torch.Tensor:
         batch, queries = q.shape[:2]
+        if batch * queries == 0:
+            return q
         if self.numerics == "deepseek":
             kv = fake_quantize_kv(kv, self.rope_dim)
         if past is not None:
@@ -190,11 +196,11 @@ class DeepseekV4Attention(FixedDtypeModule):
                 entries, hidden_states, q_residual, position_ids, past, self.layer_idx
             )
             if entries.shape[1] > 0:
-                compressed = Pages.plain(entries)
+                compressed = plain_pages(entries)
                 slots = _flat_slots(chosen, entries.shape[1])
         out = sparse_attention(
             q.flatten(0, 1),
-            Pages.plain(kv),
+            plain_pages(kv),
             _flat_slots(window_slots, kv.shape[1]),
             compressed,
             slots,

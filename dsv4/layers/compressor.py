@@ -127,12 +127,17 @@ class _Compressor(FixedDtypeModule):
         """Update the state with ``hidden_states [T, H]`` and store the entries that closed."""
         layer = step.cache.layers[layer_idx]
         entries, sequences, numbers = self._paged_entries(hidden_states, step, layer.state)
-        slots = step.cache.compressed_write_slots(layer, sequences, numbers)
+        slots = layer.compressed_write_slots(sequences, numbers)
         write_kv(layer.compressed, entries, slots)
 
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:
         """How many entries a token at each position may see, itself included in the last."""
         return (position_ids + 1).div(self.compress_rate, rounding_mode="floor")
+
+
+def plain_pages(entries: torch.Tensor) -> Pages:
+    """``[B, n, d]`` entries, n > 0, as pages: the slot of entry i of sequence b is ``b * n + i``."""
+    return Pages(entries, entries.shape[1], "plain", entries.shape[2], 0)
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +181,7 @@ class DeepseekV4HCACompressor(_Compressor):
         layer = step.cache.layers[layer_idx]
         batch = step.batch
         visible = self.visible(batch.positions)
-        return step.cache.compressed_prefix_slots(layer, batch.sequence_of_token, visible)
+        return layer.compressed_prefix_slots(batch.sequence_of_token, visible)
 
     def forward(
         self,
@@ -259,8 +264,8 @@ class DeepseekV4Indexer(_Compressor):
         """Update the indexer's state and store the keys that closed."""
         layer = step.cache.layers[layer_idx]
         keys, sequences, numbers = self._paged_entries(hidden_states, step, layer.indexer_state)
-        slots = step.cache.compressed_write_slots(layer, sequences, numbers)
-        write_kv(layer.indexer, self._stored(keys), slots)
+        slots = layer.compressed_write_slots(sequences, numbers)
+        write_kv(layer.indexer_pages, self._stored(keys), slots)
 
     def select_paged(
         self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
@@ -270,7 +275,7 @@ class DeepseekV4Indexer(_Compressor):
         return indexer_select(
             self.queries(q_residual, batch.positions),
             self.scorer.weights(hidden_states),
-            layer.indexer,
+            layer.indexer_pages,
             layer.compressed_table,
             batch.sequence_of_token,
             self.visible(batch.positions),
@@ -304,7 +309,7 @@ class DeepseekV4Indexer(_Compressor):
         ids = indexer_select(
             self.queries(q_residual, position_ids).flatten(0, 1),
             self.scorer.weights(hidden_states).flatten(0, 1),
-            Pages.plain(keys),
+            plain_pages(keys),
             rows.unsqueeze(1),
             rows.repeat_interleave(queries),
             self.visible(position_ids).reshape(-1),
@@ -344,7 +349,7 @@ class DeepseekV4CSACompressor(_Compressor):
         """Cache slots each token attends to, ``[T, k]``, -1 for none."""
         ids = self.indexer.select_paged(hidden_states, q_residual, step, layer_idx)
         layer = step.cache.layers[layer_idx]
-        return step.cache.compressed_slots_of(layer, step.batch.sequence_of_token, ids)
+        return layer.compressed_slots_of(step.batch.sequence_of_token, ids)
 
     def forward(
         self,
