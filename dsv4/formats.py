@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dsv4.elements import mxfp4_as_nvfp4
 from dsv4.scales import (
     e8m0_from_bytes,
     e8m0_to_float,
@@ -440,12 +441,9 @@ class Conversion:
 
     Attributes:
         inexact: Bool ``[*batch, N, K/32]``: blocks whose values changed.
-        smallest: Binary exponent of the smallest MXFP4 scale that converts unchanged, per matrix,
-            int32 ``[*batch]``.
     """
 
     inexact: torch.Tensor
-    smallest: torch.Tensor
 
     @property
     def count(self) -> int:
@@ -472,9 +470,10 @@ def mxfp4_to_nvfp4(q: QuantizedTensor) -> tuple[QuantizedTensor, Conversion]:
 
     With kmax the largest exponent of a matrix's blocks that hold a non-zero code, the global scale
     is 2^(kmax-8) and each block of 32 becomes two of 16 with block scale 2^(k-kmax+8)
-    (specification section 11.5). E4M3 holds the powers 2^-9 to 2^8, so blocks with k < kmax - 17 are rounded to
-    nearest even at scale 2^-9 and named in the report; nothing is clipped. Blocks of zeros get
-    scale 2^8 at most and stay zero, sign included. A NaN scale (byte 255) becomes a NaN scale.
+    (specification section 11.5). E4M3 holds the powers 2^-9 to 2^8, so blocks with k < kmax - 17
+    are rounded to nearest even at scale 2^-9, and those that changed are named in the report;
+    nothing is clipped. Blocks of zeros get a scale in that range and stay zero, sign included. A
+    NaN scale (byte 255) becomes a NaN scale.
 
     Args:
         q: MXFP4, any layout.
@@ -485,11 +484,8 @@ def mxfp4_to_nvfp4(q: QuantizedTensor) -> tuple[QuantizedTensor, Conversion]:
     Raises:
         ValueError: if ``q`` is not MXFP4.
     """
-    from dsv4.reference.quantize import convert_mxfp4
-
     if q.format != MXFP4:
         raise ValueError(f"{q!r}, wanted mxfp4")
     linear = q.validate().with_layout(LINEAR)
-    codes, scales, global_scale, inexact, smallest = convert_mxfp4(linear.codes, linear.scales)
-    out = QuantizedTensor(codes, scales, global_scale, NVFP4)
-    return out, Conversion(inexact, smallest)
+    codes, scales, global_scale, inexact = mxfp4_as_nvfp4(linear.codes, linear.scales)
+    return QuantizedTensor(codes, scales, global_scale, NVFP4), Conversion(inexact)

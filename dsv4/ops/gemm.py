@@ -1,0 +1,155 @@
+"""Product of activations with a quantised weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dsv4.formats import QuantizedTensor
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.ops.quantize import positive
+
+ACTIVATIONS = ("bf16", "nvfp4")
+
+
+def _fake(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0] // groups), dtype=out_dtype)
+
+
+_gemm = define(
+    "gemm(Tensor x, Tensor codes, Tensor scales, Tensor? global_scale, int[] segments, "
+    "str format, str layout, str activation, Tensor? input_scale, int groups, "
+    "ScalarType out_dtype, str backend) -> Tensor",
+    _fake,
+)
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    *,
+    activation: str = "bf16",
+    input_scale: torch.Tensor | None = None,
+    groups: int = 1,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``x @ weight.T``, or one such product per group (specification sections 4.4 and 11).
+
+    The operands are ``code * block scale``, accumulated in float32 (float64 for float64 ``x``).
+    Global scales multiply the sum: with ``activation="nvfp4"`` as ``alpha = input_scale *
+    global_scale``, per row of the weight, so the parts of a fused matrix keep their own. One
+    rounding to ``out_dtype`` ends it. A row of ``x`` that holds a non-finite value comes out as
+    NaN, and only that row.
+
+    On a GPU with TF32 switched on in torch, float32 activations are rounded by torch's product;
+    bfloat16 and quantised operands fit TF32 exactly.
+
+    Args:
+        x: ``[..., K]``, or ``[..., G, K]`` with ``groups`` = G > 1. bfloat16, float16, float32 or
+            float64.
+        weight: ``[N, K]``, or ``[G * N, K]`` with the groups' rows one after another.
+        activation: ``"bf16"``: ``x`` as it is. ``"nvfp4"``: ``x`` quantised first, with
+            ``input_scale`` (static) or, without, with one dynamic global scale per row.
+        input_scale: float32 ``[]`` or ``[1]``, finite and above 0; only with ``"nvfp4"``. Values on
+            other devices than the CPU are not checked; there a bad one gives NaN.
+        groups: G.
+        out_dtype: Floating; ``x.dtype`` if None.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., N]``, or ``[..., G, N]``.
+
+    Raises:
+        TypeError: if a dtype is not as stated or ``weight`` is not a ``QuantizedTensor``.
+        ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
+            ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
+    """
+    out_dtype = check_operands("gemm", x, activation, out_dtype)
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"gemm: weight is {type(weight).__name__}, wanted a QuantizedTensor")
+    input_scale = _check_input_scale(x, activation, input_scale)
+    _check_shapes(x, weight, activation, groups)
+    _check.same_device("gemm", x=x, weight=weight.codes, input_scale=input_scale)
+    kept = 2 if groups > 1 else 1
+    flat = x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
+    out = _gemm(
+        flat,
+        weight.codes,
+        weight.scales,
+        weight.global_scale,
+        list(weight.segments),
+        weight.format.name,
+        weight.layout,
+        activation,
+        input_scale,
+        groups,
+        out_dtype,
+        backend,
+    )
+    return out.reshape(*x.shape[:-1], weight.rows // groups)
+
+
+def check_operands(
+    op: str, x: torch.Tensor, activation: str, out_dtype: torch.dtype | None
+) -> torch.dtype:
+    """Check what both products share; returns the dtype of the result."""
+    _check.floating(op, "x", x)
+    _check.one_of(op, "activation", activation, ACTIVATIONS)
+    if out_dtype is None:
+        return x.dtype
+    if out_dtype not in _check.FLOATS:
+        raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a float of 16 bits or more")
+    return out_dtype
+
+
+def check_columns(op: str, columns: int, wanted: int, activation: str) -> None:
+    """Raise ValueError unless x fits the weight, and NVFP4 blocks if it is to be quantised."""
+    if columns != wanted:
+        raise ValueError(f"{op}: x has {columns} columns, wanted {wanted} as in the weight")
+    if activation == "nvfp4" and columns % 16:
+        raise ValueError(f"{op}: x has {columns} columns, wanted a multiple of 16 for NVFP4")
+
+
+def _check_input_scale(
+    x: torch.Tensor, activation: str, input_scale: torch.Tensor | None
+) -> torch.Tensor | None:
+    if input_scale is None:
+        return None
+    if activation != "nvfp4":
+        raise ValueError(f"gemm: input_scale is given, but activation is {activation!r}")
+    _check.dtype("gemm", "input_scale", input_scale, torch.float32)
+    if input_scale.numel() != 1:
+        raise ValueError(f"gemm: input_scale has shape {list(input_scale.shape)}, wanted [1]")
+    positive("gemm: input_scale", input_scale)
+    return input_scale.reshape(1)
+
+
+def _check_shapes(x: torch.Tensor, weight: QuantizedTensor, activation: str, groups: int) -> None:
+    if torch.compiler.is_compiling():
+        return
+    weight.validate()
+    if len(weight.shape) != 2:
+        raise ValueError(f"gemm: weight has shape {list(weight.shape)}, wanted [N, K]")
+    if groups < 1 or weight.rows % groups:
+        raise ValueError(f"gemm: groups is {groups}, wanted a divisor of {weight.rows} rows")
+    if x.dim() < 1 or (groups > 1 and (x.dim() < 2 or x.shape[-2] != groups)):
+        wanted = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
+        raise ValueError(f"gemm: x has shape {list(x.shape)}, wanted {wanted}")
+    check_columns("gemm", x.shape[-1], weight.columns, activation)

@@ -1,0 +1,129 @@
+"""Product of sorted rows with the weights of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsv4.formats import LINEAR, QuantizedTensor
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.ops.gemm import check_columns, check_operands
+from dsv4.ops.quantize import positive
+
+PLAIN = "plain"
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
+
+
+_grouped_gemm = define(
+    "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
+    "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
+    "ScalarType out_dtype, str backend) -> Tensor",
+    _fake,
+)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: QuantizedTensor | torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    activation: str = "bf16",
+    input_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
+
+    Numerics of each product as in ``gemm``. Rows past ``offsets[E]`` come out zero, whatever they
+    hold. An expert without rows costs nothing (specification section 8.2).
+
+    Args:
+        x: ``[R, K]``, rows sorted by expert (``moe_permute``).
+        weight: ``[E, N, K]``, quantised or a plain floating tensor.
+        offsets: int32 ``[E + 1]`` on the device of ``x``: 0, then non-decreasing, at most R. Its
+            values are data: the reference checks them, a kernel need not.
+        activation: ``"bf16"`` or ``"nvfp4"``; see ``gemm``.
+        input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
+            row); only with ``"nvfp4"``.
+        out_dtype: Floating; ``x.dtype`` if None.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[R, N]``.
+
+    Raises:
+        TypeError: if a dtype is not as stated.
+        ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
+            not finite and above 0 or is given with ``"bf16"``.
+    """
+    out_dtype = check_operands("grouped_gemm", x, activation, out_dtype)
+    _check.dtype("grouped_gemm", "offsets", offsets, torch.int32)
+    shape = _check_weight(weight)
+    _check.shape("grouped_gemm", "x", x, [None, None])
+    _check.shape("grouped_gemm", "offsets", offsets, [shape[0] + 1])
+    if not torch.compiler.is_compiling():
+        check_columns("grouped_gemm", x.shape[-1], shape[2], activation)
+    _check_input_scale(input_scale, activation, shape[0])
+    first, scales, global_scale, segments, name, layout = _flatten(weight)
+    _check.same_device("grouped_gemm", x=x, weight=first, offsets=offsets, input_scale=input_scale)
+    return _grouped_gemm(
+        x,
+        first,
+        scales,
+        global_scale,
+        segments,
+        offsets,
+        name,
+        layout,
+        activation,
+        input_scale,
+        out_dtype,
+        backend,
+    )
+
+
+def _flatten(
+    weight: QuantizedTensor | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int], str, str]:
+    if isinstance(weight, torch.Tensor):
+        return weight, None, None, [], PLAIN, LINEAR
+    name, segments = weight.format.name, list(weight.segments)
+    return weight.codes, weight.scales, weight.global_scale, segments, name, weight.layout
+
+
+def _check_weight(weight: QuantizedTensor | torch.Tensor) -> tuple[int, ...]:
+    if isinstance(weight, torch.Tensor):
+        _check.floating("grouped_gemm", "weight", weight)
+    elif not torch.compiler.is_compiling():
+        weight.validate()
+    if len(weight.shape) != 3:
+        raise ValueError(f"grouped_gemm: weight has shape {list(weight.shape)}, wanted [E, N, K]")
+    return tuple(weight.shape)
+
+
+def _check_input_scale(scale: torch.Tensor | None, activation: str, experts: int) -> None:
+    if scale is None:
+        return
+    if activation != "nvfp4":
+        raise ValueError(f"grouped_gemm: input_scale is given, but activation is {activation!r}")
+    _check.dtype("grouped_gemm", "input_scale", scale, torch.float32)
+    _check.shape("grouped_gemm", "input_scale", scale, [experts])
+    positive("grouped_gemm: input_scale", scale)

@@ -1,0 +1,263 @@
+"""Quantise and dequantise: NVFP4, MXFP4, FP8 in 128x128 blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dsv4.formats import (
+    FP8_BLOCK,
+    LINEAR,
+    NVFP4,
+    SWIZZLED,
+    Format,
+    QuantizedTensor,
+    check_layout,
+    check_positive,
+    format_named,
+)
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.scales import swizzled_size
+
+SCALINGS = ("static", "tensor", "token", "weight")
+
+
+def _fake_scales(x: torch.Tensor, width: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
+    *batch, rows, columns = x.shape
+    if layout == SWIZZLED:
+        return x.new_empty((*batch, swizzled_size(rows, columns // width)), dtype=dtype)
+    return x.new_empty((*batch, rows, columns // width), dtype=dtype)
+
+
+def _fake_codes(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+
+
+def _fake_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = _fake_scales(x, 16, layout, torch.float8_e4m3fn)
+    if global_scale is not None:
+        return _fake_codes(x), scales, torch.empty_like(global_scale)
+    count = x.shape[-2] if scaling == "token" else 1
+    return _fake_codes(x), scales, x.new_empty((*x.shape[:-2], count), dtype=torch.float32)
+
+
+def _fake_mxfp4(x: torch.Tensor, layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_codes(x), _fake_scales(x, 32, layout, torch.float8_e8m0fnu)
+
+
+def _fake_fp8_block(
+    x: torch.Tensor, scale_dtype: torch.dtype, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    *batch, rows, columns = x.shape
+    tiles = (*batch, (rows + 127) // 128, (columns + 127) // 128)
+    return codes, x.new_empty(tiles, dtype=scale_dtype)
+
+
+def _fake_dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    packing = 2 if format_named(format).packed else 1
+    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * packing), dtype=dtype)
+
+
+_quantize_nvfp4 = define(
+    "quantize_nvfp4(Tensor x, Tensor? global_scale, str scaling, str layout, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
+    _fake_nvfp4,
+)
+_quantize_mxfp4 = define(
+    "quantize_mxfp4(Tensor x, str layout, str backend) -> (Tensor, Tensor)", _fake_mxfp4
+)
+_quantize_fp8_block = define(
+    "quantize_fp8_block(Tensor x, ScalarType scale_dtype, str backend) -> (Tensor, Tensor)",
+    _fake_fp8_block,
+)
+_dequantize = define(
+    "dequantize(Tensor codes, Tensor scales, Tensor? global_scale, int[] segments, str format, "
+    "str layout, ScalarType dtype, str backend) -> Tensor",
+    _fake_dequantize,
+)
+
+
+def quantize(
+    x: torch.Tensor,
+    format: Format | str = "nvfp4",
+    *,
+    global_scale: torch.Tensor | float | None = None,
+    scaling: str = "tensor",
+    layout: str = LINEAR,
+    scale_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """Quantise a matrix, or a batch of matrices.
+
+    Everything is computed in float32 (float64 input is rounded to float32 first), so the bits do
+    not depend on the device or on how the input dtype holds the same values.
+
+    **NVFP4**, with ``s`` the global scale and ``a = max|x|`` of a block of 16 along K; divisions in
+    the order written, each rounded to float32, the rounded ``SF`` used for the codes:
+
+    - activations (``"static"``, ``"tensor"``, ``"token"``; specification section 11.2):
+      ``SF = e4m3(min((a / 6) / s, 448))``. A block whose SF rounds to 0 has codes 0.
+    - weights (``"weight"``; section 11.1): ``SF = e4m3(clamp(a / (6 * s), 2^-9, 448))``, and 1 for
+      a block of zeros.
+    - ``code = e2m1(x / (SF * s))``, to nearest even, saturating at 6.
+
+    ``s`` is given (``"static"``, and optionally ``"weight"``), or ``amax / 2688`` of each matrix
+    (``"tensor"``, ``"weight"``) or of each row (``"token"``); it is at least 2^-126, and 1 where
+    amax is 0. Static scales saturate: magnitudes above ``2688 * s`` are clipped.
+
+    **MXFP4**: blocks of 32, scale ``2 ^ ceil(log2(max(a, 6 * 2^-126) / 6))`` (section 6).
+    **FP8**: blocks of 128 x 128, ragged at the borders, scale ``2 ^ ceil(log2(max(a, 448 * 2^-126)
+    / 448))``, or with ``scale_dtype=torch.float32`` ``a / 448`` (at least 2^-126, 1 for a block of
+    zeros).
+
+    Non-finite values: E2M1 has no NaN, so a block of 16 (32) that holds one gets a NaN scale (0x7F;
+    E8M0 0xFF) and codes 0, dequantises to NaN, and does not count towards ``amax``. In FP8 the
+    element itself becomes NaN. A global scale on another device than the CPU that is not finite
+    and above 0 makes every scale NaN; on the CPU it is an error.
+
+    Args:
+        x: ``[*batch, N, K]``, bfloat16, float16, float32 or float64. K is a multiple of 16 (NVFP4)
+            or 32 (MXFP4). N may be 0.
+        format: A ``Format`` or its name.
+        global_scale: NVFP4 only: a number, or float32 ``[]``, ``[1]``, ``[*batch, 1]`` or
+            ``[*batch, N]``.
+        scaling: NVFP4 only: ``"static"``, ``"tensor"``, ``"token"`` or ``"weight"``.
+        layout: Of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
+        scale_dtype: FP8 only: float8_e8m0fnu (the default) or float32.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        The quantised matrix. Its global scale is ``[*batch, 1]``, or ``[*batch, N]`` per token.
+
+    Raises:
+        TypeError: if ``x`` is not floating, or ``global_scale`` is not float32.
+        ValueError: if K is not a multiple of the block, the global scale is missing, superfluous,
+            of another shape, or not finite and above 0, or a name is unknown.
+    """
+    fmt = format_named(format)
+    _check.floating("quantize", "x", x)
+    _check_matrix(x, fmt)
+    check_layout(fmt, layout)
+    _check.one_of("quantize", "scaling", scaling, SCALINGS)
+    if fmt != NVFP4 and global_scale is not None:
+        raise ValueError(f"quantize: global_scale is given, but {fmt.name} has none")
+    if fmt != FP8_BLOCK and scale_dtype not in (None, *fmt.scale_dtypes):
+        raise ValueError(f"quantize: scale_dtype is {scale_dtype}, wanted {fmt.scale_dtypes[0]}")
+    if fmt == FP8_BLOCK:
+        return _to_fp8_block(x, scale_dtype or fmt.scale_dtypes[0], backend)
+    if fmt == NVFP4:
+        scale = _given_scale(x, global_scale, scaling)
+        codes, scales, total = _quantize_nvfp4(x, scale, scaling, layout, backend)
+        return QuantizedTensor(codes, scales, total, fmt, layout)
+    codes, scales = _quantize_mxfp4(x, layout, backend)
+    return QuantizedTensor(codes, scales, None, fmt, layout)
+
+
+def _to_fp8_block(x: torch.Tensor, scale_dtype: torch.dtype, backend: str) -> QuantizedTensor:
+    if scale_dtype not in FP8_BLOCK.scale_dtypes:
+        raise ValueError(
+            f"quantize: scale_dtype is {scale_dtype}, wanted float8_e8m0fnu or float32"
+        )
+    codes, scales = _quantize_fp8_block(x, scale_dtype, backend)
+    return QuantizedTensor(codes, scales, None, FP8_BLOCK)
+
+
+def _check_matrix(x: torch.Tensor, fmt: Format) -> None:
+    if x.dim() < 2:
+        raise ValueError(f"quantize: x has shape {list(x.shape)}, wanted [..., N, K]")
+    if torch.compiler.is_compiling():
+        return
+    if x.shape[-1] == 0 or (fmt.packed and x.shape[-1] % fmt.block[1]):
+        raise ValueError(
+            f"quantize: x has {x.shape[-1]} columns, wanted a positive multiple of "
+            f"{fmt.block[1] if fmt.packed else 1} for {fmt.name}"
+        )
+
+
+def _given_scale(
+    x: torch.Tensor, scale: torch.Tensor | float | None, scaling: str
+) -> torch.Tensor | None:
+    """The given global scale as float32 ``[*batch, 1]`` or ``[*batch, N]``, checked."""
+    if scale is None:
+        if scaling == "static":
+            raise ValueError("quantize: scaling is 'static' and global_scale is None, wanted one")
+        return None
+    if scaling in ("tensor", "token"):
+        raise ValueError(f"quantize: global_scale is given, but scaling {scaling!r} computes it")
+    if not isinstance(scale, torch.Tensor):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"quantize: global_scale is {scale}, wanted a finite value above 0")
+        scale = torch.full((1,), scale, dtype=torch.float32, device=x.device)
+    _check.dtype("quantize", "global_scale", scale, torch.float32)
+    _check.same_device("quantize", x=x, global_scale=scale)
+    positive("quantize: global_scale", scale)
+    batch = x.shape[:-2]
+    if scale.dim() <= 1 and scale.numel() == 1:
+        return scale.reshape(1).expand(*batch, 1)
+    if tuple(scale.shape) not in ((*batch, 1), (*batch, x.shape[-2])):
+        raise ValueError(
+            f"quantize: global_scale has shape {list(scale.shape)}, wanted {[*batch, 1]} or "
+            f"{[*batch, x.shape[-2]]}"
+        )
+    return scale
+
+
+def positive(name: str, scale: torch.Tensor) -> None:
+    """On the CPU, raise ValueError unless all values are finite and above 0.
+
+    Values on other devices are not read: that would synchronise. There a bad scale gives NaN.
+    """
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_positive(name, scale)
+
+
+def dequantize(
+    q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, backend: str = "auto"
+) -> torch.Tensor:
+    """``(code * block scale) * global scale``, in that order.
+
+    The first product is exact for the 4-bit formats and for E8M0 scales; so in float32 there is one
+    rounding, the product with the global scale, in float64 none, and in narrower dtypes the
+    float32 value is rounded once more.
+
+    Args:
+        q: Any format and layout, shape ``[*batch, N, K]``.
+        dtype: bfloat16, float16, float32 or float64.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[*batch, N, K]`` in ``dtype``.
+
+    Raises:
+        TypeError: if a dtype is not the format's, or ``dtype`` is not floating.
+        ValueError: if a shape does not fit.
+    """
+    if dtype not in _check.FLOATS:
+        raise TypeError(f"dequantize: dtype is {dtype}, wanted a float of 16 bits or more")
+    if not torch.compiler.is_compiling():
+        q.validate()
+    return _dequantize(
+        q.codes,
+        q.scales,
+        q.global_scale,
+        list(q.segments),
+        q.format.name,
+        q.layout,
+        dtype,
+        backend,
+    )

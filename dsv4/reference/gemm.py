@@ -1,0 +1,68 @@
+"""Meaning of ``dsv4.ops.gemm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsv4 import formats
+from dsv4.reference._precision import compute_dtype
+from dsv4.reference.quantize import fake_quantized, operand
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    activation: str,
+    input_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """``x [R, K] @ weight [N, K].T`` with the scales applied after the sum.
+
+    Args:
+        x: ``[R, K]``.
+        weight: ``[N, K]`` in the compute dtype, without its global scale.
+        weight_scale: Global scale of every row of the weight, ``[N]``, or None.
+        activation: ``"bf16"`` (x as it is) or ``"nvfp4"`` (x quantised first).
+        input_scale: ``[1]``, ``[R]`` or None (dynamic, per row of x); NVFP4 only.
+    """
+    finite = torch.isfinite(x).all(-1, keepdim=True)
+    if activation == "nvfp4":
+        values, row = fake_quantized(x, input_scale, weight.dtype)
+        alpha = row[:, None] if weight_scale is None else row[:, None] * weight_scale
+        out = (values @ weight.T) * alpha
+    else:
+        out = x.to(weight.dtype) @ weight.T
+        out = out if weight_scale is None else out * weight_scale
+    return torch.where(finite, out, torch.nan)
+
+
+def gemm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    fmt: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups."""
+    compute = compute_dtype(x)
+    weight = operand(codes, scales, fmt, layout, compute)
+    row = None
+    if global_scale is not None:
+        row = formats.expand_segments(global_scale, segments, codes.shape[0]).to(compute)
+    if groups == 1:
+        return product(x, weight, row, activation, input_scale).to(out_dtype)
+    rows = codes.shape[0] // groups
+    parts = []
+    for g in range(groups):
+        part = slice(g * rows, (g + 1) * rows)
+        scale = None if row is None else row[part]
+        parts.append(product(x[:, g], weight[part], scale, activation, input_scale))
+    return torch.stack(parts, 1).to(out_dtype)

@@ -1,0 +1,59 @@
+"""Meaning of ``dsv4.ops.grouped_gemm``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from dsv4 import formats
+from dsv4.reference._precision import compute_dtype
+from dsv4.reference.gemm import product
+from dsv4.reference.quantize import operand
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    fmt: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
+
+    Reads the offsets on the host and loops over the experts that have rows. Only the reference may
+    do that: it synchronises and cannot be captured in a CUDA graph.
+    """
+    bounds = _bounds(offsets, x.shape[0])
+    out = torch.zeros((x.shape[0], weight.shape[1]), dtype=out_dtype, device=x.device)
+    compute = compute_dtype(x)
+    for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end:
+            continue
+        if scales is None:
+            matrix = weight[expert].to(compute)
+        else:
+            matrix = operand(weight[expert], scales[expert], fmt, layout, compute)
+        row = None
+        if global_scale is not None:
+            row = formats.expand_segments(global_scale[expert], segments, weight.shape[1])
+            row = row.to(compute)
+        scale = None if input_scale is None else input_scale[expert : expert + 1]
+        out[start:end] = product(x[start:end], matrix, row, activation, scale).to(out_dtype)
+    return out
+
+
+def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > rows or bounds != sorted(bounds):
+        raise ValueError(
+            f"grouped_gemm: offsets are {bounds}, wanted 0, then non-decreasing, at most {rows}"
+        )
+    return bounds
