@@ -82,9 +82,19 @@ class RopeParameters:
         return [f * (1 - r) + f / self.factor * r for f, r in zip(plain, ramp, strict=True)]
 
     def inv_freq(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """``frequencies()`` rounded once to float32, ``[R/2]``; no amplitude factor (T2)."""
-        # Filled from Python numbers, so a default device of "meta" cannot empty it.
-        return torch.tensor(self.frequencies(), dtype=torch.float32, device=device or "cpu")
+        """The frequencies as a float32 table, ``[R/2]``; no amplitude factor belongs to it (T2).
+
+        Computed in float32 on the CPU, step by step as the published code does: the models were
+        trained with that table, whose last bit is worth hundredths of a radian at position 2^20.
+        """
+        index = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu")
+        plain = 1.0 / (self.theta ** (index / self.dim))
+        if self.factor is None:
+            return plain.to(device or "cpu")
+        low, high = self.correction_range()
+        steps = torch.arange(self.dim // 2, dtype=torch.float32, device="cpu")
+        ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+        return (plain / self.factor * ramp + plain * (1 - ramp)).to(device or "cpu")
 
 
 @dataclass(frozen=True)
