@@ -1,0 +1,296 @@
+"""Which tensors of a checkpoint belong together, and what they mean.
+
+Decided for every matrix on its own by dtype and companions (specification section 11.5): the
+producers disagree about which matrices are quantised, and config.json does not say.
+
+=====================  ====================================================  ==================
+weight                 companions                                            meaning
+=====================  ====================================================  ==================
+U8                     weight_scale E4M3, weight_scale_2, [input_scale]      NVFP4 (ModelOpt)
+U8 ``weight_packed``   weight_scale E4M3, weight_global_scale, [input_...]   NVFP4, reciprocals
+I8 or U8               scale E8M0                                            MXFP4
+F8_E4M3                scale or weight_scale[_inv], E8M0 or F32              FP8, 128x128 blocks
+float, I64, I32        none                                                  plain
+=====================  ====================================================  ==================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dsv4._checkpoint import names
+from dsv4._checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
+from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
+
+_PLAIN = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+)
+_BLOCK_SCALES = ("weight_scale", "scale", "weight_scale_inv")
+_COMPANIONS = (
+    *_BLOCK_SCALES,
+    "weight_scale_2",
+    "input_scale",
+    "weight_global_scale",
+    "input_global_scale",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One logical tensor of a checkpoint: a plain tensor, or codes with their scales.
+
+    Attributes:
+        name: Canonical name.
+        weight: The plain tensor or the codes.
+        format: None for a plain tensor.
+        scales: Block scales.
+        global_scale: Scalar global scale of the weight, as stored.
+        input_scale: Scalar global scale of the activation, as stored.
+        reciprocal: Whether the global scales are stored as what divides (compressed-tensors).
+        shards: Where to read from.
+    """
+
+    name: str
+    weight: TensorInfo
+    shards: Shards
+    format: Format | None = None
+    scales: TensorInfo | None = None
+    global_scale: TensorInfo | None = None
+    input_scale: TensorInfo | None = None
+    reciprocal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+        if self.format is None or not self.format.packed:
+            return self.weight.shape
+        return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        parts = (self.weight, self.scales, self.global_scale, self.input_scale)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def kind(self) -> str:
+        """Format name, or the dtype of a plain tensor: for messages."""
+        return DTYPE_NAMES[self.weight.dtype] if self.format is None else self.format.name
+
+    def read(self, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
+        """The values on ``device``, copied out of the file.
+
+        Raises:
+            CheckpointError: if a scale or a plain value is NaN or infinite, or a global scale is
+                not above 0.
+        """
+        weight = self.shards.read(self.weight, device)
+        if self.format is None:
+            self._check_plain(weight)
+            return weight
+        assert self.scales is not None
+        # By view: bytes are not values, and casting E8M0 or 4-bit codes destroys them (T33, T35).
+        weight = weight.view(self.format.codes_dtype)
+        self._check_codes(weight)
+        scales = self.shards.read(self.scales, device)
+        self._check_scales(scales)
+        scale = None if self.global_scale is None else self._scalar(self.global_scale, device)
+        return QuantizedTensor(weight, scales, scale, self.format)
+
+    def read_input_scale(self, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """The activation's global scale, float32 ``[1]``, multiplying; None if unknown.
+
+        compressed-tensors writes exactly 1.0 for a matrix that saw no calibration data: that is
+        unknown, not an amax of 2688.
+
+        Raises:
+            CheckpointError: if it is not finite and above 0.
+        """
+        if self.input_scale is None:
+            return None
+        value = self._scalar(self.input_scale, device)
+        return None if self.reciprocal and bool(value == 1.0) else value
+
+    def check_values(self) -> None:
+        """Read everything once and raise CheckpointError where ``read`` would."""
+        self.read()
+        self.read_input_scale()
+
+    def _scalar(self, info: TensorInfo, device: torch.device | str) -> torch.Tensor:
+        value = self.shards.read(info, "cpu").reshape(1)
+        if not (bool(torch.isfinite(value)) and bool(value > 0)):
+            raise CheckpointError(f"{info} is {value.item()}, wanted a finite value above 0")
+        # 1/x of a denormal or of a huge x is not a usable scale either.
+        out = value.reciprocal() if self.reciprocal else value
+        if not (bool(torch.isfinite(out)) and bool(out > 0)):
+            raise CheckpointError(f"{info} is {value.item()}, whose reciprocal is {out.item()}")
+        return out.to(device)
+
+    def _check_scales(self, scales: torch.Tensor) -> None:
+        assert self.scales is not None
+        if scales.dtype == torch.float8_e8m0fnu:
+            bad = scales.view(torch.uint8) == 255
+        elif scales.dtype == torch.float8_e4m3fn:
+            bad = scales.view(torch.uint8) >= 0x7F  # NaN, or a sign that no scale has
+            bad &= scales.view(torch.uint8) != 0x80
+        else:
+            bad = ~(torch.isfinite(scales) & (scales >= 0))
+        self._complain(self.scales, bad, "NaN, infinite or negative")
+
+    def _check_codes(self, codes: torch.Tensor) -> None:
+        if codes.dtype == torch.float8_e4m3fn:
+            self._complain(self.weight, codes.view(torch.uint8) & 0x7F == 0x7F, "NaN")
+
+    def _check_plain(self, values: torch.Tensor) -> None:
+        # A sink of -inf is a head without one.
+        if values.is_floating_point() and not self.name.endswith(".sinks"):
+            self._complain(self.weight, ~torch.isfinite(values), "NaN or infinite")
+
+    @staticmethod
+    def _complain(info: TensorInfo, bad: torch.Tensor, what: str) -> None:
+        if bool(bad.any()):
+            where = torch.nonzero(bad)[0].tolist()
+            raise CheckpointError(
+                f"{info} holds {int(bad.sum())} values that are {what}, the first at {where}, "
+                "wanted finite ones"
+            )
+
+
+def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> tuple[dict[str, Entry], list[str]]:
+    """Entries by canonical name, and the names of tensors that belong to none.
+
+    Raises:
+        CheckpointError: listing every matrix whose tensors do not fit together.
+    """
+    original = names.is_original(list(tensors))
+    entries: dict[str, Entry] = {}
+    used: set[str] = {name for name in tensors if names.is_mtp_copy(name)}
+    problems: list[str] = []
+    for name, info in tensors.items():
+        stem = _stem(name)
+        if name in used or (stem is None and _is_companion(name, tensors)):
+            continue
+        parts = {} if stem is None else _companions(stem, tensors)
+        used.update((name, *(part.name for part in parts.values())))
+        logical = name if stem is None else stem + ".weight"
+        canonical = names.from_original(logical) if original else names.from_transformers(logical)
+        if canonical is None:
+            used.discard(name)
+            continue
+        try:
+            entries[canonical] = _entry(canonical, info, parts, shards)
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise_all("the tensors do not fit together", problems)
+    return entries, sorted(set(tensors) - used)
+
+
+def raise_all(what: str, problems: Iterable[str]) -> None:
+    """Raise one CheckpointError that lists every problem, the first twenty in full."""
+    found = list(problems)
+    if not found:
+        return
+    shown = "".join(f"\n  {line}" for line in found[:20])
+    more = f"\n  and {len(found) - 20} more" if len(found) > 20 else ""
+    raise CheckpointError(f"{what} ({len(found)} problems):{shown}{more}")
+
+
+def _stem(name: str) -> str | None:
+    for ending in (".weight", ".weight_packed"):
+        if name.endswith(ending):
+            return name.removesuffix(ending)
+    return None
+
+
+def _is_companion(name: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a matrix claims this tensor; ``attn_hc.scale`` is no companion, it has no weight."""
+    stem, _, last = name.rpartition(".")
+    owned = f"{stem}.weight" in tensors or f"{stem}.weight_packed" in tensors
+    return owned and last in _COMPANIONS
+
+
+def _companions(stem: str, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    keys = {last: f"{stem}.{last}" for last in _COMPANIONS}
+    return {last: tensors[key] for last, key in keys.items() if key in tensors}
+
+
+def _entry(name: str, info: TensorInfo, parts: dict[str, TensorInfo], shards: Shards) -> Entry:
+    packed = info.name.endswith(".weight_packed")
+    scale_names = [last for last in _BLOCK_SCALES if last in parts]
+    if not packed and not scale_names and info.dtype in _PLAIN:
+        # Quantisers that leave a matrix alone may still note its input scale.
+        stray = [str(p) for last, p in parts.items() if last != "input_scale"]
+        if stray:
+            raise CheckpointError(f"{info} is plain, but has {', '.join(stray)}")
+        return Entry(name, info, shards)
+    if len(scale_names) != 1:
+        found = ", ".join(scale_names) or "none"
+        raise CheckpointError(
+            f"{info} needs one tensor of block scales ({', '.join(_BLOCK_SCALES)}), found {found}"
+        )
+    scales = parts[scale_names[0]]
+    fmt = _format(info, scales, packed)
+    entry = Entry(
+        name,
+        info,
+        shards,
+        fmt,
+        scales,
+        _part(parts, "weight_global_scale" if packed else "weight_scale_2", fmt, info),
+        parts.get("input_global_scale" if packed else "input_scale"),
+        packed,
+    )
+    _check_entry(entry)
+    return entry
+
+
+def _format(info: TensorInfo, scales: TensorInfo, packed: bool) -> Format:
+    nibbles = info.dtype in (torch.uint8, torch.int8)
+    if nibbles and scales.dtype == torch.float8_e4m3fn and info.dtype == torch.uint8:
+        return NVFP4
+    if nibbles and scales.dtype == torch.float8_e8m0fnu and not packed:
+        return MXFP4
+    if info.dtype == torch.float8_e4m3fn and scales.dtype in FP8_BLOCK.scale_dtypes and not packed:
+        return FP8_BLOCK
+    raise CheckpointError(
+        f"{info} with {scales}: wanted U8 with F8_E4M3 scales (NVFP4), I8 with F8_E8M0 (MXFP4) "
+        "or F8_E4M3 with F8_E8M0 or F32 (FP8)"
+    )
+
+
+def _part(
+    parts: dict[str, TensorInfo], last: str, fmt: Format, info: TensorInfo
+) -> TensorInfo | None:
+    if not fmt.has_global_scale:
+        return None
+    if last not in parts:
+        raise CheckpointError(f"{info} is {fmt.name} but has no {last}")
+    return parts[last]
+
+
+def _check_entry(entry: Entry) -> None:
+    assert entry.format is not None
+    assert entry.scales is not None
+    if len(entry.weight.shape) < 2:
+        raise CheckpointError(f"{entry.weight}: wanted a matrix")
+    block = entry.format.block[1]
+    if entry.format.packed and entry.shape[-1] % block:
+        raise CheckpointError(
+            f"{entry.weight}: {entry.shape[-1]} columns, wanted a multiple of {block}"
+        )
+    wanted = entry.format.scales_shape(entry.shape)
+    if entry.scales.shape != wanted:
+        raise CheckpointError(f"{entry.scales}: wanted shape {list(wanted)} beside {entry.weight}")
+    for info in (entry.global_scale, entry.input_scale):
+        if info is None:
+            continue
+        if info.dtype != torch.float32 or info.shape not in ((), (1,)):
+            raise CheckpointError(f"{info}: wanted one F32 value")
