@@ -1,1 +1,49 @@
-"""The contract of every operator: public function, schema, shape function. Imports torch alone."""
+"""The contract of every operator: public function, schema, shape function. Imports torch alone.
+
+A function and the module that holds it can have the same name (``dsv4.ops.gemm``); the attribute of
+this package is the function, and ``from dsv4.ops.gemm import gemm`` works as well.
+"""
+
+from __future__ import annotations
+
+from dsv4.ops.attention import sparse_attention
+from dsv4.ops.compressor import compressor_update, pool_windows
+from dsv4.ops.gemm import gemm
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4.ops.indexer import indexer_rotate_quantize, indexer_select
+from dsv4.ops.kv_cache import Pages, fake_quantize_kv, read_kv, write_kv
+from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
+from dsv4.ops.norm import rms_norm
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.rope import rope, rope_tables
+from dsv4.ops.router import route_hash, route_topk
+from dsv4.ops.swiglu import swiglu
+
+__all__ = [
+    "Pages",
+    "compressor_update",
+    "dequantize",
+    "fake_quantize_kv",
+    "gemm",
+    "grouped_gemm",
+    "hc_head",
+    "hc_post",
+    "hc_pre",
+    "indexer_rotate_quantize",
+    "indexer_select",
+    "moe_combine",
+    "moe_gather",
+    "moe_permute",
+    "pool_windows",
+    "quantize",
+    "read_kv",
+    "rms_norm",
+    "rope",
+    "rope_tables",
+    "route_hash",
+    "route_topk",
+    "sparse_attention",
+    "swiglu",
+    "write_kv",
+]

@@ -1,0 +1,106 @@
+"""Random models, and independent transformers models that hold the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.config import ModelConfig
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+from dsv4.model import DeepseekV4ForCausalLM
+
+
+@torch.no_grad()
+def randomize_(model: nn.Module, seed: int = 0, scale: float = 1.0) -> nn.Module:
+    """Give every parameter and persistent buffer a random value that matters.
+
+    Norm weights lie around 1, biases, sinks and hyper-connection parameters away from 0, matrices
+    keep the magnitude of what passes through them, and hash tables hold distinct experts.
+
+    Args:
+        model: Plain (unquantised) modules, changed in place.
+        seed: Of the generator; the same seed and shapes give the same values.
+        scale: Multiplies all matrices.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    experts = max((m.num_experts for m in model.modules() if hasattr(m, "num_experts")), default=1)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.copy_(_random(name, tensor, experts, generator, scale))
+    return model
+
+
+def _random(
+    name: str, like: torch.Tensor, experts: int, generator: torch.Generator, scale: float
+) -> torch.Tensor:
+    if name.endswith("tid2eid"):
+        rows = [torch.randperm(experts, generator=generator) for _ in range(like.shape[0])]
+        return torch.stack(rows)[:, : like.shape[1]]
+    draw = torch.randn(like.shape, generator=generator)
+    if name.endswith(("norm.weight", "layernorm.weight", "enorm.weight", "hnorm.weight")):
+        return 1 + 0.2 * draw
+    if like.dim() <= 1 or name.endswith("position_bias"):
+        return 0.5 * draw
+    return draw * (scale * like.shape[-1] ** -0.5)
+
+
+def random_model(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, mtp: bool = False
+) -> DeepseekV4ForCausalLM:
+    """A plain model with ``randomize_``d weights, in evaluation mode."""
+    model = DeepseekV4ForCausalLM(config, mtp=mtp).to(dtype)
+    randomize_(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def dense_state_dict(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The state of a model with every quantised matrix dequantised, under the plain names.
+
+    Args:
+        model: Holds ``Linear`` and ``DeepseekV4Experts`` layers, plain or quantised.
+        dtype: Of the dequantised matrices; other tensors keep theirs.
+    """
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.format is not None:
+            _replace(state, f"{name}.", ("weight",), module.dense_weight(dtype))
+        if isinstance(module, DeepseekV4Experts) and module.format is not None:
+            for projection in ("gate_up_proj", "down_proj"):
+                dense = module.dense_weight(projection, dtype)
+                _replace(state, f"{name}.", (projection,), dense)
+    return state
+
+
+def _replace(
+    state: dict[str, Any], prefix: str, names: tuple[str], dense: torch.Tensor
+) -> None:
+    (stem,) = names
+    for suffix in ("", "_scale", "_scale_2", "_input_scale"):
+        state.pop(prefix + stem + suffix, None)
+    if stem == "weight":
+        state.pop(prefix + "input_scale", None)
+    state[prefix + stem] = dense
+
+
+def transformers_twin(
+    model: DeepseekV4ForCausalLM, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """A transformers ``DeepseekV4ForCausalLM`` that holds the (dequantised) weights of ``model``.
+
+    Independent of dsv4 from there on: transformers' own modules run.
+    """
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM as Theirs
+
+    config = DeepseekV4Config(**model.config.to_transformers_dict())
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    theirs = Theirs(config).to(dtype).eval().requires_grad_(False)
+    state = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in dense_state_dict(model, dtype).items()
+        if not name.startswith("mtp.")
+    }
+    theirs.load_state_dict(state, strict=True)
+    return theirs
