@@ -1,0 +1,527 @@
+"""The compressor: any chunking equals one pass equals the loops of the specification."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4.ops.compressor import compressor_update, pool_windows
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.strategies import normal, partitions, seeds, strided
+
+# (ratio, overlap): both kinds, also where the ratio is no power of two.
+KINDS = [(4, True), (8, False), (3, True), (5, False), (1, False), (1, True)]
+kinds = st.sampled_from(KINDS)
+
+
+def naive(
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, overlap: bool
+) -> list[list[float]]:
+    """Entries of one sequence from position 0, by specification section 5.2, loop by loop."""
+    kv, score, ape = kv.double(), score.double(), ape.double()
+    m, d = ape.shape[0], ape.shape[1] // (2 if overlap else 1)
+    entries = []
+    for w in range(kv.shape[0] // m):
+        entry = []
+        for channel in range(d):
+            slots = []
+            if overlap and w > 0:
+                for t in range(m * (w - 1), m * w):
+                    slots.append((score[t, channel] + ape[t % m, channel], kv[t, channel]))
+            column = channel + d if overlap else channel
+            for t in range(m * w, m * w + m):
+                slots.append((score[t, column] + ape[t % m, column], kv[t, column]))
+            top = max(float(s) for s, _ in slots)
+            weights = [math.exp(float(s) - top) for s, _ in slots]
+            values = [float(v) for _, v in slots]
+            entry.append(sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights))
+        entries.append(entry)
+    return entries
+
+
+def empty_state(
+    rows: int, ratio: int, overlap: bool, d: int, dtype=torch.float64, device="cpu"
+) -> torch.Tensor:
+    c = 2 if overlap else 1
+    state = torch.zeros(rows, c * ratio, 2, c * d, dtype=dtype, device=device)
+    state[:, :, 1] = -torch.inf
+    return state
+
+
+@dataclass
+class Stream:
+    """A compressor with its state, fed piece by piece, that keeps what came out."""
+
+    ape: torch.Tensor
+    overlap: bool
+    state: torch.Tensor
+    out: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+
+    def feed(self, pieces: list[tuple[int, int, torch.Tensor, torch.Tensor]]) -> None:
+        """Pieces are (state row, start, kv, score); some may be empty."""
+        device = self.ape.device
+        lengths = [kv.shape[0] for _, _, kv, _ in pieces]
+        cu = torch.tensor([0, *lengths], device=device).cumsum(0)
+        rows = torch.tensor([row for row, *_ in pieces], dtype=torch.int64, device=device)
+        starts = torch.tensor([p[1] for p in pieces], dtype=torch.int64, device=device)
+        width = self.ape.shape[1]
+        nothing = [torch.zeros(0, width, dtype=self.state.dtype, device=device)]
+        kv = torch.cat(nothing + [p[2] for p in pieces])
+        score = torch.cat(nothing + [p[3] for p in pieces])
+        pooled, positions, sequence = compressor_update(
+            kv, score, self.ape, self.state, cu, starts, rows, overlap=self.overlap
+        )
+        ratio = self.ape.shape[0]
+        assert pooled.shape[0] == kv.shape[0] // ratio + len(pieces)
+        used = positions >= 0
+        count = int(used.sum())
+        assert bool(used[:count].all())
+        assert bool((sequence[count:] == -1).all())
+        assert not pooled[count:].any()
+        for i in range(count):
+            self.out.setdefault(int(sequence[i]), []).append((int(positions[i]), pooled[i]))
+
+    def entries(self, row: int) -> torch.Tensor:
+        found = self.out.get(row, [])
+        ratio = self.ape.shape[0]
+        assert [p for p, _ in found] == [ratio * w for w in range(len(found))]
+        empty = self.state.new_zeros(0, self.state.shape[-1] // (2 if self.overlap else 1))
+        return torch.stack([e for _, e in found]) if found else empty
+
+
+def inputs(seed: int, tokens: int, ratio: int, overlap: bool, d: int, device="cpu"):
+    c = 2 if overlap else 1
+    kv = normal(seed, (tokens, c * d), torch.float64).to(device)
+    score = 3 * normal(seed + 1, (tokens, c * d), torch.float64).to(device)
+    ape = normal(seed + 2, (ratio, c * d), torch.float64).to(device)
+    return kv, score, ape
+
+
+def close(actual: torch.Tensor, expected, scale: float = 8.0) -> None:
+    """Float64 against float64 in another order: |kv| <= 8 or so, 2m + 8 roundings."""
+    expected = torch.as_tensor(expected, dtype=torch.float64, device=actual.device)
+    assert_within_budget(actual, expected.reshape(actual.shape), scale * 64 * 2.0**-53)
+
+
+@st.composite
+def ragged_schedules(draw: st.DrawFn):
+    """Lengths of up to 3 sequences, and rounds in which each may take some of its tokens."""
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
+    chunks = [draw(partitions(n)) for n in lengths]
+    queue = [i for i, c in enumerate(chunks) for _ in c]
+    rounds: list[list[int]] = []
+    for i in draw(st.permutations(queue)):
+        if rounds and i not in rounds[-1] and draw(st.booleans()):
+            rounds[-1].append(i)
+        else:
+            rounds.append([i])
+    return lengths, chunks, rounds, draw(st.booleans())
+
+
+@given(kinds, seeds(), ragged_schedules())
+def test_any_chunking_equals_the_loops(device, kind, seed, schedule):
+    ratio, overlap = kind
+    lengths, chunks, rounds, pad = schedule
+    d = 3
+    data = [inputs(seed + 10 * i, n, ratio, overlap, d, device) for i, n in enumerate(lengths)]
+    ape = data[0][2]
+    # A state row of its own for each sequence, in another order, full of rubbish from before.
+    rows = [(2 * i + 1) % 5 for i in range(len(lengths))]
+    state = torch.full_like(empty_state(5, ratio, overlap, d, device=device), torch.nan)
+    stream = Stream(ape, overlap, state)
+    done = [0] * len(lengths)
+    left = [list(c) for c in chunks]
+    for members in rounds:
+        pieces = []
+        for i in members:
+            n = left[i].pop(0)
+            part = slice(done[i], done[i] + n)
+            pieces.append((rows[i], done[i], data[i][0][part], data[i][1][part]))
+            done[i] += n
+        if pad:  # entries without tokens, of a row in use and of no row
+            nothing = data[0][0][:0]
+            pieces.insert(1, (pieces[0][0], 7, nothing, nothing))
+            pieces.append((-1, 0, nothing, nothing))
+        stream.feed(pieces)
+    once = Stream(ape, overlap, empty_state(5, ratio, overlap, d, device=device))
+    for i, n in enumerate(lengths):
+        close(stream.entries(rows[i]), naive(data[i][0], data[i][1], ape, overlap))
+        once.feed([(rows[i], 0, data[i][0], data[i][1])])
+        if n:
+            assert_bitwise(stream.state[rows[i]], once.state[rows[i]], "final state")
+    unused = [r for r in range(5) if r not in rows]
+    assert bool(stream.state[unused].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_position_phase(device, kind):
+    """Prefill of every length up to three windows, then token by token over two more."""
+    ratio, overlap = kind
+    kv, score, ape = inputs(5, 5 * ratio, ratio, overlap, 2, device)
+    expected = torch.tensor(naive(kv, score, ape, overlap), dtype=torch.float64)
+    for prompt in range(3 * ratio + 1):
+        stream = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, device=device))
+        stream.feed([(0, 0, kv[:prompt], score[:prompt])])
+        for t in range(prompt, 5 * ratio):
+            before = len(stream.out.get(0, []))
+            stream.feed([(0, t, kv[t : t + 1], score[t : t + 1])])
+            closes = len(stream.out.get(0, [])) - before
+            assert closes == (1 if (t + 1) % ratio == 0 else 0)
+        close(stream.entries(0), expected)
+
+
+@given(kinds, seeds(), st.integers(0, 30), st.integers(1, 30))
+def test_state_is_a_function_of_the_last_tokens(device, kind, seed, tokens, again):
+    """Slots: the window before the open one, then the open one; unfilled: 0 and -inf."""
+    ratio, overlap = kind
+    kv, score, ape = inputs(seed, tokens, ratio, overlap, 2, device)
+    stream = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, device=device))
+    stream.feed([(0, 0, kv, score)])
+    expected = empty_state(1, ratio, overlap, 2, device=device)
+    first = tokens // ratio * ratio - (ratio if overlap else 0)
+    for slot in range(stream.state.shape[1]):
+        if 0 <= first + slot < tokens:
+            p = first + slot
+            expected[0, slot, 0] = kv[p]
+            expected[0, slot, 1] = score[p] + ape[p % ratio]
+    assert_bitwise(stream.state, expected)
+
+
+@given(kinds, seeds(), st.integers(1, 25), st.integers(1, 25))
+def test_a_reused_row_forgets(device, kind, seed, first, second):
+    ratio, overlap = kind
+    old = inputs(seed, first, ratio, overlap, 2, device)
+    kv, score, ape = inputs(seed + 1, second, ratio, overlap, 2, device)
+    used = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, device=device))
+    used.feed([(0, 0, old[0] * torch.nan, old[1])])
+    used.out.clear()
+    used.feed([(0, 0, kv, score)])
+    fresh = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, device=device))
+    fresh.feed([(0, 0, kv, score)])
+    assert_bitwise(used.entries(0), fresh.entries(0))
+    assert_bitwise(used.state, fresh.state)
+
+
+@given(kinds, seeds(), st.integers(1, 40), st.data())
+def test_causality(device, kind, seed, tokens, data):
+    """A token changes only entries of its window and, with overlap, of the next."""
+    ratio, overlap = kind
+    kv, score, ape = inputs(seed, tokens, ratio, overlap, 2, device)
+    at = data.draw(st.integers(0, tokens - 1))
+    clean = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, device=device))
+    clean.feed([(0, 0, kv, score)])
+    kv = kv.clone()
+    kv[at] = torch.nan
+    dirty = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, device=device))
+    dirty.feed([(0, 0, kv, score)])
+    bad = dirty.entries(0).isnan().any(-1).tolist()
+    reach = {at // ratio, at // ratio + 1} if overlap else {at // ratio}
+    assert [w for w, b in enumerate(bad) if b] == [w for w in range(len(bad)) if w in reach]
+    keep = [w for w in range(len(bad)) if w not in reach]
+    assert_bitwise(dirty.entries(0)[keep], clean.entries(0)[keep])
+
+
+@given(kinds, seeds(), st.lists(st.integers(0, 20), min_size=2, max_size=4))
+def test_nan_stays_in_its_own_sequence(device, kind, seed, lengths):
+    ratio, overlap = kind
+    parts = [inputs(seed + i, n, ratio, overlap, 2, device) for i, n in enumerate(lengths)]
+    ape = parts[0][2]
+    streams = []
+    for poison in (False, True):
+        stream = Stream(ape, overlap, empty_state(len(lengths), ratio, overlap, 2, device=device))
+        kv0 = parts[0][0] * torch.nan if poison else parts[0][0]
+        pieces = [(i, 0, kv, score) for i, (kv, score, _) in enumerate(parts)]
+        stream.feed([(0, 0, kv0, parts[0][1]), *pieces[1:]])
+        streams.append(stream)
+    for row in range(1, len(lengths)):
+        assert_bitwise(streams[1].entries(row), streams[0].entries(row))
+        assert_bitwise(streams[1].state[row], streams[0].state[row])
+
+
+@given(kinds, seeds(), st.integers(0, 3), st.integers(0, 4))
+def test_pool_windows_equals_the_loops(device, kind, seed, sequences, windows):
+    ratio, overlap = kind
+    d, tokens = 3, windows * ratio
+    data = [inputs(seed + i, tokens, ratio, overlap, d, device) for i in range(sequences)]
+    c = 2 if overlap else 1
+    ape = inputs(seed, 0, ratio, overlap, d, device)[2]
+    shape = (sequences, windows, ratio, c * d)
+    empty = torch.zeros(0, c * d, dtype=torch.float64, device=device)
+    kv = torch.cat([empty] + [x[0] for x in data]).view(shape)
+    score = torch.cat([empty] + [x[1] for x in data]).view(shape) + ape
+    out = pool_windows(kv, score, overlap=overlap)
+    assert out.shape == (sequences, windows, d)
+    for i in range(sequences):
+        close(out[i], naive(data[i][0], data[i][1], ape, overlap))
+    if overlap and windows > 1:
+        ca_kv, ca_score = kv[:, 0, :, :d], score[:, 0, :, :d]
+        assert_bitwise(
+            pool_windows(kv[:, 1:], score[:, 1:], ca_kv, ca_score, overlap=True), out[:, 1:]
+        )
+
+
+@given(seeds(), st.integers(-10, 10), kinds)
+def test_an_entry_is_a_mean_that_ignores_a_common_shift(device, seed, shift, kind):
+    ratio, overlap = kind
+    c = 2 if overlap else 1
+    kv = normal(seed, (2, 3, ratio, c * 2), torch.float64).to(device)
+    score = normal(seed + 1, (2, 3, ratio, c * 2), torch.float64).to(device)
+    out = pool_windows(kv, score, overlap=overlap)
+    # A constant in all scores of the channel drops out.
+    assert_within_budget(pool_windows(kv, score + shift, overlap=overlap), out, 1e-13)
+    assert bool((out <= kv.max() + 1e-12).all())
+    assert bool((out >= kv.min() - 1e-12).all())
+    ones = torch.ones_like(kv)
+    assert_within_budget(pool_windows(ones, score, overlap=overlap), torch.ones_like(out), 1e-14)
+
+
+@given(kinds, seeds(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_float32_is_within_its_budget(device, kind, seed, dtype):
+    """Softmax of n slots: each weight off by (2n + 6)u with |score| <= 24, then n products."""
+    ratio, overlap = kind
+    kv, score, ape = (x.to(dtype) for x in inputs(seed, 3 * ratio + 1, ratio, overlap, 4, device))
+    results = []
+    for wide in (torch.float32, torch.float64):
+        state = empty_state(1, ratio, overlap, 4, wide, device)
+        stream = Stream(ape.to(wide), overlap, state)
+        stream.feed([(0, 0, kv.to(wide), score.to(wide))])
+        results.append(stream.entries(0))
+    slots = 2 * ratio if overlap else ratio
+    # The score sum and its difference from the maximum are off by u |score| each, exp carries that
+    # over as a relative error.
+    relative = (3 * slots + 8 + 6 * 24) * unit_roundoff(torch.float32)
+    assert_within_budget(results[0], results[1], relative * float(kv.abs().max()))
+
+
+# Traps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [(4, True), (128, False)])
+def test_trap_t3_position_is_the_first_token_of_the_window(device, kind):
+    """m * w: neither the entry number nor the last token, whatever the start."""
+    ratio, overlap = kind
+    kv, score, ape = inputs(0, 3 * ratio, ratio, overlap, 1, device)
+    state = empty_state(1, ratio, overlap, 1, device=device)
+    for start, positions in ((0, [0, ratio, 2 * ratio]), (5 * ratio, [5, 6, 7])):
+        _, found, sequence = compressor_update(
+            kv,
+            score,
+            ape,
+            state,
+            torch.tensor([0, 3 * ratio], device=device),
+            torch.tensor([start], device=device),
+            torch.tensor([0], device=device),
+            overlap=overlap,
+        )
+        wanted = positions if start == 0 else [ratio * w for w in positions]
+        assert found.tolist() == [*wanted, -1]
+        assert sequence.tolist() == [0, 0, 0, -1]
+
+
+@pytest.mark.parametrize("prompt", [3, 4, 5, 7, 8, 9])
+def test_trap_t16_true_lengths(device, prompt):
+    """A prompt batched with longer ones, or followed by padding, equals the prompt alone."""
+    kv, score, ape = inputs(3, 16, 4, True, 2, device)
+    expected = naive(kv[:prompt], score[:prompt], ape, True)
+    assert len(expected) == prompt // 4
+    alone = Stream(ape, True, empty_state(1, 4, True, 2, device=device))
+    alone.feed([(0, 0, kv[:prompt], score[:prompt])])
+    close(alone.entries(0), expected)
+    batched = Stream(ape, True, empty_state(2, 4, True, 2, device=device))
+    batched.feed([(0, 0, kv[:prompt], score[:prompt]), (1, 0, kv, score)])
+    close(batched.entries(0), expected)
+    close(batched.entries(1), naive(kv, score, ape, True))
+    # Sixteen token rows, of which only the first `prompt` belong to the sequence.
+    state = empty_state(1, 4, True, 2, device=device)
+    pooled, positions, _ = compressor_update(
+        kv,
+        score,
+        ape,
+        state,
+        torch.tensor([0, prompt], device=device),
+        torch.tensor([0], device=device),
+        torch.tensor([0], device=device),
+        overlap=True,
+    )
+    assert int((positions >= 0).sum()) == prompt // 4
+    close(pooled[: prompt // 4], expected)
+    assert_bitwise(state, alone.state)
+
+
+def test_trap_t22_all_lengths_zero(device):
+    """No token at all, or token rows that belong to nobody: nothing comes out, nothing changes."""
+    for ratio, overlap in KINDS:
+        _, _, ape = inputs(0, 0, ratio, overlap, 2, device)
+        for tokens in (0, 9):
+            kv, score, _ = inputs(1, tokens, ratio, overlap, 2, device)
+            state = normal(2, empty_state(3, ratio, overlap, 2).shape).to(device)
+            before = state.clone()
+            zeros = torch.zeros(4, dtype=torch.int64, device=device)
+            pooled, positions, sequence = compressor_update(
+                kv, score, ape, state, zeros, zeros[:3], zeros[:3], overlap=overlap
+            )
+            assert pooled.shape == (tokens // ratio + 3, 2)
+            assert not pooled.any()
+            assert bool((positions == -1).all())
+            assert bool((sequence == -1).all())
+            assert_bitwise(state, before)
+
+
+@given(seeds(), st.integers(0, 9))
+def test_trap_t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half(
+    device, seed, start
+):
+    """Scores are ape alone: each entry is known from ape's rows and columns."""
+    d, ratio, tokens = 2, 4, 12
+    kv, _, ape = inputs(seed, start + tokens, ratio, True, d, device)
+    score = torch.zeros_like(kv)
+    stream = Stream(ape, True, empty_state(1, ratio, True, d, device=device))
+    stream.feed([(0, 0, kv[:start], score[:start])])
+    stream.feed([(0, start, kv[start:], score[start:])])
+    entries = stream.entries(0)
+    for w in range(1, entries.shape[0]):
+        weights = torch.cat((ape[:, :d], ape[:, d:])).softmax(0)
+        before, own = kv[4 * w - 4 : 4 * w, :d], kv[4 * w : 4 * w + 4, d:]
+        close(entries[w], (weights * torch.cat((before, own))).sum(0))
+    if entries.shape[0]:
+        close(entries[0], (ape[:, d:].softmax(0) * kv[:4, d:]).sum(0))
+
+
+# The operator contract ---------------------------------------------------------------------------
+
+_TESTS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
+
+def arguments(ratio: int, overlap: bool, device, tokens: int = 11):
+    kv, score, ape = (x.float() for x in inputs(0, tokens, ratio, overlap, 2, device))
+    state = empty_state(3, ratio, overlap, 2, torch.float32, device)
+    cu = torch.tensor([0, 4, 4, tokens], device=device)
+    starts = torch.tensor([0, 2, 0], device=device)
+    return kv, score, ape, state, cu, starts, torch.tensor([2, 0, 1], device=device)
+
+
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False)])
+def test_opcheck(device, ratio, overlap):
+    args = (*arguments(ratio, overlap, device), overlap, "auto")
+    torch.library.opcheck(torch.ops.dsv4.compressor_update.default, args, test_utils=_TESTS)
+    c = 2 if overlap else 1
+    kv, score = (normal(i, (2, 3, ratio, c * 2)).to(device) for i in range(2))
+    before = (None, None)
+    if overlap:
+        before = (kv[:, 0, :, :2].clone(), score[:, 0, :, :2].clone())
+    args = (kv, score, *before, overlap, "auto")
+    torch.library.opcheck(torch.ops.dsv4.pool_windows.default, args, test_utils=_TESTS)
+
+
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False)])
+def test_compiles_whole(device, ratio, overlap):
+    def step(*args: torch.Tensor) -> torch.Tensor:
+        pooled, positions, sequence = compressor_update(*args, overlap=overlap)
+        return pooled + positions[:, None] + sequence[:, None]
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        args = arguments(ratio, overlap, device)
+        results.append((function(*args), args[3]))
+    assert_bitwise(results[1][0], results[0][0])
+    assert_bitwise(results[1][1], results[0][1])
+
+
+@given(seeds())
+def test_strided_input_and_int32(device, seed):
+    kv, score, ape, state, cu, starts, rows = arguments(4, True, device)
+    other = state.clone()
+    plain = compressor_update(kv, score, ape, state, cu, starts, rows, overlap=True)
+    args = (strided(kv), strided(score), strided(ape), other, cu.int(), starts.int(), rows.int())
+    gaps = compressor_update(*args, overlap=True)
+    for a, b in zip(gaps, plain, strict=True):
+        assert_bitwise(a, b)
+    assert_bitwise(other, state)
+
+
+@settings(max_examples=5)
+@given(seeds())
+def test_strided_state(device, seed):
+    kv, score, ape, state, cu, starts, rows = arguments(8, False, device)
+    wide = torch.zeros(3, 8, 2, 2, 2, device=device)
+    view = wide[..., 0]
+    view.copy_(state)
+    compressor_update(kv, score, ape, view, cu, starts, rows, overlap=False)
+    compressor_update(kv, score, ape, state, cu, starts, rows, overlap=False)
+    assert_bitwise(view.contiguous(), state)
+    assert not wide[..., 1].any()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_batch(device, overlap):
+    kv, score, ape = (x.float() for x in inputs(0, 0, 4, overlap, 2, device))
+    state = empty_state(1, 4, overlap, 2, torch.float32, device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    cu = torch.zeros(1, dtype=torch.int64, device=device)
+    pooled, positions, sequence = compressor_update(
+        kv, score, ape, state, cu, none, none, overlap=overlap
+    )
+    assert pooled.shape == (0, 2)
+    assert positions.shape == sequence.shape == (0,)
+    shape = (0, 3, 4, 4 if overlap else 2)
+    empty = torch.zeros(shape, device=device)
+    assert pool_windows(empty, empty, overlap=overlap).shape == (0, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "words"),
+    [
+        ("kv", lambda x: x[0], ValueError, "kv has shape"),
+        ("score", lambda x: x[:5], ValueError, r"score has shape \[5, 4\], wanted \[11, 4\]"),
+        ("ape", lambda x: x[:, :3], ValueError, r"ape has shape \[4, 3\], wanted \[any, 4\]"),
+        ("state", lambda x: x[:, :4], ValueError, r"state has shape \[3, 4, 2, 4\], wanted"),
+        ("state", lambda x: x.half(), TypeError, "state has dtype float16, wanted float32"),
+        ("cu", lambda x: x[:3], ValueError, r"cu_seqlens has shape \[3\], wanted \[4\]"),
+        ("cu", lambda x: x.float(), TypeError, "cu_seqlens has dtype float32"),
+        ("starts", lambda x: x.bool(), TypeError, "starts has dtype bool"),
+        ("rows", lambda x: x[:2], ValueError, r"sequences has shape \[2\], wanted \[3\]"),
+        ("kv", lambda x: x.long(), TypeError, "kv has dtype int64"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(device, name, change, error, words):
+    names = ("kv", "score", "ape", "state", "cu", "starts", "rows")
+    args = dict(zip(names, arguments(4, True, device), strict=True))
+    before = args["state"].clone()
+    state = args["state"]
+    args[name] = change(args[name])
+    with pytest.raises(error, match=words):
+        compressor_update(*args.values(), overlap=True)
+    assert_bitwise(state, before)
+
+
+def test_bad_windows_are_named(device):
+    x = torch.zeros(2, 3, 4, 6, device=device)
+    with pytest.raises(ValueError, match="score has shape"):
+        pool_windows(x, x[:, :2], overlap=True)
+    with pytest.raises(ValueError, match="go together"):
+        pool_windows(x, x, x[:, 0, :, :3], None, overlap=True)
+    with pytest.raises(ValueError, match="only with overlap"):
+        pool_windows(x, x, x[:, 0], x[:, 0], overlap=False)
+    with pytest.raises(ValueError, match=r"previous_kv has shape \[2, 4, 6\], wanted \[2, 4, 3\]"):
+        pool_windows(x, x, x[:, 0], x[:, 0], overlap=True)
+    with pytest.raises(ValueError, match="kv has 5 columns, wanted an even number"):
+        pool_windows(x[..., :5], x[..., :5], overlap=True)
+    with pytest.raises(TypeError, match="kv has dtype int64"):
+        pool_windows(x.long(), x, overlap=True)
+
+
+def test_same_bits_every_time(device):
+    args = arguments(4, True, device)
+    first = compressor_update(*args, overlap=True)[0]
+    args[3].copy_(empty_state(3, 4, True, 2, torch.float32, device))
+    assert_bitwise(compressor_update(*args, overlap=True)[0], first)
