@@ -1,0 +1,422 @@
+"""Reading and writing DeepSeek-V4 checkpoints.
+
+``load`` builds a model from a folder, whoever wrote it: NVIDIA's NVFP4, the full NVFP4 export with
+transformers' names, compressed-tensors, DeepSeek's MXFP4 and FP8, or plain bfloat16 (specification
+section 11.5). ``save`` writes the same layouts. ``Checkpoint`` gives the tensors one by one,
+``fill`` puts them into any module tree with transformers' names, and ``write`` makes a checkpoint
+of any size from a stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dsv4 import _config_file
+from dsv4._checkpoint import layouts, names
+from dsv4._checkpoint.entries import Entry, group, raise_all
+from dsv4._checkpoint.progress import Progress
+from dsv4._checkpoint.shards import (
+    CheckpointError,
+    Shards,
+    ShardWriter,
+    TensorInfo,
+    read_header,
+)
+from dsv4._checkpoint.slots import ExpertsSlot, Options, dry_run, slots_of
+from dsv4.config import ModelConfig
+from dsv4.formats import NVFP4, QuantizedTensor
+
+if TYPE_CHECKING:
+    from dsv4.model import DeepseekV4ForCausalLM
+
+__all__ = ["Checkpoint", "CheckpointError", "Entry", "Item", "fill", "load", "save", "write"]
+
+# One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
+Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The tensors of a folder, none of them read yet.
+
+    Attributes:
+        path: The folder.
+        values: config.json as it is.
+        entries: Logical tensors by canonical name (transformers' names with one entry per expert,
+            see ``dsv4._checkpoint.names``).
+        stray: Names of tensors that belong to no known entry.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        self.path = path
+        self.values = dict(values)
+        self._shards = Shards(path)
+        self.entries, self.stray = group(tensors, self._shards)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read config.json, the index and all headers of a folder; no tensor data.
+
+        Raises:
+            FileNotFoundError: if there is no config.json.
+            CheckpointError: if a shard is missing or truncated, the index leaves the folder or
+                disagrees with the shards, or the tensors of a matrix do not fit together.
+        """
+        path = Path(path)
+        values = _read_json(path / "config.json")
+        if (path / _INDEX).exists():
+            tensors = _indexed(path, _read_json(path / _INDEX))
+        elif (path / "model.safetensors").exists():
+            tensors = read_header(path / "model.safetensors")
+        else:
+            raise CheckpointError(f"{path} holds neither {_INDEX} nor model.safetensors")
+        return cls(path, values, tensors)
+
+    def config(self, *, numerics: str = "deepseek", activation: str = "bf16") -> ModelConfig:
+        """The model's configuration; see ``ModelConfig.from_dict``."""
+        return ModelConfig.from_dict(self.values, numerics=numerics, activation=activation)
+
+    @property
+    def producer(self) -> str:
+        """Who quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
+        ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: every tensor says itself
+        what it is.
+        """
+        return _config_file.producer(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether there are tensors of a multi-token-prediction layer."""
+        return any(names.is_mtp(name) for name in self.entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
+        """One tensor by canonical name.
+
+        Raises:
+            KeyError: if there is none of that name.
+            CheckpointError: if its values are not finite.
+        """
+        return self.entries[name].read(device)
+
+    def items(self) -> Iterator[Item]:
+        """All tensors, one at a time, for ``write``."""
+        for name, entry in self.entries.items():
+            yield name, entry.read(), entry.read_input_scale()
+
+    def close(self) -> None:
+        """Unmap the files; reading maps them again."""
+        self._shards.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Checkpoint({str(self.path)!r}, {len(self.entries)} tensors, "
+            f"{self.nbytes / 1e9:.2f} GB, producer={self.producer!r})"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path.name} is missing from {path.parent}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds {type(values).__name__}, wanted a table")
+    return values
+
+
+def _indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Headers of the shards an index names, checked against it."""
+    table = index.get("weight_map")
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path / _INDEX} has no weight_map")
+    shards = sorted(set(map(str, table.values())))
+    for shard in shards:
+        # Names only: a path could leave the folder.
+        if PurePosixPath(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
+            raise CheckpointError(
+                f"{_INDEX} points to {shard!r}, wanted the name of a file in {path}"
+            )
+    found: dict[str, TensorInfo] = {}
+    problems: list[str] = []
+    for shard in shards:
+        for name, info in read_header(path / shard).items():
+            if table.get(name) != shard:
+                problems.append(f"{name} is in {shard}, the index says {table.get(name)}")
+            found[name] = info
+    problems += [
+        f"{name} is not in {table[name]}, where the index puts it" for name in table.keys() - found
+    ]
+    raise_all(f"{_INDEX} disagrees with the shards", sorted(problems))
+    return found
+
+
+def fill(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    prefix: str = "",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    activation: str = "bf16",
+    mxfp4: str = "keep",
+    ignore: Sequence[str] = (),
+    check_values: bool = True,
+    progress: bool = True,
+) -> None:
+    """Fill a module tree that has transformers' names.
+
+    Everything is checked before anything is written: names, shapes and dtypes from the headers,
+    then (``check_values``) the values. Modules with ``set_weight`` and ``set_expert`` take
+    quantised weights as they are; into all others quantised weights are dequantised.
+
+    Args:
+        model: Any module; parameters on meta are created, others replaced.
+        checkpoint: Where from.
+        prefix: What the checkpoint's names have before the module's, e.g. ``"model."``.
+        device: Where the values go; None keeps each parameter's device, and puts meta on the CPU.
+        dtype: Dtype of plain floating tensors; None keeps the checkpoint's (bfloat16 for what is
+            dequantised). Tensors that are float32 by definition are never narrower.
+        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
+        mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        ignore: Shell patterns of canonical names that may be left over, e.g. ``"mtp.*"``.
+        check_values: Read all values once before writing any. Without it a bad value is found
+            while filling, and what was filled before it stays.
+        progress: Whether to show a progress bar on stderr.
+
+    Raises:
+        CheckpointError: listing all that is missing, extra, mis-shaped or of the wrong dtype; or
+            naming the first tensor with a bad value.
+    """
+    if mxfp4 not in ("keep", "nvfp4"):
+        raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
+    place = None if device is None else torch.device(device)
+    options = Options(place, dtype, activation, mxfp4 == "nvfp4")
+    slots = slots_of(model, prefix)
+    problems, total = dry_run(
+        slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore)
+    )
+    raise_all(f"{checkpoint.path} does not fit the model", problems)
+    if check_values:
+        _each_layer(
+            slots, checkpoint, Progress("checking", total, progress), "check_values", options
+        )
+    _each_layer(slots, checkpoint, Progress("loading", total, progress), "fill", options)
+
+
+def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _each_layer(
+    slots: Sequence[Any], checkpoint: Checkpoint, bar: Progress, action: str, options: Options
+) -> None:
+    """Call a method of every slot, unmapping the files after each layer."""
+    layer = ""
+    try:
+        for slot in slots:
+            if names.layer_of(slot.name) != layer:
+                layer = names.layer_of(slot.name)
+                checkpoint.close()
+            getattr(slot, action)(checkpoint.entries, options)
+            bar.advance(_bytes_of(slot, checkpoint.entries))
+    finally:
+        checkpoint.close()
+    bar.finish()
+
+
+def _bytes_of(slot: Any, entries: Mapping[str, Entry]) -> int:
+    stacked = isinstance(slot, ExpertsSlot) and slot.stacked()[0] in entries
+    wanted = slot.wanted_stacked() if stacked else slot.wanted()
+    return sum(entries[name].nbytes for name, _ in wanted)
+
+
+def load(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    numerics: str = "deepseek",
+    activation: str = "bf16",
+    dtype: torch.dtype | None = None,
+    mtp: bool = True,
+    mxfp4: str = "keep",
+    progress: bool = True,
+) -> DeepseekV4ForCausalLM:
+    """A model from a checkpoint folder, each weight in the format it is stored in.
+
+    Memory holds the model and at most one tensor more; the files are mapped, and their pages given
+    back tensor by tensor.
+
+    Args:
+        path: Folder with config.json and safetensors.
+        device: Where the model goes.
+        numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
+        activation: ``"bf16"`` or ``"nvfp4"``.
+        dtype: Dtype of plain weights; None keeps the checkpoint's.
+        mtp: Whether to load the multi-token-prediction layers. They are never dropped silently: a
+            checkpoint without them, whose configuration has them, needs ``mtp=False``.
+        mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        progress: Whether to show a progress bar on stderr.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration.
+        ValueError: if config.json is not a configuration this package implements.
+    """
+    from dsv4.model import DeepseekV4ForCausalLM
+
+    with Checkpoint.open(path) as checkpoint:
+        config = checkpoint.config(numerics=numerics, activation=activation)
+        if mtp and config.num_nextn_predict_layers and not checkpoint.has_mtp:
+            raise CheckpointError(
+                f"{path} has no mtp.* tensors, but num_nextn_predict_layers is "
+                f"{config.num_nextn_predict_layers}; pass mtp=False to load it without"
+            )
+        if not mtp:
+            config = config.replace(num_nextn_predict_layers=0)
+        with torch.device("meta"):
+            model = DeepseekV4ForCausalLM(config)
+        fill(
+            model,
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            activation=activation,
+            mxfp4=mxfp4,
+            ignore=() if mtp else ("mtp.*",),
+            check_values=False,  # nothing to protect: on an error the model is dropped
+            progress=progress,
+        )
+    return model.eval()
+
+
+def save(
+    source: nn.Module | Iterable[Item],
+    path: str | Path,
+    *,
+    layout: str = "nvidia",
+    config: Any = None,
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+    plain: Sequence[str] = (),
+    plain_dtype: torch.dtype | None = torch.bfloat16,
+) -> None:
+    """Write a model as a checkpoint folder: shards, index and config.json.
+
+    Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
+    ``dsv4._checkpoint.layouts`` for both). Files have temporary names until all are complete.
+
+    Args:
+        source: A model of this package or of transformers, or a stream of (canonical name, tensor,
+            input scale or None); a stream is written as it comes and never held.
+        path: Folder, made if missing.
+        layout: ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
+            ``"bf16"``.
+        config: ModelConfig or transformers' config; default ``source.config``.
+        max_shard_bytes: A new shard is begun rather than exceed this.
+        overwrite: Whether to replace a checkpoint that is there.
+        plain: Shell patterns of canonical names that stay plain whatever the layout.
+        plain_dtype: Dtype of plain weights; None keeps each one's own.
+
+    Raises:
+        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false.
+        ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
+    """
+    if layout not in layouts.LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
+    given = config if config is not None else getattr(source, "config", None)
+    if given is None:
+        raise ValueError("config is None, wanted one: a stream has none of its own")
+    how = layouts.Layout(layout, _matcher(plain), plain_dtype)
+    stream = _items_of(source, how) if isinstance(source, nn.Module) else source
+    with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
+        for name, value, input_scale in stream:
+            for stored, tensor in how.encode(name, value, input_scale):
+                writer.add(stored, tensor)
+        writer.finish(layouts.documents(how, ModelConfig.of(given)))
+
+
+write = save
+
+
+def _items_of(model: nn.Module, layout: layouts.Layout) -> Iterator[Item]:
+    """The stream of a model's tensors, in the order of its modules."""
+    for slot in slots_of(model):
+        if isinstance(slot, ExpertsSlot):
+            yield from _experts_items(slot, layout)
+        elif hasattr(slot.module, "set_weight"):  # type: ignore[attr-defined]
+            module = slot.module  # type: ignore[attr-defined]
+            plain = module.format is None
+            value = module.weight.detach() if plain else module.quantized_weight()
+            yield slot.name, value, module.input_scale
+        else:
+            yield slot.name, slot.tensor.detach(), None  # type: ignore[attr-defined]
+
+
+def _experts_items(slot: ExpertsSlot, layout: layouts.Layout) -> Iterator[Item]:
+    module = slot.module
+    quantised = getattr(module, "format", None) is not None
+    for expert in range(slot.count):
+        parts = _expert_parts(module, expert, quantised)
+        gate, up, down = slot.names_of(expert)
+        if not quantised and layout.format_of(gate) == layout.format_of(up) == NVFP4:
+            parts = (*layouts.quantize_pair(parts[0], parts[1]), parts[2])
+        scales = [getattr(module, f"{p}_input_scale", None) for p in ("gate_up_proj", "down_proj")]
+        first, last = (None if s is None else s[expert : expert + 1] for s in scales)
+        yield gate, parts[0], first
+        yield up, parts[1], first
+        yield down, parts[2], last
+
+
+def _expert_parts(module: Any, expert: int, quantised: bool) -> tuple[Any, Any, Any]:
+    """Gate, up and down of one expert."""
+    inner = module.intermediate_dim
+    if not quantised:
+        both = module.gate_up_proj[expert].detach()
+        return both[:inner], both[inner:], module.down_proj[expert].detach()
+    both, down = (
+        module.quantized_weight("gate_up_proj")[expert],
+        module.quantized_weight("down_proj"),
+    )
+    return _rows(both, 0, inner), _rows(both, 1, inner), down[expert]
+
+
+def _rows(both: QuantizedTensor, part: int, inner: int) -> QuantizedTensor:
+    """Gate (0) or up (1) of a stack of the two."""
+    rows = slice(part * inner, (part + 1) * inner)
+    step = both.format.block[0]
+    blocks = slice(rows.start // step, rows.stop // step)
+    scales = both.scales
+    if scales.element_size() == 1:
+        scales = scales.view(torch.uint8)[blocks].view(both.scales.dtype)
+    else:
+        scales = scales[blocks]
+    scale = None if both.global_scale is None else both.global_scale[part : part + 1]
+    return QuantizedTensor(both.codes[rows], scales, scale, both.format)
