@@ -1,0 +1,332 @@
+"""Permute, gather, combine: the order they share, and sums that are exact or within budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
+from dsv4.testing import strategies as fuzz
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+
+U = unit_roundoff(torch.float32)
+
+
+@st.composite
+def routings(draw, smallest=0):
+    """ids with duplicates, -1 and num_experts among them, sometimes all for one expert."""
+    tokens, top_k = draw(fuzz.rows(9, smallest)), draw(st.integers(1, 5))
+    experts, seed = draw(st.integers(1, 8)), draw(fuzz.seeds())
+    low, high = draw(st.sampled_from([(0, experts), (-1, experts + 1), (0, 1), (-9, experts + 9)]))
+    ids = torch.randint(low, high, (tokens, top_k), generator=fuzz.generator(seed))
+    return ids.to(draw(st.sampled_from([torch.int32, torch.int64]))), experts, seed
+
+
+@given(routing=routings(), data=st.data())
+def test_permute_is_a_stable_counting_sort(device, routing, data):
+    ids, experts, _ = routing
+    first = data.draw(st.integers(0, experts - 1))
+    local = data.draw(st.one_of(st.none(), st.integers(1, experts - first)))
+    order, offsets = moe_permute(
+        ids.to(device), experts, first_expert=first, num_local_experts=local
+    )
+    assert (order.dtype, offsets.dtype) == (torch.int32, torch.int32)
+
+    flat = ids.flatten().tolist()
+    last = experts if local is None else first + local
+    wanted, ends = [], [0]
+    for e in range(first, last):
+        wanted += [slot for slot, found in enumerate(flat) if found == e]
+        ends.append(len(wanted))
+    wanted += [slot for slot, found in enumerate(flat) if not first <= found < last]
+    assert order.tolist() == wanted
+    assert offsets.tolist() == ends
+
+
+@given(routing=routings())
+def test_order_is_a_permutation_and_offsets_count(device, routing):
+    ids, experts, _ = routing
+    order, offsets = moe_permute(ids.to(device), experts)
+    assert sorted(order.tolist()) == list(range(ids.numel()))
+    counts = [int((ids == e).sum()) for e in range(experts)]
+    assert offsets.diff().tolist() == counts
+    assert offsets[0] == 0
+
+
+@given(routing=routings(), hidden=st.integers(1, 6), dtype=fuzz.float_dtypes())
+def test_gather_copies_each_slots_token(device, routing, hidden, dtype):
+    ids, experts, seed = routing
+    top_k = ids.shape[1]
+    x = fuzz.normal(seed, (ids.shape[0], hidden), dtype).to(device)
+    order, _ = moe_permute(ids.to(device), experts)
+    out = moe_gather(x, order, top_k)
+    assert_bitwise(out, x.repeat_interleave(top_k, 0)[order.long()])
+
+
+def experts_by_hand(x, ids, weights, factors, shared):
+    """Sum over the slots of a token, in slot order, where expert e multiplies its rows by e's
+    factor; slots of no expert count nothing. float64.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for t in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            e = int(ids[t, j])
+            if 0 <= e < len(factors):
+                out[t] += weights[t, j].double() * (factors[e] * x[t].double())
+    return out if shared is None else out + shared.double()
+
+
+def run_experts(rows, offsets, factors, first=0):
+    """Sorted rows times their expert's factor; NaN in the rows that no expert owns."""
+    out = torch.full_like(rows, torch.nan)
+    for e in range(len(offsets) - 1):
+        owned = slice(int(offsets[e]), int(offsets[e + 1]))
+        out[owned] = rows[owned] * factors[first + e]
+    return out
+
+
+@given(routing=routings(), hidden=st.integers(1, 6), shared=st.booleans())
+def test_whole_path_is_exact_on_small_integers(device, routing, hidden, shared):
+    ids, experts, seed = routing
+    x = fuzz.small_integers(seed, (ids.shape[0], hidden)).to(device)
+    weights = fuzz.small_integers(seed + 1, ids.shape).to(device)
+    extra = fuzz.small_integers(seed + 2, x.shape).to(device) if shared else None
+    factors = list(range(1, experts + 1))
+    order, offsets = moe_permute(ids.to(device), experts)
+    y = run_experts(moe_gather(x, order, ids.shape[1]), offsets, factors)
+    out = moe_combine(y, order, offsets, weights, shared=extra)
+    assert_bitwise(out + 0.0, experts_by_hand(x, ids, weights, factors, extra).float() + 0.0)
+
+
+@given(routing=routings(), hidden=st.integers(1, 6), data=st.data())
+def test_ranks_add_up_to_the_whole(device, routing, hidden, data):
+    ids, experts, seed = routing
+    x = fuzz.small_integers(seed, (ids.shape[0], hidden)).to(device)
+    weights = fuzz.small_integers(seed + 1, ids.shape).to(device)
+    factors = list(range(1, experts + 1))
+    total = torch.zeros_like(x)
+    first = 0
+    for local in data.draw(fuzz.partitions(experts)):
+        order, offsets = moe_permute(
+            ids.to(device), experts, first_expert=first, num_local_experts=local
+        )
+        rows = moe_gather(x, order, ids.shape[1])
+        y = run_experts(rows, offsets.tolist(), factors, first)
+        total += moe_combine(y, order, offsets, weights)
+        first += local
+    assert_bitwise(total + 0.0, experts_by_hand(x, ids, weights, factors, None).float() + 0.0)
+
+
+@given(routing=routings(), hidden=st.integers(1, 6))
+def test_gather_then_combine_of_one_choice_is_the_identity(device, routing, hidden):
+    ids, experts, seed = routing
+    ids = ids[:, :1].clamp(0, experts - 1)
+    x = fuzz.normal(seed, (ids.shape[0], hidden)).to(device)
+    order, offsets = moe_permute(ids.to(device), experts)
+    assert_bitwise(moe_combine(moe_gather(x, order, 1), order, offsets, None, top_k=1), x)
+
+
+def random_case(routing, hidden, device, dtype=torch.float32):
+    ids, experts, seed = routing
+    x = fuzz.normal(seed, (ids.shape[0], hidden), dtype).to(device)
+    weights = fuzz.normal(seed + 1, ids.shape).to(device)
+    order, offsets = moe_permute(ids.to(device), experts)
+    y = run_experts(moe_gather(x, order, ids.shape[1]), offsets, [1.0] * experts)
+    return x, weights, order, offsets, y
+
+
+@given(
+    routing=routings(),
+    hidden=st.integers(1, 6),
+    dtype=fuzz.float_dtypes(),
+    out_dtype=fuzz.float_dtypes(),
+    shared=st.booleans(),
+)
+def test_combine_against_float64(device, routing, hidden, dtype, out_dtype, shared):
+    ids, experts, seed = routing
+    x, weights, order, offsets, y = random_case(routing, hidden, device, dtype)
+    extra = fuzz.normal(seed + 2, x.shape, dtype).to(device) if shared else None
+    out = moe_combine(y, order, offsets, weights, shared=extra, out_dtype=out_dtype)
+    assert out.dtype == out_dtype
+    truth = experts_by_hand(x, ids, weights, [1.0] * experts, extra)
+    size = experts_by_hand(
+        x.abs(), ids, weights.abs(), [1.0] * experts, None if extra is None else extra.abs()
+    )
+    # k products (1 u each) and k additions, the shared row among them; one rounding at the end.
+    wide = unit_roundoff(torch.float64 if dtype == torch.float64 else torch.float32)
+    final = unit_roundoff(out_dtype)
+    smallest = torch.finfo(out_dtype).smallest_normal * final
+    budget = 1.01 * ((ids.shape[1] + 2) * wide * size + final * truth.abs()) + smallest
+    assert_within_budget(out, truth, budget + 1e-15 * size)
+
+
+def test_combine_sums_in_slot_order(device):
+    # In float32, (2^24 + 1) + 1 = 2^24 but (1 + 1) + 2^24 = 2^24 + 2. The experts are numbered
+    # against the slots, so a sum in sorted order gives the other result.
+    y_of_slot = torch.tensor([2.0**24, 1.0, 1.0], device=device)
+    for values, wanted in ((y_of_slot, 2.0**24), (y_of_slot.flip(0), 2.0**24 + 2)):
+        ids = torch.tensor([[2, 1, 0]], device=device)
+        order, offsets = moe_permute(ids, 3)
+        out = moe_combine(values[order.long(), None], order, offsets, None, top_k=3)
+        assert out.item() == wanted
+    # The shared row comes last: (2^24 + 1) - 2^24 = 0 in float32; added first it would give 1.
+    order, offsets = moe_permute(torch.tensor([[0, 0]], device=device), 1)
+    rows = torch.tensor([[2.0**24], [1.0]], device=device)
+    shared = torch.tensor([[-(2.0**24)]], device=device)
+    assert moe_combine(rows, order, offsets, None, top_k=2, shared=shared).item() == 0.0
+
+
+@given(routing=routings(smallest=1), hidden=st.integers(1, 6))
+def test_a_token_does_not_depend_on_its_batch(device, routing, hidden):
+    ids, experts, _ = routing
+    x, weights, order, offsets, y = random_case(routing, hidden, device)
+    whole = moe_combine(y, order, offsets, weights)
+    assert_bitwise(moe_combine(y, order, offsets, weights), whole, "second run")
+    for t in range(ids.shape[0]):
+        one = slice(t, t + 1)
+        o, off = moe_permute(ids[one].to(device), experts)
+        rows = run_experts(moe_gather(x[one], o, ids.shape[1]), off, [1.0] * experts)
+        assert_bitwise(moe_combine(rows, o, off, weights[one]), whole[one])
+
+
+@given(routing=routings(), hidden=st.integers(1, 6))
+def test_permuted_tokens_give_permuted_results(device, routing, hidden):
+    ids, experts, seed = routing
+    x, weights, order, offsets, y = random_case(routing, hidden, device)
+    whole = moe_combine(y, order, offsets, weights)
+    moved = torch.randperm(ids.shape[0], generator=fuzz.generator(seed))
+    o, off = moe_permute(ids[moved].to(device), experts)
+    moved = moved.to(device)
+    rows = run_experts(moe_gather(x[moved], o, ids.shape[1]), off, [1.0] * experts)
+    assert_bitwise(moe_combine(rows, o, off, weights[moved]), whole[moved])
+
+
+@given(routing=routings(), hidden=st.integers(1, 6))
+def test_relabelled_experts_give_the_same_bits(device, routing, hidden):
+    ids, experts, seed = routing
+    x, weights, order, offsets, y = random_case(routing, hidden, device)
+    whole = moe_combine(y, order, offsets, weights)
+    new = torch.randperm(experts, generator=fuzz.generator(seed))
+    valid = (ids >= 0) & (ids < experts)
+    renamed = torch.where(valid, new[ids.long().clamp(0, experts - 1)], ids.long())
+    o, off = moe_permute(renamed.to(device), experts)
+    rows = run_experts(moe_gather(x, o, ids.shape[1]), off, [1.0] * experts)
+    assert_bitwise(moe_combine(rows, o, off, weights), whole)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["row", "weight", "shared"])
+def test_a_bad_row_stays_alone(device, bad, where):
+    ids = torch.tensor([[0, 1], [1, 1], [2, 0], [3, -1]], device=device)
+    x = fuzz.normal(0, (4, 5)).to(device)
+    weights, shared = torch.ones(4, 2, device=device), torch.zeros(4, 5, device=device)
+    order, offsets = moe_permute(ids, 4)
+    y = moe_gather(x, order, 2)
+    clean = moe_combine(y, order, offsets, weights, shared=shared)
+    if where == "row":
+        y[order.tolist().index(2 * 2 + 1), 3] = bad
+    else:
+        (weights if where == "weight" else shared)[2, 1] = bad
+    out = moe_combine(y, order, offsets, weights, shared=shared)
+    assert not out[2].isfinite().all()
+    others = [0, 1, 3]
+    assert_bitwise(out[others], clean[others])
+
+
+def test_strided_input_gives_the_same_bits(device):
+    ids = torch.tensor([[0, 1], [1, 1], [2, 0]], device=device)
+    x, weights = fuzz.normal(0, (3, 4)).to(device), fuzz.normal(1, (3, 2)).to(device)
+    order, offsets = moe_permute(ids, 3)
+    for found, wanted in zip(moe_permute(fuzz.strided(ids), 3), (order, offsets), strict=True):
+        assert_bitwise(found, wanted)
+    y = moe_gather(x, order, 2)
+    assert_bitwise(moe_gather(fuzz.strided(x), fuzz.strided(order), 2), y)
+    wanted = moe_combine(y, order, offsets, weights, shared=x)
+    strided = [fuzz.strided(t) for t in (y, order, offsets, weights)]
+    assert_bitwise(moe_combine(*strided, shared=fuzz.strided(x)), wanted)
+
+
+def test_no_tokens(device):
+    ids = torch.zeros(0, 3, dtype=torch.int64, device=device)
+    order, offsets = moe_permute(ids, 4)
+    assert (order.shape, offsets.tolist()) == ((0,), [0] * 5)
+    rows = moe_gather(torch.zeros(0, 8, device=device), order, 3)
+    assert rows.shape == (0, 8)
+    weights = torch.zeros(0, 3, device=device)
+    shared = torch.zeros(0, 8, device=device)
+    assert moe_combine(rows, order, offsets, weights, shared=shared).shape == (0, 8)
+
+
+def test_no_local_rows_leaves_the_shared_expert(device):
+    ids = torch.tensor([[0, 4], [-1, 9]], device=device)
+    order, offsets = moe_permute(ids, 4, first_expert=2)
+    assert offsets.tolist() == [0, 0, 0]
+    y = torch.full((4, 3), torch.nan, device=device)
+    shared = fuzz.normal(0, (2, 3)).to(device)
+    out = moe_combine(y, order, offsets, torch.ones(2, 2, device=device), shared=shared)
+    assert_bitwise(out, shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_opcheck(device, dtype):
+    ops = torch.ops.dsv4
+    ids = torch.tensor([[0, 1], [1, -1], [2, 0]], device=device)
+    x, weights = fuzz.normal(0, (3, 4), dtype).to(device), fuzz.normal(1, (3, 2)).to(device)
+    torch.library.opcheck(ops.moe_permute.default, (ids, 3, 1, 2, "auto"))
+    torch.library.opcheck(ops.moe_permute.default, (ids.int(), 3, 0, 3, "auto"))
+    order, offsets = moe_permute(ids, 3)
+    torch.library.opcheck(ops.moe_gather.default, (x, order, 2, "auto"))
+    y = moe_gather(x, order, 2)
+    for w, shared in ((weights, x), (None, None)):
+        args = (y, order, offsets, w, shared, 2, torch.bfloat16, "auto")
+        torch.library.opcheck(ops.moe_combine.default, args)
+
+
+def test_compiles_without_graph_breaks(device):
+    def moe(x, ids, weights):
+        order, offsets = moe_permute(ids, 4)
+        return moe_combine(moe_gather(x, order, ids.shape[1]), order, offsets, weights, shared=x)
+
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 3, 7):
+        x, weights = fuzz.normal(0, (tokens, 8)).to(device), fuzz.normal(1, (tokens, 3)).to(device)
+        ids = (torch.arange(3 * tokens, device=device) % 5).view(tokens, 3)
+        assert_bitwise(compiled(x, ids, weights), moe(x, ids, weights))
+
+
+def test_bad_arguments_are_named(device):
+    ids = torch.zeros(3, 2, dtype=torch.int64, device=device)
+    order, offsets = moe_permute(ids, 4)
+    x, y = torch.zeros(3, 5, device=device), torch.zeros(6, 5, device=device)
+    weights = torch.zeros(3, 2, device=device)
+    with pytest.raises(TypeError, match=r"moe_permute: ids has dtype float32"):
+        moe_permute(ids.float(), 4)
+    with pytest.raises(ValueError, match=r"moe_permute: ids has shape \[6\]"):
+        moe_permute(ids.flatten(), 4)
+    for first, local in ((0, 5), (3, 2), (-1, 2), (0, 0), (4, None)):
+        with pytest.raises(ValueError, match=r"local experts are .* within 0 to 3"):
+            moe_permute(ids, 4, first_expert=first, num_local_experts=local)
+    with pytest.raises(ValueError, match=r"moe_gather: order has shape \[6\], wanted \[9\]"):
+        moe_gather(x, order, 3)
+    with pytest.raises(TypeError, match=r"moe_gather: order has dtype int64, wanted int32"):
+        moe_gather(x, order.long(), 2)
+    with pytest.raises(ValueError, match=r"moe_gather: top_k is 0"):
+        moe_gather(x, order, 0)
+    with pytest.raises(ValueError, match=r"order has shape \[6\], wanted \[5\]"):
+        moe_combine(y[:5], order, offsets, weights)
+    with pytest.raises(TypeError, match=r"offsets has dtype int64"):
+        moe_combine(y, order, offsets.long(), weights)
+    with pytest.raises(ValueError, match=r"weights has shape \[2, 2\], wanted \[3, 2\]"):
+        moe_combine(y, order, offsets, weights[:2])
+    with pytest.raises(ValueError, match=r"weights has shape \[3, 2\], wanted \[any, 3\]"):
+        moe_combine(y, order, offsets, weights, top_k=3)
+    with pytest.raises(ValueError, match=r"shared has shape \[3, 4\], wanted \[3, 5\]"):
+        moe_combine(y, order, offsets, weights, shared=x[:, :4])
+    with pytest.raises(ValueError, match=r"top_k is None, wanted a number"):
+        moe_combine(y, order, offsets, None)
+    with pytest.raises(ValueError, match=r"y has 6 rows, wanted a multiple of 4"):
+        moe_combine(y, order, offsets, None, top_k=4)
+    with pytest.raises(TypeError, match=r"out_dtype is torch.int8"):
+        moe_combine(y, order, offsets, weights, out_dtype=torch.int8)
