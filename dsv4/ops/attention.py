@@ -54,6 +54,8 @@ def sparse_attention(
     has no value. float32 throughout (float64 for float64 q), one rounding at the end. An entry
     whose slot occurs twice counts twice. If every slot is negative and the sink is -inf, the
     result is 0. An entry that no slot of a token names has no effect on the token, NaN included.
+    A NaN in q makes its token and head NaN if the token has an entry at all; an Inf too, unless
+    every logit it makes is -inf.
 
     Args:
         q: ``[T, h, D]`` after norm and RoPE.
