@@ -1,0 +1,473 @@
+"""Hyper-connections against explicit float64 loops, and the properties of the Sinkhorn matrix."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4.testing import strategies as fuzz
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+
+U = unit_roundoff(torch.float32)
+EPS = {"norm_eps": 1e-6, "hc_eps": 1e-6}
+PRE = {**EPS, "iterations": 20}
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def plain_mixes(streams, fn, norm_eps):
+    """Section 3.2, first step, for one token: lists of Python floats."""
+    flat = [value for stream in streams for value in stream]
+    inverse_rms = 1 / math.sqrt(sum(v * v for v in flat) / len(flat) + norm_eps)
+    return [sum(w * v for w, v in zip(row, flat, strict=True)) * inverse_rms for row in fn]
+
+
+def plain_sinkhorn(logits, eps, iterations):
+    """Row softmax, + eps, columns; then rows and columns, iterations - 1 times."""
+    n = len(logits)
+    comb = []
+    for row in logits:
+        top = max(row)
+        exps = [math.exp(v - top) for v in row]
+        comb.append([e / sum(exps) + eps for e in exps])
+
+    def columns():
+        for k in range(n):
+            total = sum(comb[j][k] for j in range(n)) + eps
+            for j in range(n):
+                comb[j][k] /= total
+
+    def rows():
+        for j in range(n):
+            total = sum(comb[j]) + eps
+            comb[j] = [v / total for v in comb[j]]
+
+    columns()
+    for _ in range(iterations - 1):
+        rows()
+        columns()
+    return comb
+
+
+def plain_collapse(pre, streams):
+    return [
+        sum(p * s[d] for p, s in zip(pre, streams, strict=True)) for d in range(len(streams[0]))
+    ]
+
+
+def plain_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations):
+    """Section 3.2 for one token."""
+    n = len(streams)
+    m = plain_mixes(streams, fn, norm_eps)
+    pre = [sigmoid(m[i] * scale[0] + base[i]) + hc_eps for i in range(n)]
+    post = [2 * sigmoid(m[n + i] * scale[1] + base[n + i]) for i in range(n)]
+    logits = [
+        [m[2 * n + n * j + k] * scale[2] + base[2 * n + n * j + k] for k in range(n)]
+        for j in range(n)
+    ]
+    return plain_collapse(pre, streams), post, plain_sinkhorn(logits, hc_eps, iterations)
+
+
+def plain_post(y, streams, post, comb):
+    """Section 3.3 for one token: the sum is over the first index of comb."""
+    n = len(streams)
+    return [
+        [post[k] * y[d] + sum(comb[j][k] * streams[j][d] for j in range(n)) for d in range(len(y))]
+        for k in range(n)
+    ]
+
+
+cases = st.fixed_dictionaries(
+    {
+        "seed": fuzz.seeds(),
+        "exponent": fuzz.magnitudes(-20, 20),
+        "tokens": fuzz.rows(4),
+        "n": st.integers(1, 5),
+        "hidden": st.integers(1, 6),
+        "hc_eps": st.sampled_from([1e-6, 1e-2]),
+        "iterations": st.sampled_from([1, 2, 3, 20]),
+    }
+)
+
+
+def build(case, device, dtype=torch.float64):
+    """streams, fn, scale, base; parameters in float32, as checkpoints have them."""
+    n, hidden, seed = case["n"], case["hidden"], case["seed"]
+    streams = fuzz.normal(seed, (case["tokens"], n, hidden)) * 2.0 ** case["exponent"]
+    rows = (2 + n) * n
+    fn = fuzz.normal(seed + 1, (rows, n * hidden))
+    scale, base = fuzz.normal(seed + 2, (3,)), fuzz.normal(seed + 3, (rows,))
+    return streams.to(dtype).to(device), fn.to(device), scale.to(device), base.to(device)
+
+
+def settings_of(case):
+    return {"norm_eps": 1e-6, "hc_eps": case["hc_eps"], "iterations": case["iterations"]}
+
+
+def stack(tokens, *shape):
+    return torch.tensor(tokens, dtype=torch.float64).reshape(*shape)
+
+
+@given(case=cases)
+def test_trap_t8_pre_against_explicit_loops(device, case):
+    args = build(case, device)
+    found = hc_pre(*args, **settings_of(case))
+    parameters = [t.double().tolist() for t in args[1:]]
+    tokens = [plain_pre(t, *parameters, **settings_of(case)) for t in args[0].tolist()]
+    t, n, hidden = args[0].shape
+    for which, shape in enumerate(((t, hidden), (t, n), (t, n, n))):
+        wanted = stack([token[which] for token in tokens], *shape)
+        assert found[which].dtype == torch.float64
+        scale = 1 + wanted.abs().max() if wanted.numel() else 1
+        assert_within_budget(found[which].cpu(), wanted, 1e-12 * scale)
+
+
+@given(case=cases)
+def test_trap_t7_post_against_explicit_loops(device, case):
+    streams = build(case, device)[0]
+    t, n, hidden = streams.shape
+    seed = case["seed"]
+    y = fuzz.normal(seed + 4, (t, hidden), torch.float64).to(device)
+    post, comb = (
+        fuzz.normal(seed + 5, (t, n)).to(device),
+        fuzz.normal(seed + 6, (t, n, n)).to(device),
+    )
+    found = hc_post(y, streams, post, comb)
+    tokens = zip(y, streams, post.double(), comb.double(), strict=True)
+    wanted = stack([plain_post(*(a.tolist() for a in token)) for token in tokens], t, n, hidden)
+    size = 1 + wanted.abs().max() if wanted.numel() else 1
+    assert_within_budget(found.cpu(), wanted, 1e-13 * n * size + 1e-13 * streams.abs().sum().cpu())
+
+
+def test_trap_t7_comb_j_k_is_what_stream_j_gives_to_stream_k(device):
+    streams = torch.tensor([[1.0], [10.0], [100.0]], device=device)
+    comb = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], device=device)
+    zero = torch.zeros(1, device=device)
+    out = hc_post(zero, streams, torch.zeros(3, device=device), comb)
+    assert out.flatten().tolist() == [100.0, 1.0, 10.0]  # comb X would be [10, 100, 1]
+
+
+def from_base(base, n, device, streams=None, **overrides):
+    """hc_pre with fn = 0: the logits of pre, post and comb are exactly ``base``."""
+    streams = torch.ones(n, 2, dtype=torch.float64) if streams is None else streams
+    fn = torch.zeros((2 + n) * n, streams.shape[-1] * n, dtype=torch.float64)
+    scale = torch.ones(3, dtype=torch.float64)
+    args = (t.to(device) for t in (streams, fn, scale, base))
+    return hc_pre(*args, **{**PRE, **overrides})
+
+
+def test_trap_t8_eps_of_pre_and_factor_of_post(device):
+    n = 4
+    low = torch.full((24,), -200.0, dtype=torch.float64)
+    collapsed, post, _ = from_base(low, n, device, hc_eps=0.25)
+    assert collapsed.tolist() == pytest.approx([n * 0.25] * 2, rel=1e-14)  # pre = 0 + eps
+    assert post.max().item() < 1e-80  # no eps
+    high = -low
+    collapsed, post, _ = from_base(high, n, device, hc_eps=0.25)
+    assert collapsed.tolist() == pytest.approx([n * 1.25] * 2, rel=1e-14)
+    assert post.tolist() == pytest.approx([2.0] * n, rel=1e-14)
+
+
+def test_trap_t8_by_hand(device):
+    # n = 2, one iteration: softmax rows (3/4, 1/4) and (1/2, 1/2), + 1/4, columns over sum + 1/4.
+    base = torch.zeros(8, dtype=torch.float64)
+    base[4] = math.log(3.0)
+    _, _, comb = from_base(base, 2, device, hc_eps=0.25, iterations=1)
+    wanted = [[1.0 / 2.0, 0.5 / 1.5], [0.75 / 2.0, 0.75 / 1.5]]
+    assert_within_budget(comb.cpu(), stack(wanted, 2, 2), 1e-15)
+    # A second iteration divides rows, then columns.
+    _, _, comb = from_base(base, 2, device, hc_eps=0.25, iterations=2)
+    rows = [[v / (sum(row) + 0.25) for v in row] for row in wanted]
+    sums = [rows[0][k] + rows[1][k] + 0.25 for k in range(2)]
+    twice = [[rows[j][k] / sums[k] for k in range(2)] for j in range(2)]
+    assert_within_budget(comb.cpu(), stack(twice, 2, 2), 1e-15)
+
+
+def logits_of(seed, n, size):
+    base = torch.zeros((2 + n) * n, dtype=torch.float64)
+    base[2 * n :] = (torch.rand(n * n, generator=fuzz.generator(seed)) * 2 - 1) * size
+    return base
+
+
+@given(
+    seed=fuzz.seeds(),
+    n=st.integers(1, 5),
+    size=st.sampled_from([0.5, 5.0, 50.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_columns_sum_to_one(device, seed, n, size, dtype):
+    streams = torch.ones(n, 2, dtype=dtype)
+    _, _, comb = from_base(logits_of(seed, n, size), n, device, streams)
+    assert (comb >= 0).all()
+    # The last division leaves s / (s + eps); s is at least 1/n, as rows summed to n at the most.
+    # In float32: n additions, one division, n additions here.
+    wide = unit_roundoff(dtype)
+    sums = comb.double().sum(-2)
+    assert_within_budget(sums, torch.ones_like(sums), 1.01 * n * 1e-6 + (2 * n + 2) * wide)
+
+
+@given(
+    seed=fuzz.seeds(), n=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.float64])
+)
+def test_comb_is_doubly_stochastic(device, seed, n, dtype):
+    # Logits within 1/2: Sinkhorn contracts by tanh(1/2)^2 = 0.21 per iteration, so that after 20
+    # only the eps of each division is left: eps n in the columns (above), as much in the rows.
+    _, _, comb = from_base(logits_of(seed, n, 0.5), n, device, torch.ones(n, 2, dtype=dtype))
+    for axis in (-1, -2):
+        sums = comb.double().sum(axis)
+        budget = (2 * n + 2) * 1e-6 + (4 * n + 4) * unit_roundoff(dtype)
+        assert_within_budget(sums, torch.ones_like(sums), budget)
+
+
+@given(seed=fuzz.seeds(), n=st.integers(2, 5), data=st.data())
+def test_relabelling_columns_relabels_comb(device, seed, n, data):
+    base = logits_of(seed, n, 5.0)
+    moved = torch.randperm(n, generator=fuzz.generator(seed))
+    other = base.clone()
+    other[2 * n :] = base[2 * n :].view(n, n)[:, moved].flatten()
+    _, _, comb = from_base(base, n, device)
+    _, _, swapped = from_base(other, n, device)
+    assert_within_budget(swapped, comb[:, moved.to(device)], 1e-12)
+
+
+@given(case=cases)
+def test_first_layer_identity(device, case):
+    # All streams equal e (specification section 3.3): fn @ x = (sum of fn over streams) @ e, the
+    # collapse is (sum pre) e, and writing back zero gives e again, up to eps.
+    case = {**case, "iterations": 20, "hc_eps": 1e-6}
+    streams, fn, scale, base = build(case, device)
+    n, hidden = case["n"], case["hidden"]
+    e = streams[:, 0]
+    streams = e.unsqueeze(1).expand(-1, n, -1)
+    collapsed, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+    short = fn.double().view(-1, n, hidden).sum(1)
+    m = e @ short.T * torch.rsqrt(e.square().mean(-1, keepdim=True) + 1e-6)
+    pre = torch.sigmoid(m[:, :n] * scale[0].double() + base[:n].double()) + 1e-6
+    assert_within_budget(collapsed, pre.sum(-1, keepdim=True) * e, 1e-12 * n * e.abs() + 1e-300)
+    back = hc_post(torch.zeros_like(e), streams, post, comb)
+    assert_within_budget(back, streams, 1.01 * n * 1e-6 * streams.abs() + 1e-300)
+
+
+@given(case=cases)
+def test_head_against_explicit_loops(device, case):
+    streams, fn, scale, base = build(case, device)
+    n = case["n"]
+    args = fn[:n], scale[:1], base[:n]
+    found = hc_head(streams, *args, norm_eps=1e-6, hc_eps=case["hc_eps"])
+    rows, factor, offset = (a.double().tolist() for a in args)
+    tokens = []
+    for token in streams.tolist():
+        m = plain_mixes(token, rows, 1e-6)
+        pre = [sigmoid(m[i] * factor[0] + offset[i]) + case["hc_eps"] for i in range(n)]
+        tokens.append(plain_collapse(pre, token))
+    wanted = stack(tokens, case["tokens"], case["hidden"])
+    size = wanted.abs().max() if wanted.numel() else 0.0
+    assert_within_budget(found.cpu(), wanted, 1e-12 * (1 + size))
+
+
+@given(case=cases)
+def test_head_is_the_collapse_of_pre(device, case):
+    streams, fn, scale, base = build(case, device, torch.float32)
+    n = case["n"]
+    collapsed, _, _ = hc_pre(streams, fn, scale, base, **settings_of(case))
+    head = hc_head(streams, fn[:n], scale[:1], base[:n], norm_eps=1e-6, hc_eps=case["hc_eps"])
+    # The products of fn may be summed in another order: K u on each logit, 1/4 of it on a weight.
+    size = fn.abs().sum() * scale.abs().max() * 2 * n * case["hidden"] * U + 8 * U
+    assert_within_budget(head, collapsed.double(), size.double() * streams.abs().sum(1).double())
+
+
+def logit_budget(streams, fn, scale, base):
+    """Float32 error of ``m * scale + base`` (Higham, section 3.1), K = n H products per dot.
+
+    The dot is off by (K + 1) u sum |fn x|; the mean square by K + 1 roundings, halved by the root,
+    which takes 2 more; the products and the sum by 4.
+    """
+    flat = streams.double().flatten(-2)
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+    terms = flat.shape[-1]
+    size = flat.abs() @ fn.double().abs().T * inverse_rms
+    return 1.01 * U * ((1.5 * terms + 8) * size * scale.double().abs().max() + 4 * base.abs())
+
+
+@given(case=cases, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_float32_within_budget_of_float64(device, case, dtype):
+    case = {**case, "exponent": min(case["exponent"], 10)}
+    streams, fn, scale, base = build(case, device, dtype)
+    n, kwargs = case["n"], settings_of(case)
+    collapsed, post, comb = hc_pre(streams, fn, scale, base, **kwargs)
+    assert (collapsed.dtype, post.dtype, comb.dtype) == (dtype, torch.float32, torch.float32)
+    truth = hc_pre(streams.double(), fn, scale, base, **kwargs)
+    error = logit_budget(streams, fn, scale, base)
+
+    # sigmoid moves by a quarter of its argument and takes 7 u of its own (exp 4, sum, quotient).
+    off = error[:, :n] / 4 + 8 * U
+    assert_within_budget(post, truth[1], 2 * (error[:, n : 2 * n] / 4 + 8 * U), "post")
+    size = (off.unsqueeze(-1) * streams.double().abs()).sum(1)
+    size = size + 1.01 * (n + 2) * U * streams.double().abs().sum(1) * (1 + case["hc_eps"])
+    budget = size + 1.01 * unit_roundoff(dtype) * (truth[0].abs() + size) + 1e-42
+    assert_within_budget(collapsed, truth[0], budget, "collapsed")
+
+    # An entry is exp(logit) times a row and a column factor. An error of d in every logit moves
+    # each factor by at most d more than the one before, so entries by (2 steps + 1) d; each of the
+    # steps adds its own n + 3 roundings, which the later steps carry along in the same way.
+    steps = 2 * case["iterations"] - 1
+    logit = error[:, 2 * n :].unflatten(-1, (n, n)).amax((-1, -2), keepdim=True)
+    relative = (2 * steps + 1) * (2 * logit + 8 * U) + steps * (steps + 1) * (n + 3) * U
+    assert_within_budget(comb, truth[2], 1.01 * relative * truth[2].abs(), "comb")
+
+
+@given(case=cases, dtype=fuzz.float_dtypes())
+def test_post_within_budget_of_float64(device, case, dtype):
+    case = {**case, "exponent": min(case["exponent"], 5)}
+    streams = build(case, device, dtype)[0]
+    t, n, hidden = streams.shape
+    seed = case["seed"]
+    y = fuzz.normal(seed + 4, (t, hidden), dtype).to(device)
+    post, comb = (
+        fuzz.normal(seed + 5, (t, n)).to(device),
+        fuzz.normal(seed + 6, (t, n, n)).to(device),
+    )
+    out = hc_post(y, streams, post, comb)
+    assert out.dtype == dtype
+    truth = hc_post(y.double(), streams.double(), post.double(), comb.double())
+    size = hc_post(
+        y.double().abs(), streams.double().abs(), post.double().abs(), comb.double().abs()
+    )
+    wide = unit_roundoff(torch.float64 if dtype == torch.float64 else torch.float32)
+    final = unit_roundoff(dtype)
+    smallest = 8 * torch.finfo(dtype).smallest_normal * final
+    assert_within_budget(
+        out, truth, 1.01 * ((n + 2) * wide * size + final * (truth.abs() + wide * size)) + smallest
+    )
+
+
+def test_post_and_comb_may_be_rounded_first(device):
+    # What transformers does (specification section 10): the same product of rounded weights.
+    streams, y = fuzz.normal(0, (3, 4, 8)).to(device), fuzz.normal(1, (3, 8)).to(device)
+    post, comb = fuzz.normal(2, (3, 4)).to(device), fuzz.normal(3, (3, 4, 4)).to(device)
+    rounded = post.bfloat16(), comb.bfloat16()
+    wanted = hc_post(y, streams, *(r.float() for r in rounded))
+    assert_bitwise(hc_post(y, streams, *rounded), wanted)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_row_stays_alone(device, bad):
+    case = {"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 6}
+    streams, fn, scale, base = build(case, device, torch.float32)
+    y = fuzz.normal(9, (5, 6)).to(device)
+
+    def everything():
+        collapsed, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+        head = hc_head(streams, fn[:4], scale[:1], base[:4], **EPS)
+        return collapsed, post, comb, head, hc_post(y, streams, post, comb)
+
+    clean = everything()
+    streams[2, 1, 3] = bad
+    others = [0, 1, 3, 4]
+    for found, wanted in zip(everything(), clean, strict=True):
+        assert found[2].isnan().all()
+        assert_bitwise(found[others], wanted[others])
+
+
+def test_a_bad_sublayer_output_stays_in_its_column(device):
+    streams, y = fuzz.normal(0, (3, 4, 6)).to(device), fuzz.normal(1, (3, 6)).to(device)
+    post, comb = torch.ones(3, 4, device=device), fuzz.normal(2, (3, 4, 4)).to(device)
+    clean = hc_post(y, streams, post, comb)
+    y[1, 2] = torch.nan
+    out = hc_post(y, streams, post, comb)
+    assert out[1, :, 2].isnan().all()
+    hit = torch.zeros_like(out, dtype=torch.bool)
+    hit[1, :, 2] = True
+    assert_bitwise(out[~hit], clean[~hit])
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (0,), (2, 0)])
+def test_any_leading_shape(device, lead):
+    streams, fn, scale, base = build(
+        {"seed": 0, "exponent": 0, "tokens": 6, "n": 4, "hidden": 3}, device
+    )
+    tokens = math.prod(lead)
+    shaped = streams[:tokens].reshape(*lead, 4, 3)
+    collapsed, post, comb = hc_pre(shaped, fn, scale, base, **PRE)
+    assert (collapsed.shape, post.shape, comb.shape) == ((*lead, 3), (*lead, 4), (*lead, 4, 4))
+    assert hc_post(collapsed, shaped, post, comb).shape == shaped.shape
+    assert hc_head(shaped, fn[:4], scale[:1], base[:4], **EPS).shape == (*lead, 3)
+
+
+def test_strided_input_gives_the_same_result(device):
+    args = build({"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 6}, device)
+    strided = [fuzz.strided(a) for a in args]
+    wanted = hc_pre(*args, **PRE)
+    found = hc_pre(*strided, **PRE)
+    for f, w in zip(found, wanted, strict=True):
+        assert_within_budget(f, w, 1e-13 * (1 + w.abs()))
+        assert f.is_contiguous()
+    y, post, comb = wanted
+    back = hc_post(fuzz.strided(y), strided[0], fuzz.strided(post), fuzz.strided(comb))
+    assert_within_budget(back, hc_post(y, args[0], post, comb), 1e-12)
+    assert back.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_opcheck(device, dtype):
+    streams, fn, scale, base = build(
+        {"seed": 0, "exponent": 0, "tokens": 3, "n": 4, "hidden": 6}, device, dtype
+    )
+    ops = torch.ops.dsv4
+    torch.library.opcheck(ops.hc_pre.default, (streams, fn, scale, base, 1e-6, 1e-6, 20, "auto"))
+    args = (streams, fn[:4], scale[:1], base[:4], 1e-6, 1e-6, "auto")
+    torch.library.opcheck(ops.hc_head.default, args)
+    y, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+    torch.library.opcheck(ops.hc_post.default, (y, streams, post, comb, "auto"))
+
+
+def test_compiles_without_graph_breaks(device):
+    def sublayer(streams, fn, scale, base):
+        y, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+        streams = hc_post(y, streams, post, comb)
+        return hc_head(streams, fn[:4], scale[:1], base[:4], **EPS)
+
+    compiled = torch.compile(sublayer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 3, 7):
+        case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": 6}
+        args = build(case, device, torch.bfloat16)
+        assert_bitwise(compiled(*args), sublayer(*args))
+
+
+def test_bad_arguments_are_named(device):
+    case = {"seed": 0, "exponent": 0, "tokens": 3, "n": 4, "hidden": 6}
+    streams, fn, scale, base = build(case, device)
+    with pytest.raises(TypeError, match=r"hc_pre: streams has dtype int64"):
+        hc_pre(streams.long(), fn, scale, base, **PRE)
+    with pytest.raises(ValueError, match=r"hc_pre: streams has shape \[6\], wanted \[..., n, H\]"):
+        hc_pre(streams[0, 0], fn, scale, base, **PRE)
+    with pytest.raises(ValueError, match=r"hc_pre: fn has shape \[23, 24\], wanted \[24, 24\]"):
+        hc_pre(streams, fn[:23], scale, base, **PRE)
+    with pytest.raises(ValueError, match=r"hc_pre: scale has shape \[1\], wanted \[3\]"):
+        hc_pre(streams, fn, scale[:1], base, **PRE)
+    with pytest.raises(ValueError, match=r"hc_pre: base has shape \[4\], wanted \[24\]"):
+        hc_pre(streams, fn, scale, base[:4], **PRE)
+    with pytest.raises(ValueError, match=r"hc_pre: iterations is 0, wanted at least 1"):
+        hc_pre(streams, fn, scale, base, **EPS, iterations=0)
+    with pytest.raises(ValueError, match=r"hc_head: fn has shape \[24, 24\], wanted \[4, 24\]"):
+        hc_head(streams, fn, scale[:1], base[:4], **EPS)
+    with pytest.raises(ValueError, match=r"hc_head: scale has shape \[3\], wanted \[1\]"):
+        hc_head(streams, fn[:4], scale, base[:4], **EPS)
+    with pytest.raises(TypeError, match=r"hc_head: base has dtype int64"):
+        hc_head(streams, fn[:4], scale[:1], base[:4].long(), **EPS)
+    y, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+    with pytest.raises(ValueError, match=r"hc_post: y has shape \[3, 5\], wanted \[3, 6\]"):
+        hc_post(y[:, :5], streams, post, comb)
+    with pytest.raises(ValueError, match=r"hc_post: post has shape \[2, 4\], wanted \[3, 4\]"):
+        hc_post(y, streams, post[:2], comb)
+    with pytest.raises(ValueError, match=r"hc_post: comb has shape \[3, 4\], wanted \[3, 4, 4\]"):
+        hc_post(y, streams, post, post)
+    with pytest.raises(TypeError, match=r"hc_post: comb has dtype bool"):
+        hc_post(y, streams, post, comb.bool())
