@@ -110,7 +110,7 @@ class DeepseekV4Attention(FixedDtypeModule):
                 hidden_states, q_residual, q, kv, position_ids, attention_mask, past_key_values
             )
         out = rope(out, cos.unsqueeze(-2), sin.unsqueeze(-2), inverse=True)
-        grouped = out.reshape(*out.shape[:2], self.config.o_groups, -1)
+        grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
 
     def _check(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -215,10 +215,11 @@ class DeepseekV4GroupedLinear(Linear):
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         dtype = x.dtype if out_dtype is None else torch.promote_types(x.dtype, out_dtype)
-        weight = self.weight.view(self.n_groups, -1, self.in_features).to(dtype)
+        per_group = self.out_features // self.n_groups
+        weight = self.weight.view(self.n_groups, per_group, self.in_features).to(dtype)
         flat = x.to(dtype).reshape(-1, self.n_groups, self.in_features).transpose(0, 1)
         out = torch.bmm(flat, weight.transpose(1, 2)).transpose(0, 1)
-        return out.reshape(*x.shape[:-1], -1).to(out_dtype or x.dtype)
+        return out.reshape(*x.shape[:-1], per_group).to(out_dtype or x.dtype)
 
 
 def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
