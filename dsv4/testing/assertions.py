@@ -7,6 +7,9 @@ computation (``assert_within_budget`` with ``gemm_budget`` or one's own).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -167,3 +170,25 @@ def gemm_budget(
     exact = (x @ weight.T).abs()
     smallest = torch.finfo(out_dtype).smallest_normal * unit_roundoff(out_dtype)
     return accumulate + 1.01 * unit_roundoff(out_dtype) * (exact + accumulate) + smallest
+
+
+def assert_pure(function: Callable[..., Any], *args: Any) -> None:
+    """Calling leaves every tensor argument as it was and returns memory of none of them.
+
+    What ``torch.library.opcheck``'s ``test_schema`` asks, for arguments of float8 dtypes, on which
+    that check itself fails.
+
+    Raises:
+        AssertionError: naming the position of the argument.
+    """
+    tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    before = {i: tensor.clone() for i, tensor in tensors.items()}
+    results = function(*args)
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    for i, tensor in tensors.items():
+        assert_bitwise(_bits(tensor), _bits(before[i]), f"argument {i} after the call")
+        for result in results:
+            if result.numel() and result.untyped_storage().data_ptr() == (
+                tensor.untyped_storage().data_ptr()
+            ):
+                raise AssertionError(f"a result shares the memory of argument {i}")

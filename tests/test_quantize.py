@@ -1,0 +1,550 @@
+"""Quantise and dequantise, bitwise against ml_dtypes and compressed-tensors, and by properties."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_dequantize
+from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from dsv4 import formats
+from dsv4.elements import unpack
+from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise, assert_pure
+
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+SCALINGS = ("static", "tensor", "token", "weight")
+CT = QuantizationArgs(
+    num_bits=4,
+    type="float",
+    group_size=16,
+    strategy="tensor_group",
+    symmetric=True,
+    scale_dtype=torch.float8_e4m3fn,
+)
+
+
+def f32(value):
+    return np.float32(value)
+
+
+def numpy_blocks(x, width):
+    """Blocks, which of them are finite, and their amax (0 where not), in float32."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // width, width)
+    finite = np.isfinite(blocks).all(-1)
+    return blocks, finite, np.where(finite, np.abs(blocks).max(-1), f32(0))
+
+
+def numpy_global(amax):
+    scale = np.maximum(amax / f32(2688), f32(2.0**-126))
+    return np.where(amax == 0, f32(1), scale).astype(np.float32)
+
+
+def numpy_codes(values, finite):
+    clipped = np.clip(np.where(finite, values, 0), -6, 6).astype(np.float32)
+    return clipped.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+
+
+def numpy_nvfp4(x, scaling, static=None):
+    """Specification sections 11.1 and 11.2 with ml_dtypes' roundings: codes, scale bytes, global.
+
+    Args:
+        x: [N, K] numpy.
+    """
+    with np.errstate(all="ignore"):
+        blocks, finite, amax = numpy_blocks(x, 16)
+        if static is not None:
+            scale = np.array([static], np.float32)
+        elif scaling == "token":
+            scale = numpy_global(amax.max(-1))
+        else:
+            scale = numpy_global(np.array([amax.max(initial=0)], np.float32))
+        row = np.broadcast_to(scale, x.shape[:1])[:, None]
+        if scaling == "weight":
+            ratio = np.clip(amax / (f32(6) * row), f32(2.0**-9), f32(448))
+            ratio = np.where(amax == 0, f32(1), ratio)
+        else:
+            ratio = np.minimum((amax / f32(6)) / row, f32(448))
+        block = ratio.astype(ml_dtypes.float8_e4m3fn)
+        product = block.astype(np.float32) * row
+        live = (finite & (product > 0))[..., None]
+        codes = np.where(live, numpy_codes(blocks / product[..., None], live), 0)
+        bits = np.where(finite, block.view(np.uint8), 0x7F)
+    return codes.reshape(x.shape), bits, scale
+
+
+def build(draw, shape, device, dtype=torch.float32):
+    x = draw.build(shape, dtype)
+    return x, x.to(device)
+
+
+class TestNvfp4:
+    @given(
+        draw=strategies.draws(-100, 100),
+        rows=strategies.rows(6),
+        blocks=st.integers(1, 5),
+        scaling=st.sampled_from(SCALINGS),
+        exponent=st.integers(-20, 20),
+        dtype=strategies.float_dtypes(),
+    )
+    @example(strategies.Draw(0, 0, "nan"), 1, 1, "token", 0, torch.float32)
+    @example(strategies.Draw(0, 0, "huge"), 2, 2, "static", 0, torch.float32)
+    @example(strategies.Draw(0, 0, "denormal"), 2, 1, "tensor", 0, torch.float32)
+    @example(strategies.Draw(0, -149), 2, 1, "weight", 0, torch.float32)
+    def test_equals_ml_dtypes_bitwise(self, device, draw, rows, blocks, scaling, exponent, dtype):
+        x, on_device = build(draw, (rows, 16 * blocks), device, dtype)
+        static = float(f32(1.37 * 2.0**exponent)) if scaling == "static" else None
+        q = quantize(on_device, scaling=scaling, global_scale=static).validate()
+        codes, bits, scale = numpy_nvfp4(x.float().numpy(), scaling, static)
+        assert_bitwise(q.global_scale.cpu(), torch.from_numpy(scale), "global scale")
+        assert_bitwise(q.scales.view(torch.uint8).cpu(), torch.from_numpy(bits), "block scale")
+        assert_bitwise(unpack(q.codes).cpu(), torch.from_numpy(codes), "code")
+
+    @given(
+        draw=strategies.finite_draws(-12, 12),
+        rows=st.integers(1, 6),
+        blocks=st.integers(1, 5),
+        exponent=st.integers(-8, 8),
+    )
+    def test_equals_compressed_tensors_bitwise(self, device, draw, rows, blocks, exponent):
+        """Global scales that are powers of two, so that their reciprocal direction is exact.
+
+        compressed-tensors replaces block scales of 0 by 0.125, and cannot hold infinities, so
+        blocks with scale 0 or past the range are compared by value.
+        """
+        x, on_device = build(draw, (rows, 16 * blocks), device)
+        assume(bool((x.abs() < 1e30).all()))
+        reciprocal = torch.tensor([2.0**exponent])
+        wide = x.unflatten(-1, (blocks, 16))
+        theirs, _ = calculate_qparams(wide.amin(-1), wide.amax(-1), CT, reciprocal)
+        theirs = theirs.to(torch.float8_e4m3fn)
+        rounded = ct_quantize(x, theirs.float(), None, CT, global_scale=reciprocal)
+        packed = pack_fp4_to_uint8(rounded)
+        q = quantize(on_device, scaling="static", global_scale=1 / reciprocal.item())
+        live = q.scales.float().cpu() != 0
+        assert_bitwise(q.scales.float().cpu()[live], theirs.float()[live], "block scale")
+        mine, other = (unpack(c).unflatten(-1, (blocks, 16)) for c in (q.codes.cpu(), packed))
+        # They drop the sign of a zero input; the value is the same.
+        zero = (wide == 0) & (other == 0) & (mine == 8)
+        assert_bitwise(mine.where(~zero, 0)[live], other[live], "code")
+        assert not bool(mine[~live].any())
+
+    @given(seed=strategies.seeds(), exponent=st.integers(-8, 8))
+    def test_every_code_under_every_scale_dequantises_as_both_oracles_do(
+        self, device, seed, exponent
+    ):
+        """256 scale bytes x 16 codes; the negative and NaN scale bytes too."""
+        codes = torch.arange(16, dtype=torch.uint8).reshape(1, 8, 2)
+        packed = (codes[..., 0] | codes[..., 1] << 4).repeat(256, 1)
+        scales = torch.arange(256, dtype=torch.uint8).reshape(256, 1).view(torch.float8_e4m3fn)
+        scale = torch.tensor([2.0**exponent])
+        q = QuantizedTensor(packed, scales, scale, NVFP4).to(device)
+        got = dequantize(q).cpu()
+        values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        blocks = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        want = torch.from_numpy(values * blocks[:, None] * f32(2.0**exponent))
+        assert_bitwise(got, want, "value by ml_dtypes")
+        theirs = ct_dequantize(
+            unpack_fp4_from_uint8(packed, 256, 16, dtype=torch.float32),
+            scales.float(),
+            args=CT,
+            global_scale=1 / scale,
+            dtype=torch.float32,
+        )
+        assert_bitwise(got, theirs, "value by compressed-tensors")
+
+    @given(draw=strategies.finite_draws(-12, 12), dtype=strategies.float_dtypes())
+    def test_dequantise_rounds_once(self, device, draw, dtype):
+        _, on_device = build(draw, (3, 64), device)
+        q = quantize(on_device)
+        codes = unpack(q.codes).cpu().numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        scale = q.scales.float().cpu().double().repeat_interleave(16, -1)
+        exact = torch.from_numpy(codes) * scale * q.global_scale.cpu().double()
+        want = exact if dtype == torch.float64 else exact.float().to(dtype)
+        assert_bitwise(dequantize(q, dtype).cpu(), want, "value")
+
+    @given(draw=strategies.finite_draws(-30, 30), scaling=st.sampled_from(SCALINGS[1:]))
+    def test_dynamic_scales_never_saturate(self, device, draw, scaling):
+        """The block maximum gets the largest code; no block is clipped by more than a rounding."""
+        x, on_device = build(draw, (5, 64), device)
+        q = quantize(on_device, scaling=scaling)
+        sf = q.scales.float().cpu()
+        row = q.row_scale().cpu()[:, None]
+        amax = x.unflatten(-1, (4, 16)).abs().amax(-1)
+        codes = unpack(q.codes).cpu().unflatten(-1, (4, 16)) & 7
+        normal = (sf >= 2.0**-6) & (amax > 0)
+        assert bool((codes.amax(-1)[normal] == 7).all())
+        assert bool((amax.double() <= 6 * 448 * row.double() * (1 + 2.0**-22)).all())
+        short = amax.double() - 6 * sf.double() * row.double()
+        assert bool((short[normal] <= amax.double()[normal] / 16).all())
+
+    @given(draw=strategies.draws(-10, 10), scaling=st.sampled_from(SCALINGS))
+    def test_idempotent(self, device, draw, scaling):
+        """Quantising what was dequantised, at the same global scale, changes no normal block."""
+        _, x = build(draw, (4, 48), device)
+        static = 0.02 if scaling == "static" else None
+        q = quantize(x, scaling=scaling, global_scale=static)
+        again = quantize(
+            dequantize(q),
+            scaling="weight" if scaling == "weight" else "static",
+            global_scale=q.global_scale,
+        )
+        sf = q.scales.float()
+        stable = (sf >= 2.0**-6) | (sf == 0) | torch.isnan(sf)
+        if scaling == "weight":  # a block of zeros has scale 1, a block that rounded to zero not
+            stable &= dequantize(q).unflatten(-1, (3, 16)).abs().amax(-1) > 0
+        assert_bitwise(again.scales.float()[stable], sf[stable], "block scale")
+        codes, before = (unpack(t.codes).unflatten(-1, (3, 16))[stable] for t in (again, q))
+        assert_bitwise(codes, before, "code")
+
+    @given(
+        draw=strategies.draws(-10, 10),
+        power=st.integers(-30, 30),
+        scaling=st.sampled_from(SCALINGS[1:]),
+    )
+    def test_powers_of_two_move_into_the_global_scale(self, device, draw, power, scaling):
+        assume(draw.special not in ("huge", "denormal", "tiny"))
+        _, x = build(draw, (4, 48), device)
+        assume(bool((x != 0).any()))
+        one, two = quantize(x, scaling=scaling), quantize(x * 2.0**power, scaling=scaling)
+        assert_bitwise(two.codes, one.codes, "code")
+        assert_bitwise(two.scales.view(torch.uint8), one.scales.view(torch.uint8), "block scale")
+        moved = torch.where(one.global_scale == 1, one.global_scale, one.global_scale * 2.0**power)
+        if scaling != "token":
+            moved = one.global_scale * 2.0**power
+        finite_row = (x * torch.isfinite(x)).nan_to_num().abs().amax(-1) > 0
+        keep = finite_row if scaling == "token" else slice(None)
+        if draw.special in ("none", "saturating"):
+            assert_bitwise(two.global_scale[keep], moved[keep], "global scale")
+
+    @given(draw=strategies.draws(), scaling=st.sampled_from(SCALINGS))
+    def test_sign_symmetry(self, device, draw, scaling):
+        _, x = build(draw, (4, 48), device)
+        static = 0.01 if scaling == "static" else None
+        plus, minus = (quantize(v, scaling=scaling, global_scale=static) for v in (x, -x))
+        assert_bitwise(plus.scales.view(torch.uint8), minus.scales.view(torch.uint8), "scale")
+        alive = (plus.scales.float() > 0)[..., None]
+        flipped = (unpack(minus.codes).unflatten(-1, (3, 16)) ^ 8).where(alive, 0)
+        assert_bitwise(unpack(plus.codes).unflatten(-1, (3, 16)), flipped, "code")
+
+    @given(
+        draw=strategies.draws(),
+        format=st.sampled_from([NVFP4, MXFP4]),
+        row=st.integers(0, 4),
+        block=st.integers(0, 3),
+    )
+    def test_slices_on_block_borders(self, device, draw, format, row, block):
+        _, x = build(draw, (5, 128), device)
+        scale = {"scaling": "static", "global_scale": 0.01} if format == NVFP4 else {}
+        width = 32 * block
+        whole, part = quantize(x, format, **scale), quantize(x[row:, width:], format, **scale)
+        assert_bitwise(part.codes, whole.codes[row:, width // 2 :], "code")
+        want = whole.scales.view(torch.uint8)[row:, width // format.block[1] :]
+        assert_bitwise(part.scales.view(torch.uint8), want, "scale")
+
+    @given(draw=strategies.draws(), kind=st.sampled_from(["nan", "inf", "-inf"]))
+    def test_a_non_finite_block_is_nan_and_touches_nothing_else(self, device, draw, kind):
+        draw = strategies.Draw(draw.seed, draw.exponent)
+        _, x = build(draw, (3, 64), device)
+        poisoned = x.clone()
+        at = draw.seed % 64
+        poisoned[1, at] = float(kind)
+        clean = x.clone()
+        clean[1, at // 16 * 16 : at // 16 * 16 + 16] = 0
+        for scaling in SCALINGS:
+            static = 0.01 if scaling == "static" else None
+            got, want = (
+                quantize(t, scaling=scaling, global_scale=static) for t in (poisoned, clean)
+            )
+            assert_bitwise(got.global_scale, want.global_scale, "global scale")
+            values, other = dequantize(got), dequantize(want)
+            other[1, at // 16 * 16 : at // 16 * 16 + 16] = float("nan")
+            assert_bitwise(values, other, "value")
+            assert got.scales.view(torch.uint8)[1, at // 16] == 0x7F
+            assert not bool(got.codes[1, at // 16 * 8 : at // 16 * 8 + 8].any())
+
+    def test_trap_t30_zero_blocks_and_the_ends_of_the_range(self, device):
+        """Blocks: zeros, below 2^-10, between, the largest. Activations and weights differ."""
+        s = 2.0**-5
+        a = torch.tensor([0.0, 2.0**-11, 2.0**-9 * 1.5, 448.0, 1000.0]) * 6 * s
+        x = (torch.ones(16) * a[:, None]).reshape(1, 80).to(device)
+        active = quantize(x, scaling="static", global_scale=s)
+        assert active.scales.float().tolist() == [[0, 0, 2.0**-8, 448, 448]]
+        assert not bool(active.codes[0, :16].any())
+        weight = quantize(x, scaling="weight", global_scale=s)
+        assert weight.scales.float().tolist() == [[1, 2.0**-9, 2.0**-8, 448, 448]]
+        for q in (active, weight):
+            values = dequantize(q)
+            assert torch.isfinite(values).all()
+            assert bool((values[0, 48:] == 448 * 6 * s).all())  # saturated, not NaN
+        assert bool((dequantize(active)[0, :32] == 0).all())
+        # 6 * 2^-11 * s under the smallest scale 2^-9 * s is 1.5: kept by the clamp, lost without.
+        assert bool((dequantize(weight)[0, 16:32] == 1.5 * 2.0**-9 * s).all())
+
+    @pytest.mark.parametrize("scaling", ["tensor", "token", "weight"])
+    def test_all_zeros(self, device, scaling):
+        q = quantize(torch.zeros(3, 32, device=device), scaling=scaling)
+        q.validate(check_values=True)
+        assert bool((q.global_scale == 1).all())
+        assert not bool(dequantize(q).any())
+
+    def test_a_bad_global_scale_gives_nan_where_it_cannot_be_read(self, device):
+        """What a device would see: the operator itself, without the public function's check."""
+        for value in (0.0, -1.0, float("nan"), float("inf")):
+            scale = torch.tensor([value], device=device)
+            x = torch.ones(2, 16, device=device)
+            codes, scales, total = torch.ops.dsv4.quantize_nvfp4(
+                x, scale, "static", "linear", "auto"
+            )
+            assert torch.isnan(dequantize(QuantizedTensor(codes, scales, total, NVFP4))).all()
+
+    @given(draw=strategies.finite_draws(-5, 5), batch=st.sampled_from([(1,), (3,), (2, 2)]))
+    def test_batches_are_quantised_matrix_by_matrix(self, device, draw, batch):
+        _, x = build(draw, (*batch, 5, 32), device)
+        for scaling in ("tensor", "token", "weight"):
+            for layout in formats.LAYOUTS:
+                q = quantize(x, scaling=scaling, layout=layout).validate()
+                first = x.reshape(-1, 5, 32)[-1]
+                single = quantize(first, scaling=scaling, layout=layout)
+                last = q[-1] if len(batch) == 1 else q[-1][-1]
+                assert_bitwise(last.codes, single.codes, "code")
+                assert_bitwise(dequantize(last), dequantize(single), "value")
+
+    def test_global_scale_per_matrix_and_per_row(self, device):
+        x = strategies.normal(3, (2, 3, 32)).to(device)
+        each = torch.tensor([[0.01], [0.03]], device=device)
+        rows = torch.tensor([[0.01, 0.02, 0.03]] * 2, device=device)
+        q = quantize(x, scaling="static", global_scale=each).validate()
+        assert_bitwise(
+            q[1].codes, quantize(x[1], scaling="static", global_scale=0.03).codes, "code"
+        )
+        q = quantize(x, scaling="static", global_scale=rows).validate()
+        want = quantize(x[:, 1:2], scaling="static", global_scale=0.02)
+        assert_bitwise(q.codes[:, 1:2], want.codes, "code")
+        assert q.global_scale.data_ptr() != rows.data_ptr()
+
+
+class TestMxfp4:
+    @given(
+        draw=strategies.draws(-100, 100), rows=strategies.rows(5), dtype=strategies.float_dtypes()
+    )
+    @example(strategies.Draw(0, -149), 2, torch.float32)
+    def test_equals_ml_dtypes_bitwise(self, device, draw, rows, dtype):
+        x, on_device = build(draw, (rows, 96), device, dtype)
+        q = quantize(on_device, MXFP4).validate()
+        blocks, finite, amax = numpy_blocks(x.float().numpy(), 32)
+        # ceil(log2) in float64 is exact: frexp gives 0.5 <= m < 1.
+        ratio = np.maximum(amax, f32(6 * 2.0**-126)).astype(np.float64) / 6
+        mantissa, exponent = np.frexp(ratio)
+        power = np.where(mantissa == 0.5, exponent - 1, exponent)
+        bits = np.where(finite, power + 127, 255).astype(np.uint8)
+        with np.errstate(all="ignore"):
+            values = blocks / np.exp2(power.astype(np.float64))[..., None]
+        codes = np.where(finite[..., None], numpy_codes(values, finite[..., None]), 0)
+        assert_bitwise(q.scales.view(torch.uint8).cpu(), torch.from_numpy(bits), "scale")
+        want = torch.from_numpy(codes.reshape(x.shape).astype(np.uint8))
+        assert_bitwise(unpack(q.codes).cpu(), want, "code")
+
+    def test_every_code_under_every_scale(self, device):
+        codes = torch.arange(16, dtype=torch.uint8).reshape(8, 2).repeat(2, 1)
+        packed = (codes[:, 0] | codes[:, 1] << 4).repeat(256, 1)
+        scales = torch.arange(256, dtype=torch.uint8).reshape(256, 1).view(torch.float8_e8m0fnu)
+        got = dequantize(QuantizedTensor(packed, scales, None, MXFP4).to(device), torch.float64)
+        values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+        want = torch.from_numpy(np.tile(values, 2) * byte[:, None])
+        assert_bitwise(got.cpu(), want, "value")
+
+    @given(draw=strategies.finite_draws(-90, 90), layout=st.sampled_from(formats.LAYOUTS))
+    def test_never_saturates_and_is_idempotent(self, device, draw, layout):
+        assume(draw.special != "huge")  # 4 * 2^126 overflows float32 when it is dequantised
+        x, on_device = build(draw, (4, 64), device)
+        q = quantize(on_device, MXFP4, layout=layout)
+        values = dequantize(q)
+        assert_bitwise(dequantize(quantize(values, MXFP4)), values, "value")
+        biggest = values.cpu().unflatten(-1, (2, 32)).abs().amax(-1)
+        amax = x.unflatten(-1, (2, 32)).abs().amax(-1)
+        assert bool((biggest >= amax * 0.75).logical_or(amax < 2.0**-120).all())
+
+
+class TestFp8Block:
+    @given(
+        draw=strategies.draws(-60, 60),
+        rows=strategies.rows(150),
+        columns=st.integers(1, 150),
+        power_of_two=st.booleans(),
+    )
+    @example(strategies.Draw(0), 128, 128, True)
+    @example(strategies.Draw(0), 129, 257, False)
+    def test_equals_ml_dtypes_bitwise(self, device, draw, rows, columns, power_of_two):
+        x, on_device = build(draw, (rows, columns), device)
+        dtype = torch.float8_e8m0fnu if power_of_two else torch.float32
+        q = quantize(on_device, FP8_BLOCK, scale_dtype=dtype).validate()
+        values = dequantize(q)
+        want = np.empty((rows, columns), np.uint8)
+        for n in range(0, rows, 128):
+            for k in range(0, columns, 128):
+                tile = x[n : n + 128, k : k + 128].numpy()
+                finite = np.isfinite(tile)
+                amax = np.abs(np.where(finite, tile, 0)).max()
+                if power_of_two:
+                    ratio = max(float(amax), 448 * 2.0**-126) / 448
+                    mantissa, exponent = np.frexp(ratio)
+                    scale = f32(2.0 ** (exponent - (mantissa == 0.5)))
+                else:
+                    scale = max(amax / f32(448), f32(2.0**-126)) if amax else f32(1)
+                found = q.scales[n // 128, k // 128].reshape(1).cpu()
+                if power_of_two:
+                    byte = found.view(torch.uint8).numpy().view(ml_dtypes.float8_e8m0fnu)
+                    found = torch.from_numpy(byte.astype(np.float32))
+                assert found.item() == scale
+                coded = np.clip(np.where(finite, tile, 0) / scale, -448, 448)
+                coded = coded.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+                want[n : n + 128, k : k + 128] = np.where(finite, coded, 0x7F)
+        got = q.codes.view(torch.uint8).cpu()
+        got = torch.where((got & 0x7F) == 0x7F, 0x7F, got)
+        assert_bitwise(got, torch.from_numpy(want), "code")
+        assert_bitwise(torch.isnan(values).cpu(), ~torch.isfinite(x), "where NaN")
+
+    def test_every_code_under_every_scale(self, device):
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        tall = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).reshape(256, 1)
+        matrix = codes.view(torch.uint8)[None].repeat(256 * 128, 1).view(torch.float8_e4m3fn)
+        scales = tall.view(torch.uint8).repeat(1, 2).view(torch.float8_e8m0fnu)
+        got = dequantize(QuantizedTensor(matrix, scales, None, FP8_BLOCK).to(device), torch.float64)
+        values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+        want = torch.from_numpy(values * byte[:, None])
+        for row in (0, 64, 127):
+            assert_bitwise(got.cpu()[row::128], want, "value")
+
+    @given(draw=strategies.finite_draws(-20, 20))
+    def test_float32_scales_round_the_product_once(self, device, draw):
+        _, x = build(draw, (3, 20), device)
+        q = quantize(x, FP8_BLOCK, scale_dtype=torch.float32)
+        want = q.codes.double() * q.scales.double()[0, 0]
+        assert_bitwise(dequantize(q, torch.float64), want, "value")
+        assert_bitwise(dequantize(q), want.float(), "value")
+
+
+class TestContract:
+    @given(draw=strategies.draws(), rows=strategies.rows(9))
+    def test_strided_input(self, device, draw, rows):
+        _, x = build(draw, (rows, 64), device)
+        for view in (strategies.strided(x), x.T.contiguous().T):
+            for fmt in formats.FORMATS.values():
+                one, two = quantize(x, fmt), quantize(view, fmt)
+                assert_bitwise(one.codes.view(torch.uint8), two.codes.view(torch.uint8), "code")
+
+    @pytest.mark.parametrize("fmt", list(formats.FORMATS))
+    @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64)])
+    def test_no_rows(self, device, fmt, shape):
+        q = quantize(torch.empty(shape, device=device), fmt).validate()
+        assert q.shape == shape
+        assert dequantize(q).shape == shape
+        scalings = ("token", "weight") if fmt == "nvfp4" else ()
+        for scaling in scalings:
+            assert quantize(torch.empty(shape, device=device), scaling=scaling).validate()
+
+    @given(draw=strategies.draws(-20, 20))
+    def test_float64_is_float32_rounded_first(self, device, draw):
+        """So the codes of a float64 oracle are those of the float32 computation."""
+        x = draw.build((4, 64)).to(device)
+        for fmt in formats.FORMATS.values():
+            one, two = quantize(x, fmt), quantize(x.double(), fmt)
+            assert_bitwise(one.codes.view(torch.uint8), two.codes.view(torch.uint8), "code")
+
+    BAD = (
+        ({"x": torch.ones(2, 32, dtype=torch.int32)}, TypeError, "x has dtype int32"),
+        ({"x": torch.ones(32)}, ValueError, r"x has shape \[32\]"),
+        ({"x": torch.ones(2, 24)}, ValueError, "24 columns, wanted a positive multiple of 16"),
+        ({"x": torch.ones(2, 0)}, ValueError, "0 columns"),
+        ({"x": torch.ones(2, 48), "format": "mxfp4"}, ValueError, "multiple of 32"),
+        ({"format": "nvfp5"}, ValueError, "format is 'nvfp5'"),
+        ({"scaling": "row"}, ValueError, "scaling is 'row'"),
+        ({"layout": "blocked"}, ValueError, "layout is 'blocked'"),
+        ({"scaling": "static"}, ValueError, "global_scale is None"),
+        ({"global_scale": 1.0}, ValueError, "'tensor' computes it"),
+        ({"format": "mxfp4", "global_scale": 1.0}, ValueError, "mxfp4 has none"),
+        ({"scaling": "static", "global_scale": 0.0}, ValueError, "global_scale is 0.0"),
+        ({"scaling": "static", "global_scale": float("nan")}, ValueError, "global_scale is nan"),
+        ({"scaling": "static", "global_scale": torch.zeros(1)}, ValueError, "is 0.0 at"),
+        ({"scaling": "static", "global_scale": -torch.ones(2)}, ValueError, "is -1.0 at"),
+        ({"scaling": "static", "global_scale": torch.ones(3)}, ValueError, r"shape \[3\]"),
+        ({"scaling": "static", "global_scale": torch.ones(1).half()}, TypeError, "float16"),
+        ({"scale_dtype": torch.float32}, ValueError, "scale_dtype is torch.float32"),
+        ({"format": "fp8_block", "scale_dtype": torch.float16}, ValueError, "scale_dtype is"),
+        ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+    )
+
+    @pytest.mark.parametrize(("changes", "error", "words"), BAD)
+    def test_wrong_arguments_are_named(self, changes, error, words):
+        arguments = {"x": torch.ones(2, 32), **changes}
+        with pytest.raises(error, match=words):
+            quantize(arguments.pop("x"), **arguments)
+
+    def test_dequantise_refuses(self):
+        q = quantize(torch.ones(2, 32))
+        with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
+            dequantize(q, torch.int8)
+
+    @pytest.mark.parametrize("layout", formats.LAYOUTS)
+    def test_opcheck(self, device, layout):
+        x = strategies.normal(0, (3, 64)).to(device)
+        ops = torch.ops.dsv4
+        one = torch.ones(1, device=device)
+        calls = [
+            (ops.quantize_nvfp4, (x, None, "token", layout, "auto")),
+            (ops.quantize_nvfp4, (x, None, "tensor", layout, "auto")),
+            (ops.quantize_nvfp4, (x, one, "static", layout, "auto")),
+            (ops.quantize_mxfp4, (x, layout, "auto")),
+            (ops.quantize_fp8_block, (x, torch.float32, "auto")),
+        ]
+        for fmt in (NVFP4, MXFP4):
+            q = quantize(x, fmt, layout=layout)
+            rest = (q.global_scale, [], fmt.name, layout, torch.bfloat16, "auto")
+            calls.append((ops.dequantize, (q.codes, q.scales, *rest)))
+        for op, args in calls:
+            float8 = any(isinstance(a, torch.Tensor) and a.element_size() == 1 for a in args)
+            checks = OPCHECKS[1:] if float8 else OPCHECKS
+            torch.library.opcheck(op.default, args, test_utils=checks)
+            assert_pure(op.default, *args)
+
+    @pytest.mark.parametrize("fmt", list(formats.FORMATS))
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_compiles_whole(self, device, fmt, dynamic):
+        def there_and_back(x):
+            return dequantize(quantize(x, fmt))
+
+        torch.compiler.reset()
+        compiled = torch.compile(
+            there_and_back, fullgraph=True, backend="aot_eager", dynamic=dynamic
+        )
+        for rows in (3, 5, 8):
+            x = strategies.normal(rows, (rows, 64)).to(device)
+            assert_bitwise(compiled(x), there_and_back(x), "value")
+
+    @pytest.mark.gpu
+    @given(draw=strategies.draws(-100, 100), scaling=st.sampled_from(SCALINGS))
+    def test_the_gpu_gives_the_same_bits(self, draw, scaling):
+        x = draw.build((64, 256))
+        static = 0.0137 if scaling == "static" else None
+        here, there = (quantize(t, scaling=scaling, global_scale=static) for t in (x, x.to("cuda")))
+        assert_bitwise(there.codes.cpu(), here.codes, "code")
+        assert_bitwise(there.scales.view(torch.uint8).cpu(), here.scales.view(torch.uint8), "scale")
+        assert_bitwise(there.global_scale.cpu(), here.global_scale, "global scale")
+        assert_bitwise(dequantize(there).cpu(), dequantize(here), "value")
