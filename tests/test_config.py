@@ -1,0 +1,336 @@
+"""ModelConfig: what it reads, what it refuses, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4._config_file import producer
+from dsv4.config import CSA, HCA, LAYER_TYPES, SLIDING, CompressRates, ModelConfig, RopeParameters
+
+PRESETS = {"tiny": ModelConfig.tiny(), "flash": ModelConfig.flash(), "pro": ModelConfig.pro()}
+
+
+def _ropes(dim: int) -> st.SearchStrategy[RopeParameters]:
+    thetas = st.sampled_from([40000.0, 160000.0])
+    factors, contexts = st.sampled_from([4.0, 16.0]), st.sampled_from([64, 4096, 65536])
+    plain = st.builds(RopeParameters, thetas, st.just(dim))
+    return plain | st.builds(RopeParameters, thetas, st.just(dim), factors, contexts)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    layers = draw(st.integers(1, 6))
+    types = draw(st.lists(st.sampled_from(LAYER_TYPES), min_size=layers, max_size=layers))
+    kinds = st.sampled_from(["hash_moe", "moe"])
+    routing = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    groups = draw(st.integers(1, 4))
+    rope = 2 * draw(st.integers(1, 16))
+    rates = draw(st.sampled_from([(4, 128), (4, 8), (2, 16), (128, 4)]))
+    return ModelConfig.tiny(
+        layer_types=tuple(types),
+        mlp_layer_types=tuple(routing),
+        o_groups=groups,
+        num_attention_heads=groups * draw(st.integers(1, 4)),
+        head_dim=rope + draw(st.integers(0, 100)),
+        qk_rope_head_dim=rope,
+        compress_rates=CompressRates(*rates),
+        swiglu_limit=draw(st.sampled_from([10.0, 7.5, None])),
+        num_nextn_predict_layers=draw(st.integers(0, 2)),
+        routed_scaling_factor=draw(st.floats(0.5, 3.0)),
+        eos_token_id=draw(st.sampled_from([None, 1, (1, 2)])),
+        rope_compress=draw(_ropes(rope)),
+    )
+
+
+@given(configs())
+def test_every_style_of_file_gives_the_same_configuration_back(config):
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert ModelConfig.from_dict(config.to_transformers_dict()) == config
+    assert ModelConfig.from_json(json.dumps(config.to_dict())) == config
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert hash(config) == hash(copy.deepcopy(config))
+
+
+@given(configs())
+def test_transformers_accepts_it_and_gives_it_back(config):
+    transformers = pytest.importorskip("transformers")
+    if config.swiglu_limit is None:
+        config = config.replace(swiglu_limit=10.0)
+    theirs = transformers.DeepseekV4Config(**config.to_transformers_dict())
+    assert theirs.qk_rope_head_dim == config.qk_rope_head_dim
+    assert ModelConfig.of(theirs) == config.replace(numerics="transformers")
+    assert ModelConfig.of(theirs, numerics="deepseek") == config
+    values = config.to_dict()
+    if "mlp_layer_types" in values or "compress_rates" in values:
+        return  # transformers' legacy compress_ratios knows 0, 4 and 128 only
+    if values["rope_scaling"] is None:
+        del values["rope_scaling"]
+    count = config.num_hidden_layers
+    values["compress_ratios"] = values["compress_ratios"][:count]
+    assert transformers.DeepseekV4Config(**values).layer_types == list(config.layer_types)
+
+
+def test_the_published_schedules():
+    pro, flash = PRESETS["pro"], PRESETS["flash"]
+    assert [pro.layer_types.count(t) for t in LAYER_TYPES] == [0, 30, 31]
+    assert [flash.layer_types.count(t) for t in LAYER_TYPES] == [2, 21, 20]
+    assert pro.layer_types[:4] == (HCA, HCA, CSA, HCA)
+    assert flash.layer_types[:4] == (SLIDING, SLIDING, CSA, HCA)
+    assert pro.layer_types[-1] == flash.layer_types[-1] == CSA
+    assert pro.to_dict()["compress_ratios"] == [128, 128, *[4, 128] * 29, 4, 0]
+    assert flash.to_dict()["compress_ratios"] == [0, 0, *[4, 128] * 20, 4, 0]
+    assert [pro.is_hash(i) for i in range(5)] == [True] * 3 + [False] * 2
+
+
+def test_pro_and_flash_have_the_published_parameter_counts():
+    for name, billions in (("pro", 1573.0), ("flash", 284.3)):
+        assert _parameters(PRESETS[name].replace(num_nextn_predict_layers=0)) / 1e9 == (
+            pytest.approx(billions, rel=5e-4)
+        )
+
+
+def _parameters(c: ModelConfig) -> int:
+    total = 2 * c.vocab_size * c.hidden_size
+    for i in range(c.num_hidden_layers):
+        total += 3 * (c.n_routed_experts + 1) * c.moe_intermediate_size * c.hidden_size
+        total += c.n_routed_experts * c.hidden_size
+        total += 2 * 24 * c.hc_mult * c.hidden_size
+        total += (c.q_lora_rank + c.head_dim) * c.hidden_size
+        total += c.num_attention_heads * c.head_dim * (c.q_lora_rank + c.o_lora_rank)
+        total += c.o_groups * c.o_lora_rank * c.hidden_size
+        if c.layer_type(i) == CSA:
+            index = c.index_n_heads * c.index_head_dim * c.q_lora_rank
+            total += index + (c.index_n_heads + 4 * c.index_head_dim) * c.hidden_size
+        if c.compress_rate(i):
+            total += (4 if c.compress_rate(i) == 4 else 2) * c.head_dim * c.hidden_size
+    return total
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_rope_follows_the_layer_type(name):
+    """T1: base 10000 without YaRN on sliding layers and MTP only."""
+    config = PRESETS[name]
+    for i in range(config.total_layers):
+        sliding = i >= config.num_hidden_layers or config.layer_types[i] == SLIDING
+        rope = config.rope(i)
+        assert (rope.theta, rope.factor) == ((10000.0, None) if sliding else (160000.0, 16.0))
+
+
+def test_mtp_layers_are_sliding_and_route_by_score():
+    config = ModelConfig.tiny(mlp_layer_types=("hash_moe",) * 4)
+    assert config.layer_type(4) == SLIDING
+    assert config.compress_rate(4) == 0
+    assert not config.is_hash(4)
+    for wrong in (-1, 5):
+        with pytest.raises(ValueError, match=rf"layer_idx is {wrong}, wanted 0 to 4"):
+            config.layer_type(wrong)
+
+
+def test_the_yarn_ramp_of_the_published_models():
+    rope = PRESETS["pro"].rope_compress
+    assert rope.correction_range() == (15, 25)
+    plain = RopeParameters(160000.0).frequencies()
+    scaled = rope.frequencies()
+    assert scaled[:16] == plain[:16]
+    assert scaled[25:] == [f / 16 for f in plain[25:]]
+    assert scaled[20] == pytest.approx(plain[20] * 0.5 + plain[20] / 16 * 0.5, rel=1e-14)
+
+
+@given(configs())
+def test_float32_tables_are_within_rounding_of_double_precision(config):
+    for rope in (config.rope_main, config.rope_compress):
+        exact = torch.tensor(rope.frequencies(), dtype=torch.float64)
+        table = rope.inv_freq()
+        assert table.dtype == torch.float32
+        assert table.shape == (rope.dim // 2,)
+        # The exponent's rounding is multiplied by ln(theta) <= 12; then power, division, ramp.
+        budget = (math.log(rope.theta) + 8) * 2.0**-24
+        assert ((table.double() - exact).abs() <= budget * exact).all()
+
+
+def test_float32_tables_equal_those_of_transformers_bitwise():
+    """Also says that the amplitude of cos and sin is 1 (T2)."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    transformers = pytest.importorskip("transformers")
+    for config in PRESETS.values():
+        theirs = transformers.DeepseekV4Config(**config.to_transformers_dict())
+        rotary = modeling.DeepseekV4RotaryEmbedding(theirs)
+        assert torch.equal(rotary.main_inv_freq, config.rope_main.inv_freq())
+        assert torch.equal(rotary.compress_inv_freq, config.rope_compress.inv_freq())
+        assert rotary.compress_attention_scaling == 1.0
+
+
+# What is refused ---------------------------------------------------------------------------
+
+
+def _with(**changes):
+    return {**PRESETS["flash"].to_dict(), **changes}
+
+
+def _without(*names, **changes):
+    return {k: v for k, v in _with(**changes).items() if k not in names}
+
+
+REFUSED = {
+    "no schedule (D2)": (
+        _without("compress_ratios"),
+        "compress_ratios and layer_types are both missing",
+    ),
+    "no routing schedule": (
+        _without("num_hash_layers"),
+        "num_hash_layers and mlp_layer_types are both missing",
+    ),
+    "no rope width": (_without("qk_rope_head_dim"), "qk_rope_head_dim and partial_rotary_factor"),
+    "missing": (_without("q_lora_rank", "o_groups"), "q_lora_rank is missing; o_groups is missing"),
+    "unknown": (_with(kv_lora_rank=512), "unknown field kv_lora_rank"),
+    "another model": (_with(model_type="deepseek_v41"), "model_type is 'deepseek_v41'"),
+    "scoring": (_with(scoring_func="sigmoid"), "scoring_func is 'sigmoid', wanted 'sqrtsoftplus'"),
+    "topk": (_with(topk_method="greedy"), "topk_method is 'greedy'"),
+    "norm": (_with(norm_topk_prob=False), "norm_topk_prob is False, wanted True"),
+    "activation": (_with(hidden_act="gelu"), "hidden_act is 'gelu', wanted 'silu'"),
+    "bias": (_with(attention_bias=True), "attention_bias is True"),
+    "tied": (_with(tie_word_embeddings=True), "tie_word_embeddings is True"),
+    "dense layers": (_with(first_k_dense_replace=3), "first_k_dense_replace is 3"),
+    "kv heads": (_with(num_key_value_heads=8), "num_key_value_heads is 8, wanted 1"),
+    "shared": (_with(n_shared_experts=2), "n_shared_experts is 2, wanted 1"),
+    "ratio": (_with(compress_ratios=[0, 0] + [16] * 42), "compress_ratios holds 16"),
+    "short": (
+        _with(compress_ratios=[0] * 43),
+        "compress_ratios has 43 entries, wanted at least 44",
+    ),
+    "mtp ratio": (_with(compress_ratios=[0] * 43 + [4]), r"\[4\] after the main layers"),
+    "two schedules": (_with(layer_types=[SLIDING] * 43), "layer_types contradicts compress_ratios"),
+    "two routings": (
+        _with(mlp_layer_types=["moe"] * 43),
+        "mlp_layer_types contradicts num_hash_layers",
+    ),
+    "two rates": (
+        _with(compress_rates={CSA: 4, HCA: 128}, compress_rate_csa=8),
+        "compress_rate_csa is 8, which contradicts",
+    ),
+    "two widths": (_with(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25"),
+    "two thetas": (
+        _with(rope_parameters={"main": {"rope_theta": 5.0}, "compress": {}}),
+        "rope_theta is 10000.0, which contradicts",
+    ),
+    "two names": (_with(num_local_experts=8), "num_local_experts is 8, which contradicts"),
+    "rope kind": (
+        _with(rope_scaling={"type": "linear", "factor": 2}),
+        "type is linear, wanted yarn",
+    ),
+    "rope lacks": (
+        _with(rope_scaling={"type": "yarn", "factor": 2}),
+        "rope_scaling lacks original",
+    ),
+    "amplitude (T2)": (
+        _with(rope_scaling={**_with()["rope_scaling"], "attention_factor": 1.2773}),
+        "attention_factor is 1.2773, wanted 1.0",
+    ),
+    "mscale (T2)": (
+        _with(rope_scaling={**_with()["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 0.5}),
+        "mscale is 1.0 and mscale_all_dim 0.5",
+    ),
+    "rope unknown": (
+        _with(rope_scaling={**_with()["rope_scaling"], "long_factor": 1}),
+        "unknown field rope_scaling.long_factor",
+    ),
+    "groups": (_with(o_groups=7), "num_attention_heads is 64, wanted a multiple of o_groups"),
+    "experts": (_with(num_experts_per_tok=300), "wanted at most n_routed_experts"),
+    "hadamard": (_with(index_head_dim=96), "index_head_dim is 96, wanted a power of two"),
+    "negative": (_with(hidden_size=-1), "hidden_size is -1, wanted >= 1"),
+    "layers": (_with(num_hidden_layers=42), "after the main layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_file_is_refused_by_name(case):
+    values, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(values)
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ValueError, match=r"kv_lora_rank.*hidden_act.*head_dim is missing"):
+        ModelConfig.from_dict(_without("head_dim", kv_lora_rank=1, hidden_act="relu"))
+
+
+@pytest.mark.parametrize("value", [True, 64.0, "64", None])
+def test_a_field_of_the_wrong_type_is_refused(value):
+    with pytest.raises(TypeError, match=r"hidden_size is .*, wanted an integer"):
+        ModelConfig.from_dict(_with(hidden_size=value))
+
+
+def test_fields_without_effect_are_accepted():
+    values = _with(
+        compress_ratios=[*_with()["compress_ratios"], 0, 0],
+        dspark_block_size=5,
+        torch_dtype="bfloat16",
+        use_cache=True,
+        transformers_version="5.8.0",
+        attention_dropout=0.0,
+        quantization_config={"quant_method": "fp8"},
+        swiglu_limit=10.0,
+        expert_dtype="fp4",
+    )
+    assert ModelConfig.from_dict(values) == PRESETS["flash"]
+
+
+def test_modes_and_replacement():
+    config = ModelConfig.tiny(numerics="transformers", activation="nvfp4")
+    assert (config.numerics, config.activation) == ("transformers", "nvfp4")
+    assert ModelConfig.of(config) is config
+    assert config.replace(qk_rope_head_dim=8).rope_compress.dim == 8
+    assert len(ModelConfig.tiny(num_hidden_layers=7).layer_types) == 7
+    for name in ("numerics", "activation"):
+        with pytest.raises(ValueError, match=f"{name} is 'fp3'"):
+            config.replace(**{name: "fp3"})
+    with pytest.raises(AttributeError):
+        config.hidden_size = 1  # type: ignore[misc]
+
+
+def test_tiny_covers_every_kind_of_layer():
+    config = ModelConfig.tiny()
+    assert set(config.layer_types) == set(LAYER_TYPES)
+    assert set(config.mlp_layer_types) == {"hash_moe", "moe"}
+    assert config.num_nextn_predict_layers == 1
+
+
+def test_a_file_on_disk(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(PRESETS["pro"].to_dict()))
+    assert ModelConfig.from_path(tmp_path) == ModelConfig.from_path(file) == PRESETS["pro"]
+    file.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        ModelConfig.from_path(tmp_path)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="holds list, not fields"):
+        ModelConfig.from_path(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        (None, "none"),
+        ({"quant_method": "fp8"}, "deepseek"),
+        ({"quant_method": "fp8", "moe_quant_algo": "NVFP4"}, "nvidia"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "modelopt"}, "modelopt"),
+    ],
+)
+def test_the_producer_is_told_by_moe_quant_algo_first(table, name):
+    assert producer({"quantization_config": table}) == name
+
+
+def test_an_unknown_producer_is_refused():
+    with pytest.raises(ValueError, match="quant_method is 'awq'"):
+        producer({"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(ValueError, match="moe_quant_algo is 'W4A8'"):
+        producer({"quantization_config": {"moe_quant_algo": "W4A8"}})
