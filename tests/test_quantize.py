@@ -114,6 +114,36 @@ class TestNvfp4:
         assert_bitwise(q.scales.view(torch.uint8).cpu(), torch.from_numpy(bits), "block scale")
         assert_bitwise(unpack(q.codes).cpu(), torch.from_numpy(codes), "code")
 
+    @given(seed=strategies.seeds(), weight=st.booleans())
+    def test_the_order_of_the_divisions(self, device, seed, weight):
+        """Block maxima within two ulp of a tie between two scales, where the orders disagree.
+
+        Activations divide by 6 and then by s, weights by the product 6 s; a product with 1/6, as
+        torch computes a division of a CUDA tensor by a number, is neither.
+        """
+        scale = strategies.normal(seed, (256,)).abs() + 0.5
+        bytes_ = torch.randint(8, 0x7E, (256,), generator=strategies.generator(seed))
+        below, above = (
+            (bytes_ + i).to(torch.uint8).view(torch.float8_e4m3fn).double() for i in (0, 1)
+        )
+        near = (6 * scale.double() * (below + above) / 2).float()
+        ulp = torch.arange(-2, 3, dtype=torch.int32)
+        amax = (near.view(torch.int32)[:, None] + ulp).view(torch.float32).flatten()
+        rows = scale.repeat_interleave(5)
+        x = amax[:, None].repeat(1, 16)
+        six = f32(6)
+        first = (amax.numpy() / six) / rows.numpy()
+        second = amax.numpy() / (six * rows.numpy())
+        third = (amax.numpy() * (f32(1) / six)) / rows.numpy()
+        wanted, *others = (
+            torch.from_numpy(ratio.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+            for ratio in ((second, first, third) if weight else (first, second, third))
+        )
+        assert all(bool((wanted != other).any()) for other in others)  # this sample can tell
+        scaling = "weight" if weight else "static"
+        q = quantize(x.to(device), scaling=scaling, global_scale=rows.to(device))
+        assert_bitwise(q.scales.view(torch.uint8).cpu()[:, 0], wanted, "block scale")
+
     @given(
         draw=strategies.finite_draws(-12, 12),
         rows=st.integers(1, 6),
