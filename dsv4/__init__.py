@@ -27,13 +27,18 @@ _LAZY = {
 
 __all__ = ["__version__", *sorted(_LAZY)]
 
-if TYPE_CHECKING:
-    from dsv4.cache import PagedCache
-    from dsv4.checkpoint import load, save
-    from dsv4.config import ModelConfig
-    from dsv4.dispatch import explain, use_backend
-    from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor
-    from dsv4.model import DeepseekV4ForCausalLM
+if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
+    from dsv4.cache import PagedCache as PagedCache
+    from dsv4.checkpoint import load as load
+    from dsv4.checkpoint import save as save
+    from dsv4.config import ModelConfig as ModelConfig
+    from dsv4.dispatch import explain as explain
+    from dsv4.dispatch import use_backend as use_backend
+    from dsv4.formats import FP8_BLOCK as FP8_BLOCK
+    from dsv4.formats import MXFP4 as MXFP4
+    from dsv4.formats import NVFP4 as NVFP4
+    from dsv4.formats import QuantizedTensor as QuantizedTensor
+    from dsv4.model import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
 
 
 def __getattr__(name: str) -> Any:

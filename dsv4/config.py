@@ -420,7 +420,7 @@ _TINY: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "index_n_heads": 4,
+    "index_n_heads": 16,  # with fewer, ReLU leaves ties at 0 for the top-k to break
     "index_head_dim": 32,
     "index_topk": 4,
     "compress_rates": CompressRates(4, 8),

@@ -192,7 +192,9 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
         rows = tuple(row for row in rows if row.name == requested)
         if not rows:
             known = ", ".join(row.name for row in implementations(call.op))
-            raise ValueError(f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}")
+            raise ValueError(
+                f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}"
+            )
     reasons = []
     for row in rows:
         reason = row.supports(call)

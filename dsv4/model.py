@@ -277,7 +277,9 @@ class DeepseekV4ForCausalLM(nn.Module):
             if not live or count == max_new_tokens:
                 break
             rows = torch.tensor([sequences[i] for i in live], device=self.device)
-            tokens = choose(self.decode(tokens[torch.tensor(keep, device=self.device)], cache, rows))
+            tokens = choose(
+                self.decode(tokens[torch.tensor(keep, device=self.device)], cache, rows)
+            )
         return out
 
 

@@ -42,9 +42,7 @@ def run_chunks(
     for turn in range(max(map(len, chunks))):
         lengths = [c[turn] if turn < len(c) else 0 for c in chunks]
         batch = Batch.from_lengths(lengths, cache.lengths[rows], rows)
-        flat = [
-            t for p, a, n in zip(prompts, at, lengths, strict=True) for t in p[a : a + n]
-        ]
+        flat = [t for p, a, n in zip(prompts, at, lengths, strict=True) for t in p[a : a + n]]
         ids = torch.tensor([flat], device=model.device)
         logits = model(ids, None, CacheStep(cache, batch))[0]
         cache.advance(batch)
@@ -281,7 +279,7 @@ def test_the_draft_layer_is_its_formula() -> None:
 def test_bad_input_is_refused_in_words() -> None:
     config = ModelConfig.tiny()
     model = random_model(config)
-    with pytest.raises(TypeError, match="input_ids have dtype torch.float32, wanted int64"):
+    with pytest.raises(TypeError, match=r"input_ids have dtype torch\.float32, wanted int64"):
         model(torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"input_ids have shape \[3\], wanted \[B, S\]"):
         model(torch.zeros(3, dtype=torch.long))

@@ -14,7 +14,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class FixedDtypeModule(nn.Module):
-    """A module some of whose tensors keep their dtype through ``.to(dtype)``, ``.half()`` and so on.
+    """A module some of whose tensors keep their dtype through ``.to(dtype)`` and its like.
 
     Casting FP8 block scales or 4-bit codes would destroy the weight without an error, and the
     hyper-connection, router-bias and sink parameters are float32 by specification section 14.

@@ -50,9 +50,11 @@ class DeepseekV4Attention(FixedDtypeModule):
         self._add_projections(config)
         self.sinks = nn.Parameter(torch.zeros(self.num_heads))
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
-        compressors = {CSA: DeepseekV4CSACompressor, HCA: DeepseekV4HCACompressor}
-        compressor = compressors.get(self.layer_type)
-        self.compressor = None if compressor is None else compressor(config)
+        self.compressor: DeepseekV4CSACompressor | DeepseekV4HCACompressor | None = None
+        if self.layer_type == CSA:
+            self.compressor = DeepseekV4CSACompressor(config)
+        elif self.layer_type == HCA:
+            self.compressor = DeepseekV4HCACompressor(config)
 
     def _add_projections(self, config: ModelConfig) -> None:
         activation = config.activation
@@ -84,8 +86,8 @@ class DeepseekV4Attention(FixedDtypeModule):
             hidden_states: ``[B, S, H]``; with a ``CacheStep``, ``[1, T, H]``: all its tokens.
             position_embeddings: cos and sin by ``"main"`` and ``"compress"``; made here if None.
             position_ids: ``[B, S]`` or ``[1, S]``; by default 0 to S-1, or those of the step.
-            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive. A key with a
-                negative entry is hidden, any other is visible: it is no bias.
+            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive. A key
+                with a negative entry is hidden, any other is visible: it is no bias.
             past_key_values: See the class.
             **kwargs: Ignored; transformers passes options that have no meaning here.
 
@@ -213,7 +215,7 @@ class DeepseekV4Attention(FixedDtypeModule):
 def _window_slots(
     batch: int, queries: int, keys: int, window: int, device: torch.device
 ) -> torch.Tensor:
-    """Key numbers ``[B, S, window]`` each query may see; the last S of the keys are the queries'."""
+    """Key numbers ``[B, S, window]`` each query may see; the last S keys are the queries' own."""
     own = torch.arange(queries, device=device) + (keys - queries)
     numbers = own.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
     return torch.where(numbers < 0, -1, numbers).expand(batch, queries, window)
@@ -233,6 +235,6 @@ def _apply_mask(slots: torch.Tensor, mask: torch.Tensor, keys: int) -> torch.Ten
 
 def _flat_slots(numbers: torch.Tensor, per_sequence: int) -> torch.Tensor:
     """``[B, S, k]`` numbers within a sequence to slots ``[B * S, k]`` over all sequences."""
-    batch, queries, _ = numbers.shape
+    batch = numbers.shape[0]
     base = per_sequence * torch.arange(batch, device=numbers.device).view(batch, 1, 1)
     return torch.where(numbers < 0, -1, numbers + base).flatten(0, 1)

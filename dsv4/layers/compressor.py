@@ -126,6 +126,8 @@ class _Compressor(FixedDtypeModule):
     def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
         """Update the state with ``hidden_states [T, H]`` and store the entries that closed."""
         layer = step.cache.layers[layer_idx]
+        assert layer.state is not None
+        assert layer.compressed is not None
         entries, sequences, numbers = self._paged_entries(hidden_states, step, layer.state)
         slots = layer.compressed_write_slots(sequences, numbers)
         write_kv(layer.compressed, entries, slots)
@@ -136,12 +138,12 @@ class _Compressor(FixedDtypeModule):
 
 
 def plain_pages(entries: torch.Tensor) -> Pages:
-    """``[B, n, d]`` entries, n > 0, as pages: the slot of entry i of sequence b is ``b * n + i``."""
+    """Entries ``[B, n, d]``, n > 0, as pages: entry i of sequence b has slot ``b * n + i``."""
     return Pages(entries, entries.shape[1], "plain", entries.shape[2], 0)
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
-    """``[B, S, k]`` entry numbers (-1 for none) to the additive mask ``[B, 1, S, entries]``."""
+    """Entry numbers ``[B, S, k]``, -1 for none, to an additive mask ``[B, 1, S, entries]``."""
     batch, queries = slots.shape[:2]
     bias = torch.full((batch, queries, entries + 1), float("-inf"), device=slots.device)
     bias.scatter_(-1, torch.where(slots < 0, entries, slots), 0.0)
@@ -263,6 +265,8 @@ class DeepseekV4Indexer(_Compressor):
     def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
         """Update the indexer's state and store the keys that closed."""
         layer = step.cache.layers[layer_idx]
+        assert layer.indexer_state is not None
+        assert layer.indexer_pages is not None
         keys, sequences, numbers = self._paged_entries(hidden_states, step, layer.indexer_state)
         slots = layer.compressed_write_slots(sequences, numbers)
         write_kv(layer.indexer_pages, self._stored(keys), slots)
@@ -272,6 +276,8 @@ class DeepseekV4Indexer(_Compressor):
     ) -> torch.Tensor:
         """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none."""
         layer, batch = step.cache.layers[layer_idx], step.batch
+        assert layer.indexer_pages is not None
+        assert layer.compressed_table is not None
         return indexer_select(
             self.queries(q_residual, batch.positions),
             self.scorer.weights(hidden_states),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class DeepseekV4Experts(FixedDtypeModule):
     for down; multiply) and ``_input_scale [E]`` (activation global scales; multiply).
 
     With DeepSeek's numerics the routing weight multiplies before the down projection, with
-    transformers' after it: equal in exact arithmetic, not after rounding (specification section 8.2).
+    transformers' after it: equal in exact arithmetic, not after rounding (section 8.2).
     """
 
     stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s)
@@ -65,14 +66,15 @@ class DeepseekV4Experts(FixedDtypeModule):
             hidden_states: ``[T, H]``.
             top_k_index: ``[T, k]`` int64; an index outside ``0..E-1`` means "no expert".
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, the shared expert's output, added in float32 before the one rounding.
+            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
         """
         order, offsets = moe_permute(top_k_index, self.num_experts)
         rows = moe_gather(hidden_states, order, top_k_index.shape[1])
-        inner = swiglu(self._project("gate_up_proj", rows, offsets), self.limit, **self._wide(rows))
+        gate_up = self._project("gate_up_proj", rows, offsets)
+        inner = swiglu(gate_up, self.limit, out_dtype=self._inner_dtype(rows))
         weights: torch.Tensor | None = top_k_weights
         if self.numerics == "deepseek":
             sorted_weights = top_k_weights.reshape(-1)[order.long()].unsqueeze(-1)
@@ -81,11 +83,11 @@ class DeepseekV4Experts(FixedDtypeModule):
         out = self._project("down_proj", inner, offsets)
         return moe_combine(out, order, offsets, weights, shared=shared, top_k=top_k_index.shape[1])
 
-    def _wide(self, rows: torch.Tensor) -> dict[str, torch.dtype]:
+    def _inner_dtype(self, rows: torch.Tensor) -> torch.dtype:
         # The routing weight is applied before the one rounding, so the activation stays float32.
         if self.numerics == "deepseek":
-            return {"out_dtype": torch.promote_types(rows.dtype, torch.float32)}
-        return {}
+            return torch.promote_types(rows.dtype, torch.float32)
+        return rows.dtype
 
     def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         if self.observers is not None:
@@ -103,7 +105,7 @@ class DeepseekV4Experts(FixedDtypeModule):
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
         assert self.observers is not None
         bounds = offsets.tolist()
-        for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for expert, (start, stop) in enumerate(pairwise(bounds)):
             self.observers[name].see(rows[start:stop], expert)
 
     def quantized_weight(self, name: str) -> QuantizedTensor:
@@ -258,8 +260,8 @@ class DeepseekV4Experts(FixedDtypeModule):
         gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
         self.to_format(format)
         for e in range(self.num_experts):
-            parts = (gate_up[e, :inner], gate_up[e, inner:], down[e])
-            self.set_expert(e, *(quantize(part, format) for part in parts))
+            gate, up = quantize(gate_up[e, :inner], format), quantize(gate_up[e, inner:], format)
+            self.set_expert(e, gate, up, quantize(down[e], format))
 
     def extra_repr(self) -> str:
         """Sizes, format and activation."""

@@ -20,15 +20,14 @@ ACTIVATIONS = ("bf16", "nvfp4")
 class Linear(FixedDtypeModule):
     """``y = x W^T`` with a plain, NVFP4, MXFP4 or FP8 weight, without bias.
 
-    Parameters of a plain layer: ``weight [out, in]``. Of a quantised one, under the names of NVIDIA's
-    checkpoints: ``weight`` (codes), ``weight_scale`` (block scales) and, for NVFP4,
+    Parameters of a plain layer: ``weight [out, in]``. Of a quantised one, under the names of
+    NVIDIA's checkpoints: ``weight`` (codes), ``weight_scale`` (block scales) and, for NVFP4,
     ``weight_scale_2 [1]`` (global scale, multiplies) and, where known, ``input_scale [1]``
     (activation global scale, multiplies).
 
     Attributes:
         format: None for a plain weight, else its ``Format``.
-        activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x first, with ``input_scale``
-            or, without one, with a scale per token. Plain weights never quantise x.
+        activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or, without one, with a scale per token. Plain weights never quantise x.
     """
 
     stored = frozenset({"weight_scale", "weight_scale_2", "input_scale"})
@@ -94,6 +93,7 @@ class Linear(FixedDtypeModule):
         """
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
+        assert self.weight_scale is not None
         return QuantizedTensor(self.weight, self.weight_scale, self.weight_scale_2, self.format)
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -172,7 +172,9 @@ class Linear(FixedDtypeModule):
             ValueError: if the weight is quantised already.
         """
         if self.format is not None:
-            raise ValueError(f"Linear: the weight is {self.format.name} already, wanted a plain one")
+            raise ValueError(
+                f"Linear: the weight is {self.format.name} already, wanted a plain one"
+            )
         self.set_weight(quantize(self.weight.detach(), format))
 
     def extra_repr(self) -> str:
@@ -182,7 +184,7 @@ class Linear(FixedDtypeModule):
 
 
 class DeepseekV4GroupedLinear(Linear):
-    """``n_groups`` independent projections of ``n_groups`` inputs (specification section 4.1, wo_a).
+    """``n_groups`` independent projections of ``n_groups`` inputs (wo_a in section 4.1).
 
     Rows ``g * out_features / n_groups`` and following of the weight belong to group ``g``.
     """
@@ -241,7 +243,7 @@ def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor
     if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     weight = cat_rows([layer.quantized_weight() for layer in layers])
-    scales = [layer.input_scale for layer in layers]
+    scales: list[torch.Tensor | None] = [layer.input_scale for layer in layers]
     known = [scale for scale in scales if scale is not None]
     common = torch.cat(known).amax(0, keepdim=True) if len(known) == len(scales) else None
     out = gemm(x, weight, activation=layers[0].activation, input_scale=common)

@@ -26,7 +26,7 @@ class DeepseekV4RMSNorm(nn.Module):
 
 
 class DeepseekV4UnweightedRMSNorm(nn.Module):
-    """The same without a weight: the norm of each query head (specification section 4.2, step 2)."""
+    """The same without a weight: the norm of each query head (section 4.2, step 2)."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class AmaxObserver:
         self.amax[slot] = torch.maximum(self.amax[slot], amax)
 
     def scale(self) -> torch.Tensor:
-        """Global scales ``[slots]``, float32; slots that saw nothing take the largest of the others.
+        """Global scales ``[slots]``, float32; a slot that saw nothing takes the largest other.
 
         Raises:
             ValueError: if no slot saw a non-zero finite value.

@@ -37,7 +37,8 @@ class DeepseekV4RotaryEmbedding(nn.Module):
             layer_type: ``"main"`` or ``"compress"``.
 
         Returns:
-            cos and sin ``[..., rope_dim / 2]``: float32, or ``x.dtype`` with transformers' numerics.
+            cos and sin ``[..., rope_dim / 2]``: float32, or ``x.dtype`` with
+            transformers' numerics.
 
         Raises:
             ValueError: if ``layer_type`` is neither.

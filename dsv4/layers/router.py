@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.layers._module import FixedDtypeModule, empty_weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -60,4 +61,4 @@ def chunkings(total: int) -> st.SearchStrategy[list[int]]:
 
 def _lengths(cuts: list[int], total: int) -> list[int]:
     edges = [0, *cuts, total]
-    return [b - a for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [b - a for a, b in pairwise(edges) if b > a]

@@ -10,6 +10,7 @@ from torch import nn
 from dsv4.config import ModelConfig
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
+from dsv4.layers.router import DeepseekV4HashRouter
 from dsv4.model import DeepseekV4ForCausalLM
 
 
@@ -26,9 +27,9 @@ def randomize_(model: nn.Module, seed: int = 0, scale: float = 1.0) -> nn.Module
         scale: Multiplies all matrices.
     """
     generator = torch.Generator().manual_seed(seed)
-    experts = max((m.num_experts for m in model.modules() if hasattr(m, "num_experts")), default=1)
+    counts = [m.num_experts for m in model.modules() if isinstance(m, DeepseekV4HashRouter)]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        tensor.copy_(_random(name, tensor, experts, generator, scale))
+        tensor.copy_(_random(name, tensor, max(counts, default=1), generator, scale))
     return model
 
 
@@ -65,18 +66,15 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype = torch.float32) -> di
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.format is not None:
-            _replace(state, f"{name}.", ("weight",), module.dense_weight(dtype))
+            _replace(state, f"{name}.", "weight", module.dense_weight(dtype))
         if isinstance(module, DeepseekV4Experts) and module.format is not None:
             for projection in ("gate_up_proj", "down_proj"):
                 dense = module.dense_weight(projection, dtype)
-                _replace(state, f"{name}.", (projection,), dense)
+                _replace(state, f"{name}.", projection, dense)
     return state
 
 
-def _replace(
-    state: dict[str, Any], prefix: str, names: tuple[str], dense: torch.Tensor
-) -> None:
-    (stem,) = names
+def _replace(state: dict[str, Any], prefix: str, stem: str, dense: torch.Tensor) -> None:
     for suffix in ("", "_scale", "_scale_2", "_input_scale"):
         state.pop(prefix + stem + suffix, None)
     if stem == "weight":
@@ -91,12 +89,14 @@ def transformers_twin(
 
     Independent of dsv4 from there on: transformers' own modules run.
     """
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM as Theirs
+    from transformers import DeepseekV4Config
+    from transformers import DeepseekV4ForCausalLM as Theirs
 
     config = DeepseekV4Config(**model.config.to_transformers_dict())
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    theirs = Theirs(config).to(dtype).eval().requires_grad_(False)
+    theirs: nn.Module = Theirs(config)
+    theirs = theirs.to(dtype).eval().requires_grad_(False)
     state = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in dense_state_dict(model, dtype).items()
