@@ -179,6 +179,22 @@ def test_an_exception_caught_inside_the_model_does_not_confuse_the_report():
     assert first_nonfinite(Tries(), torch.ones(2, 4)).first.module == "right"
 
 
+def test_a_call_that_never_returned_does_not_stand_for_its_caller():
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrong = nn.Linear(7, 4)
+
+        def forward(self, x):
+            try:
+                return self.wrong(torch.ones(2, 4))
+            except RuntimeError:
+                return x
+
+    # The failed child had good inputs; the caller, which hands its bad input on, did not.
+    assert first_nonfinite(Tries(), torch.full((2, 4), torch.nan)).first is None
+
+
 @pytest.mark.parametrize(
     ("dtype", "byte"), [(torch.float8_e4m3fn, 0x7F), (torch.float8_e8m0fnu, 0xFF)]
 )
