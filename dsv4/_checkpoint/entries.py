@@ -134,34 +134,54 @@ class Entry:
             raise CheckpointError(f"{info} is {value.item()}, whose reciprocal is {out.item()}")
         return out.to(device)
 
+    # Each check is one pass without a temporary of the tensor's size where it can be: embedding and
+    # head of a published model are 1 to 2 GB. Only a tensor that fails is searched.
+
     def _check_scales(self, scales: torch.Tensor) -> None:
         assert self.scales is not None
-        if scales.dtype == torch.float8_e8m0fnu:
-            bad = scales.view(torch.uint8) == 255
-        elif scales.dtype == torch.float8_e4m3fn:
-            bad = scales.view(torch.uint8) >= 0x7F  # NaN, or a sign that no scale has
-            bad &= scales.view(torch.uint8) != 0x80
-        else:
-            bad = ~(torch.isfinite(scales) & (scales >= 0))
-        self._complain(self.scales, bad, "NaN, infinite or negative")
+        if scales.dtype == torch.float32:
+            low, high = _range(scales)
+            if not (low >= 0 and high < float("inf")):
+                self._complain(self.scales, ~(torch.isfinite(scales) & (scales >= 0)))
+            return
+        data = scales.view(torch.uint8)
+        last = 0xFE if scales.dtype == torch.float8_e8m0fnu else 0x7E
+        if _range(data)[1] <= last:
+            return
+        # E4M3 has a sign, which no scale uses, but -0 is harmless.
+        harmless = data == (0x80 if last == 0x7E else 0)
+        self._complain(self.scales, (data > last) & ~harmless)
 
     def _check_codes(self, codes: torch.Tensor) -> None:
         if codes.dtype == torch.float8_e4m3fn:
-            self._complain(self.weight, codes.view(torch.uint8) & 0x7F == 0x7F, "NaN")
+            magnitude = codes.view(torch.uint8) & 0x7F
+            if _range(magnitude)[1] == 0x7F:
+                self._complain(self.weight, magnitude == 0x7F)
 
     def _check_plain(self, values: torch.Tensor) -> None:
         # A sink of -inf is a head without one.
-        if values.is_floating_point() and not self.name.endswith(".sinks"):
-            self._complain(self.weight, ~torch.isfinite(values), "NaN or infinite")
+        if not values.is_floating_point() or self.name.endswith(".sinks"):
+            return
+        low, high = _range(values)
+        if not (low > -float("inf") and high < float("inf")):
+            self._complain(self.weight, ~torch.isfinite(values))
 
-    @staticmethod
-    def _complain(info: TensorInfo, bad: torch.Tensor, what: str) -> None:
+    def _complain(self, info: TensorInfo, bad: torch.Tensor) -> None:
         if bool(bad.any()):
+            kind = "NaN, infinite or negative" if info is self.scales else "NaN or infinite"
             where = torch.nonzero(bad)[0].tolist()
             raise CheckpointError(
-                f"{info} holds {int(bad.sum())} values that are {what}, the first at {where}, "
+                f"{info} holds {int(bad.sum())} values that are {kind}, the first at {where}, "
                 "wanted finite ones"
             )
+
+
+def _range(values: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest value; NaN if there is one; zeros if there are no values."""
+    if values.numel() == 0:
+        return 0.0, 0.0
+    low, high = torch.aminmax(values)
+    return low.item(), high.item()
 
 
 def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> tuple[dict[str, Entry], list[str]]:
