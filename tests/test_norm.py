@@ -75,9 +75,8 @@ class TestValues:
         allowed = truth.abs() * (shape[-1] + 8) * 2.0**-53 + 2.0**-1000
         assert_within_budget(got, truth, allowed, "norm")
 
-    @given(draw=strategies.finite_draws(-6, 6), columns=st.integers(1, 96))
+    @given(draw=strategies.draws(-6, 6, ["none"]), columns=st.integers(1, 96))
     def test_the_result_has_mean_square_one(self, device, draw, columns):
-        assume(draw.special == "none")
         x = draw.build((5, columns), torch.float64, device)
         mean = x.square().mean(-1)
         got = rms_norm(x, None, 1e-6).square().mean(-1)

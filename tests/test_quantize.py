@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from dsv4 import formats
 from dsv4.elements import unpack
-from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor
+from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.ops.quantize import dequantize, quantize
-from dsv4.testing import strategies
+from dsv4.testing import oracles, strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 
 OPCHECKS = (
@@ -36,55 +36,6 @@ CT = QuantizationArgs(
     symmetric=True,
     scale_dtype=torch.float8_e4m3fn,
 )
-
-
-def f32(value):
-    return np.float32(value)
-
-
-def numpy_blocks(x, width):
-    """Blocks, which of them are finite, and their amax (0 where not), in float32."""
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // width, width)
-    finite = np.isfinite(blocks).all(-1)
-    return blocks, finite, np.where(finite, np.abs(blocks).max(-1), f32(0))
-
-
-def numpy_global(amax):
-    scale = np.maximum(amax / f32(2688), f32(2.0**-126))
-    return np.where(amax == 0, f32(1), scale).astype(np.float32)
-
-
-def numpy_codes(values, finite):
-    clipped = np.clip(np.where(finite, values, 0), -6, 6).astype(np.float32)
-    return clipped.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-
-
-def numpy_nvfp4(x, scaling, static=None):
-    """Specification sections 11.1 and 11.2 with ml_dtypes' roundings: codes, scale bytes, global.
-
-    Args:
-        x: [N, K] numpy.
-    """
-    with np.errstate(all="ignore"):
-        blocks, finite, amax = numpy_blocks(x, 16)
-        if static is not None:
-            scale = np.array([static], np.float32)
-        elif scaling == "token":
-            scale = numpy_global(amax.max(-1))
-        else:
-            scale = numpy_global(np.array([amax.max(initial=0)], np.float32))
-        row = np.broadcast_to(scale, x.shape[:1])[:, None]
-        if scaling == "weight":
-            ratio = np.clip(amax / (f32(6) * row), f32(2.0**-9), f32(448))
-            ratio = np.where(amax == 0, f32(1), ratio)
-        else:
-            ratio = np.minimum((amax / f32(6)) / row, f32(448))
-        block = ratio.astype(ml_dtypes.float8_e4m3fn)
-        product = block.astype(np.float32) * row
-        live = (finite & (product > 0))[..., None]
-        codes = np.where(live, numpy_codes(blocks / product[..., None], live), 0)
-        bits = np.where(finite, block.view(np.uint8), 0x7F)
-    return codes.reshape(x.shape), bits, scale
 
 
 def build(draw, shape, device, dtype=torch.float32):
@@ -107,9 +58,9 @@ class TestNvfp4:
     @example(strategies.Draw(0, -149), 2, 1, "weight", 0, torch.float32)
     def test_equals_ml_dtypes_bitwise(self, device, draw, rows, blocks, scaling, exponent, dtype):
         x, on_device = build(draw, (rows, 16 * blocks), device, dtype)
-        static = float(f32(1.37 * 2.0**exponent)) if scaling == "static" else None
+        static = float(oracles.f32(1.37 * 2.0**exponent)) if scaling == "static" else None
         q = quantize(on_device, scaling=scaling, global_scale=static).validate()
-        codes, bits, scale = numpy_nvfp4(x.float().numpy(), scaling, static)
+        codes, bits, scale = oracles.nvfp4(x.float().numpy(), scaling, static)
         assert_bitwise(q.global_scale.cpu(), torch.from_numpy(scale), "global scale")
         assert_bitwise(q.scales.view(torch.uint8).cpu(), torch.from_numpy(bits), "block scale")
         assert_bitwise(unpack(q.codes).cpu(), torch.from_numpy(codes), "code")
@@ -131,10 +82,10 @@ class TestNvfp4:
         amax = (near.view(torch.int32)[:, None] + ulp).view(torch.float32).flatten()
         rows = scale.repeat_interleave(5)
         x = amax[:, None].repeat(1, 16)
-        six = f32(6)
+        six = oracles.f32(6)
         first = (amax.numpy() / six) / rows.numpy()
         second = amax.numpy() / (six * rows.numpy())
-        third = (amax.numpy() * (f32(1) / six)) / rows.numpy()
+        third = (amax.numpy() * (oracles.f32(1) / six)) / rows.numpy()
         wanted, *others = (
             torch.from_numpy(ratio.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
             for ratio in ((second, first, third) if weight else (first, second, third))
@@ -186,7 +137,7 @@ class TestNvfp4:
         got = dequantize(q).cpu()
         values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         blocks = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        want = torch.from_numpy(values * blocks[:, None] * f32(2.0**exponent))
+        want = torch.from_numpy(values * blocks[:, None] * oracles.f32(2.0**exponent))
         assert_bitwise(got, want, "value by ml_dtypes")
         theirs = ct_dequantize(
             unpack_fp4_from_uint8(packed, 256, 16, dtype=torch.float32),
@@ -366,109 +317,6 @@ class TestNvfp4:
         want = quantize(x[:, 1:2], scaling="static", global_scale=0.02)
         assert_bitwise(q.codes[:, 1:2], want.codes, "code")
         assert q.global_scale.data_ptr() != rows.data_ptr()
-
-
-class TestMxfp4:
-    @given(
-        draw=strategies.draws(-100, 100), rows=strategies.rows(5), dtype=strategies.float_dtypes()
-    )
-    @example(strategies.Draw(0, -149), 2, torch.float32)
-    def test_equals_ml_dtypes_bitwise(self, device, draw, rows, dtype):
-        x, on_device = build(draw, (rows, 96), device, dtype)
-        q = quantize(on_device, MXFP4).validate()
-        blocks, finite, amax = numpy_blocks(x.float().numpy(), 32)
-        # ceil(log2) in float64 is exact: frexp gives 0.5 <= m < 1.
-        ratio = np.maximum(amax, f32(6 * 2.0**-126)).astype(np.float64) / 6
-        mantissa, exponent = np.frexp(ratio)
-        power = np.where(mantissa == 0.5, exponent - 1, exponent)
-        bits = np.where(finite, power + 127, 255).astype(np.uint8)
-        with np.errstate(all="ignore"):
-            values = blocks / np.exp2(power.astype(np.float64))[..., None]
-        codes = np.where(finite[..., None], numpy_codes(values, finite[..., None]), 0)
-        assert_bitwise(q.scales.view(torch.uint8).cpu(), torch.from_numpy(bits), "scale")
-        want = torch.from_numpy(codes.reshape(x.shape).astype(np.uint8))
-        assert_bitwise(unpack(q.codes).cpu(), want, "code")
-
-    def test_every_code_under_every_scale(self, device):
-        codes = torch.arange(16, dtype=torch.uint8).reshape(8, 2).repeat(2, 1)
-        packed = (codes[:, 0] | codes[:, 1] << 4).repeat(256, 1)
-        scales = torch.arange(256, dtype=torch.uint8).reshape(256, 1).view(torch.float8_e8m0fnu)
-        got = dequantize(QuantizedTensor(packed, scales, None, MXFP4).to(device), torch.float64)
-        values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-        byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        want = torch.from_numpy(np.tile(values, 2) * byte[:, None])
-        assert_bitwise(got.cpu(), want, "value")
-
-    @given(draw=strategies.finite_draws(-90, 90), layout=st.sampled_from(formats.LAYOUTS))
-    def test_never_saturates_and_is_idempotent(self, device, draw, layout):
-        assume(draw.special != "huge")  # 4 * 2^126 overflows float32 when it is dequantised
-        x, on_device = build(draw, (4, 64), device)
-        q = quantize(on_device, MXFP4, layout=layout)
-        values = dequantize(q)
-        assert_bitwise(dequantize(quantize(values, MXFP4)), values, "value")
-        biggest = values.cpu().unflatten(-1, (2, 32)).abs().amax(-1)
-        amax = x.unflatten(-1, (2, 32)).abs().amax(-1)
-        assert bool((biggest >= amax * 0.75).logical_or(amax < 2.0**-120).all())
-
-
-class TestFp8Block:
-    @given(
-        draw=strategies.draws(-60, 60),
-        rows=strategies.rows(150),
-        columns=st.integers(1, 150),
-        power_of_two=st.booleans(),
-    )
-    @example(strategies.Draw(0), 128, 128, True)
-    @example(strategies.Draw(0), 129, 257, False)
-    def test_equals_ml_dtypes_bitwise(self, device, draw, rows, columns, power_of_two):
-        x, on_device = build(draw, (rows, columns), device)
-        dtype = torch.float8_e8m0fnu if power_of_two else torch.float32
-        q = quantize(on_device, FP8_BLOCK, scale_dtype=dtype).validate()
-        values = dequantize(q)
-        want = np.empty((rows, columns), np.uint8)
-        for n in range(0, rows, 128):
-            for k in range(0, columns, 128):
-                tile = x[n : n + 128, k : k + 128].numpy()
-                finite = np.isfinite(tile)
-                amax = np.abs(np.where(finite, tile, 0)).max()
-                if power_of_two:
-                    ratio = max(float(amax), 448 * 2.0**-126) / 448
-                    mantissa, exponent = np.frexp(ratio)
-                    scale = f32(2.0 ** (exponent - (mantissa == 0.5)))
-                else:
-                    scale = max(amax / f32(448), f32(2.0**-126)) if amax else f32(1)
-                found = q.scales[n // 128, k // 128].reshape(1).cpu()
-                if power_of_two:
-                    byte = found.view(torch.uint8).numpy().view(ml_dtypes.float8_e8m0fnu)
-                    found = torch.from_numpy(byte.astype(np.float32))
-                assert found.item() == scale
-                coded = np.clip(np.where(finite, tile, 0) / scale, -448, 448)
-                coded = coded.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-                want[n : n + 128, k : k + 128] = np.where(finite, coded, 0x7F)
-        got = q.codes.view(torch.uint8).cpu()
-        got = torch.where((got & 0x7F) == 0x7F, 0x7F, got)
-        assert_bitwise(got, torch.from_numpy(want), "code")
-        assert_bitwise(torch.isnan(values).cpu(), ~torch.isfinite(x), "where NaN")
-
-    def test_every_code_under_every_scale(self, device):
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        tall = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).reshape(256, 1)
-        matrix = codes.view(torch.uint8)[None].repeat(256 * 128, 1).view(torch.float8_e4m3fn)
-        scales = tall.view(torch.uint8).repeat(1, 2).view(torch.float8_e8m0fnu)
-        got = dequantize(QuantizedTensor(matrix, scales, None, FP8_BLOCK).to(device), torch.float64)
-        values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        want = torch.from_numpy(values * byte[:, None])
-        for row in (0, 64, 127):
-            assert_bitwise(got.cpu()[row::128], want, "value")
-
-    @given(draw=strategies.finite_draws(-20, 20))
-    def test_float32_scales_round_the_product_once(self, device, draw):
-        _, x = build(draw, (3, 20), device)
-        q = quantize(x, FP8_BLOCK, scale_dtype=torch.float32)
-        want = q.codes.double() * q.scales.double()[0, 0]
-        assert_bitwise(dequantize(q, torch.float64), want, "value")
-        assert_bitwise(dequantize(q), want.float(), "value")
 
 
 class TestContract:
