@@ -73,6 +73,14 @@ def test_a_layout_is_stable(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_do_not_depend_on_the_device(tmp_path, device, layout):
+    save(make_model(), tmp_path, layout=layout)
+    loaded = load(tmp_path, device=device, progress=False)
+    assert {t.device.type for t in loaded.state_dict().values()} == {device.type}
+    assert_same_state(state(loaded), state(load(tmp_path, progress=False)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_mtp_is_not_dropped(tmp_path, layout):
     """T36: every MTP tensor of the model is in the file and comes back."""
     model = make_model()
