@@ -1,0 +1,200 @@
+"""Command line of the bench.
+
+Exit status: 0 if every check passed, 2 if one failed, 1 if the command cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.bench import environment, main_job, report, results
+from dsv4.bench.cases import MAKERS, PRESETS, cases
+from dsv4.bench.measure import Options, measure
+from dsv4.bench.problem import Case, Draw, UsageError
+from dsv4.bench.results import Row
+
+OK, IMPOSSIBLE, WRONG = 0, 1, 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parser().parse_args(arguments)
+        options.arguments = arguments
+        return options.command(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return IMPOSSIBLE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = _Parser(
+        prog="python -m dsv4.bench",
+        description="Without a command: check generation and every operator on this machine.",
+    )
+    _common(top)
+    top.set_defaults(command=_main_job)
+    commands = top.add_subparsers(metavar="command", parser_class=_Parser)
+    run = commands.add_parser("run", help="check, then time operators")
+    run.add_argument("ops", nargs="*", metavar="OP", help="operators; default: all")
+    _sizes(run)
+    run.add_argument("--backend", default="auto", help="implementations, comma-separated")
+    run.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    _common(run)
+    run.set_defaults(command=_run)
+    listing = commands.add_parser("list", help="operators, their cases and implementations")
+    listing.set_defaults(command=_list)
+    env = commands.add_parser("env", help="this machine: names, versions, measured rates")
+    env.add_argument("--device", default=argparse.SUPPRESS)
+    env.set_defaults(command=_env)
+    explain = commands.add_parser("explain", help="which implementation runs, and why")
+    explain.add_argument("op", metavar="OP")
+    _sizes(explain)
+    explain.add_argument("--backend", default="auto")
+    explain.add_argument("--device", default=argparse.SUPPRESS)
+    explain.set_defaults(command=_explain)
+    return top
+
+
+def _common(to: argparse.ArgumentParser) -> None:
+    # Suppressed defaults: a command's parser must not undo what was given before the command.
+    add = to.add_argument
+    none = argparse.SUPPRESS
+    add("--json", metavar="PATH", default=none, help="a file, or DIR/ for results/<gpu>/<op>.json")
+    add("--csv", metavar="PATH", default=none, help="a file")
+    add("--markdown", action="store_true", default=none, help="print a Markdown table")
+    add("--repeat", type=_positive, default=none, help="timed runs; default 5, on a GPU 50")
+    add("--seed", type=int, default=none, help="of the random inputs; default 0")
+    add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
+
+
+def _sizes(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--shapes", default="tiny", help=f"{', '.join(PRESETS)}, comma-separated")
+    to.add_argument("--tokens", type=_numbers, default=[16], help="e.g. 1,16,256; default 16")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    wanted = getattr(options, "device", None)
+    if wanted is None:
+        return environment.default_device()
+    if wanted.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {wanted!r}, wanted cpu, cuda or cuda:<number>")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device is {wanted!r}, found {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
+    device = _device(options)
+    repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 5)
+    check, seed = getattr(options, "check", True), getattr(options, "seed", 0)
+    return Options(device, backend, check, repeat, seed)
+
+
+def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
+    presets = options.shapes.split(",")
+    return [
+        case
+        for op in ops
+        for preset in presets
+        for tokens in options.tokens
+        for case in cases(op, preset, tokens)
+    ]
+
+
+def _run(options: argparse.Namespace) -> int:
+    chosen = _chosen(options, options.ops or list(MAKERS))
+    header = _print_header(options)
+    backends = options.backend.split(",")
+    rates = environment.rates(_device(options))
+    rows = [
+        measure(case, _measuring(options, backend), rates)
+        for case in chosen
+        for backend in backends
+    ]
+    return _finish(options, header, rows)
+
+
+def _print_header(options: argparse.Namespace) -> dict[str, Any]:
+    header = environment.header(_device(options), options.arguments)
+    print("\n".join(environment.lines(header)), flush=True)
+    return header
+
+
+def _finish(options: argparse.Namespace, header: dict[str, Any], rows: list[Row]) -> int:
+    """Print and write the rows; the exit status."""
+    print()
+    if getattr(options, "markdown", False):
+        print(report.markdown(rows), end="")
+    else:
+        report.table(rows)
+    written = []
+    if hasattr(options, "json"):
+        written += results.write_json(options.json, header, rows)
+    if hasattr(options, "csv"):
+        written.append(report.write_csv(options.csv, rows))
+    for path in written:
+        print(f"wrote {path}")
+    wrong = [row for row in rows if row.match is False]
+    if wrong:
+        print(f"{len(wrong)} of {len(rows)} checks failed", file=sys.stderr)
+    return WRONG if wrong else OK
+
+
+def _main_job(options: argparse.Namespace) -> int:
+    header = _print_header(options)
+    generated = main_job.generation(_device(options), getattr(options, "seed", 0))
+    rates = environment.rates(_device(options))
+    rows = main_job.operators(_measuring(options), rates)
+    status = _finish(options, header, rows)
+    return status if generated else WRONG
+
+
+def _list(options: argparse.Namespace) -> int:
+    body = []
+    for op in dispatch.operators():
+        names = [case.name for case in cases(op, "tiny", 1) if case.name]
+        backends = [row.name for row in dispatch.implementations(op)]
+        body.append((op, ", ".join(backends), ", ".join(names)))
+    print("\n".join(report.plain(("operator", "implementations", "cases"), body)))
+    return OK
+
+
+def _env(options: argparse.Namespace) -> int:
+    _print_header(options)
+    return OK
+
+
+def _explain(options: argparse.Namespace) -> int:
+    for case in _chosen(options, [options.op]):
+        problem = case.build(Draw(0, _device(options)))
+        found = dispatch.explain(
+            problem.function, *problem.args, **problem.kwargs, backend=options.backend
+        )
+        print(f"{case.name or case.op} {case.shape} tokens={case.tokens}\n{found}\n")
+    return OK

@@ -1,0 +1,146 @@
+"""The machine: names, versions, and the rates that floors are computed from."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import dsv4
+from dsv4.bench import timing
+
+_PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine reaches.
+
+    Attributes:
+        copy_tbs: Terabytes per second of a large copy, read and written bytes together.
+        read_tbs: Terabytes per second of a large sum.
+        bf16_tflops: Rate of a large bfloat16 matrix product.
+    """
+
+    copy_tbs: float
+    read_tbs: float
+    bf16_tflops: float
+
+    def floor_us(self, nbytes: int, flops: int) -> float:
+        """Time below which no implementation can be: moving the bytes, or doing the arithmetic."""
+        return max(nbytes / (self.read_tbs * 1e6), flops / (self.bf16_tflops * 1e6))
+
+
+def default_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """``"NVIDIA H200"``, or the name of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def slug(name: str) -> str:
+    """A device's name as the name of a folder: ``"nvidia-h200"``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+
+
+@functools.cache
+def rates(device: torch.device) -> Rates:
+    """Measure copy, read and bfloat16 rates; a second on a GPU, less on a CPU."""
+    gpu = device.type == "cuda"
+    count = (1 << 30) if gpu else (1 << 24)  # float32 values: 4 GiB or 64 MiB
+    side, repeat = (8192, 20) if gpu else (512, 3)
+    source = torch.empty(count, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+    left, right = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    copy = timing.measure([lambda: target.copy_(source)], device, repeat).us
+    read = timing.measure([lambda: source.sum()], device, repeat).us
+    product = timing.measure([lambda: left @ right], device, repeat).us
+    size = 4 * count
+    return Rates(2 * size / copy / 1e6, size / read / 1e6, 2 * side**3 / product / 1e6)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, this package and what it can use; what is not installed is left out."""
+    found = {"python": platform.python_version(), "dsv4": dsv4.__version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def commit() -> str:
+    """Commit of this package's checkout, ``-dirty`` if files differ; ``"unknown"`` outside one."""
+    root = Path(dsv4.__file__).resolve().parent.parent
+    if shutil.which("git") is None or not (root / ".git").exists():
+        return "unknown"
+    head = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return (head or "unknown") + ("-dirty" if changed else "")
+
+
+def driver(device: torch.device) -> str:
+    """The GPU driver's version; ``"none"`` on a CPU."""
+    if device.type != "cuda":
+        return "none"
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    query = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return query.splitlines()[0].strip() if query else "unknown"
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def header(device: torch.device, argv: list[str]) -> dict[str, object]:
+    """What a results file says about where its numbers come from."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "gpu": device_name(device),
+        "driver": driver(device),
+        "versions": versions(),
+        "commit": commit(),
+        "command": " ".join(["python -m dsv4.bench", *argv]),
+        "date": now.isoformat(timespec="seconds"),
+        **asdict(rates(device)),
+    }
+
+
+def lines(header: dict[str, object]) -> list[str]:
+    """The header for people."""
+    found = header["versions"]
+    assert isinstance(found, dict)
+    return [
+        f"device    {header['gpu']}, driver {header['driver']}, "
+        f"{torch.get_num_threads()} CPU threads",
+        "versions  " + ", ".join(f"{name} {version}" for name, version in found.items()),
+        f"platform  {platform.platform()}",
+        f"commit    {header['commit']}, {header['date']}",
+        f"rates     copy {header['copy_tbs']:.3g} TB/s (read + written), "
+        f"read {header['read_tbs']:.3g} TB/s, bf16 product {header['bf16_tflops']:.3g} TFLOP/s",
+    ]

@@ -1,0 +1,122 @@
+"""One row: explain, check on fresh inputs, then time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.bench import timing
+from dsv4.bench.environment import Rates
+from dsv4.bench.problem import Case, Draw, Problem, UsageError, Verdict, nbytes
+from dsv4.bench.results import Row
+from dsv4.bench.rivals import rivals
+
+_MEMORY = 4 << 30  # bytes of inputs that timing may hold
+_MOST_COPIES = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        device: Where.
+        backend: Implementation by name, or ``"auto"``.
+        check: Whether to check before timing.
+        repeat: Timed runs.
+        seed: Of the inputs.
+    """
+
+    device: torch.device
+    backend: str = "auto"
+    check: bool = True
+    repeat: int = 5
+    seed: int = 0
+
+
+def measure(case: Case, options: Options, rates: Rates) -> Row:
+    """Run one case. A row whose check fails has no time.
+
+    Raises:
+        UsageError: if ``options.backend`` names no implementation of the operator, or one that
+            objects to the case; with its objection.
+    """
+    problem = case.build(Draw(options.seed, options.device))
+    chosen, reason = _choice(problem, options.backend)
+    moved = problem.reads + _writes(problem)
+    verdict = verify(problem, options.backend) if options.check else None
+    row: dict[str, Any] = {
+        "op": case.op,
+        "case": case.name,
+        "shape": case.shape,
+        "tokens": case.tokens,
+        "backend": chosen,
+        "reason": reason,
+        "floor_us": rates.floor_us(moved, problem.flops),
+        "bytes": moved,
+        "flops": problem.flops,
+    }
+    if verdict is not None:
+        row |= {"match": verdict.match, "message": verdict.message}
+        row["error"] = verdict.error
+        if verdict.match and verdict.error is None:
+            row["error"] = "bitwise"
+        if not verdict.match:
+            return Row(us=None, **row)
+    return Row(**{**row, **_times(case, problem, options, moved)})
+
+
+def _choice(problem: Problem, backend: str) -> tuple[str, str]:
+    found = dispatch.explain(problem.function, *problem.args, **problem.kwargs, backend=backend)
+    known = [name for name, _ in found.candidates]
+    if found.requested not in (dispatch.AUTO, *known):
+        raise UsageError(f"{found.op} has no backend {found.requested!r}, only {', '.join(known)}")
+    if found.chosen is None:
+        raise UsageError(f"{found.op}: {found.reason}")
+    return found.chosen, found.reason
+
+
+def _writes(problem: Problem) -> int:
+    if problem.writes is not None:
+        return problem.writes
+    return nbytes(*problem.fresh().run("reference"))
+
+
+def verify(problem: Problem, backend: str) -> Verdict:
+    """Compare with the float64 oracle, both on copies of what the operator changes in place."""
+    oracle, tested = problem.widened(), problem.fresh()
+    actual = tested.run(backend)
+    return problem.judge(problem, actual, oracle.run("reference"))
+
+
+def _times(case: Case, problem: Problem, options: Options, moved: int) -> dict[str, Any]:
+    problems = [problem, *_copies(case, options, moved)]
+    taken = timing.measure(
+        [_call(each, options.backend) for each in problems], options.device, options.repeat
+    )
+    times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "rivals": {}}
+    if taken.note:
+        times["message"] = taken.note
+    prepared = [rivals(case.op, each) for each in problems]
+    for name in prepared[0]:
+        calls = [calls[name] for calls in prepared]
+        times["rivals"][name] = timing.measure(calls, options.device, options.repeat).us
+    return times
+
+
+def _copies(case: Case, options: Options, moved: int) -> list[Problem]:
+    """More inputs of the same kind, so that a GPU's timed calls do not find theirs in the cache."""
+    if options.device.type != "cuda":
+        return []
+    count = max(1, min(_MOST_COPIES, _MEMORY // max(1, moved)))
+    seeds = range(options.seed + 1, options.seed + count)
+    return [case.build(Draw(seed, options.device)) for seed in seeds]
+
+
+def _call(problem: Problem, backend: str) -> Callable[[], Any]:
+    call = problem.fresh()
+    return lambda: call.run(backend)

@@ -1,0 +1,139 @@
+"""Problem sizes of the routers and the routed experts; see ``dsv4.bench.cases``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dsv4 import ops
+from dsv4.bench import budgets
+from dsv4.bench.check import bitwise, within
+from dsv4.bench.problem import Case, Draw, Problem, nbytes
+from dsv4.config import ModelConfig
+
+
+def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The learned router."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+
+    def build(draw: Draw) -> Problem:
+        x = draw.normal(tokens, c.hidden_size)
+        weight = draw.normal(experts, c.hidden_size, scale=c.hidden_size**-0.5)
+        bias = draw.normal(experts, dtype=torch.float32, scale=0.1)
+        kwargs = {"top_k": k, "scaling_factor": c.routed_scaling_factor}
+        return _router(ops.route_topk, (x, weight, bias), kwargs, nbytes(x, weight, bias))
+
+    sizes = {"E": experts, "H": c.hidden_size, "k": k}
+    yield Case("route_topk", "", sizes, tokens, build)
+
+
+def route_hash(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The table of the first layers."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+
+    def build(draw: Draw) -> Problem:
+        x = draw.normal(tokens, c.hidden_size)
+        weight = draw.normal(experts, c.hidden_size, scale=c.hidden_size**-0.5)
+        table = draw.distinct(c.vocab_size, k, experts)
+        ids = draw.integers(0, c.vocab_size, (tokens,))
+        kwargs = {"scaling_factor": c.routed_scaling_factor}
+        reads = nbytes(x, weight, ids) + tokens * k * table.element_size()
+        return _router(ops.route_hash, (x, weight, table, ids), kwargs, reads)
+
+    sizes = {"E": experts, "H": c.hidden_size, "k": k, "V": c.vocab_size}
+    yield Case("route_hash", "", sizes, tokens, build)
+
+
+def _router(function: Any, args: tuple, kwargs: dict[str, Any], reads: int) -> Problem:
+    x, weight = args[:2]
+    kwargs = {**kwargs, "logits_dtype": torch.float32}
+    flops = 2 * x.shape[0] * weight.numel()
+    return Problem(function, args, kwargs, budgets.routing, reads, flops)
+
+
+def _sorted(c: ModelConfig, tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order and offsets of tokens that each chose distinct experts at random."""
+    ids = draw.distinct(tokens, c.num_experts_per_tok, c.n_routed_experts)
+    return ops.moe_permute(ids, c.n_routed_experts, backend="reference")
+
+
+def moe_permute(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Sort by expert."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+
+    def build(draw: Draw) -> Problem:
+        ids = draw.distinct(tokens, k, experts)
+        judge = bitwise("order", "offsets")
+        return Problem(ops.moe_permute, (ids, experts), {}, judge, nbytes(ids))
+
+    yield Case("moe_permute", "", {"E": experts, "k": k}, tokens, build)
+
+
+def moe_gather(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Rows into sorted order."""
+    k = c.num_experts_per_tok
+
+    def build(draw: Draw) -> Problem:
+        x, (order, _) = draw.normal(tokens, c.hidden_size), _sorted(c, tokens, draw)
+        return Problem(ops.moe_gather, (x, order, k), {}, bitwise("rows"), nbytes(x, order))
+
+    yield Case("moe_gather", "", {"H": c.hidden_size, "k": k}, tokens, build)
+
+
+def moe_combine(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Weighted sum of each token's rows, and the shared expert."""
+    k = c.num_experts_per_tok
+
+    def build(draw: Draw) -> Problem:
+        order, offsets = _sorted(c, tokens, draw)
+        y = draw.normal(tokens * k, c.hidden_size)
+        weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1)
+        shared = draw.normal(tokens, c.hidden_size)
+        args = (y, order, offsets, weights)
+        judge = within(budgets.combination)
+        reads = nbytes(*args, shared)
+        return Problem(ops.moe_combine, args, {"shared": shared}, judge, reads)
+
+    yield Case("moe_combine", "", {"H": c.hidden_size, "k": k}, tokens, build)
+
+
+def grouped_gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Both projections of the routed experts, gate and up with a global scale each."""
+    inner, hidden = c.moe_intermediate_size, c.hidden_size
+    for name, rows, columns, segments in (
+        ("gate_up", 2 * inner, hidden, (inner, inner)),
+        ("down", hidden, inner, ()),
+    ):
+        for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
+            yield _experts(c, tokens, name + suffix, (rows, columns), segments, activation)
+
+
+def _experts(
+    c: ModelConfig,
+    tokens: int,
+    name: str,
+    shape: tuple[int, int],
+    segments: tuple[int, ...],
+    activation: str,
+) -> Case:
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+    rows, columns = shape
+
+    def build(draw: Draw) -> Problem:
+        _, offsets = _sorted(c, tokens, draw)
+        x = draw.normal(tokens * k, columns)
+        weight = draw.quantized(experts, rows, columns, segments=segments)
+        live = int((offsets.diff() > 0).sum())
+        return Problem(
+            ops.grouped_gemm,
+            (x, weight, offsets),
+            {"activation": activation},
+            within(budgets.product),
+            nbytes(x, offsets) + live * weight.nbytes // experts,
+            2 * tokens * k * rows * columns,
+        )
+
+    sizes = {"E": experts, "N": rows, "K": columns, "k": k}
+    return Case("grouped_gemm", name, sizes, tokens, build)

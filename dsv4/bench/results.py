@@ -1,0 +1,158 @@
+"""Rows and files of results: ``{"header": {...}, "rows": [...]}``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsv4.bench.environment import slug
+
+_NUMBER = (int, float)
+_OPTIONAL_NUMBER = (int, float, type(None))
+_HEADER: dict[str, Any] = {
+    "gpu": str,
+    "driver": str,
+    "versions": dict,
+    "commit": str,
+    "command": str,
+    "date": str,
+    "copy_tbs": _NUMBER,
+    "read_tbs": _NUMBER,
+    "bf16_tflops": _NUMBER,
+}
+_ROW: dict[str, Any] = {
+    "op": str,
+    "case": str,
+    "shape": dict,
+    "tokens": int,
+    "backend": str,
+    "reason": str,
+    "us": _OPTIONAL_NUMBER,
+    "floor_us": _NUMBER,
+    "bytes": int,
+    "flops": int,
+    "rivals": dict,
+    "error": (*_OPTIONAL_NUMBER, str),
+    "match": (bool, type(None)),
+    "timer": str,
+    "message": str,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case measured.
+
+    Attributes:
+        op: Operator.
+        case: Which of its uses in the model; empty if there is one.
+        shape: Names and sizes.
+        tokens: Tokens in the batch.
+        backend: The implementation that ran.
+        reason: Why that one.
+        us: Median microseconds; None if the check failed.
+        floor_us: What the machine's measured rates allow at best.
+        bytes: Bytes that have to be moved.
+        flops: Operations of the products.
+        rivals: Microseconds of others, by name; empty if the check failed.
+        error: Largest error of a row over the norm of the row against float64, ``"bitwise"``, or
+            None if unchecked.
+        match: Whether the check passed, or None if unchecked.
+        timer: How ``us`` was taken.
+        message: What the check found, or why the timer is not a graph.
+    """
+
+    op: str
+    case: str
+    shape: dict[str, int]
+    tokens: int
+    backend: str
+    reason: str
+    us: float | None
+    floor_us: float
+    bytes: int
+    flops: int
+    rivals: dict[str, float] = field(default_factory=dict)
+    error: float | str | None = None
+    match: bool | None = None
+    timer: str = ""
+    message: str = ""
+
+
+def document(header: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
+    """What a file holds. An infinite error, which JSON lacks, becomes the string ``"inf"``."""
+    return {"header": dict(header), "rows": [_plain(row) for row in rows]}
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    values = asdict(row)
+    if row.error == float("inf"):
+        values["error"] = "inf"
+    return values
+
+
+def validate(found: Any) -> None:
+    """Check a document against the schema.
+
+    Raises:
+        ValueError: naming the first field that is missing, unknown or of the wrong type, and a row
+            that has a time although its check failed.
+    """
+    if not isinstance(found, dict) or set(found) != {"header", "rows"}:
+        raise ValueError("results: wanted exactly the fields header and rows")
+    _fields("header", found["header"], _HEADER)
+    if not isinstance(found["rows"], list):
+        raise ValueError("results: rows is not a list")
+    for i, row in enumerate(found["rows"]):
+        where = f"rows[{i}]"
+        _fields(where, row, _ROW)
+        for name in ("shape", "rivals"):
+            wanted = int if name == "shape" else _NUMBER
+            for key, value in row[name].items():
+                _typed(f"{where}.{name}.{key}", value, wanted)
+        if isinstance(row["error"], str) and row["error"] not in ("bitwise", "inf"):
+            raise ValueError(f"results: {where}.error is {row['error']!r}, wanted 'bitwise'")
+        if row["match"] is False and (row["us"] is not None or row["rivals"]):
+            raise ValueError(f"results: {where} has a time although its check failed")
+
+
+def _fields(where: str, found: Any, schema: dict[str, Any]) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"results: {where} is {type(found).__name__}, wanted named fields")
+    for name in [*schema, *found]:
+        if name not in found or name not in schema:
+            kind = "unknown" if name in found else "missing"
+            raise ValueError(f"results: {where}.{name} is {kind}")
+    for name, wanted in schema.items():
+        _typed(f"{where}.{name}", found[name], wanted)
+
+
+def _typed(where: str, value: Any, wanted: Any) -> None:
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"results: {where} is {value!r}, wanted {kinds}")
+
+
+def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Path]:
+    """Write a file, or, if ``target`` ends with a slash, ``results/<gpu>/<op>.json`` below it.
+
+    Returns:
+        The files written.
+    """
+    if not target.endswith("/"):
+        return [_write(Path(target), document(header, rows))]
+    folder = Path(target) / "results" / slug(str(header["gpu"]))
+    by_op: dict[str, list[Row]] = {}
+    for row in rows:
+        by_op.setdefault(row.op, []).append(row)
+    return [_write(folder / f"{op}.json", document(header, some)) for op, some in by_op.items()]
+
+
+def _write(path: Path, content: dict[str, Any]) -> Path:
+    validate(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return path

@@ -1,0 +1,84 @@
+"""How long a call takes, in microseconds; always a median."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured time.
+
+    Attributes:
+        us: Median microseconds of one call.
+        timer: ``"graph"`` (replays of a CUDA graph), ``"events"`` (eager launches between CUDA
+            events) or ``"clock"`` (the host's clock, on a CPU).
+        note: Why not a graph, where it is not.
+    """
+
+    us: float
+    timer: str
+    note: str = ""
+
+
+def measure(calls: Sequence[Call], device: torch.device, repeat: int) -> Timing:
+    """Time one call; ``calls`` are the same one on different inputs, taken in turn.
+
+    Args:
+        calls: At least one.
+        device: Where they run.
+        repeat: Timed runs over all of ``calls``.
+    """
+    if device.type == "cuda":
+        return _on_gpu(calls, repeat)
+    for call in calls:
+        call()
+    times = []
+    for _ in range(repeat):
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return Timing(1e6 * statistics.median(times), "clock")
+
+
+def _on_gpu(calls: Sequence[Call], repeat: int) -> Timing:
+    """A graph of all calls, replayed with the L2 cache cleared before each replay.
+
+    Every call has inputs of its own, so within a replay each finds them out of cache.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError as error:
+        # An implementation that waits for the device cannot be captured. Said in the row.
+        torch.cuda.synchronize()
+        note = f"not capturable: {str(error).splitlines()[0]}"
+        return Timing(
+            _median_us(lambda: [call() for call in calls], len(calls), repeat), "events", note
+        )
+    return Timing(_median_us(graph.replay, len(calls), repeat), "graph")
+
+
+def _median_us(run: Call, calls: int, repeat: int) -> float:
+    from triton.testing import do_bench
+
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    once_ms = max(1e3 * (time.perf_counter() - start), 0.01)
+    milliseconds = do_bench(run, warmup=5, rep=int(repeat * once_ms) + 1, return_mode="median")
+    return 1e3 * milliseconds / calls
