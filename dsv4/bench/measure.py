@@ -15,7 +15,7 @@ from dsv4.bench.problem import Case, Draw, Problem, UsageError, Verdict, nbytes
 from dsv4.bench.results import Row
 from dsv4.bench.rivals import rivals
 
-_MEMORY = 4 << 30  # bytes of inputs that timing may hold
+_MEMORY = 8 << 30  # bytes of inputs that timing may hold
 _MOST_COPIES = 8
 
 
@@ -67,7 +67,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
             row["error"] = "bitwise"
         if not verdict.match:
             return Row(us=None, **row)
-    return Row(**{**row, **_times(case, problem, options, moved)})
+    return Row(**{**row, **_times(case, problem, options)})
 
 
 def _choice(problem: Problem, backend: str) -> tuple[str, str]:
@@ -93,8 +93,8 @@ def verify(problem: Problem, backend: str) -> Verdict:
     return problem.judge(problem, actual, oracle.run("reference"))
 
 
-def _times(case: Case, problem: Problem, options: Options, moved: int) -> dict[str, Any]:
-    problems = [problem, *_copies(case, options, moved)]
+def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
+    problems = [problem, *_copies(case, options, problem)]
     taken = timing.measure(
         [_call(each, options.backend) for each in problems], options.device, options.repeat
     )
@@ -108,11 +108,11 @@ def _times(case: Case, problem: Problem, options: Options, moved: int) -> dict[s
     return times
 
 
-def _copies(case: Case, options: Options, moved: int) -> list[Problem]:
+def _copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
     """More inputs of the same kind, so that a GPU's timed calls do not find theirs in the cache."""
     if options.device.type != "cuda":
         return []
-    count = max(1, min(_MOST_COPIES, _MEMORY // max(1, moved)))
+    count = max(1, min(_MOST_COPIES, _MEMORY // max(1, problem.held)))
     seeds = range(options.seed + 1, options.seed + count)
     return [case.build(Draw(seed, options.device)) for seed in seeds]
 

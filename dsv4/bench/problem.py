@@ -121,6 +121,12 @@ class Problem:
     writes: int | None = None
     mutates: tuple[int, ...] = ()
 
+    @property
+    def held(self) -> int:
+        """Bytes of all inputs, used or not."""
+        parts = [_data(arg) for arg in (*self.args, *self.kwargs.values())]
+        return nbytes(*(p for p in parts if isinstance(p, (torch.Tensor, QuantizedTensor))))
+
     def run(self, backend: str = "auto") -> Outputs:
         """Call the operator; its results and the tensors it changed, flat."""
         result = self.function(*self.args, **self.kwargs, backend=backend)
