@@ -257,7 +257,7 @@ def test_the_paged_path_compiles_to_one_graph() -> None:
 
 @pytest.mark.parametrize("format", [None, "nvfp4", "mxfp4", "fp8_block"])
 def test_meta_and_strict_state_dict(format: str | None) -> None:
-    config = ModelConfig.tiny()
+    config = ModelConfig.tiny(moe_intermediate_size=128)
     source = random_model(config, 2, mtp=True)
     with torch.device("meta"):
         target = DeepseekV4ForCausalLM(config)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.formats import Format, QuantizedTensor
+from dsv4.formats import NVFP4, Format, QuantizedTensor, format_named
+from dsv4.ops.quantize import quantize
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -70,3 +71,9 @@ def empty_quantized(
     scales = torch.empty(format.scales_shape(shape), dtype=dtype, device=device)
     scale = torch.empty((*shape[:-2], 1), device=device) if format.has_global_scale else None
     return QuantizedTensor(codes, scales, scale, format)
+
+
+def quantize_weight(weight: torch.Tensor, format: str) -> QuantizedTensor:
+    """A weight in ``format``, NVFP4 by the rule for weights (specification section 11.1)."""
+    chosen = format_named(format)
+    return quantize(weight, chosen, scaling="weight" if chosen == NVFP4 else "tensor")

@@ -10,11 +10,17 @@ from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.formats import Format, QuantizedTensor, format_named
-from dsv4.layers._module import FixedDtypeModule, empty_quantized, empty_weight, frozen
+from dsv4.layers._module import (
+    FixedDtypeModule,
+    empty_quantized,
+    empty_weight,
+    frozen,
+    quantize_weight,
+)
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
-from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -94,12 +100,13 @@ class DeepseekV4Experts(FixedDtypeModule):
             self._observe(name, rows, offsets)
         if self.format is None:
             return grouped_gemm(rows, getattr(self, name), offsets)
+        quantises = self.activation == "nvfp4" and self.observers is None
         return grouped_gemm(
             rows,
             self.quantized_weight(name),
             offsets,
-            activation="bf16" if self.observers is not None else self.activation,
-            input_scale=getattr(self, name + "_input_scale"),
+            activation="nvfp4" if quantises else "bf16",
+            input_scale=getattr(self, name + "_input_scale") if quantises else None,
         )
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -146,9 +153,17 @@ class DeepseekV4Experts(FixedDtypeModule):
             format: Name or descriptor, or None for plain weights.
             scale_dtype: Dtype of the block scales, where the format allows several.
             input_scale: Whether to declare the activation scales.
+
+        Raises:
+            ValueError: if gate and up would share block scales; nothing is changed then.
         """
         device = self.gate_up_proj.device
         chosen = None if format is None else format_named(format)
+        if chosen is not None and self.intermediate_dim % chosen.block[0]:
+            raise ValueError(
+                f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
+                f"{chosen.block[0]}: the {chosen.name} blocks of gate and up would overlap"
+            )
         self.format = chosen
         self.stored = DeepseekV4Experts.stored | (set(_PROJECTIONS) if chosen else set())
         for name in _PROJECTIONS:
@@ -260,8 +275,9 @@ class DeepseekV4Experts(FixedDtypeModule):
         gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
         self.to_format(format)
         for e in range(self.num_experts):
-            gate, up = quantize(gate_up[e, :inner], format), quantize(gate_up[e, inner:], format)
-            self.set_expert(e, gate, up, quantize(down[e], format))
+            parts = (gate_up[e, :inner], gate_up[e, inner:], down[e])
+            gate, up, out = (quantize_weight(part, format) for part in parts)
+            self.set_expert(e, gate, up, out)
 
     def extra_repr(self) -> str:
         """Sizes, format and activation."""

@@ -9,10 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from dsv4.formats import NVFP4, Format, QuantizedTensor, cat_rows, format_named
-from dsv4.layers._module import FixedDtypeModule, empty_quantized, empty_weight, frozen
+from dsv4.layers._module import (
+    FixedDtypeModule,
+    empty_quantized,
+    empty_weight,
+    frozen,
+    quantize_weight,
+)
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
-from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.quantize import dequantize
 
 ACTIVATIONS = ("bf16", "nvfp4")
 
@@ -27,7 +33,8 @@ class Linear(FixedDtypeModule):
 
     Attributes:
         format: None for a plain weight, else its ``Format``.
-        activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or, without one, with a scale per token. Plain weights never quantise x.
+        activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,
+            without one, with a scale per token. Plain weights never quantise x.
     """
 
     stored = frozenset({"weight_scale", "weight_scale_2", "input_scale"})
@@ -70,11 +77,12 @@ class Linear(FixedDtypeModule):
             self.observer.see(x)
         if self.format is None:
             return self._plain(x, out_dtype)
+        quantises = self.activation == "nvfp4" and self.observer is None
         return gemm(
             x,
             self.quantized_weight(),
-            activation="bf16" if self.observer is not None else self.activation,
-            input_scale=self.input_scale,
+            activation="nvfp4" if quantises else "bf16",
+            input_scale=self.input_scale if quantises else None,
             groups=self.groups,
             out_dtype=out_dtype,
         )
@@ -175,7 +183,7 @@ class Linear(FixedDtypeModule):
             raise ValueError(
                 f"Linear: the weight is {self.format.name} already, wanted a plain one"
             )
-        self.set_weight(quantize(self.weight.detach(), format))
+        self.set_weight(quantize_weight(self.weight.detach(), format))
 
     def extra_repr(self) -> str:
         """Shape, format and activation."""
@@ -243,8 +251,14 @@ def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor
     if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
         return [layer(x) for layer in layers]
     weight = cat_rows([layer.quantized_weight() for layer in layers])
+    activation = layers[0].activation
+    common = _common_input_scale(layers) if activation == "nvfp4" else None
+    out = gemm(x, weight, activation=activation, input_scale=common)
+    return list(out.split([layer.out_features for layer in layers], dim=-1))
+
+
+def _common_input_scale(layers: Sequence[Linear]) -> torch.Tensor | None:
+    """The largest input scale, or None (a scale per token) where a layer has none."""
     scales: list[torch.Tensor | None] = [layer.input_scale for layer in layers]
     known = [scale for scale in scales if scale is not None]
-    common = torch.cat(known).amax(0, keepdim=True) if len(known) == len(scales) else None
-    out = gemm(x, weight, activation=layers[0].activation, input_scale=common)
-    return list(out.split([layer.out_features for layer in layers], dim=-1))
+    return torch.cat(known).amax(0, keepdim=True) if len(known) == len(scales) else None

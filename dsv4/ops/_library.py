@@ -2,7 +2,8 @@
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd
-formula is registered, so a backward pass through an operator raises torch's own error.
+formula is registered, so torch warns when a backward pass reaches an operator, and no gradient
+passes through it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     _LIBRARY.define(schema)
 
     def body(*args: Any) -> Any:
-        return dispatch.run(name, args)
+        # Without this the reference would build autograd's graph of its own intermediate tensors.
+        with torch.no_grad():
+            return dispatch.run(name, args)
 
     _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4::{name}", fake, lib=_LIBRARY)

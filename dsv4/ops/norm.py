@@ -25,7 +25,8 @@ def rms_norm(
     """``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (specification section 2).
 
     Statistics and product in float32 (float64 for float64 input), one rounding to ``x.dtype`` at
-    the end. Without a weight this is the per-head norm of q (section 4.2, step 2).
+    the end. Without a weight this is the per-head norm of q (section 4.2, step 2). A row that holds
+    a non-finite value, or whose mean square overflows, is NaN throughout.
 
     Args:
         x: ``[..., D]``, bfloat16, float16, float32 or float64.

@@ -44,7 +44,7 @@ def gemm(
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
     segments: Sequence[int],
-    fmt: str,
+    format: str,
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
@@ -53,7 +53,7 @@ def gemm(
 ) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups."""
     compute = compute_dtype(x)
-    weight = operand(codes, scales, fmt, layout, compute)
+    weight = operand(codes, scales, format, layout, compute)
     row = None
     if global_scale is not None:
         row = formats.expand_segments(global_scale, segments, codes.shape[0]).to(compute)

@@ -20,7 +20,7 @@ def grouped_gemm(
     global_scale: torch.Tensor | None,
     segments: Sequence[int],
     offsets: torch.Tensor,
-    fmt: str,
+    format: str,
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
@@ -40,7 +40,7 @@ def grouped_gemm(
         if scales is None:
             matrix = weight[expert].to(compute)
         else:
-            matrix = operand(weight[expert], scales[expert], fmt, layout, compute)
+            matrix = operand(weight[expert], scales[expert], format, layout, compute)
         row = None
         if global_scale is not None:
             row = formats.expand_segments(global_scale[expert], segments, weight.shape[1])

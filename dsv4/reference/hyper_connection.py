@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4.reference._precision import compute_dtype
+from dsv4.reference._rms import inverse_rms
 
 
 def hc_pre(
@@ -57,8 +58,7 @@ def hc_head(
 def _mixes(wide: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
     """``fn`` times the flattened streams, over their root mean square."""
     flat = wide.flatten(-2)
-    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    return torch.nn.functional.linear(flat, fn.to(wide.dtype)) * inverse_rms
+    return torch.nn.functional.linear(flat, fn.to(wide.dtype)) * inverse_rms(flat, norm_eps)
 
 
 def _collapse(wide: torch.Tensor, pre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -125,13 +125,13 @@ def _expand_tiles(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor
 
 
 def operand(
-    codes: torch.Tensor, scales: torch.Tensor, fmt: str, layout: str, dtype: torch.dtype
+    codes: torch.Tensor, scales: torch.Tensor, format: str, layout: str, dtype: torch.dtype
 ) -> torch.Tensor:
     """``code * block scale`` in ``dtype`` (float32 or float64), without the global scale.
 
     Exact for every format but FP8 with float32 scales, where float32 rounds once.
     """
-    description = FORMATS[fmt]
+    description = FORMATS[format]
     if not description.packed:
         rows, columns = codes.shape[-2:]
         return codes.to(dtype) * _expand_tiles(scales_to_float(scales), rows, columns).to(dtype)
@@ -148,13 +148,13 @@ def dequantize(
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
     segments: Sequence[int],
-    fmt: str,
+    format: str,
     layout: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """See ``dsv4.ops.quantize.dequantize``."""
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    values = operand(codes, scales, fmt, layout, compute)
+    values = operand(codes, scales, format, layout, compute)
     if global_scale is not None:
         row = formats.expand_segments(global_scale, segments, codes.shape[-2])
         values = values * row.to(compute)[..., None]

@@ -66,12 +66,16 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype = torch.float32) -> di
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.format is not None:
-            _replace(state, f"{name}.", "weight", module.dense_weight(dtype))
+            _replace(state, _prefix(name), "weight", module.dense_weight(dtype))
         if isinstance(module, DeepseekV4Experts) and module.format is not None:
             for projection in ("gate_up_proj", "down_proj"):
                 dense = module.dense_weight(projection, dtype)
-                _replace(state, f"{name}.", projection, dense)
+                _replace(state, _prefix(name), projection, dense)
     return state
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 def _replace(state: dict[str, Any], prefix: str, stem: str, dense: torch.Tensor) -> None:
