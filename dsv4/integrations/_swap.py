@@ -1,0 +1,309 @@
+"""Exchange of transformers' modules for this package's, tensor by tensor the same objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4 import layers
+from dsv4.config import ModelConfig
+from dsv4.integrations._report import Kept, Replaced
+
+_FOREIGN_FORWARD = "its forward was replaced on the instance (an offload hook or another patch)"
+_ALREADY = "it is dsv4's already; undo first to change its numerics or activation"
+_RECORDER = "output_capturing_hook"
+_KNOWN_HOMES = (
+    "torch.nn.modules.",
+    "transformers.models.deepseek_v4.",
+    "transformers.activations",
+    "dsv4.layers.",
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class OutputHead(layers.Linear):
+    """Output head whose logits are float32 whatever the model's dtype (specification section 2)."""
+
+    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[..., H]`` to ``[..., vocab]``."""
+        return super().forward(x, out_dtype or torch.promote_types(x.dtype, torch.float32))
+
+
+class NoAttentionWeights:
+    """Forward pre-hook: asking for attention weights is an error instead of an empty answer."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a call that records attention weights."""
+        if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
+            raise ValueError(
+                "output_attentions is True, wanted False: dsv4's attention never materialises its "
+                "weights. Leave 'attention' out of parts, or undo the swap, to get them"
+            )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one class of transformers is replaced.
+
+    Attributes:
+        part: The part it belongs to.
+        build: Makes the new module, on meta, from the configuration and the old module.
+        container: Name of the child that must be this package's for the rule to apply. The new
+            module then takes over the children of the old one, replaced or not.
+    """
+
+    part: str
+    build: Callable[[ModelConfig, Any], nn.Module]
+    container: str | None = None
+
+
+def _norm(config: ModelConfig, old: Any) -> nn.Module:
+    return layers.DeepseekV4RMSNorm(old.weight.shape[0], eps=old.variance_epsilon)
+
+
+def _head(config: ModelConfig, old: Any) -> nn.Module:
+    head = layers.Linear if config.numerics == "transformers" else OutputHead
+    return head(config.hidden_size, config.vocab_size)
+
+
+RULES: dict[str, Rule] = {
+    "DeepseekV4RotaryEmbedding": Rule(
+        "attention", lambda c, old: layers.DeepseekV4RotaryEmbedding(c)
+    ),
+    "DeepseekV4Attention": Rule(
+        "attention", lambda c, old: layers.DeepseekV4Attention(c, old.layer_idx)
+    ),
+    "DeepseekV4TopKRouter": Rule("router", lambda c, old: layers.DeepseekV4TopKRouter(c)),
+    "DeepseekV4HashRouter": Rule("router", lambda c, old: layers.DeepseekV4HashRouter(c)),
+    "DeepseekV4Experts": Rule("experts", lambda c, old: layers.DeepseekV4Experts(c)),
+    "DeepseekV4MLP": Rule("mlp", lambda c, old: layers.DeepseekV4MLP(c)),
+    "DeepseekV4SparseMoeBlock": Rule("experts", lambda c, old: _moe_block(c, old), "experts"),
+    "DeepseekV4HyperConnection": Rule(
+        "hyper_connection", lambda c, old: layers.DeepseekV4HyperConnection(c)
+    ),
+    "DeepseekV4HyperHead": Rule(
+        "hyper_connection", lambda c, old: layers.DeepseekV4HyperHead(c)
+    ),
+    "DeepseekV4DecoderLayer": Rule(
+        "hyper_connection", lambda c, old: layers.DeepseekV4DecoderLayer(c, old.layer_idx), "attn_hc"
+    ),
+    "DeepseekV4RMSNorm": Rule("norm", _norm),
+    "Linear": Rule("lm_head", _head),
+}
+_NAMED = {kind: rule for kind, rule in RULES.items() if kind != "Linear"}
+PARTS = ("attention", "experts", "router", "mlp", "hyper_connection", "norm", "lm_head")
+
+
+def _moe_block(config: ModelConfig, old: Any) -> nn.Module:
+    kind = "hash_moe" if old.is_hash else "moe"
+    return layers.DeepseekV4SparseMoeBlock(config, config.mlp_layer_types.index(kind))
+
+
+@dataclass
+class Swap:
+    """One replacement."""
+
+    parent: nn.Module
+    attribute: str
+    name: str
+    part: str
+    old: nn.Module
+    new: nn.Module
+    container: bool
+
+    def do(self) -> None:
+        """Share the tensors, or take over the children, and put the new module in place."""
+        if self.container:
+            self.new._modules = dict(self.old._modules)
+        else:
+            share_tensors(self.old, self.new)
+        for hook in self.old._forward_hooks.values():
+            self.new.register_forward_hook(hook)
+        if not self.container:
+            self.new.train(self.old.training)
+        self.new.training = self.old.training
+        setattr(self.parent, self.attribute, self.new)
+
+    def undoable(self) -> str | None:
+        """Why this cannot be undone, or None."""
+        if self.parent._modules.get(self.attribute) is not self.new:
+            return "was replaced again since; undo that first"
+        if self.container:
+            same = self.old._modules.keys() == self.new._modules.keys() and all(
+                self.old._modules[k] is self.new._modules[k] for k in self.new._modules
+            )
+            return None if same else "has children that were replaced since; undo that first"
+        problem = tensors_differ(self.old, self.new)
+        return None if problem is None else f"has other tensors since: {problem}"
+
+    def undo(self) -> None:
+        """Put the old module back, with the tensors of the new one."""
+        if not self.container:
+            share_tensors(self.new, self.old)
+            _follow(self.old, self.new)
+        self.old.training = self.new.training
+        setattr(self.parent, self.attribute, self.old)
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of a tree by name; shared ones under every name."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    for path, sub in module.named_modules():
+        for name, tensor in sub._buffers.items():
+            if tensor is not None and name not in sub._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = tensor
+    return found
+
+
+def tensors_differ(old: nn.Module, new: nn.Module) -> str | None:
+    """In words, how the tensors of two modules differ in name, shape or kind; None if they agree."""
+    theirs, ours = _own(old), _own(new)
+    for name in sorted(theirs.keys() ^ ours.keys()):
+        return f"{name} is {'not expected' if name in theirs else 'missing'}"
+    for name, tensor in theirs.items():
+        if tensor.shape != ours[name].shape:
+            return f"{name} has shape {list(tensor.shape)}, wanted {list(ours[name].shape)}"
+        if tensor.dtype != ours[name].dtype and not (_plain(tensor) and _plain(ours[name])):
+            return f"{name} has dtype {tensor.dtype}, wanted {ours[name].dtype}"
+        if type(tensor) not in (nn.Parameter, torch.Tensor, nn.Buffer):
+            return f"{name} is a {type(tensor).__name__}, wanted a plain tensor"
+    return None
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def share_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Make ``target`` hold the very tensors of ``source``; names and shapes are known to agree."""
+    for name, tensor in _own(source).items():
+        path, _, attribute = name.rpartition(".")
+        owner = target.get_submodule(path)
+        table = owner._parameters if attribute in owner._parameters else owner._buffers
+        table[attribute] = tensor  # type: ignore[index]
+
+
+def _follow(module: nn.Module, like: nn.Module) -> None:
+    """Bring tables that only ``module`` has (rotary frequencies) to where ``like`` went."""
+    tensor = next(iter(_own(like).values()), None)
+    for sub in module.modules():
+        for name in sub._non_persistent_buffers_set:
+            buffer = sub._buffers.get(name)
+            if buffer is not None and tensor is not None:
+                sub._buffers[name] = buffer.to(tensor.device)
+
+
+def _obstacle(module: nn.Module, container: bool) -> str | None:
+    """Why a module must stay, judged by what others did to it; None if nothing."""
+    for path, sub in module.named_modules() if not container else [("", module)]:
+        where = f"{path}: " if path else ""
+        if "forward" in vars(sub):
+            return where + _FOREIGN_FORWARD
+        for hook in (h for kind in _HOOKS for h in getattr(sub, kind).values()):
+            if _RECORDER not in getattr(hook, "__qualname__", ""):
+                return f"{where}it has hooks, which a swap would drop"
+        home = type(sub).__module__
+        if not home.startswith(_KNOWN_HOMES):
+            return f"{where}it is a {type(sub).__module__}.{type(sub).__qualname__}"
+    return None
+
+
+@dataclass
+class Plan:
+    """What will be swapped; nothing is changed while it is made.
+
+    Attributes:
+        config: Configuration of the new modules.
+        modeling: transformers' module of model code, whose classes are the expected ones.
+        parts: The parts that were asked for.
+    """
+
+    config: ModelConfig
+    modeling: Any
+    parts: tuple[str, ...]
+    swaps: list[Swap] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+    def visit(self, parent: nn.Module, prefix: str = "") -> None:
+        """Plan for the descendants of ``parent``, children before containers."""
+        for attribute, module in parent._modules.items():
+            if module is None:
+                continue
+            name = f"{prefix}{attribute}"
+            rule = self._rule(module, name)
+            if rule is None or rule.container is not None:
+                self.visit(module, name + ".")
+            if rule is not None and not self._try(parent, attribute, name, rule):
+                if rule.container is None:
+                    self.visit(module, name + ".")
+
+    def _rule(self, module: nn.Module, name: str) -> Rule | None:
+        return RULES["Linear"] if name == "lm_head" else _NAMED.get(type(module).__name__)
+
+    def _try(self, parent: nn.Module, attribute: str, name: str, rule: Rule) -> bool:
+        """Plan one swap, or note why not; True if the tree below needs no visit."""
+        old = parent._modules[attribute]
+        assert old is not None
+        if rule.part not in self.parts:
+            self.kept.append(Kept(name, rule.part, f"{rule.part!r} was not asked for"))
+            return False
+        if type(old).__module__.startswith("dsv4."):
+            self.kept.append(Kept(name, rule.part, _ALREADY))
+            return True
+        reason, new = self._candidate(old, rule)
+        if new is None:
+            self.kept.append(Kept(name, rule.part, reason))
+            return False
+        container = rule.container is not None
+        self.swaps.append(Swap(parent, attribute, name, rule.part, old, new, container))
+        return True
+
+    def _candidate(self, old: nn.Module, rule: Rule) -> tuple[str, nn.Module | None]:
+        expected = getattr(self.modeling, type(old).__name__, nn.Linear)
+        if type(old) is not expected:
+            return f"it is a {type(old).__module__}.{type(old).__qualname__}", None
+        container = rule.container is not None
+        obstacle = _obstacle(old, container)
+        if obstacle is not None:
+            return obstacle, None
+        if rule.container is not None and not self._ours(old, rule.container):
+            return f"its {rule.container} was not replaced", None
+        with torch.device("meta"):
+            new = rule.build(self.config, old)
+        problem = None if container else tensors_differ(old, new)
+        return ("", new) if problem is None else (problem, None)
+
+    def _ours(self, module: nn.Module, child: str) -> bool:
+        present = module._modules[child]
+        planned = any(swap.old is present for swap in self.swaps)
+        return planned or type(present).__module__.startswith("dsv4.")
+
+    def execute(self) -> tuple[Replaced, ...]:
+        """Do it all."""
+        for swap in self.swaps:
+            swap.do()
+            if type(swap.old).__name__ == "DeepseekV4Attention":
+                hook = NoAttentionWeights(getattr(swap.old, "config", None))
+                swap.new.register_forward_pre_hook(hook, with_kwargs=True)
+        return tuple(self._replaced())
+
+    def _replaced(self) -> Iterator[Replaced]:
+        for swap in self.swaps:
+            old, new = type(swap.old).__name__, type(swap.new)
+            yield Replaced(swap.name, swap.part, old, f"{new.__module__}.{new.__qualname__}")
+
+    def undo(self) -> None:
+        """Put all originals back, or raise before changing anything."""
+        for swap in reversed(self.swaps):
+            reason = swap.undoable()
+            if reason is not None:
+                raise RuntimeError(f"undo: {swap.name} {reason}")
+        for swap in reversed(self.swaps):
+            swap.undo()

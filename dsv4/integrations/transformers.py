@@ -1,0 +1,256 @@
+"""This package's layers inside transformers' DeepSeek-V4.
+
+``apply`` swaps the modules of a loaded model, ``from_pretrained`` loads an NVFP4 checkpoint, which
+transformers alone cannot. Both change one model instance; no class is patched, and importing this
+module imports neither transformers nor anything that needs it.
+
+What differs from transformers' own modules:
+
+* Inference only: a backward pass through a swapped module raises.
+* ``output_attentions=True`` raises where the attention was swapped, because the weights are never
+  materialised. ``output_hidden_states`` and ``output_router_logits`` work.
+* The experts ignore ``config._experts_implementation``; ``set_experts_implementation`` is harmless.
+* Left-padded batches: prompts of different lengths in one batch give each other's positions to the
+  compressors, in transformers as here, because a compressed entry covers slots of the padded row.
+  Prefill equals transformers'. In decode, transformers shows all entries of a heavily compressed
+  layer, and these modules show those that prefill would show. Neither equals the unpadded prompt,
+  as soon as a compressor has closed a window: batch prompts of equal length, or use
+  ``dsv4.DeepseekV4ForCausalLM.generate``, which packs prompts of any lengths without padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
+from dsv4.integrations._report import Kept, Replaced, Report
+from dsv4.integrations._swap import PARTS, Plan
+
+__all__ = ["PARTS", "Kept", "Replaced", "Report", "apply", "from_pretrained"]
+
+_logger = logging.getLogger(__name__)
+
+
+def apply(
+    model: Any,
+    *,
+    parts: Iterable[str] | None = None,
+    numerics: str = "transformers",
+    activation: str = "bf16",
+) -> Report:
+    """Swap modules of a loaded transformers model in place by this package's.
+
+    The new modules hold the same parameters and buffers: nothing is copied, and the keys of
+    ``state_dict`` do not change. A module stays, and the report says why, where it is not of the
+    expected class, holds other tensors than expected (adapters, quantisers), was hooked or patched
+    by something else, or is this package's already. Applying twice therefore replaces nothing.
+
+    Args:
+        model: transformers' ``DeepseekV4ForCausalLM`` or ``DeepseekV4Model``.
+        parts: Which parts to swap, of ``PARTS``; None for all.
+
+            ====================  ==========================================================
+            ``attention``         attention with compressors, indexer, its norms, rotary tables
+            ``experts``           routed experts and the block that adds the shared expert
+            ``router``            both kinds of router
+            ``mlp``               the shared expert
+            ``hyper_connection``  hyper-connections, decoder layers around them, head collapse
+            ``norm``              the RMS norms that remain
+            ``lm_head``           the output head
+            ====================  ==========================================================
+        numerics: ``"transformers"``, or ``"deepseek"`` for the reference behaviour, which a model
+            has entirely only if all parts are swapped.
+        activation: ``"bf16"``, or ``"nvfp4"`` to quantise what quantised weights multiply.
+
+    Returns:
+        What was replaced and what was not; ``report.undo()`` takes it back.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        TypeError: if ``model`` is not one of the two classes.
+        ValueError: if a part, the numerics or the activation is unknown, or the model's configuration
+            is not one this package implements. Nothing is changed then.
+    """
+    modeling = _modeling()
+    if not isinstance(model, (modeling.DeepseekV4ForCausalLM, modeling.DeepseekV4Model)):
+        raise TypeError(
+            f"apply: model is a {type(model).__module__}.{type(model).__qualname__}, wanted "
+            "transformers' DeepseekV4ForCausalLM or DeepseekV4Model"
+        )
+    config = _configuration(ModelConfig.of(model.config), numerics, activation)
+    plan = Plan(config, modeling, _chosen(parts))
+    _install_recorders(model, modeling)
+    plan.visit(model)
+    replaced = plan.execute()
+    title = f"dsv4 in {type(model).__name__}, numerics {numerics}, activation {activation}"
+    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), (), plan.undo)
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    numerics: str = "transformers",
+    activation: str = "bf16",
+    parts: Iterable[str] | None = None,
+    progress: bool = True,
+) -> Any:
+    """A transformers ``DeepseekV4ForCausalLM`` filled from a checkpoint of any layout.
+
+    Quantised weights stay as they are stored in the parts that are swapped, and are dequantised in
+    the others. transformers has no multi-token-prediction layers: the checkpoint's are left out,
+    which is logged as a warning and listed in ``model.dsv4_report.left_out``.
+
+    Args:
+        path: Folder with config.json and safetensors, see ``dsv4.checkpoint``.
+        device: Where the model goes.
+        dtype: Dtype of plain weights; None keeps the checkpoint's.
+        numerics: As for ``apply``.
+        activation: As for ``apply``.
+        parts: As for ``apply``.
+        progress: Whether to show a progress bar on stderr.
+
+    Returns:
+        The model in evaluation mode, with generation_config.json of the folder, or else begin and end
+        tokens of the configuration. Its ``dsv4_report`` says what was replaced; the swap cannot be
+        undone. Save it with ``dsv4.save``: ``model.save_pretrained`` would write quantised tensors
+        that transformers cannot read.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration.
+        ValueError: if an option is unknown or config.json is not a configuration this package
+            implements.
+    """
+    from dsv4.checkpoint import Checkpoint, fill
+
+    modeling = _modeling()
+    chosen = _chosen(parts)
+    with Checkpoint.open(path) as checkpoint:
+        config = _configuration(checkpoint.config(), numerics, activation)
+        with torch.device("meta"):
+            model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
+        report = apply(model, parts=chosen, numerics=numerics, activation=activation)
+        fill(
+            model,
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            activation=activation,
+            ignore=("mtp.*",),
+            check_values=False,  # nothing to protect: on an error the model is dropped
+            progress=progress,
+        )
+        report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
+    _finish(model, modeling, torch.device(device))
+    model.generation_config = _generation_config(Path(path), config)
+    report.title = f"{report.title}, from {path}"
+    report._undo = _not_undoable
+    model.dsv4_report = report
+    if report.left_out:
+        _logger.warning(
+            "%s: %d mtp.* tensors were left out; transformers has no multi-token-prediction layers",
+            path,
+            len(report.left_out),
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _modeling() -> Any:
+    """transformers' module of DeepSeek-V4 code."""
+    try:
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4
+    except ImportError as error:
+        raise ImportError(
+            "dsv4.integrations.transformers needs transformers >= 5.17: "
+            f"pip install 'dsv4[hf]' ({error})"
+        ) from error
+    return modeling_deepseek_v4
+
+
+def _chosen(parts: Iterable[str] | None) -> tuple[str, ...]:
+    if parts is None:
+        return PARTS
+    if isinstance(parts, str):
+        raise TypeError(f"parts is the string {parts!r}, wanted a sequence such as ({parts!r},)")
+    given = tuple(parts)
+    unknown = [part for part in given if part not in PARTS]
+    if unknown or not given:
+        raise ValueError(f"parts is {given}, wanted some of {', '.join(PARTS)}")
+    return given
+
+
+def _configuration(config: ModelConfig, numerics: str, activation: str) -> ModelConfig:
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics is {numerics!r}, wanted one of {', '.join(NUMERICS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
+    return config.replace(numerics=numerics, activation=activation)
+
+
+def _install_recorders(model: nn.Module, modeling: Any) -> None:
+    """Make transformers put its recording hooks on the modules now, so that a swap can keep them.
+
+    It would otherwise do so when outputs are first asked for, by class, and miss the new modules:
+    the answer would be an empty tuple.
+    """
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    for module in model.modules():
+        if isinstance(module, modeling.DeepseekV4Model):
+            maybe_install_capturing_hooks(module)
+
+
+def _notes(replaced: Iterable[Replaced]) -> Iterable[str]:
+    parts = {entry.part for entry in replaced}
+    if parts:
+        yield "inference only: a backward pass through a replaced module raises"
+    if "attention" in parts:
+        yield "output_attentions=True raises: attention weights are never materialised"
+        yield "left-padded batches decode differently; batch prompts of equal length"
+    if "experts" in parts:
+        yield "experts_implementation has no effect on replaced experts"
+
+
+def _their_config(config: ModelConfig, dtype: torch.dtype | None) -> Any:
+    from transformers import DeepseekV4Config
+
+    theirs = DeepseekV4Config(**config.to_transformers_dict())
+    theirs.dtype = dtype or torch.bfloat16
+    theirs.architectures = ["DeepseekV4ForCausalLM"]
+    return theirs
+
+
+def _finish(model: nn.Module, modeling: Any, device: torch.device) -> None:
+    """Compute the rotary tables that no checkpoint holds, and make sure that nothing is missing."""
+    for module in model.modules():
+        if isinstance(module, modeling.DeepseekV4RotaryEmbedding):
+            fresh = modeling.DeepseekV4RotaryEmbedding(module.config)
+            for name, buffer in fresh._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    assert not empty, f"not filled: {empty}"
+
+
+def _generation_config(path: Path, config: ModelConfig) -> Any:
+    from transformers import GenerationConfig
+
+    if (path / "generation_config.json").exists():
+        return GenerationConfig.from_pretrained(path)
+    eos = config.eos_token_id
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
+    )
+
+
+def _not_undoable() -> None:
+    raise RuntimeError("undo: the original modules never held this checkpoint's weights")
