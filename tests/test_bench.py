@@ -330,6 +330,8 @@ def test_ranked_allows_ties_and_nothing_else():
 
     assert judged([0, 2])
     assert judged([0, 1])
+    assert check.ranked(scores, wanted, wanted, error).error is None
+    assert check.ranked(scores, torch.tensor([[0, 1]]), wanted, error).error == pytest.approx(1e-9)
     assert not judged([2, 0])
     assert not judged([0, 3])
     assert not judged([0, 0])
@@ -420,6 +422,14 @@ def test_generation_equals_transformers(capsys):
     assert printed.count("tokens equal") == 2
     assert "fp8_block" in printed
     assert "nvfp4" in printed
+
+
+def test_generation_with_a_wrong_operator_is_found(register, capsys):
+    pytest.importorskip("transformers")
+    target = dispatch._load(dispatch.implementations("rope")[-1].target)
+    register("rope", lambda x, cos, sin, inverse: target(x, cos, 1.001 * sin, inverse))
+    assert not main_job.generation(CPU)
+    assert capsys.readouterr().out.count("WRONG") == 2
 
 
 def test_generation_that_differs_fails_the_job(monkeypatch: pytest.MonkeyPatch, capsys):

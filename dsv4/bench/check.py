@@ -133,7 +133,8 @@ def ranked(
 
     The j-th largest of values that are each off by at most d is off by at most d, so the true
     score of the id found at rank j is within 2 d of that of the id wanted there. Ids are compared
-    exactly but for such ties; they must be distinct, and -1 exactly where -1 is wanted.
+    exactly but for such ties, whose largest difference in score becomes the error; they must be
+    distinct, and -1 exactly where -1 is wanted.
 
     Args:
         scores: float64 ``[T, C]``.
@@ -154,7 +155,8 @@ def ranked(
     if bool((sorted_ids[:, 1:] == sorted_ids[:, :-1]).any()):
         return Verdict(False, None, "an id occurs twice for one token")
     gap = (scores.gather(1, ids.clamp(min=0)) - scores.gather(1, wanted.clamp(min=0))).abs()
-    bad = ~none & (ids != wanted) & ~(gap <= 2 * error)
+    differ = ~none & (ids != wanted)
+    bad = differ & ~(gap <= 2 * error)
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         return Verdict(
@@ -163,4 +165,4 @@ def ranked(
             f"{int(bad.sum())} ids are wrong beyond ties, first at {list(where)}: "
             f"{int(ids[where])}, wanted {int(wanted[where])}",
         )
-    return Verdict(True)
+    return Verdict(True, float(gap[differ].max()) if bool(differ.any()) else None)

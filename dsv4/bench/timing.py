@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,9 @@ def _on_gpu(calls: Sequence[Call], repeat: int) -> Timing:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with warnings.catch_warnings(), torch.cuda.graph(graph):
+            # Follows a failed capture, which the row tells already.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             for call in calls:
                 call()
     except RuntimeError as error:
