@@ -187,9 +187,6 @@ def _alias_problems(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# Schedule ----------------------------------------------------------------------------------
-
-
 def rates(table: Mapping[str, int]) -> tuple[int, int]:
     """(CSA rate, HCA rate) of transformers' ``compress_rates``, which must name just these two."""
     if set(table) != {CSA, HCA}:
@@ -248,9 +245,6 @@ def _mlp_layer_types(values: Mapping[str, Any], problems: list[str]) -> tuple[st
     if types is not None and tuple(types) != from_count:
         problems.append(f"mlp_layer_types contradicts num_hash_layers ({hashed})")
     return from_count
-
-
-# RoPE --------------------------------------------------------------------------------------
 
 
 def _ropes(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -343,9 +337,6 @@ def _yarn_extras(table: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-# Writing -----------------------------------------------------------------------------------
-
-
 def _common(config: ModelConfig) -> dict[str, Any]:
     names = [n for n in (*REQUIRED, *OPTIONAL) if n != "swiglu_limit"]
     values = {name: getattr(config, name) for name in names}
@@ -418,9 +409,6 @@ def transformers_style(config: ModelConfig) -> dict[str, Any]:
         dtype="bfloat16",
     )
     return values
-
-
-# Producer ----------------------------------------------------------------------------------
 
 
 def producer(values: Mapping[str, Any]) -> str:

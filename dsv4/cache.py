@@ -247,8 +247,6 @@ class PagedCache:
         self.layers = build.layers(max_tokens, self.max_chunk)
         self._free = list(range(max_sequences))
 
-    # Sequences -------------------------------------------------------------------------------
-
     def allocate(self) -> int:
         """Row of a new, empty sequence; the lowest free one.
 
@@ -300,8 +298,6 @@ class PagedCache:
                 f"PagedCache.{what}: sequence is {sequence}, wanted one that is allocated"
             )
 
-    # Batches ---------------------------------------------------------------------------------
-
     def check(self, lengths: Sequence[int], starts: Sequence[int]) -> None:
         """Raise unless the cache can take a batch whose numbers the host knows.
 
@@ -345,38 +341,6 @@ class PagedCache:
                 if table is not None:
                     tensors[id(table)] = table
         return sum(t.numel() * t.element_size() for t in tensors.values())
-
-    # Slots -----------------------------------------------------------------------------------
-
-    def window_write_slots(
-        self, layer: int, sequences: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """See ``LayerCache.window_write_slots``."""
-        return self.layers[layer].window_write_slots(sequences, positions)
-
-    def window_read_slots(
-        self, layer: int, sequences: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """See ``LayerCache.window_read_slots``."""
-        return self.layers[layer].window_read_slots(sequences, positions)
-
-    def compressed_write_slots(
-        self, layer: int, sequence: torch.Tensor, entry_index: torch.Tensor
-    ) -> torch.Tensor:
-        """See ``LayerCache.compressed_write_slots``."""
-        return self.layers[layer].compressed_write_slots(sequence, entry_index)
-
-    def compressed_slots_of(
-        self, layer: int, sequences: torch.Tensor, entry_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """See ``LayerCache.compressed_slots_of``."""
-        return self.layers[layer].compressed_slots_of(sequences, entry_ids)
-
-    def compressed_prefix_slots(
-        self, layer: int, sequences: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
-        """See ``LayerCache.compressed_prefix_slots``."""
-        return self.layers[layer].compressed_prefix_slots(sequences, visible)
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,6 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             yield f"activation is {self.activation!r}, wanted one of {', '.join(ACTIVATIONS)}"
 
-    # Reading -------------------------------------------------------------------------------
-
     @classmethod
     def from_dict(
         cls, values: Mapping[str, Any], *, numerics: str = "deepseek", activation: str = "bf16"
@@ -306,8 +304,6 @@ class ModelConfig:
         values = config if isinstance(config, Mapping) else config.to_dict()
         return cls.from_dict(values, numerics=numerics or "transformers")
 
-    # Presets -------------------------------------------------------------------------------
-
     @classmethod
     def pro(cls, **changes: Any) -> ModelConfig:
         """DeepSeek-V4-Pro (specification section 1)."""
@@ -343,8 +339,6 @@ class ModelConfig:
                 changes[name] = dataclasses.replace(getattr(self, name), dim=dim)
         return dataclasses.replace(self, **changes)
 
-    # Writing -------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """The config.json that DeepSeek or NVIDIA would write, without quantization_config."""
         return _config_file.deepseek_style(self)
@@ -352,8 +346,6 @@ class ModelConfig:
     def to_transformers_dict(self) -> dict[str, Any]:
         """The config.json that transformers would write; ``DeepseekV4Config(**it)`` accepts it."""
         return _config_file.transformers_style(self)
-
-    # Per layer -----------------------------------------------------------------------------
 
     @property
     def total_layers(self) -> int:

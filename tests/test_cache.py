@@ -74,7 +74,7 @@ def test_window_slots_hold_every_position_in_sight(device, row, start, tokens):
     layer = cache.layers[0]
     positions = torch.arange(start, start + tokens, device=device)
     rows = torch.full_like(positions, row)
-    read = cache.window_read_slots(0, rows, positions)
+    read = cache.layers[0].window_read_slots(rows, positions)
     window = CONFIG.sliding_window
     assert read.shape == (tokens, window)
     slot_of = {}
@@ -85,7 +85,7 @@ def test_window_slots_hold_every_position_in_sight(device, row, start, tokens):
             if slot >= 0:
                 assert slot_of.setdefault(seen, slot) == slot
     assert len(set(slot_of.values())) == len(slot_of)
-    assert cache.window_write_slots(0, rows, positions).tolist() == [
+    assert cache.layers[0].window_write_slots(rows, positions).tolist() == [
         slot_of[p] for p in positions.tolist()
     ]
     own = set((layer.window_table[row] * 64)[:, None].add(torch.arange(64)).flatten().tolist())
@@ -100,15 +100,17 @@ def test_compressed_slots_are_distinct_and_match(device, visible, index):
     entries = torch.arange(visible, device=device)
     seen = set()
     for row in range(3):
-        written = cache.compressed_write_slots(index, torch.full_like(entries, row), entries)
+        written = cache.layers[index].compressed_write_slots(torch.full_like(entries, row), entries)
         seen |= set(written.tolist())
-        prefix = cache.compressed_prefix_slots(
-            index, tensor([row], device), tensor([visible], device)
+        prefix = cache.layers[index].compressed_prefix_slots(
+            tensor([row], device), tensor([visible], device)
         )
         assert prefix.shape == (1, layer.compressed_capacity)
         assert prefix[0, :visible].tolist() == written.tolist()
         assert bool((prefix[0, visible:] == -1).all())
-        chosen = cache.compressed_slots_of(index, tensor([row], device), entries.flip(0)[None])
+        chosen = cache.layers[index].compressed_slots_of(
+            tensor([row], device), entries.flip(0)[None]
+        )
         assert chosen[0].tolist() == written.tolist()[::-1]
     assert len(seen) == 3 * visible
     assert all(0 <= s < layer.compressed.num_slots for s in seen)
@@ -118,17 +120,17 @@ def test_trap_t20_padding_passes_through_as_minus_one(device):
     cache = make(device=device)
     one, none = tensor([0, -1, -1], device), tensor([-1, 3, -1], device)
     for slots in (
-        cache.window_write_slots(0, one, none),
-        cache.window_read_slots(0, one, none),
-        cache.compressed_write_slots(1, one, none),
-        cache.compressed_slots_of(1, one, none[:, None]),
-        cache.compressed_prefix_slots(2, one, tensor([0, 5, 5], device)),
+        cache.layers[0].window_write_slots(one, none),
+        cache.layers[0].window_read_slots(one, none),
+        cache.layers[1].compressed_write_slots(one, none),
+        cache.layers[1].compressed_slots_of(one, none[:, None]),
+        cache.layers[2].compressed_prefix_slots(one, tensor([0, 5, 5], device)),
     ):
         assert slots.dtype == torch.int64
         assert bool((slots == -1).all())
     # Past the end of the row: no slot, rather than the next row's.
     past = tensor([cache.layers[1].compressed_capacity], device)
-    assert cache.compressed_write_slots(1, tensor([0], device), past).tolist() == [-1]
+    assert cache.layers[1].compressed_write_slots(tensor([0], device), past).tolist() == [-1]
 
 
 @given(st.integers(0, 2**40))
@@ -338,9 +340,9 @@ def test_slots_are_captured_in_a_graph():
 
     def slots():
         return (
-            cache.window_read_slots(0, rows, positions),
-            cache.window_write_slots(0, rows, positions),
-            cache.compressed_prefix_slots(1, rows, (positions + 1) // 4),
+            cache.layers[0].window_read_slots(rows, positions),
+            cache.layers[0].window_write_slots(rows, positions),
+            cache.layers[1].compressed_prefix_slots(rows, (positions + 1) // 4),
         )
 
     slots()
@@ -410,7 +412,7 @@ def test_limits_are_named():
     with pytest.raises(ValueError, match="entry_format is 'fp4'"):
         make(entry_format="fp4")
     with pytest.raises(ValueError, match="a sliding-window layer has no compressed entries"):
-        cache.compressed_write_slots(0, tensor([0]), tensor([0]))
+        cache.layers[0].compressed_write_slots(tensor([0]), tensor([0]))
 
 
 @given(st.integers(1, 300), st.integers(1, 300))

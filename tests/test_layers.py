@@ -57,9 +57,6 @@ def pair() -> tuple[DeepseekV4ForCausalLM, nn.Module]:
     return model, transformers_twin(model)
 
 
-# Contract --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SHARED_NAMES)
 def test_names_constructors_and_parameters_are_transformers(name: str) -> None:
     from transformers import DeepseekV4Config
@@ -168,9 +165,6 @@ def test_layers_work_with_transformers_own_cache(
                 assert weights is None
                 assert close(got, expected)
             at += size
-
-
-# Torch -----------------------------------------------------------------------------------------
 
 
 def _calls(config: ModelConfig) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
@@ -319,9 +313,6 @@ def test_printing_a_model_says_what_is_quantised() -> None:
     assert "plain" in text
 
 
-# Bad input -------------------------------------------------------------------------------------
-
-
 def test_each_layer_refuses_wrong_shapes_and_dtypes() -> None:
     calls = _calls(ModelConfig.tiny())
     refused = {
@@ -367,9 +358,6 @@ def test_constructors_refuse() -> None:
         layers.DeepseekV4Attention(ModelConfig.tiny(), 9)
     with pytest.raises(ValueError, match="layer_type is 'csa'"):
         layers.DeepseekV4RotaryEmbedding(CONFIG)(torch.zeros(1), torch.zeros(1).long(), "csa")
-
-
-# Traps -----------------------------------------------------------------------------------------
 
 
 def _attention(kind: str, **changes: object) -> nn.Module:

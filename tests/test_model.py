@@ -53,9 +53,6 @@ def run_chunks(
     return [torch.cat(pieces) for pieces in out]
 
 
-# Against transformers --------------------------------------------------------------------------
-
-
 @given(tiny_configs(numerics="transformers"), st.integers(0, 2**31), st.booleans())
 @settings(max_examples=15)
 def test_equals_transformers(config: ModelConfig, seed: int, quantised: bool) -> None:
@@ -95,9 +92,6 @@ def test_generates_the_tokens_of_transformers(quantised: bool) -> None:
     ids = tokens(config, 5, 1, 11)
     new = theirs.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 11:]
     assert model.generate(ids.tolist(), 12, stop_ids=[]) == [new.tolist()]
-
-
-# Against itself --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
@@ -200,9 +194,6 @@ def test_every_device_agrees_with_the_oracle(device: torch.device, dtype: torch.
         assert rows.median() < 0.05
 
 
-# Generation ------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=5)
 def test_a_batch_generates_what_each_prompt_alone_does(seed: int, lengths: list[int]) -> None:
@@ -245,9 +236,6 @@ def test_samplers_limits() -> None:
         Sampler(top_p=0)
 
 
-# Multi-token prediction ------------------------------------------------------------------------
-
-
 def test_the_draft_layer_is_its_formula() -> None:
     """Specification section 9, step by step in float64."""
     config = ModelConfig.tiny(numerics="transformers")
@@ -271,9 +259,6 @@ def test_the_draft_layer_is_its_formula() -> None:
     assert layer.layer.self_attn.layer_type == SLIDING
     assert layer.layer.self_attn.rope_layer_type == "main"
     assert not layer.layer.mlp.is_hash
-
-
-# Bad input -------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_refused_in_words() -> None:

@@ -35,9 +35,6 @@ def linear(seed: int, rows: int, columns: int, format: str | None, **kwargs) -> 
     return module
 
 
-# One layer -------------------------------------------------------------------------------------
-
-
 @given(FORMAT_NAMES, st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 40))
 def test_a_quantised_linear_multiplies_by_its_dense_weight(
     format: str, seed: int, tokens: int, rows: int
@@ -98,9 +95,6 @@ def test_set_weight_refuses_and_changes_nothing() -> None:
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
 
 
-# Fused projections -----------------------------------------------------------------------------
-
-
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.sampled_from(["bf16", "nvfp4"]))
 def test_trap_t28_fused_parts_keep_their_own_global_scale(
     seed: int, ratio: float, activation: str
@@ -136,9 +130,6 @@ def test_trap_t27_fused_parts_take_the_larger_input_scale() -> None:
     rounded = dequantize(quantize(x, global_scale=scale, scaling="static"), torch.float64)
     for found, part in zip(layers.fused_linear(parts, x), parts, strict=True):
         assert close(found, rounded @ part.dense_weight(torch.float64).T)
-
-
-# Experts ---------------------------------------------------------------------------------------
 
 
 @given(FORMAT_NAMES, st.integers(0, 2**31), st.integers(0, 9), st.sampled_from([1, 2, 3]))
@@ -230,9 +221,6 @@ def test_set_expert_refuses_and_changes_nothing() -> None:
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
 
 
-# Whole models ----------------------------------------------------------------------------------
-
-
 def test_quantize_by_name() -> None:
     model = random_model(ModelConfig.tiny(), 1)
     names = layers.quantize_(model, "nvfp4", ["*.mlp.experts"])
@@ -251,9 +239,6 @@ def test_a_mixed_model_equals_transformers_with_dense_weights(format: str) -> No
     with torch.no_grad():
         found, expected = model(ids), transformers_twin(model)(ids).logits
     assert close(found, expected, 1e-5)
-
-
-# Calibration -----------------------------------------------------------------------------------
 
 
 def test_calibration_sets_scales_from_the_largest_activation_and_freezes_them() -> None:

@@ -88,11 +88,11 @@ RULES: dict[str, Rule] = {
     "DeepseekV4HyperConnection": Rule(
         "hyper_connection", lambda c, old: layers.DeepseekV4HyperConnection(c)
     ),
-    "DeepseekV4HyperHead": Rule(
-        "hyper_connection", lambda c, old: layers.DeepseekV4HyperHead(c)
-    ),
+    "DeepseekV4HyperHead": Rule("hyper_connection", lambda c, old: layers.DeepseekV4HyperHead(c)),
     "DeepseekV4DecoderLayer": Rule(
-        "hyper_connection", lambda c, old: layers.DeepseekV4DecoderLayer(c, old.layer_idx), "attn_hc"
+        "hyper_connection",
+        lambda c, old: layers.DeepseekV4DecoderLayer(c, old.layer_idx),
+        "attn_hc",
     ),
     "DeepseekV4RMSNorm": Rule("norm", _norm),
     "Linear": Rule("lm_head", _head),
