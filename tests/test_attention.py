@@ -216,9 +216,6 @@ def test_large_logits_do_not_overflow(device):
     assert not far.any()
 
 
-# Traps -------------------------------------------------------------------------------------------
-
-
 @given(seeds(), st.floats(0.01, 3), st.floats(-3, 3))
 def test_trap_t14_the_sink_is_not_scaled(device, seed, scale, sink):
     """With q = 0 all logits are 0: o = sum v / (n + exp(sink)), whatever the scale."""
@@ -302,9 +299,6 @@ def test_trap_t20_minus_one_is_not_the_last_entry(device, seed, entry_format):
     out = case.run()
     for t in range(2):
         assert_within_budget(out[t], dense(case, t), 1e-12)
-
-
-# The operator contract ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("both", [True, False])

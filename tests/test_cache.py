@@ -29,9 +29,6 @@ def tensor(values, device="cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-# Batches -----------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50)), max_size=5))
 def test_ragged_batch_is_the_concatenation(device, pieces):
     lengths = [n for n, _ in pieces]
@@ -62,9 +59,6 @@ def test_bad_batches_are_named():
         Batch.from_lengths([1, 1], tensor([0]), tensor([0, 1]))
     with pytest.raises(ValueError, match=r"sequences has shape \[3\], wanted \[2\]"):
         Batch.from_lengths([1, 1], tensor([0, 0]), tensor([0, 1, 2]))
-
-
-# Slots -------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2), st.integers(0, 199), st.integers(1, 40))
@@ -169,9 +163,6 @@ def test_page_sizes_are_the_published_ones():
     assert hca.indexer_pages is None
     assert bool((csa.state[:, :, 1] == -torch.inf).all())
     assert not csa.state[:, :, 0].any()
-
-
-# Whole flow --------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -355,9 +346,6 @@ def test_slots_are_captured_in_a_graph():
     graph.replay()
     for a, b in zip(captured, slots(), strict=True):
         assert_bitwise(a, b)
-
-
-# Sequences, limits and memory --------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 3), max_size=20))

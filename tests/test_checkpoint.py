@@ -27,8 +27,6 @@ from dsv4.formats import NVFP4, QuantizedTensor
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.model import DeepseekV4ForCausalLM
 
-# Round trips -------------------------------------------------------------------------------
-
 
 @given(st.data())
 @settings(max_examples=15)
@@ -200,8 +198,6 @@ def test_mxfp4_becomes_nvfp4_without_loss(tmp_path):
             wide = [x.mlp.experts.dense_weight(name) for x in (left, right)]
             assert torch.equal(*wide)
 
-
-# Memory ------------------------------------------------------------------------------------
 
 _MEASURE = """
 import sys, re, torch

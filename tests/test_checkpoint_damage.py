@@ -19,8 +19,6 @@ from checkpoint_cases import (
 
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, save
 
-# Damage ------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:

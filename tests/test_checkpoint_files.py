@@ -22,8 +22,6 @@ from dsv4.checkpoint import Checkpoint, save, write
 from dsv4.config import ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 
-# Names -------------------------------------------------------------------------------------
-
 
 def expert_names(config: ModelConfig) -> list[str]:
     with torch.device("meta"):
@@ -100,8 +98,6 @@ def test_copies_of_embedding_and_head_under_mtp_are_told_apart():
     for name in ("mtp.0.hc_head_fn", "mtp.0.enorm.weight", "head.weight", "embed.weight"):
         assert not names.is_mtp_copy(name)
 
-
-# The container -----------------------------------------------------------------------------
 
 tables = st.dictionaries(
     st.text("abc.xé_0", min_size=1, max_size=12),

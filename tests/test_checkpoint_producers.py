@@ -27,8 +27,6 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.ops.quantize import dequantize, quantize
 
-# Conventions of the producers --------------------------------------------------------------
-
 
 def test_reciprocal_global_scales_are_inverted(tmp_path):
     """T25: compressed-tensors stores 2688/amax; both scales multiply in memory."""
@@ -205,9 +203,6 @@ def test_what_is_float32_by_definition_is_never_narrower(tmp_path, dtype):
         assert tensor.dtype == kept
     assert layer.mlp.gate.weight.dtype == layer.mlp.experts.down_proj.dtype == dtype
     assert model.model.layers[0].mlp.gate.tid2eid.dtype == torch.int64
-
-
-# transformers ------------------------------------------------------------------------------
 
 
 def _theirs(config: ModelConfig = SMALL):

@@ -298,9 +298,6 @@ def test_float32_is_within_its_budget(device, kind, seed, dtype):
     assert_within_budget(results[0], results[1], relative * float(kv.abs().max()))
 
 
-# Traps -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [(4, True), (128, False)])
 def test_trap_t3_position_is_the_first_token_of_the_window(device, kind):
     """m * w: neither the entry number nor the last token, whatever the start."""
@@ -391,8 +388,6 @@ def test_trap_t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_
     if entries.shape[0]:
         close(entries[0], (ape[:, d:].softmax(0) * kv[:4, d:]).sum(0))
 
-
-# The operator contract ---------------------------------------------------------------------------
 
 _TESTS = (
     "test_schema",

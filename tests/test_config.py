@@ -168,9 +168,6 @@ def test_float32_tables_equal_those_of_transformers_bitwise():
         assert rotary.compress_attention_scaling == 1.0
 
 
-# What is refused ---------------------------------------------------------------------------
-
-
 def _with(**changes):
     return {**PRESETS["flash"].to_dict(), **changes}
 

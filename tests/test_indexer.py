@@ -40,9 +40,6 @@ def fp4_oracle(x: np.ndarray) -> np.ndarray:
     return out
 
 
-# Transform and rounding --------------------------------------------------------------------------
-
-
 @given(widths, seeds(), st.sampled_from([torch.float32, torch.float64]), st.integers(-30, 30))
 def test_equals_the_oracles_bit_for_bit(device, d, seed, dtype, exponent):
     """Integers times a power of two: the transform is exact but for the factor d^-0.5."""
@@ -147,9 +144,6 @@ def test_rotate_contract(device):
             indexer_rotate_quantize(torch.zeros(1, d, device=device))
     with pytest.raises(TypeError, match="x has dtype float16"):
         indexer_rotate_quantize(x.half())
-
-
-# Selection ---------------------------------------------------------------------------------------
 
 
 class Case:
@@ -302,9 +296,6 @@ def test_fp8_keys_count_as_what_they_read_back_as(device, seed):
     assert_bitwise(a, b)
 
 
-# Traps -------------------------------------------------------------------------------------------
-
-
 @given(cases(), st.integers(1, 14))
 def test_trap_t13_one_token_alone_sees_what_it_sees_in_a_batch(device, drawn, top_k):
     case = Case(*drawn, device=device)
@@ -339,9 +330,6 @@ def test_trap_t22_nothing_visible(device, seed, tokens, top_k):
     out = case.run(top_k)
     assert out.shape == (tokens, min(top_k, 8))
     assert bool((out == -1).all())
-
-
-# The operator contract ---------------------------------------------------------------------------
 
 
 def test_select_contract(device):

@@ -173,9 +173,6 @@ def test_scale_byte_255_reads_as_nan_and_byte_0_as_two_to_minus_127(device):
     assert bool((out[1] == 2.0**-127).all())
 
 
-# Traps -------------------------------------------------------------------------------------------
-
-
 def test_trap_t19_page_geometry():
     """Sizes as in the published layout; 584 is not a row stride."""
     layout = EntryLayout(512, 64)
@@ -261,8 +258,6 @@ def test_trap_t17_rope_dims_hold_one_value(device, seed, slot):
     touched[0, 4 * 576 + slot * 8 : 4 * 576 + slot * 8 + 8] = True
     assert bool((pages.data[~touched] == 0xAA).all())
 
-
-# The operator contract ---------------------------------------------------------------------------
 
 _TESTS = (
     "test_schema",

@@ -194,8 +194,6 @@ def quantize_pair(gate: torch.Tensor, up: torch.Tensor) -> tuple[QuantizedTensor
     return parts[0], parts[1]
 
 
-# config.json -------------------------------------------------------------------------------
-
 _DEEPSEEK_QUANTISATION: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
