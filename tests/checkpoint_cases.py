@@ -34,7 +34,7 @@ def make_model(config: ModelConfig = SMALL, seed: int = 0) -> DeepseekV4ForCausa
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(torch.uint8) if tensor.dim() else tensor
+    return tensor.detach().cpu().reshape(tensor.shape or 1).contiguous().view(torch.uint8)
 
 
 def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

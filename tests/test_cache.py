@@ -82,7 +82,8 @@ def test_window_slots_hold_every_position_in_sight(device, row, start, tokens):
     assert cache.layers[0].window_write_slots(rows, positions).tolist() == [
         slot_of[p] for p in positions.tolist()
     ]
-    own = set((layer.window_table[row] * 64)[:, None].add(torch.arange(64)).flatten().tolist())
+    entries = torch.arange(64, device=device)
+    own = set((layer.window_table[row] * 64)[:, None].add(entries).flatten().tolist())
     assert set(slot_of.values()) <= own
 
 

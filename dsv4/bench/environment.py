@@ -88,6 +88,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found["torch"] = torch.__version__  # names the build, e.g. +cpu, where the metadata may not
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
