@@ -207,6 +207,9 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """One token per sequence.
 
+        A sequence must hold fewer than ``cache.max_tokens`` tokens. Past that its token is not
+        stored, without an error: asking would read the lengths back from the device on every step.
+
         Args:
             tokens: ``[B]`` int64.
             cache: From ``new_cache``.

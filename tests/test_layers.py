@@ -328,14 +328,41 @@ def test_each_layer_refuses_wrong_shapes_and_dtypes() -> None:
         "hash router": (torch.zeros(1, 2, 64), torch.zeros(1, 3, dtype=torch.long)),
         "experts": (torch.zeros(3, 64), torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2)),
         "moe": (torch.zeros(1, 2, 63),),
+        **{
+            name: (torch.zeros(1, 3, 63), torch.zeros(1, 3, 32), torch.arange(3)[None], None, 1)
+            for name in ("hca", "csa", "indexer")
+        },
+        f"layer {CSA}": (torch.zeros(1, 3, 4, 63), torch.zeros(1, 3, dtype=torch.long)),
+        "mtp": (torch.zeros(1, 3, 4, 64), torch.zeros(1, 3, 63), torch.zeros(1, 3).long()),
     }
     for name, arguments in refused.items():
         with pytest.raises(ValueError, match="wanted"):
             calls[name][0](*arguments)
-    integers = torch.zeros(2, 64, dtype=torch.long)
-    for name in ("norm", "head norm"):
-        with pytest.raises(TypeError, match="dtype int64, wanted"):
-            calls[name][0](integers)
+    integers = torch.zeros(1, 2, 64, dtype=torch.long)
+    positions = torch.arange(2)[None]
+    wrong = {
+        "norm": (integers,),
+        "head norm": (integers,),
+        "linear": (integers,),
+        "grouped linear": (torch.zeros(1, 2, 128, dtype=torch.float64),),
+        "hca": (integers, integers, positions, None, 2),
+        "csa": (integers, integers, positions, None, 1),
+        "indexer": (integers, integers, positions, None, 1),
+        f"attention {SLIDING}": (integers,),
+        "hyper connection": (torch.zeros(1, 2, 4, 64, dtype=torch.long),),
+        "hyper head": (torch.zeros(1, 2, 4, 64, dtype=torch.long),),
+        "mlp": (integers,),
+        "top-k router": (integers,),
+        "hash router": (torch.zeros(1, 2, 64), torch.zeros(1, 2)),
+        "experts": (torch.zeros(2, 64), torch.zeros(2, 2), torch.zeros(2, 2)),
+        "moe": (integers,),
+        "hash moe": (torch.zeros(1, 2, 64), torch.zeros(1, 2)),
+        f"layer {SLIDING}": (torch.zeros(1, 2, 4, 64), torch.zeros(1, 2)),
+        "mtp": (torch.zeros(1, 2, 4, 64), integers, positions),
+    }
+    for name, arguments in wrong.items():
+        with pytest.raises(TypeError, match=r"dtype .* wanted"):
+            calls[name][0](*arguments)
 
 
 def test_attention_refuses_a_mask_that_does_not_fit() -> None:

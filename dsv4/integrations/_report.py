@@ -31,8 +31,8 @@ class Report:
     """What ``apply`` or ``from_pretrained`` did to a model.
 
     Holds the replaced modules for ``undo``. They share their tensors with the new ones and cost no
-    memory, until a tensor is replaced (by quantising in place, for instance): then the old one lives
-    as long as the report.
+    memory, until a tensor is replaced (by quantising in place, for instance): then the old one
+    lives as long as the report.
 
     Attributes:
         title: First line of the printed report.

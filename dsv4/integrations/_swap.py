@@ -11,6 +11,7 @@ from torch import nn
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
+from dsv4.integrations._guards import guard
 from dsv4.integrations._report import Kept, Replaced
 
 _FOREIGN_FORWARD = "its forward was replaced on the instance (an offload hook or another patch)"
@@ -31,21 +32,6 @@ class OutputHead(layers.Linear):
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[..., H]`` to ``[..., vocab]``."""
         return super().forward(x, out_dtype or torch.promote_types(x.dtype, torch.float32))
-
-
-class NoAttentionWeights:
-    """Forward pre-hook: asking for attention weights is an error instead of an empty answer."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a call that records attention weights."""
-        if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
-            raise ValueError(
-                "output_attentions is True, wanted False: dsv4's attention never materialises its "
-                "weights. Leave 'attention' out of parts, or undo the swap, to get them"
-            )
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,21 @@ RULES: dict[str, Rule] = {
     "DeepseekV4RMSNorm": Rule("norm", _norm),
     "Linear": Rule("lm_head", _head),
 }
-_NAMED = {kind: rule for kind, rule in RULES.items() if kind != "Linear"}
+# Where each class belongs: a module of another class in its place is reported as kept.
+_PLACES = {
+    "rotary_emb": "DeepseekV4RotaryEmbedding",
+    "self_attn": "DeepseekV4Attention",
+    "gate": "DeepseekV4TopKRouter",
+    "experts": "DeepseekV4Experts",
+    "shared_experts": "DeepseekV4MLP",
+    "mlp": "DeepseekV4SparseMoeBlock",
+    "attn_hc": "DeepseekV4HyperConnection",
+    "ffn_hc": "DeepseekV4HyperConnection",
+    "hc_head": "DeepseekV4HyperHead",
+    "input_layernorm": "DeepseekV4RMSNorm",
+    "post_attention_layernorm": "DeepseekV4RMSNorm",
+    "lm_head": "Linear",
+}
 PARTS = ("attention", "experts", "router", "mlp", "hyper_connection", "norm", "lm_head")
 
 
@@ -163,7 +163,7 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_differ(old: nn.Module, new: nn.Module) -> str | None:
-    """In words, how the tensors of two modules differ in name, shape or kind; None if they agree."""
+    """How the tensors of two modules differ in name, shape or kind, in words; None if not."""
     theirs, ours = _own(old), _own(new)
     for name in sorted(theirs.keys() ^ ours.keys()):
         return f"{name} is {'not expected' if name in theirs else 'missing'}"
@@ -186,8 +186,10 @@ def share_tensors(source: nn.Module, target: nn.Module) -> None:
     for name, tensor in _own(source).items():
         path, _, attribute = name.rpartition(".")
         owner = target.get_submodule(path)
-        table = owner._parameters if attribute in owner._parameters else owner._buffers
-        table[attribute] = tensor  # type: ignore[index]
+        table: dict[str, Any] = owner._buffers
+        if attribute in owner._parameters:
+            table = owner._parameters
+        table[attribute] = tensor
 
 
 def _follow(module: nn.Module, like: nn.Module) -> None:
@@ -215,6 +217,14 @@ def _obstacle(module: nn.Module, container: bool) -> str | None:
     return None
 
 
+def _kind(module: nn.Module, attribute: str) -> str:
+    """Which rule a module falls under, by its class or by its place; "" if none."""
+    for base in type(module).__mro__:
+        if base.__name__ in RULES and base is not nn.Linear:
+            return base.__name__
+    return _PLACES.get(attribute, "")
+
+
 @dataclass
 class Plan:
     """What will be swapped; nothing is changed while it is made.
@@ -237,18 +247,19 @@ class Plan:
             if module is None:
                 continue
             name = f"{prefix}{attribute}"
-            rule = self._rule(module, name)
+            kind = _kind(module, attribute)
+            rule = RULES.get(kind)
             if rule is None or rule.container is not None:
                 self.visit(module, name + ".")
-            if rule is not None and not self._try(parent, attribute, name, rule):
-                if rule.container is None:
-                    self.visit(module, name + ".")
+            if rule is None:
+                continue
+            done = self._try(parent, attribute, name, kind)
+            if not done and rule.container is None:
+                self.visit(module, name + ".")
 
-    def _rule(self, module: nn.Module, name: str) -> Rule | None:
-        return RULES["Linear"] if name == "lm_head" else _NAMED.get(type(module).__name__)
-
-    def _try(self, parent: nn.Module, attribute: str, name: str, rule: Rule) -> bool:
+    def _try(self, parent: nn.Module, attribute: str, name: str, kind: str) -> bool:
         """Plan one swap, or note why not; True if the tree below needs no visit."""
+        rule = RULES[kind]
         old = parent._modules[attribute]
         assert old is not None
         if rule.part not in self.parts:
@@ -257,7 +268,7 @@ class Plan:
         if type(old).__module__.startswith("dsv4."):
             self.kept.append(Kept(name, rule.part, _ALREADY))
             return True
-        reason, new = self._candidate(old, rule)
+        reason, new = self._candidate(old, kind)
         if new is None:
             self.kept.append(Kept(name, rule.part, reason))
             return False
@@ -265,8 +276,9 @@ class Plan:
         self.swaps.append(Swap(parent, attribute, name, rule.part, old, new, container))
         return True
 
-    def _candidate(self, old: nn.Module, rule: Rule) -> tuple[str, nn.Module | None]:
-        expected = getattr(self.modeling, type(old).__name__, nn.Linear)
+    def _candidate(self, old: nn.Module, kind: str) -> tuple[str, nn.Module | None]:
+        rule = RULES[kind]
+        expected = nn.Linear if kind == "Linear" else getattr(self.modeling, kind)
         if type(old) is not expected:
             return f"it is a {type(old).__module__}.{type(old).__qualname__}", None
         container = rule.container is not None
@@ -289,9 +301,8 @@ class Plan:
         """Do it all."""
         for swap in self.swaps:
             swap.do()
-            if type(swap.old).__name__ == "DeepseekV4Attention":
-                hook = NoAttentionWeights(getattr(swap.old, "config", None))
-                swap.new.register_forward_pre_hook(hook, with_kwargs=True)
+            attention = type(swap.old).__name__ == "DeepseekV4Attention"
+            guard(swap.new, getattr(swap.old, "config", None), attention=attention)
         return tuple(self._replaced())
 
     def _replaced(self) -> Iterator[Replaced]:

@@ -74,8 +74,8 @@ def apply(
     Raises:
         ImportError: if transformers is not installed.
         TypeError: if ``model`` is not one of the two classes.
-        ValueError: if a part, the numerics or the activation is unknown, or the model's configuration
-            is not one this package implements. Nothing is changed then.
+        ValueError: if a part, the numerics or the activation is unknown, or the model's
+            configuration is not one this package implements. Nothing is changed then.
     """
     modeling = _modeling()
     if not isinstance(model, (modeling.DeepseekV4ForCausalLM, modeling.DeepseekV4Model)):
@@ -118,9 +118,9 @@ def from_pretrained(
         progress: Whether to show a progress bar on stderr.
 
     Returns:
-        The model in evaluation mode, with generation_config.json of the folder, or else begin and end
-        tokens of the configuration. Its ``dsv4_report`` says what was replaced; the swap cannot be
-        undone. Save it with ``dsv4.save``: ``model.save_pretrained`` would write quantised tensors
+        The model in evaluation mode, with generation_config.json of the folder, or else begin and
+        end tokens of the configuration. Its ``dsv4_report`` says what was replaced; the swap cannot
+        be undone. Save it with ``dsv4.save``: ``model.save_pretrained`` would write quantised tensors
         that transformers cannot read.
 
     Raises:

@@ -67,12 +67,9 @@ class Linear(FixedDtypeModule):
 
         Raises:
             ValueError: if the last axes of ``x`` are not those.
+            TypeError: if ``x`` is not floating, or not of a plain weight's dtype.
         """
-        if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__}: hidden_states has shape {list(x.shape)}, "
-                f"wanted [..., {self.in_features}]"
-            )
+        self._check(x, out_dtype)
         if self.observer is not None:
             self.observer.see(x)
         if self.format is None:
@@ -86,6 +83,19 @@ class Linear(FixedDtypeModule):
             groups=self.groups,
             out_dtype=out_dtype,
         )
+
+    def _check(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+        name = type(self).__name__
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{name}: x has shape {list(x.shape)}, wanted [..., {self.in_features}]"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: x has dtype {x.dtype}, wanted a floating type")
+        if self.format is None and out_dtype is None and x.dtype != self.weight.dtype:
+            raise TypeError(
+                f"{name}: x has dtype {x.dtype}, wanted the weight's, {self.weight.dtype}"
+            )
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         if out_dtype is None:
