@@ -220,7 +220,7 @@ def _obstacle(module: nn.Module, container: bool) -> str | None:
 def _kind(module: nn.Module, attribute: str) -> str:
     """Which rule a module falls under, by its class or by its place; "" if none."""
     for base in type(module).__mro__:
-        if base.__name__ in RULES and base is not nn.Linear:
+        if base.__name__ in RULES and base.__name__ != "Linear":
             return base.__name__
     return _PLACES.get(attribute, "")
 

@@ -120,8 +120,8 @@ def from_pretrained(
     Returns:
         The model in evaluation mode, with generation_config.json of the folder, or else begin and
         end tokens of the configuration. Its ``dsv4_report`` says what was replaced; the swap cannot
-        be undone. Save it with ``dsv4.save``: ``model.save_pretrained`` would write quantised tensors
-        that transformers cannot read.
+        be undone. Save it with ``dsv4.save``: ``model.save_pretrained`` would write quantised
+        tensors that transformers cannot read.
 
     Raises:
         ImportError: if transformers is not installed.
