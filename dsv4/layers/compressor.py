@@ -150,12 +150,8 @@ def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Ten
     return bias[:, None, :, :entries].to(dtype)
 
 
-class DeepseekV4HCACompressor(_Compressor):
-    """Heavily compressed attention: disjoint windows, every closed entry attended to."""
-
-    def __init__(self, config: Any) -> None:
-        config = ModelConfig.of(config)
-        super().__init__(config, HCA, config.head_dim)
+class _AttentionCompressor(_Compressor):
+    """A compressor whose entries the attention reads; its kinds differ in which it reads."""
 
     def select(
         self,
@@ -166,24 +162,14 @@ class DeepseekV4HCACompressor(_Compressor):
         past_key_values: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Entry numbers each query attends to, ``[B, S, entries]``, -1 for none."""
-        numbers = torch.arange(entries.shape[1], device=entries.device)
-        visible = self.visible(position_ids).unsqueeze(-1)
-        chosen = torch.where(numbers < visible, numbers, -1)
-        return chosen.expand(hidden_states.shape[0], -1, -1)
+        """Entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
+        raise NotImplementedError
 
     def select_paged(
-        self,
-        hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
-        step: CacheStep,
-        layer_idx: int,
+        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
         """Cache slots each token attends to, ``[T, k]``, -1 for none."""
-        layer = step.cache.layers[layer_idx]
-        batch = step.batch
-        visible = self.visible(batch.positions)
-        return layer.compressed_prefix_slots(batch.sequence_of_token, visible)
+        raise NotImplementedError
 
     def forward(
         self,
@@ -210,6 +196,38 @@ class DeepseekV4HCACompressor(_Compressor):
             entries, hidden_states, q_residual, position_ids, past_key_values, layer_idx
         )
         return entries.unsqueeze(1), _bias_of(chosen, entries.shape[1], entries.dtype)
+
+
+class DeepseekV4HCACompressor(_AttentionCompressor):
+    """Heavily compressed attention: disjoint windows, every closed entry attended to."""
+
+    def __init__(self, config: Any) -> None:
+        config = ModelConfig.of(config)
+        super().__init__(config, HCA, config.head_dim)
+
+    def select(
+        self,
+        entries: torch.Tensor,
+        hidden_states: torch.Tensor,
+        q_residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Any,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """Entry numbers each query attends to, ``[B, S, entries]``, -1 for none."""
+        numbers = torch.arange(entries.shape[1], device=entries.device)
+        visible = self.visible(position_ids).unsqueeze(-1)
+        chosen = torch.where(numbers < visible, numbers, -1)
+        return chosen.expand(hidden_states.shape[0], -1, -1)
+
+    def select_paged(
+        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """Slots of all closed entries, ``[T, k]``, -1 beyond them."""
+        layer = step.cache.layers[layer_idx]
+        batch = step.batch
+        visible = self.visible(batch.positions)
+        return layer.compressed_prefix_slots(batch.sequence_of_token, visible)
 
 
 class DeepseekV4IndexerScorer(nn.Module):
@@ -324,7 +342,7 @@ class DeepseekV4Indexer(_Compressor):
         return ids.long().view(batch, queries, -1)
 
 
-class DeepseekV4CSACompressor(_Compressor):
+class DeepseekV4CSACompressor(_AttentionCompressor):
     """Compressed sparse attention: overlapping windows, the indexer chooses among the entries."""
 
     def __init__(self, config: Any) -> None:
@@ -356,18 +374,3 @@ class DeepseekV4CSACompressor(_Compressor):
         ids = self.indexer.select_paged(hidden_states, q_residual, step, layer_idx)
         layer = step.cache.layers[layer_idx]
         return layer.compressed_slots_of(step.batch.sequence_of_token, ids)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
-        position_ids: torch.Tensor,
-        past_key_values: Any,
-        layer_idx: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """transformers' contract, as ``DeepseekV4HCACompressor.forward``."""
-        entries = self.dense_entries(hidden_states, past_key_values, layer_idx)
-        chosen = self.select(
-            entries, hidden_states, q_residual, position_ids, past_key_values, layer_idx
-        )
-        return entries.unsqueeze(1), _bias_of(chosen, entries.shape[1], entries.dtype)
