@@ -136,7 +136,7 @@ def test_any_tensors_survive_and_the_safetensors_package_reads_them(tmp_path_fac
     for shard in shards:
         headers = read_header(shard)
         total = sum(info.nbytes for info in headers.values())
-        assert total <= limit or len(headers) == 1
+        assert total <= limit or sum(info.nbytes > 0 for info in headers.values()) == 1
         assert all(info.start % info.dtype.itemsize == 0 for info in headers.values())
         with safe_open(shard, "pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -48,7 +48,7 @@ def test_a_quantised_linear_multiplies_by_its_dense_weight(
 @given(FORMAT_NAMES, st.integers(0, 2**31))
 def test_a_quantised_grouped_linear_is_one_linear_per_group(format: str, seed: int) -> None:
     module = layers.DeepseekV4GroupedLinear(64, 3 * 10, 3).requires_grad_(False)
-    module.set_weight(normal(seed, 30, 64).float())
+    module.set_weight(normal(seed, 30, 64))
     x = normal(seed + 1, 2, 5, 3, 64)
     for _ in range(2):
         parts = module.dense_weight(torch.float64).chunk(3)
