@@ -426,6 +426,48 @@ def test_a_loaded_model_generates_the_tokens_of_the_dequantised_weights(
     assert (experts.format.name if experts.format else None) == wanted
 
 
+def test_a_model_is_loaded_and_swapped_on_any_device(device: torch.device, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    ids = torch.randint(0, 128, (1, 17), generator=torch.Generator().manual_seed(1))
+    host = from_pretrained(path, dtype=torch.float32, progress=False)
+    with torch.no_grad():
+        wanted = host(ids).logits
+        for parts in (None, ["norm"]):
+            model = from_pretrained(
+                path, device=device, dtype=torch.float32, parts=parts, progress=False
+            )
+            places = {t.device.type for t in (*model.parameters(), *model.buffers())}
+            assert places == {device.type}
+            assert relative(model(ids.to(device)).logits.cpu(), wanted) <= TOLERANCE
+
+
+def test_a_model_as_transformers_loads_it_in_bfloat16() -> None:
+    """Norms, hyper-connections, sinks and biases in float32, all else in bfloat16."""
+    from dsv4.layers._module import FixedDtypeModule
+
+    config = tiny()
+    model, wide = model_of(config), model_of(config)
+    report = apply(model)
+    model.to(torch.bfloat16)  # swapped modules keep what is float32 by definition
+    assert model.model.layers[0].attn_hc.fn.dtype == torch.float32
+    assert isinstance(model.model.layers[0].attn_hc, FixedDtypeModule)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    report.undo()
+    ids = ids_of(config, 2, 21)
+    with torch.no_grad():
+        truth = wide(ids).logits.double()
+        theirs = model(ids).logits.double()
+        for numerics in ("transformers", "deepseek"):
+            report = apply(model, numerics=numerics)
+            ours = model(ids).logits.double()
+            report.undo()
+            # As far from float32 as transformers itself in bfloat16, within a factor.
+            assert ours.isfinite().all()
+            assert (ours - truth).norm() < 3 * (theirs - truth).norm() + 0.2 * truth.norm()
+
+
 @pytest.mark.parametrize("parts", [("attention",), ("experts",), ("norm", "lm_head")])
 def test_parts_that_stay_transformers_take_dequantised_weights(
     parts: tuple[str, ...], tmp_path: Path
