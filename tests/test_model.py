@@ -194,6 +194,46 @@ def test_every_device_agrees_with_the_oracle(device: torch.device, dtype: torch.
         assert rows.median() < 0.05
 
 
+def published_width(numerics: str) -> ModelConfig:
+    """Flash's own widths and all three layer types, with fewer layers, experts and tokens."""
+    return ModelConfig.flash(
+        num_hidden_layers=3,
+        layer_types=(SLIDING, CSA, HCA),
+        mlp_layer_types=("hash_moe", "moe", "moe"),
+        num_nextn_predict_layers=0,
+        n_routed_experts=12,
+        vocab_size=2048,
+        numerics=numerics,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_published_widths_equal_transformers() -> None:
+    """At 900 tokens every compressed entry is chosen, so no tie of the top-k takes part."""
+    config = published_width("transformers")
+    model = random_model(config, 1).cuda()
+    quantize_(model)
+    theirs = transformers_twin(model)
+    theirs.cuda()
+    ids = tokens(config, 1, 900)
+    with torch.no_grad():
+        (ours,) = run_chunks(model, [ids.tolist()], [[600, 1, 1, 298]])
+        assert distance(ours, theirs(ids[None].cuda()).logits[0]) < TRANSFORMERS
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_any_chunking_is_the_same_at_published_widths() -> None:
+    """584-byte FP8 entries, 128-wide Hadamard, a top-512 of 750 entries."""
+    config = published_width("deepseek")
+    model = random_model(config, 1, torch.float64).cuda()
+    prompt = tokens(config, 1, 3000).tolist()
+    with torch.no_grad():
+        (ours,) = run_chunks(model, [prompt], [[1700, 1, 1, 1, 1297]])
+        assert distance(ours, model(torch.tensor([prompt]).cuda())[0]) < EXACT
+
+
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=5)
 def test_a_batch_generates_what_each_prompt_alone_does(seed: int, lengths: list[int]) -> None:
