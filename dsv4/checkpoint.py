@@ -22,14 +22,9 @@ from dsv4 import _config_file
 from dsv4._checkpoint import layouts, names
 from dsv4._checkpoint.entries import Entry, group, raise_all
 from dsv4._checkpoint.progress import Progress
-from dsv4._checkpoint.shards import (
-    CheckpointError,
-    Shards,
-    ShardWriter,
-    TensorInfo,
-    read_header,
-)
+from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_header
 from dsv4._checkpoint.slots import ExpertsSlot, Options, dry_run, slots_of
+from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
 from dsv4.formats import NVFP4, QuantizedTensor
 
@@ -272,8 +267,7 @@ def load(
 ) -> DeepseekV4ForCausalLM:
     """A model from a checkpoint folder, each weight in the format it is stored in.
 
-    Memory holds the model and at most one tensor more; the files are mapped, and their pages given
-    back tensor by tensor.
+    Memory holds the model and less than one layer more: the files are mapped a part at a time.
 
     Args:
         path: Folder with config.json and safetensors.

@@ -254,7 +254,63 @@ def test_a_header_that_is_none_is_refused(shards):
     data = bytearray(victim.read_bytes())
     data[8:12] = b"????"
     victim.write_bytes(data)
-    _refused(shards, rf"{victim.name}: the header is not JSON")
+    _refused(shards, rf"{victim.name}: .*not a safetensors file .*JSON in header")
+
+
+def _shift(row):
+    row["data_offsets"] = [end + 8 for end in row["data_offsets"]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _shift,
+        lambda row: row["shape"].append(2),
+        lambda row: row.update(dtype="F7"),
+        lambda row: row.pop("shape"),
+    ],
+)
+def test_a_header_that_contradicts_its_data_is_refused(shards, change):
+    victim = sorted(shards.glob("*.safetensors"))[1]
+    data = victim.read_bytes()
+    room = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + room])
+    change(list(header.values())[-1])
+    victim.write_bytes(data[:8] + json.dumps(header).encode().ljust(room) + data[8 + room :])
+    _refused(shards, rf"{victim.name}: .*not a safetensors file")
+
+
+def test_a_shard_with_bytes_left_over_is_refused(shards):
+    victim = sorted(shards.glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes() + b"more")
+    _refused(shards, rf"{victim.name}: .*not fully covered")
+
+
+def test_a_folder_in_place_of_a_shard_is_refused(shards):
+    victim = sorted(shards.glob("*.safetensors"))[1]
+    victim.unlink()
+    victim.mkdir()
+    _refused(shards, rf"{victim.name}: cannot be opened")
+
+
+def test_a_dtype_that_no_model_has_is_refused(sound, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(sound, folder)
+    edit(folder, _replace("norm.weight", torch.ones(64, dtype=torch.uint16)))
+    _refused(folder, r"model\.safetensors: norm\.weight has dtype U16, wanted F64, ")
+
+
+def test_a_shard_that_changes_after_opening_is_refused(sound, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(sound, folder)
+    checkpoint = Checkpoint.open(folder)
+    edit(folder, _replace("norm.weight", torch.ones(65)))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has changed .*now F32 \[65\]"):
+        checkpoint.read("model.norm.weight")
+    edit(folder, _drop("norm.weight"))
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: norm\.weight .*cannot be read"):
+        checkpoint.read("model.norm.weight")
 
 
 @pytest.mark.parametrize(

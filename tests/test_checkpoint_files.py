@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dsv4._checkpoint import names
-from dsv4._checkpoint.shards import DTYPES, Shards, ShardWriter, read_header
+from dsv4._checkpoint.shards import DTYPES, Shards, read_header
+from dsv4._checkpoint.writer import ShardWriter
 from dsv4.checkpoint import Checkpoint, save, write
 from dsv4.config import ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
@@ -137,9 +140,11 @@ def test_any_tensors_survive_and_the_safetensors_package_reads_them(tmp_path_fac
         headers = read_header(shard)
         total = sum(info.nbytes for info in headers.values())
         assert total <= limit or sum(info.nbytes > 0 for info in headers.values()) == 1
-        assert all(info.start % info.dtype.itemsize == 0 for info in headers.values())
         with safe_open(shard, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        # A map begins with a page, so an address is as aligned as the place in the file.
+        assert all(tensor.data_ptr() % tensor.dtype.itemsize == 0 for tensor in mapped.values())
+        found |= mapped
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
@@ -164,6 +169,27 @@ def test_files_of_the_safetensors_package_are_read_bitwise(tmp_path_factory, tab
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(raw(tensor), raw(tensors[name]))
     shards.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_file_is_mapped_only_while_a_little_of_it_is_read(tmp_path):
+    """Pages of a map stay in memory: what was read is a copy, and must not hold the map."""
+    path = tmp_path / "model.safetensors"
+    save_file({"small": torch.rand(10), "large": torch.rand(10_000)}, path)
+
+    def is_mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    headers = read_header(path)
+    shards = Shards(tmp_path)
+    assert not is_mapped()
+    small = shards.read(headers["small"])
+    assert is_mapped()
+    shards.close()
+    assert not is_mapped()
+    large = shards.read(headers["large"])
+    assert not is_mapped()
+    assert (small.numel(), large.numel()) == (10, 10_000)
 
 
 def test_a_failed_write_leaves_the_old_checkpoint(tmp_path):

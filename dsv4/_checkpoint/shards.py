@@ -1,23 +1,19 @@
-"""The safetensors container: headers, memory-mapped reading, streamed writing.
+"""Reading safetensors shards: what they hold, and single tensors as private copies.
 
-Written out here rather than taken from the safetensors package for three reasons: every defect of a
-file becomes one message that names it, float8_e8m0fnu is read whatever the package's version, and
-the pages of a tensor are given back as soon as it is copied, so that reading a checkpoint does not
-fill the memory with the checkpoint.
+The safetensors package does the reading. Added here: one error that names the file, and handles
+that are closed early, because the pages of a mapped file stay in memory until it is unmapped and
+reading a checkpoint would otherwise fill the memory with the checkpoint.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -35,9 +31,9 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100 << 20
-# Bytes set aside for a shard's header; a shard whose header would be longer is closed early.
-_HEADER_ROOM = 1 << 20
+# A shard is unmapped whenever one of so many parts of it has been read: often enough that few of its
+# pages are in memory, seldom enough that parsing the header again costs little beside the reading.
+_PARTS = 32
 
 
 class CheckpointError(ValueError):
@@ -46,266 +42,93 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: its file's name, dtype, shape and byte range from the file's start."""
+    """One tensor as its file's header describes it: its name, file's name, dtype and shape."""
 
     name: str
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return self.stop - self.start
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.name} ({DTYPE_NAMES[self.dtype]} {list(self.shape)})"
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, checked against the file's length.
+    """The tensors of one safetensors file, whose data must fill it to the last byte.
 
     Raises:
-        CheckpointError: if the file is missing, truncated, or its header is not one.
+        CheckpointError: if the file is missing, truncated, not a safetensors file, or holds a
+            tensor whose dtype is not one of ``DTYPES``.
     """
+    with _open(path) as file:
+        return {name: _info(path.name, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def _open(path: Path) -> safe_open:
+    """A handle; the package compares header and length of the file, so damage shows here."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(_MAX_HEADER, size - 8):
-                raise CheckpointError(
-                    f"{path.name}: truncated or not a safetensors file "
-                    f"({size} bytes, header of {length} bytes)"
-                )
-            table = json.loads(file.read(length))
+        return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name}: the shard is missing from {path.parent}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path.name}: the header is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path.name}: the header is not a table of tensors")
-    table.pop("__metadata__", None)
-    infos = {name: _info(path.name, name, row, 8 + length) for name, row in table.items()}
-    end = max((info.stop for info in infos.values()), default=8 + length)
-    if end > size:
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be opened: {error}") from error
+    except SafetensorError as error:
         raise CheckpointError(
-            f"{path.name}: truncated: {size} bytes, its header describes {end} bytes"
-        )
-    return infos
+            f"{path.name}: truncated or not a safetensors file "
+            f"({path.stat().st_size} bytes): {error}"
+        ) from error
 
 
-def _info(file: str, name: str, row: Any, base: int) -> TensorInfo:
-    try:
-        dtype, shape = row["dtype"], tuple(int(n) for n in row["shape"])
-        start, stop = (int(n) for n in row["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: the header of {name} is {row!r}") from error
+def _info(file: str, name: str, tensor: Any) -> TensorInfo:
+    dtype = tensor.get_dtype()
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: {name} has dtype {dtype}, wanted {', '.join(DTYPES)}")
-    wanted = math.prod(shape) * DTYPES[dtype].itemsize
-    if start < 0 or stop - start != wanted or min(shape, default=0) < 0:
-        raise CheckpointError(
-            f"{file}: {name} ({dtype} {list(shape)}) has {stop - start} bytes, wanted {wanted}"
-        )
-    return TensorInfo(name, file, DTYPES[dtype], shape, base + start, base + stop)
+    return TensorInfo(name, file, DTYPES[dtype], tuple(tensor.get_shape()))
 
 
 class Shards:
-    """Memory-mapped files of one folder, opened when first read."""
+    """The files of one folder, mapped when first read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._maps: dict[str, mmap.mmap] = {}
+        self._handles: dict[str, safe_open] = {}
+        self._left: dict[str, int] = {}  # bytes to read before the handle is closed
 
     def read(self, info: TensorInfo, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A private copy of one tensor on ``device``.
+        """A private copy of one tensor on ``device``; the file may go.
 
-        The file's pages are given back before returning: only the copy stays in memory.
+        Raises:
+            CheckpointError: if the file is damaged or no longer what its header was.
         """
-        if info.nbytes == 0:
-            return torch.empty(info.shape, dtype=info.dtype, device=device)
-        mapped = self._map(info.file)
-        # The dtype is set by view after the copy: a tensor may start at any byte of the file.
-        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.nbytes, offset=info.start)
-        copy = raw.to(device, copy=True).view(info.dtype).view(info.shape)
-        del raw
-        self._forget(mapped, info)
+        mapped = self._mapped(info)
+        copy = mapped.to(device, copy=True)
+        del mapped  # a view, which would keep the file mapped
+        self._left[info.file] -= info.nbytes
+        if self._left[info.file] <= 0:
+            del self._handles[info.file]
         return copy
 
-    def _map(self, name: str) -> mmap.mmap:
-        if name not in self._maps:
-            with (self.folder / name).open("rb") as file:
-                # A private map, because torch refuses a read-only buffer; nothing writes to it.
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[name]
-
-    @staticmethod
-    def _forget(mapped: mmap.mmap, info: TensorInfo) -> None:
-        if not hasattr(mapped, "madvise"):
-            return
-        start = info.start - info.start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, start, info.stop - start)
+    def _mapped(self, info: TensorInfo) -> torch.Tensor:
+        if info.file not in self._handles:
+            path = self.folder / info.file
+            self._handles[info.file] = _open(path)
+            self._left[info.file] = path.stat().st_size // _PARTS
+        try:
+            mapped = self._handles[info.file].get_tensor(info.name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{info.file}: {info} cannot be read: {error}") from error
+        if mapped.dtype != info.dtype or mapped.shape != info.shape:
+            raise CheckpointError(
+                f"{info.file}: has changed since it was opened: {info} is now "
+                f"{DTYPE_NAMES.get(mapped.dtype, mapped.dtype)} {list(mapped.shape)}"
+            )
+        return mapped
 
     def close(self) -> None:
         """Unmap every file; reading maps them again."""
-        while self._maps:
-            self._maps.popitem()[1].close()
-
-
-class ShardWriter:
-    """Writes tensors one by one into safetensors shards of a folder.
-
-    Memory holds one tensor at a time, besides those of odd length, which wait for the end of their
-    shard so that every tensor starts at a multiple of its item size. Files have temporary names
-    until ``finish``; an exception inside the ``with`` block removes them and leaves the folder as
-    it was.
-
-    Raises:
-        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false.
-    """
-
-    def __init__(
-        self, folder: str | Path, *, max_shard_bytes: int = 5 << 30, overwrite: bool = False
-    ) -> None:
-        if max_shard_bytes < 1:
-            raise ValueError(f"max_shard_bytes is {max_shard_bytes}, wanted at least 1")
-        self.folder = Path(folder)
-        self.old = _present(self.folder)
-        if self.old and not overwrite:
-            raise FileExistsError(
-                f"{self.folder} holds a checkpoint ({self.old[0].name}), "
-                "wanted an empty folder or overwrite=True"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.max_shard_bytes = max_shard_bytes
-        self.names: dict[str, int] = {}
-        self.total = 0
-        self._paths: list[Path] = []
-        self._open: _Shard | None = None
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._open is not None:
-            self._open.file.close()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append one tensor.
-
-        Raises:
-            ValueError: if the name was written before.
-        """
-        if name in self.names:
-            raise ValueError(f"{name} is written twice")
-        if self._open is not None and self._open.is_full(name, tensor, self.max_shard_bytes):
-            self._open.close()
-            self._open = None
-        if self._open is None:
-            path = self.folder / f".writing-{len(self._paths):05d}.safetensors"
-            self._paths.append(path)
-            self._open = _Shard(path)
-        self.names[name] = len(self._paths)
-        self.total += tensor.numel() * tensor.element_size()
-        self._open.add(name, tensor)
-
-    def finish(self, documents: dict[str, Any]) -> None:
-        """Give the files their names and write the index and ``documents`` (name to JSON value).
-
-        config.json should be among the documents: it is the last file to appear.
-        """
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-        count = len(self._paths)
-        finals = ["model.safetensors"]
-        if count != 1:
-            finals = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-            index = {
-                "metadata": {"total_size": self.total},
-                "weight_map": {name: finals[i - 1] for name, i in self.names.items()},
-            }
-            documents = {"model.safetensors.index.json": index, **documents}
-        for path in self.old:
-            path.unlink(missing_ok=True)
-        for path, final in zip(self._paths, finals, strict=True):
-            path.rename(self.folder / final)
-        self._paths = []
-        for name, value in documents.items():
-            draft = self.folder / f".writing-{name}"
-            draft.write_text(json.dumps(value, indent=2) + "\n")
-            draft.rename(self.folder / name)
-
-
-def _present(folder: Path) -> list[Path]:
-    """The files of a checkpoint in a folder."""
-    if not folder.is_dir():
-        return []
-    names = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-    shards = [p for p in folder.glob("*.safetensors") if not p.name.startswith(".")]
-    return sorted([folder / n for n in names if (folder / n).exists()] + shards)
-
-
-class _Shard:
-    """One file being written: room for the header first, then data, then the header in its room."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("wb")
-        self.file.write(b" " * (8 + _HEADER_ROOM))
-        self.rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self.header_bytes = 64
-        self.data_bytes = 0
-        self.waiting: list[tuple[str, torch.Tensor]] = []
-        self.waiting_bytes = 0
-
-    @staticmethod
-    def _row_bytes(name: str, tensor: torch.Tensor) -> int:
-        return len(json.dumps(name)) + 110 + 12 * tensor.dim()
-
-    def is_full(self, name: str, tensor: torch.Tensor, limit: int) -> bool:
-        size = tensor.numel() * tensor.element_size()
-        if self.data_bytes + self.waiting_bytes + size > limit:
-            return self.data_bytes + self.waiting_bytes > 0
-        return self.header_bytes + self._row_bytes(name, tensor) > _HEADER_ROOM
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self.header_bytes += self._row_bytes(name, tensor)
-        size = tensor.numel() * tensor.element_size()
-        if size % 8:
-            self.waiting.append((name, tensor.detach().cpu().clone()))
-            self.waiting_bytes += size
-        else:
-            self._write(name, tensor)
-
-    def _write(self, name: str, tensor: torch.Tensor) -> None:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if flat.numel():
-            # The bytes in place: torch offers the buffer protocol through numpy only.
-            self.file.write((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
-        stop = self.data_bytes + flat.numel()
-        self.rows[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self.data_bytes, stop],
-        }
-        self.data_bytes = stop
-
-    def close(self) -> None:
-        for name, tensor in sorted(self.waiting, key=lambda item: -item[1].element_size()):
-            self._write(name, tensor)
-        self.waiting = []
-        header = json.dumps(self.rows, separators=(",", ":")).encode()
-        assert len(header) <= _HEADER_ROOM, "the estimate of a row's length is too small"
-        self.file.seek(0)
-        self.file.write(_HEADER_ROOM.to_bytes(8, "little") + header)
-        self.file.close()
+        self._handles.clear()

@@ -1,0 +1,176 @@
+"""Writing safetensors shards as a stream.
+
+The safetensors package reads the shards (``dsv4._checkpoint.shards``), but can only serialise a
+whole shard from memory; here a tensor is written as it comes and need not be held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from dsv4._checkpoint.shards import DTYPE_NAMES
+
+# Bytes set aside for a shard's header; a shard whose header would be longer is closed early.
+_HEADER_ROOM = 1 << 20
+
+
+class ShardWriter:
+    """Writes tensors one by one into safetensors shards of a folder.
+
+    Memory holds one tensor at a time, besides those of odd length, which wait for the end of their
+    shard so that every tensor starts at a multiple of its item size. Files have temporary names
+    until ``finish``; an exception inside the ``with`` block removes them and leaves the folder as
+    it was.
+
+    Raises:
+        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, max_shard_bytes: int = 5 << 30, overwrite: bool = False
+    ) -> None:
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes is {max_shard_bytes}, wanted at least 1")
+        self.folder = Path(folder)
+        self.old = _present(self.folder)
+        if self.old and not overwrite:
+            raise FileExistsError(
+                f"{self.folder} holds a checkpoint ({self.old[0].name}), "
+                "wanted an empty folder or overwrite=True"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.max_shard_bytes = max_shard_bytes
+        self.names: dict[str, int] = {}
+        self.total = 0
+        self._paths: list[Path] = []
+        self._open: _Shard | None = None
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open is not None:
+            self._open.file.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor.
+
+        Raises:
+            ValueError: if the name was written before.
+        """
+        if name in self.names:
+            raise ValueError(f"{name} is written twice")
+        if self._open is not None and self._open.is_full(name, tensor, self.max_shard_bytes):
+            self._open.close()
+            self._open = None
+        if self._open is None:
+            path = self.folder / f".writing-{len(self._paths):05d}.safetensors"
+            self._paths.append(path)
+            self._open = _Shard(path)
+        self.names[name] = len(self._paths)
+        self.total += tensor.numel() * tensor.element_size()
+        self._open.add(name, tensor)
+
+    def finish(self, documents: dict[str, Any]) -> None:
+        """Give the files their names and write the index and ``documents`` (name to JSON value).
+
+        config.json should be among the documents: it is the last file to appear.
+        """
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        count = len(self._paths)
+        finals = ["model.safetensors"]
+        if count != 1:
+            finals = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+            index = {
+                "metadata": {"total_size": self.total},
+                "weight_map": {name: finals[i - 1] for name, i in self.names.items()},
+            }
+            documents = {"model.safetensors.index.json": index, **documents}
+        for path in self.old:
+            path.unlink(missing_ok=True)
+        for path, final in zip(self._paths, finals, strict=True):
+            path.rename(self.folder / final)
+        self._paths = []
+        for name, value in documents.items():
+            draft = self.folder / f".writing-{name}"
+            draft.write_text(json.dumps(value, indent=2) + "\n")
+            draft.rename(self.folder / name)
+
+
+def _present(folder: Path) -> list[Path]:
+    """The files of a checkpoint in a folder."""
+    if not folder.is_dir():
+        return []
+    names = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
+    shards = [p for p in folder.glob("*.safetensors") if not p.name.startswith(".")]
+    return sorted([folder / n for n in names if (folder / n).exists()] + shards)
+
+
+class _Shard:
+    """One file being written: room for the header first, then data, then the header in its room."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb")
+        self.file.write(b" " * (8 + _HEADER_ROOM))
+        self.rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.header_bytes = 64
+        self.data_bytes = 0
+        self.waiting: list[tuple[str, torch.Tensor]] = []
+        self.waiting_bytes = 0
+
+    @staticmethod
+    def _row_bytes(name: str, tensor: torch.Tensor) -> int:
+        return len(json.dumps(name)) + 110 + 12 * tensor.dim()
+
+    def is_full(self, name: str, tensor: torch.Tensor, limit: int) -> bool:
+        size = tensor.numel() * tensor.element_size()
+        if self.data_bytes + self.waiting_bytes + size > limit:
+            return self.data_bytes + self.waiting_bytes > 0
+        return self.header_bytes + self._row_bytes(name, tensor) > _HEADER_ROOM
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.header_bytes += self._row_bytes(name, tensor)
+        size = tensor.numel() * tensor.element_size()
+        if size % 8:
+            self.waiting.append((name, tensor.detach().cpu().clone()))
+            self.waiting_bytes += size
+        else:
+            self._write(name, tensor)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel():
+            # The bytes in place: torch offers the buffer protocol through numpy only.
+            self.file.write((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
+        stop = self.data_bytes + flat.numel()
+        self.rows[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self.data_bytes, stop],
+        }
+        self.data_bytes = stop
+
+    def close(self) -> None:
+        for name, tensor in sorted(self.waiting, key=lambda item: -item[1].element_size()):
+            self._write(name, tensor)
+        self.waiting = []
+        header = json.dumps(self.rows, separators=(",", ":")).encode()
+        assert len(header) <= _HEADER_ROOM, "the estimate of a row's length is too small"
+        self.file.seek(0)
+        self.file.write(_HEADER_ROOM.to_bytes(8, "little") + header)
+        self.file.close()
