@@ -31,8 +31,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# A shard is unmapped whenever one of so many parts of it has been read: often enough that few of its
-# pages are in memory, seldom enough that parsing the header again costs little beside the reading.
+# A shard is unmapped after each of so many parts of it: often enough that few of its pages are in
+# memory, seldom enough that parsing the header again costs little beside the reading.
 _PARTS = 32
 
 
