@@ -1,6 +1,7 @@
 # make bench    the main job: checks and times everything this machine can run
 # make test     all tests
 # make check    lint, format and types
+# make traps    break the code for every known trap and watch a test fail
 #
 # Each makes .venv first and needs Python and git alone. TORCH chooses what is installed first, e.g.
 #   make test TORCH=torch==2.13.0
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: bench test check format clean
+.PHONY: bench test check traps format clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -24,6 +25,9 @@ check: $(READY)
 	$(BIN)/ruff check dsv4 tests
 	$(BIN)/ruff format --check dsv4 tests
 	$(BIN)/mypy
+
+traps: $(READY)
+	$(BIN)/python -m tests.traps
 
 format: $(READY)
 	$(BIN)/ruff check --fix dsv4 tests

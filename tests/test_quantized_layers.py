@@ -163,6 +163,30 @@ def test_quantised_experts_are_their_dense_weights(
     assert close(found, expected)
 
 
+@given(st.integers(0, 2**31))
+@settings(max_examples=5)
+def test_trap_t32_the_clamp_acts_on_real_values(seed: int) -> None:
+    """Not on products that still lack their global scale, which is about 1e-3 here."""
+    config = ModelConfig.tiny(num_experts_per_tok=1, numerics="transformers")
+    experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
+    experts.quantize()
+    assert experts.gate_up_proj_scale_2.max() < 0.01
+    x = 20 * normal(seed, 12, config.hidden_size)
+    ids = torch.arange(12).remainder(config.n_routed_experts).unsqueeze(1)
+    found = experts(x, ids, torch.ones(12, 1, dtype=torch.float64))
+    gate_up, down = (
+        experts.dense_weight(name, torch.float64)[ids[:, 0]]
+        for name in ("gate_up_proj", "down_proj")
+    )
+    gate, up = torch.einsum("tnk,tk->tn", gate_up, x).chunk(2, -1)
+    assert (gate > config.swiglu_limit).any()
+    assert (up.abs() > config.swiglu_limit).any()
+    assert (gate.abs() < 1).any()
+    gate = gate.clamp(max=config.swiglu_limit)
+    inner = gate * gate.sigmoid() * up.clamp(-config.swiglu_limit, config.swiglu_limit)
+    assert close(found, torch.einsum("tnk,tk->tn", down, inner))
+
+
 def test_gate_and_up_keep_their_own_global_scale() -> None:
     config = ModelConfig.tiny()
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), 1)
