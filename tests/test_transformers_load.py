@@ -1,0 +1,153 @@
+"""Checkpoints of every layout in transformers' model class."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.checkpoint import CheckpointError, load, save
+from dsv4.config import ModelConfig
+from dsv4.integrations.transformers import from_pretrained
+from dsv4.layers import DeepseekV4Attention, DeepseekV4Experts
+from dsv4.testing.models import random_model, transformers_twin
+
+pytest.importorskip("transformers")
+
+TOLERANCE = 1e-5
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": None}
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    return ModelConfig.tiny(numerics="transformers", **changes)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def checkpoint(folder: Path, layout: str = "nvidia", mtp: bool = True, **changes: Any) -> Path:
+    config = tiny(hidden_size=128, moe_intermediate_size=64, **changes)
+    save(random_model(config, 3, mtp=mtp), folder, layout=layout, plain_dtype=None)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout", ["nvidia", "deepseek", "transformers", "compressed-tensors", "bf16"]
+)
+def test_a_loaded_model_generates_the_tokens_of_the_dequantised_weights(
+    layout: str, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path / "c", layout)
+    model = from_pretrained(path, dtype=torch.float32, progress=False)
+    twin: Any = transformers_twin(
+        load(path, numerics="transformers", dtype=torch.float32, mtp=False, progress=False)
+    )
+    ids = torch.randint(2, 128, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert relative(model(ids).logits, twin(ids).logits) <= TOLERANCE
+    assert torch.equal(model.generate(ids, **GREEDY), twin.generate(ids, **GREEDY))
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, DeepseekV4Experts)
+    wanted = {"deepseek": "mxfp4", "bf16": None}.get(layout, "nvfp4")
+    assert (experts.format.name if experts.format else None) == wanted
+
+
+def test_a_model_is_loaded_and_swapped_on_any_device(device: torch.device, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    ids = torch.randint(0, 128, (1, 17), generator=torch.Generator().manual_seed(1))
+    host = from_pretrained(path, dtype=torch.float32, progress=False)
+    with torch.no_grad():
+        wanted = host(ids).logits
+        for parts in (None, ["norm"]):
+            model = from_pretrained(
+                path, device=device, dtype=torch.float32, parts=parts, progress=False
+            )
+            places = {t.device.type for t in (*model.parameters(), *model.buffers())}
+            assert places == {device.type}
+            assert relative(model(ids.to(device)).logits.cpu(), wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("parts", [("attention",), ("experts",), ("norm", "lm_head")])
+def test_parts_that_stay_transformers_take_dequantised_weights(
+    parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path / "c")
+    model = from_pretrained(path, dtype=torch.float32, parts=parts, progress=False)
+    whole = from_pretrained(path, dtype=torch.float32, progress=False)
+    ids = torch.randint(0, 128, (1, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert relative(model(ids).logits, whole(ids).logits) <= TOLERANCE
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, DeepseekV4Experts) == ("experts" in parts)
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention, DeepseekV4Attention) == ("attention" in parts)
+
+
+def test_the_layers_that_transformers_lacks_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint(tmp_path / "c", num_nextn_predict_layers=1)
+    with caplog.at_level(logging.WARNING):
+        model = from_pretrained(path, progress=False)
+    left_out = model.dsv4_report.left_out
+    assert "mtp.0.e_proj.weight" in left_out
+    assert all(name.startswith("mtp.0.") for name in left_out)
+    assert f"{len(left_out)} mtp.* tensors were left out" in caplog.text
+    assert "left out of the checkpoint" in str(model.dsv4_report)
+    with pytest.raises(RuntimeError, match="never held"):
+        model.dsv4_report.undo()
+    caplog.clear()
+    none = checkpoint(tmp_path / "d", mtp=False, num_nextn_predict_layers=0)
+    assert from_pretrained(none, progress=False).dsv4_report.left_out == ()
+    assert not caplog.text
+
+
+def test_generation_follows_the_checkpoint(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c", bos_token_id=3, eos_token_id=(5, 7))
+    found = from_pretrained(path, progress=False).generation_config
+    assert (found.bos_token_id, found.eos_token_id) == (3, [5, 7])
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9, "top_p": 0.5}))
+    found = from_pretrained(path, progress=False).generation_config
+    assert (found.eos_token_id, found.top_p) == (9, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_deepseek_numerics_in_bfloat16_are_near_float32(dtype: Any, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    ids = torch.randint(0, 128, (1, 17), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"numerics": "deepseek", "progress": False}
+    narrow = from_pretrained(path, dtype=dtype or torch.bfloat16, **options)
+    wide = from_pretrained(path, dtype=torch.float32, **options)
+    with torch.no_grad():
+        found = narrow(ids).logits
+        assert found.dtype == torch.float32, "DeepSeek computes logits in float32"
+        assert found.isfinite().all()
+        # The last position of a short prompt sums few roundings; this is a sanity bound.
+        assert (found - wide(ids).logits).norm() / found.norm() < 0.5
+
+
+def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        from_pretrained(tmp_path / "nothing", progress=False)
+    path = checkpoint(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="input_scale is missing"):
+        from_pretrained(path, activation="nvfp4", progress=False)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**values, "hidden_size": 64}))
+    with pytest.raises(CheckpointError, match="by the configuration"):
+        from_pretrained(path, progress=False)
+    (path / "config.json").write_text(json.dumps({**values, "vocab_size": -1}))
+    with pytest.raises(ValueError, match="vocab_size"):
+        from_pretrained(path, progress=False)
+
+
+def test_unknown_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    for option in ({"parts": ["moe"]}, {"numerics": "exact"}, {"activation": "fp8"}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            from_pretrained(path, progress=False, **option)
