@@ -34,7 +34,8 @@ def exponent_oracle(amax: float) -> int:
 def entry_oracle(x: torch.Tensor, rope_dim: int) -> tuple[bytes, bytes]:
     """Data and scale bytes of one entry, by the words of specification section 7."""
     nope = x[: x.shape[0] - rope_dim].to(torch.float32).numpy()
-    rope = x[x.shape[0] - rope_dim :].to(torch.bfloat16).view(torch.int16).numpy()
+    rope = x[x.shape[0] - rope_dim :].to(torch.bfloat16)
+    rope = torch.where(rope.isnan(), torch.nan, rope).view(torch.int16).numpy()
     codes, scales = b"", b""
     for first in range(0, len(nope), 64):
         group = nope[first : first + 64]
@@ -84,6 +85,14 @@ def test_written_bytes_equal_the_specification(device, dims, dtype, drawn, slots
     write_kv(pages, entries.to(device), torch.tensor(slots, dtype=torch.int64, device=device))
     expected = pages_oracle(entries, slots, 12 // page_size, page_size, rope_dim)
     assert_bitwise(pages.data.cpu(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_nan_in_the_rope_dims_has_the_same_bytes_everywhere(device, sign):
+    nan = torch.tensor(float("nan")).copysign(torch.tensor(sign))
+    pages = Pages.allocate(1, 1, 24, 24, device=device)
+    write_kv(pages, nan.expand(1, 24).to(device), torch.zeros(1, dtype=torch.int64, device=device))
+    assert pages.data[0, :48].view(torch.int16).tolist() == [0x7FC0] * 24
 
 
 @given(dims, dtypes, dtypes, draws(-30, 30), slot_lists())

@@ -53,6 +53,9 @@ def fixed_logits(logits, device, dtype=torch.float32):
     return x, torch.eye(x.shape[1], dtype=dtype, device=device)
 
 
+# A softplus that underflows is off by up to the smallest float32, 2^-149, its root by this; twice.
+ROOT_OF_SMALLEST = 2.0**-73
+
 cases = st.fixed_dictionaries(
     {
         "seed": fuzz.seeds(),
@@ -94,9 +97,18 @@ def test_topk_against_float64(device, case, data):
     biased = scores if bias is None else scores + bias.double()
     picked = biased.gather(1, ids)
     slack = 2 * (scores.amax(-1) * (7 * U + worst) + 3 * U * biased.abs().amax(-1))
+    slack += ROOT_OF_SMALLEST
     best = biased.sort(-1, descending=True).values[:, :top_k]
     assert ((picked - best).abs() <= slack.unsqueeze(-1)).all()
     assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_scores_that_underflow_tie_at_the_lowest_index(device):
+    """Below about -103 the softplus is 0 in float32, whatever the order of the logits."""
+    x, weight = fixed_logits([[-130.0, -120.0, -125.0]], device)
+    _, weights, ids = route_topk(x, weight, None, top_k=2, scaling_factor=2.5)
+    assert ids.tolist() == [[0, 1]]
+    assert weights.tolist() == [[0.0, 0.0]]
 
 
 @given(case=cases, data=st.data())

@@ -402,8 +402,8 @@ MUTANTS = (
         "T17",
         "RoPE dims through FP8",
         REFERENCE + "kv_cache.py",
-        "rope.to(torch.bfloat16).contiguous()",
-        "rope.to(torch.float8_e4m3fn).to(torch.bfloat16).contiguous()",
+        "_bfloat16(rope).contiguous()",
+        "_bfloat16(rope.to(torch.float8_e4m3fn)).contiguous()",
         KV + "t17_rope_dims_hold_one_value",
     ),
     Mutant(

@@ -77,8 +77,8 @@ def write_kv(
     ``ceil(log2(max(amax, 1e-4) / 448)) + 127``, the last R dims as bfloat16. A value rounds to
     float32 first. The scale is the smallest power of two under which the group fits, so nothing
     saturates. A group with a NaN or an Inf gets scale byte 255 and code 0x7F, both NaN, and so
-    reads back as NaN; other groups and entries are unaffected. ``"plain"``: cast to the pages'
-    dtype.
+    reads back as NaN; other groups and entries are unaffected. A NaN in the RoPE dims is
+    stored as 0x7FC0. ``"plain"``: cast to the pages' dtype.
 
     Args:
         pages: Where to.

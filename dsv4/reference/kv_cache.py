@@ -97,11 +97,16 @@ def _encode(x: torch.Tensor, layout: EntryLayout) -> torch.Tensor:
     return torch.cat(
         (
             codes.flatten(-2)[..., : layout.nope_dim],
-            rope.to(torch.bfloat16).contiguous().view(torch.uint8),
+            _bfloat16(rope).contiguous().view(torch.uint8),
             F.pad(scales, (0, layout.scale_bytes - layout.groups)),
         ),
         dim=-1,
     )
+
+
+def _bfloat16(x: torch.Tensor) -> torch.Tensor:
+    # A cast keeps a NaN's sign on the CPU and not on a GPU; the stored bytes must not depend on it.
+    return x.to(torch.bfloat16).masked_fill(x.isnan(), float("nan"))
 
 
 def _decode(entries: torch.Tensor, layout: EntryLayout) -> torch.Tensor:
