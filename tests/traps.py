@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "T1",
         "compressors rotate entries by the main table",
-        "dsv4/layers/compressor.py",
+        "dsv4/layers/_pooling.py",
         'rope_layer_type = "compress"',
         'rope_layer_type = "main"',
         FORMULA,
@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "T3",
         "entries rotated at their number",
-        "dsv4/layers/compressor.py",
+        "dsv4/layers/_pooling.py",
         "positions = first + self.compress_rate * torch.arange(windows, device=kv.device)",
         "positions = first + torch.arange(windows, device=kv.device)",
         FORMULA,
@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "T13",
         "a token does not see the entry it closes",
-        "dsv4/layers/compressor.py",
+        "dsv4/layers/_pooling.py",
         "return (position_ids + 1).div(",
         "return position_ids.div(",
         FORMULA,

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.calibrate import Calibration, calibrate
-from dsv4.layers.compressor import (
-    DeepseekV4CSACompressor,
-    DeepseekV4HCACompressor,
-    DeepseekV4Indexer,
-    DeepseekV4IndexerScorer,
-)
+from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
+from dsv4.layers.indexer import DeepseekV4Indexer, DeepseekV4IndexerScorer
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock

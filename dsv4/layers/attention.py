@@ -10,11 +10,8 @@ from torch import nn
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers._module import FixedDtypeModule
-from dsv4.layers.compressor import (
-    DeepseekV4CSACompressor,
-    DeepseekV4HCACompressor,
-    plain_pages,
-)
+from dsv4.layers._pooling import plain_pages
+from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding

@@ -1,0 +1,141 @@
+"""Pooling of many tokens into one entry: what the compressors and the indexer share.
+
+Each module runs in two ways. Dense: hidden states ``[B, S, H]`` with no cache or with one of
+transformers' cache objects, whose protocol it speaks. Paged: a flat ragged batch whose state and
+entries live in a ``PagedCache``. Both call the same operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.cache import CacheStep
+from dsv4.config import CSA, ModelConfig
+from dsv4.layers._module import FixedDtypeModule
+from dsv4.layers.linear import Linear
+from dsv4.layers.norm import DeepseekV4RMSNorm
+from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.ops.compressor import compressor_update, pool_windows
+from dsv4.ops.kv_cache import Pages, fake_quantize_kv, write_kv
+from dsv4.ops.rope import rope
+
+
+class PoolingModule(FixedDtypeModule):
+    """Projection, pooling, norm and rotation shared by the three compressors.
+
+    Attributes:
+        cache_name: Under which name transformers' cache objects keep this compressor's state.
+        compress_rate: Tokens per entry.
+        overlap: Whether a window also pools the first half of the window before it.
+    """
+
+    wide = frozenset({"position_bias"})
+    rope_layer_type = "compress"
+
+    def __init__(
+        self, config: ModelConfig, layer_type: str, width: int, cache_name: str = "compressor"
+    ) -> None:
+        super().__init__()
+        self.cache_name = cache_name
+        self.compress_rate = config.compress_rates[layer_type]
+        self.overlap = layer_type == CSA
+        self.head_dim = width
+        self.rope_dim = config.qk_rope_head_dim
+        self.numerics = config.numerics
+        channels = width * (2 if self.overlap else 1)
+        self.kv_proj = Linear(config.hidden_size, channels, activation=config.activation)
+        self.gate_proj = Linear(config.hidden_size, channels, activation=config.activation)
+        self.position_bias = nn.Parameter(torch.zeros(self.compress_rate, channels))
+        self.kv_norm = DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
+        self.rotary_emb = DeepseekV4RotaryEmbedding(config)
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys-values and scores: float32 from here on, as DeepSeek does (section 5.1)."""
+        dtype = None
+        if self.numerics == "deepseek":
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        return self.kv_proj(hidden_states, dtype), self.gate_proj(hidden_states, dtype)
+
+    def _finish(
+        self, pooled: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Norm, then rotation at the position of the window's first token (trap T3)."""
+        entries = self.kv_norm(pooled.to(dtype))
+        cos, sin = self.rotary_emb(entries, positions, self.rope_layer_type)
+        return rope(entries, cos, sin)
+
+    def _stored(self, entries: torch.Tensor) -> torch.Tensor:
+        """What reading an entry back from the cache would give."""
+        return fake_quantize_kv(entries, self.rope_dim) if self.numerics == "deepseek" else entries
+
+    def dense_entries(
+        self, hidden_states: torch.Tensor, past_key_values: Any, layer_idx: int
+    ) -> torch.Tensor:
+        """All entries so far, ``[B, entries, head_dim]``."""
+        kv, score = self._project(hidden_states)
+        state = None if past_key_values is None else past_key_values.layers[layer_idx]
+        if state is None:
+            usable = kv.shape[1] // self.compress_rate * self.compress_rate
+            kv, score, first = kv[:, :usable], score[:, :usable], 0
+        else:
+            kv, score, first = state.store_compression_weights(self.cache_name, kv, score)
+        new = self._dense_windows(kv, score, first, state, hidden_states.dtype)
+        return new if state is None else state.update_compressor_states(self.cache_name, new)
+
+    def _dense_windows(
+        self, kv: torch.Tensor, score: torch.Tensor, first: int, state: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        batch, windows = kv.shape[0], kv.shape[1] // self.compress_rate
+        if windows == 0:
+            return kv.new_zeros((batch, 0, self.head_dim), dtype=dtype)
+        kv = kv.reshape(batch, windows, self.compress_rate, -1)
+        score = score.reshape(batch, windows, self.compress_rate, -1)
+        score = score + self.position_bias.to(score.dtype)
+        previous: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if self.overlap and state is not None:
+            previous = state.update_overlap_state(self.cache_name, kv, score, self.head_dim)
+        pooled = pool_windows(kv, score, *previous, overlap=self.overlap)
+        positions = first + self.compress_rate * torch.arange(windows, device=kv.device)
+        entries = self._finish(pooled, positions.expand(batch, windows), dtype)
+        return self._stored(entries)
+
+    def _paged_entries(
+        self, hidden_states: torch.Tensor, step: CacheStep, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Entries closed by this batch, their sequences and their numbers; -1 marks unused rows."""
+        kv, score = self._project(hidden_states)
+        batch = step.batch
+        pooled, positions, sequences = compressor_update(
+            kv,
+            score,
+            self.position_bias,
+            state,
+            batch.cu_seqlens,
+            batch.starts,
+            batch.sequences,
+            overlap=self.overlap,
+        )
+        entries = self._finish(pooled, positions.clamp(min=0), hidden_states.dtype)
+        numbers = positions.div(self.compress_rate, rounding_mode="floor")
+        return entries, sequences, numbers
+
+    def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
+        """Update the state with ``hidden_states [T, H]`` and store the entries that closed."""
+        layer = step.cache.layers[layer_idx]
+        assert layer.state is not None
+        assert layer.compressed is not None
+        entries, sequences, numbers = self._paged_entries(hidden_states, step, layer.state)
+        slots = layer.compressed_write_slots(sequences, numbers)
+        write_kv(layer.compressed, entries, slots)
+
+    def visible(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """How many entries a token at each position may see, itself included in the last."""
+        return (position_ids + 1).div(self.compress_rate, rounding_mode="floor")
+
+
+def plain_pages(entries: torch.Tensor) -> Pages:
+    """Entries ``[B, n, d]``, n > 0, as pages: entry i of sequence b has slot ``b * n + i``."""
+    return Pages(entries, entries.shape[1], "plain", entries.shape[2], 0)

@@ -1,0 +1,128 @@
+"""The lightning indexer: which compressed entries a query attends to (specification section 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.cache import CacheStep
+from dsv4.config import CSA, ModelConfig
+from dsv4.layers._pooling import PoolingModule, plain_pages
+from dsv4.layers.linear import Linear
+from dsv4.ops.indexer import indexer_rotate_quantize, indexer_select
+from dsv4.ops.kv_cache import write_kv
+from dsv4.ops.rope import rope
+
+
+class DeepseekV4IndexerScorer(nn.Module):
+    """The weights with which the indexer's heads are summed (specification section 6, step 4)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config = ModelConfig.of(config)
+        self.softmax_scale = config.index_head_dim**-0.5
+        self.weights_scaling = config.index_n_heads**-0.5
+        self.weights_proj = Linear(config.hidden_size, config.index_n_heads)
+
+    def weights(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[..., H]`` to ``[..., heads]`` float32, both scales included."""
+        weights = self.weights_proj(hidden_states)
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return wide * (self.softmax_scale * self.weights_scaling)
+
+    def forward(
+        self, q: torch.Tensor, compressed_kv: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores ``[B, S, n]`` of entries ``[B, n, d]`` for queries ``[B, S, heads, d]``."""
+        weights = self.weights(hidden_states)
+        dots = torch.einsum("bshd,bnd->bshn", q.to(weights.dtype), compressed_kv.to(weights.dtype))
+        return (dots.relu() * weights.unsqueeze(-1)).sum(2)
+
+
+class DeepseekV4Indexer(PoolingModule):
+    """Chooses the ``index_topk`` entries each query of a CSA layer attends to (section 6).
+
+    With DeepSeek's numerics queries and keys go through a Hadamard transform and FP4.
+    """
+
+    def __init__(self, config: Any) -> None:
+        config = ModelConfig.of(config)
+        super().__init__(config, CSA, config.index_head_dim, cache_name="indexer")
+        self.num_heads = config.index_n_heads
+        self.index_topk = config.index_topk
+        self.q_b_proj = Linear(
+            config.q_lora_rank, self.num_heads * self.head_dim, activation=config.activation
+        )
+        self.scorer = DeepseekV4IndexerScorer(config)
+
+    def _stored(self, entries: torch.Tensor) -> torch.Tensor:
+        return indexer_rotate_quantize(entries) if self.numerics == "deepseek" else entries
+
+    def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Index queries ``[..., heads, d]``: projected, rotated, quantised; no norm per head."""
+        q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
+        cos, sin = self.rotary_emb(q, position_ids, self.rope_layer_type)
+        return self._stored(rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2)))
+
+    def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
+        """Update the indexer's state and store the keys that closed."""
+        layer = step.cache.layers[layer_idx]
+        assert layer.indexer_state is not None
+        assert layer.indexer_pages is not None
+        keys, sequences, numbers = self._paged_entries(hidden_states, step, layer.indexer_state)
+        slots = layer.compressed_write_slots(sequences, numbers)
+        write_kv(layer.indexer_pages, self._stored(keys), slots)
+
+    def select_paged(
+        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none."""
+        layer, batch = step.cache.layers[layer_idx], step.batch
+        assert layer.indexer_pages is not None
+        assert layer.compressed_table is not None
+        return indexer_select(
+            self.queries(q_residual, batch.positions),
+            self.scorer.weights(hidden_states),
+            layer.indexer_pages,
+            layer.compressed_table,
+            batch.sequence_of_token,
+            self.visible(batch.positions),
+            top_k=self.index_topk,
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        q_residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Any,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """Entry numbers ``[B, S, min(index_topk, n)]`` int64, -1 where fewer are visible.
+
+        Args:
+            hidden_states: ``[B, S, H]``.
+            q_residual: ``[B, S, q_lora_rank]``.
+            position_ids: ``[B, S]`` or ``[1, S]``.
+            past_key_values: None or a transformers cache.
+            layer_idx: The layer's place in that cache.
+        """
+        batch, queries, _ = hidden_states.shape
+        keys = self.dense_entries(hidden_states, past_key_values, layer_idx)
+        entries = keys.shape[1]
+        if entries == 0:
+            return torch.empty((batch, queries, 0), dtype=torch.long, device=keys.device)
+        rows = torch.arange(batch, device=keys.device)
+        position_ids = position_ids.expand(batch, queries)
+        ids = indexer_select(
+            self.queries(q_residual, position_ids).flatten(0, 1),
+            self.scorer.weights(hidden_states).flatten(0, 1),
+            plain_pages(keys),
+            rows.unsqueeze(1),
+            rows.repeat_interleave(queries),
+            self.visible(position_ids).reshape(-1),
+            top_k=self.index_topk,
+        )
+        return ids.long().view(batch, queries, -1)
