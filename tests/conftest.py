@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 _COMMON = {
     "deadline": None,
@@ -16,6 +16,15 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
+# For tests.traps: a failure is wanted, its smallest form is not.
+settings.register_profile(
+    "traps",
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+    **_COMMON,
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 _HAS_GPU = torch.cuda.is_available()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.cache import Batch, LayerCache, PagedCache
@@ -235,6 +235,8 @@ def cut(layer: Layer, data: list[torch.Tensor]) -> list[torch.Tensor]:
     st.integers(1, 90).flatmap(partitions),
     st.integers(0, 9),
 )
+@example(1, 0, [1] * 12, 0)  # every third step has one token in all
+@example(2, 0, [1] * 12, 2)
 def test_trap_t13_any_chunking_sees_what_the_specification_says(device, index, seed, chunks, idle):
     """Prefill, chunks and decode steps of one token, with a neighbour and padding in the batch.
 

@@ -328,9 +328,11 @@ def test_trap_t16_true_lengths(device, prompt):
     assert len(expected) == prompt // 4
     alone = Stream(ape, True, empty_state(1, 4, True, 2, device=device))
     alone.feed([(0, 0, kv[:prompt], score[:prompt])])
+    assert len(alone.entries(0)) == prompt // 4
     close(alone.entries(0), expected)
     batched = Stream(ape, True, empty_state(2, 4, True, 2, device=device))
     batched.feed([(0, 0, kv[:prompt], score[:prompt]), (1, 0, kv, score)])
+    assert len(batched.entries(0)) == prompt // 4
     close(batched.entries(0), expected)
     close(batched.entries(1), naive(kv, score, ape, True))
     # Sixteen token rows, of which only the first `prompt` belong to the sequence.

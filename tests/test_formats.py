@@ -133,6 +133,7 @@ class TestScales:
         with pytest.raises(TypeError, match="view"):
             e8m0_to_float(scale.view(torch.uint8))
         q = random_mxfp4(0, (4, 64), 120, 120, device)
+        assert_bitwise(dequantize(q), decode_e2m1(unpack(q.codes)) * 2.0**-7, "value")
         joined = formats.cat_rows([q, q])
         assert joined.scales.view(torch.uint8).unique().tolist() == [120]
         for layout in (formats.SWIZZLED, formats.LINEAR):

@@ -132,6 +132,19 @@ def test_trap_t27_fused_parts_take_the_larger_input_scale() -> None:
         assert close(found, rounded @ part.dense_weight(torch.float64).T)
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_trap_t26_a_fused_part_without_an_input_scale_does_not_borrow_one(without: int) -> None:
+    """The other part's scale says nothing about it: the input is quantised per token."""
+    parts = [linear(s, 16, 64, "nvfp4", activation="nvfp4") for s in (1, 2)]
+    x = normal(3, 4, 64) * torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
+    scale = (x.abs().amax() / LARGEST).float().reshape(1)
+    parts[1 - without].set_weight(parts[1 - without].quantized_weight(), scale)
+    rounded = dequantize(quantize(x, scaling="token"), torch.float64)
+    for found, part in zip(layers.fused_linear(parts, x), parts, strict=True):
+        assert found.isfinite().all()
+        assert close(found, rounded @ part.dense_weight(torch.float64).T)
+
+
 @given(FORMAT_NAMES, st.integers(0, 2**31), st.integers(0, 9), st.sampled_from([1, 2, 3]))
 @settings(max_examples=20)
 def test_quantised_experts_are_their_dense_weights(
@@ -185,6 +198,26 @@ def test_trap_t32_the_clamp_acts_on_real_values(seed: int) -> None:
     gate = gate.clamp(max=config.swiglu_limit)
     inner = gate * gate.sigmoid() * up.clamp(-config.swiglu_limit, config.swiglu_limit)
     assert close(found, torch.einsum("tnk,tk->tn", down, inner))
+
+
+@given(st.integers(0, 2**31), st.floats(0.1, 10))
+@settings(max_examples=5)
+def test_trap_t32_the_shared_expert_clamps_real_values(seed: int, ratio: float) -> None:
+    """With quantised weights too, and with one limit for gate and up, whatever their scales."""
+    config = ModelConfig.tiny()
+    mlp = randomize_(layers.DeepseekV4MLP(config).requires_grad_(False), seed)
+    mlp.up_proj.weight *= ratio
+    for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        part.quantize()
+        assert part.weight_scale_2.max() < 0.01
+    x = 20 * normal(seed, 12, config.hidden_size)
+    gate, up = (x @ part.dense_weight(torch.float64).T for part in (mlp.gate_proj, mlp.up_proj))
+    limit = config.swiglu_limit
+    assert (gate > limit).any()
+    assert (gate < -limit).any()
+    gate = gate.clamp(max=limit)
+    inner = gate * gate.sigmoid() * up.clamp(-limit, limit)
+    assert close(mlp(x), inner @ mlp.down_proj.dense_weight(torch.float64).T)
 
 
 def test_gate_and_up_keep_their_own_global_scale() -> None:
@@ -272,11 +305,12 @@ def test_calibration_sets_scales_from_the_largest_activation_and_freezes_them() 
     probe = model.model.layers[1].mlp.shared_experts.gate_proj
     seen = []
     hook = probe.register_forward_pre_hook(lambda m, a: seen.append(a[0].abs().max()))
-    batches = [torch.arange(30)[None], torch.arange(30, 60)[None]]
+    batches = [torch.arange(30)[None], torch.arange(30, 60)[None], torch.arange(30)[None]]
     with torch.no_grad(), layers.calibrate(model) as report:
         for batch in batches:
             model(batch)
     hook.remove()
+    assert seen[-1] < max(seen)  # the last batch alone would give another scale
     assert probe.input_scale.item() == pytest.approx(float(max(seen)) / LARGEST, rel=1e-6)
     assert "model.layers.1.mlp.experts" in report.calibrated
     assert report.unseen == []

@@ -1,0 +1,18 @@
+"""A table of mistakes: every known way of getting the model wrong, as a change of the code.
+
+``python -m tests.traps [T9 ...]`` makes each of them in a copy and watches the named test fail. The
+numbers are those of the specification's list of traps (section 15; D2 is in section 1).
+"""
+
+from __future__ import annotations
+
+from .attention import MUTANTS as _ATTENTION
+from .mixing import MUTANTS as _MIXING
+from .mutant import Mutant
+from .quantisation import MUTANTS as _QUANTISATION
+from .state import MUTANTS as _STATE
+
+__all__ = ["MUTANTS", "REQUIRED", "Mutant"]
+
+MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_MIXING, *_STATE, *_QUANTISATION)
+REQUIRED = tuple(f"T{n}" for n in (*range(1, 15), 19, *range(25, 34), 35, 41))

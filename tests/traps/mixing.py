@@ -1,0 +1,293 @@
+"""Mistakes in hyper-connections, SwiGLU, routing and the MTP block."""
+
+from __future__ import annotations
+
+from .mutant import LAYERS, REFERENCE, Mutant
+
+LOOPS = "tests/test_hyper_connection.py::test_trap_t8_pre_against_explicit_loops"
+POST_LOOPS = "tests/test_hyper_connection.py::test_trap_t7_post_against_explicit_loops"
+TRANSPOSE = "tests/test_layers.py::test_trap_t7_the_layer_mixes_streams_by_the_transpose"
+SWIGLU = "tests/test_swiglu.py::test_trap_t9_by_hand"
+SHARED = "tests/test_layers.py::test_trap_t9_the_shared_expert_clamps_too"
+ROUTER = "tests/test_router.py::"
+STABLE = ROUTER + "test_trap_t10_scores_are_stable_from_minus_1000_to_1000"
+OTHERS = ROUTER + "test_trap_t11_other_scorings_choose_other_experts"
+DRAFT = "tests/test_model.py::test_the_draft_layer_is_its_formula"
+SCORE = "(torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)).sqrt()"
+HASH_WEIGHTS = (
+    "    weights = _weights(scores, ids, scaling_factor)\n"
+    "    return logits, _poison(weights, logits.isfinite().all(-1) & known), ids"
+)
+TOPK_WEIGHTS = (
+    "    weights = _weights(scores, ids, scaling_factor)\n"
+    "    return logits, _poison(weights, logits.isfinite().all(-1)), ids"
+)
+
+MUTANTS = (
+    Mutant(
+        "T7",
+        "comb not transposed",
+        REFERENCE + "hyper_connection.py",
+        "comb.to(wide).transpose(-1, -2) @ streams.to(wide)",
+        "comb.to(wide) @ streams.to(wide)",
+        POST_LOOPS,
+    ),
+    Mutant(
+        "T7",
+        "comb not transposed, seen at the layer",
+        REFERENCE + "hyper_connection.py",
+        "comb.to(wide).transpose(-1, -2) @ streams.to(wide)",
+        "comb.to(wide) @ streams.to(wide)",
+        TRANSPOSE,
+    ),
+    Mutant(
+        "T7",
+        "comb transposed twice",
+        LAYERS + "hyper_connection.py",
+        "return hc_post(output, streams, post, comb)",
+        "return hc_post(output, streams, post, comb.transpose(-1, -2))",
+        TRANSPOSE,
+    ),
+    Mutant(
+        "T8",
+        "exponential instead of softmax",
+        REFERENCE + "hyper_connection.py",
+        "comb = logits.softmax(-1) + eps",
+        "comb = logits.exp() + eps",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "no eps after the softmax",
+        REFERENCE + "hyper_connection.py",
+        "comb = logits.softmax(-1) + eps",
+        "comb = logits.softmax(-1)",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "no eps in a denominator",
+        REFERENCE + "hyper_connection.py",
+        "comb = comb / (comb.sum(-1, keepdim=True) + eps)",
+        "comb = comb / comb.sum(-1, keepdim=True)",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "softmax over columns",
+        REFERENCE + "hyper_connection.py",
+        "comb = logits.softmax(-1) + eps",
+        "comb = logits.softmax(-2) + eps",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "rows normalised first",
+        REFERENCE + "hyper_connection.py",
+        "    comb = comb / (comb.sum(-2, keepdim=True) + eps)\n    for ",
+        "    comb = comb / (comb.sum(-1, keepdim=True) + eps)\n    for ",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "one iteration more",
+        REFERENCE + "hyper_connection.py",
+        "for _ in range(iterations - 1):",
+        "for _ in range(iterations):",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "no eps on pre",
+        REFERENCE + "hyper_connection.py",
+        "torch.sigmoid(mixes[..., :n] * scale[0] + base[:n]) + hc_eps",
+        "torch.sigmoid(mixes[..., :n] * scale[0] + base[:n])",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "eps on post",
+        REFERENCE + "hyper_connection.py",
+        "post = 2 * torch.sigmoid(",
+        "post = hc_eps + 2 * torch.sigmoid(",
+        LOOPS,
+    ),
+    Mutant(
+        "T8",
+        "post without its factor 2",
+        REFERENCE + "hyper_connection.py",
+        "post = 2 * torch.sigmoid(",
+        "post = torch.sigmoid(",
+        LOOPS,
+    ),
+    Mutant(
+        "T9",
+        "gate clamped below as well",
+        REFERENCE + "swiglu.py",
+        "gate.clamp(max=limit)",
+        "gate.clamp(-limit, limit)",
+        SWIGLU,
+    ),
+    Mutant(
+        "T9",
+        "gate not clamped",
+        REFERENCE + "swiglu.py",
+        "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
+        "up = up.clamp(-limit, limit)",
+        SWIGLU,
+    ),
+    Mutant(
+        "T9",
+        "up clamped above only",
+        REFERENCE + "swiglu.py",
+        "up.clamp(-limit, limit)",
+        "up.clamp(max=limit)",
+        SWIGLU,
+    ),
+    Mutant(
+        "T9",
+        "up not clamped",
+        REFERENCE + "swiglu.py",
+        "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
+        "gate = gate.clamp(max=limit)",
+        SWIGLU,
+    ),
+    Mutant(
+        "T9",
+        "gate clamped after SiLU",
+        REFERENCE + "swiglu.py",
+        "        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
+        "    out = torch.nn.functional.silu(gate) * up",
+        "        up = up.clamp(-limit, limit)\n"
+        "    out = torch.nn.functional.silu(gate).clamp(max=limit) * up",
+        SWIGLU,
+    ),
+    Mutant(
+        "T9",
+        "the product is clamped instead",
+        REFERENCE + "swiglu.py",
+        "        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
+        "    out = torch.nn.functional.silu(gate) * up",
+        "        pass\n    out = (torch.nn.functional.silu(gate) * up).clamp(-limit, limit)",
+        SWIGLU,
+    ),
+    Mutant(
+        "T9",
+        "the shared expert does not clamp",
+        LAYERS + "mlp.py",
+        "swiglu(gate_up, self.limit)",
+        "swiglu(gate_up, None)",
+        SHARED,
+    ),
+    Mutant(
+        "T10",
+        "log(1 + exp(x)) in float32",
+        REFERENCE + "router.py",
+        SCORE,
+        "torch.log(1 + torch.exp(logits)).sqrt()",
+        STABLE,
+    ),
+    Mutant(
+        "T10",
+        "log1p(exp(x)), which overflows",
+        REFERENCE + "router.py",
+        SCORE,
+        "torch.log1p(torch.exp(logits)).sqrt()",
+        STABLE,
+    ),
+    Mutant(
+        "T10",
+        "no floor under the sum",
+        REFERENCE + "router.py",
+        "_SUM_FLOOR = 1e-20",
+        "_SUM_FLOOR = 0.0",
+        ROUTER + "test_trap_t10_by_hand",
+    ),
+    Mutant(
+        "T10",
+        "logits in the model's dtype",
+        LAYERS + "router.py",
+        "return torch.promote_types(x.dtype, torch.float32)",
+        "return x.dtype",
+        "tests/test_numerics_difference.py::test_routing_logits_are_rounded_by_transformers_only",
+    ),
+    Mutant("T11", "sigmoid scores", REFERENCE + "router.py", SCORE, "logits.sigmoid()", OTHERS),
+    Mutant("T11", "softmax scores", REFERENCE + "router.py", SCORE, "logits.softmax(-1)", OTHERS),
+    Mutant(
+        "T11",
+        "softplus without the root",
+        REFERENCE + "router.py",
+        SCORE,
+        SCORE.removesuffix(".sqrt()"),
+        OTHERS,
+    ),
+    Mutant(
+        "T11",
+        "the bias does not take part in the choice",
+        REFERENCE + "router.py",
+        "biased = scores if bias is None else scores + bias.to(scores.dtype)",
+        "biased = scores",
+        ROUTER + "test_trap_t11_against_the_formula",
+    ),
+    Mutant(
+        "T11",
+        "weights from biased scores",
+        REFERENCE + "router.py",
+        TOPK_WEIGHTS,
+        TOPK_WEIGHTS.replace("(scores, ids", "(biased, ids"),
+        ROUTER + "test_trap_t11_against_the_formula",
+    ),
+    Mutant(
+        "T12",
+        "hash layers choose by score",
+        REFERENCE + "router.py",
+        HASH_WEIGHTS,
+        "    ids = scores.topk(ids.shape[-1]).indices\n" + HASH_WEIGHTS,
+        ROUTER + "test_trap_t12_the_choice_follows_the_ids_not_the_scores",
+    ),
+    Mutant(
+        "T12",
+        "hash layers weigh their experts equally",
+        REFERENCE + "router.py",
+        HASH_WEIGHTS,
+        HASH_WEIGHTS.replace("(scores, ids", "(torch.ones_like(scores), ids"),
+        ROUTER + "test_trap_t12_experts_by_token_id_weights_by_score",
+    ),
+    Mutant(
+        "T12",
+        "token ids outside the vocabulary are clamped in silence",
+        REFERENCE + "router.py",
+        '        _raise_unless(token_ok, "input_ids", input_ids, '
+        'f"token ids from 0 to {vocabulary - 1}")\n',
+        "",
+        ROUTER + "test_token_ids_outside_the_vocabulary",
+    ),
+    Mutant(
+        "T12",
+        "missing token ids taken for token 0",
+        LAYERS + "router.py",
+        "        if input_ids is None:\n",
+        "        if input_ids is None:\n"
+        "            input_ids = torch.zeros(flat.shape[0], dtype=torch.long)\n"
+        "        if input_ids is None:\n",
+        "tests/test_layers.py::test_trap_t12_hash_layers_need_token_ids",
+    ),
+    Mutant(
+        "T40",
+        "the two norms of the MTP block are exchanged",
+        LAYERS + "decoder.py",
+        "        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)\n"
+        "        streams = embedded + self.h_proj(self.hnorm(streams))",
+        "        embedded = self.e_proj(self.hnorm(next_embeddings)).unsqueeze(-2)\n"
+        "        streams = embedded + self.h_proj(self.enorm(streams))",
+        DRAFT,
+    ),
+    Mutant(
+        "T40",
+        "the MTP block is fed collapsed streams",
+        LAYERS + "decoder.py",
+        "self.h_proj(self.hnorm(streams))",
+        "self.h_proj(self.hnorm(streams.mean(-2, keepdim=True).expand_as(streams)))",
+        DRAFT,
+    ),
+)

@@ -1,0 +1,29 @@
+"""What one mistake is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REFERENCE = "dsv4/reference/"
+LAYERS = "dsv4/layers/"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        trap: Its number in the specification.
+        what: The mistake in words.
+        file: Where it is made.
+        old: Text that stands exactly once in the file.
+        new: What the mistake makes of it.
+        test: The test that must fail.
+    """
+
+    trap: str
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str

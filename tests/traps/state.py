@@ -1,0 +1,221 @@
+"""Mistakes in compressor state, cache pages, slots and the indexer's selection."""
+
+from __future__ import annotations
+
+from .mutant import LAYERS, REFERENCE, Mutant
+
+KV = "tests/test_kv_cache.py::test_trap_"
+CACHE = "tests/test_cache.py::test_trap_"
+COMPRESSOR = "tests/test_compressor.py::test_trap_"
+INDEXER = "tests/test_indexer.py::test_trap_"
+FORMULA = "tests/test_layers.py::test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula"
+APE = COMPRESSOR + "t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half"
+SLOT = "return torch.where(inside, page * page_size + entry % page_size, -1)"
+HALVES = (
+    "    kv = torch.cat((source.kv[:, :width][rows], kv[..., width:]), dim=1)\n"
+    "    score = torch.cat((source.score[:, :width][rows], score[..., width:]), dim=1)"
+)
+SWAPPED_HALVES = (
+    "    kv = torch.cat((source.kv[:, width:][rows], kv[..., :width]), dim=1)\n"
+    "    score = torch.cat((source.score[:, width:][rows], score[..., :width]), dim=1)"
+)
+
+MUTANTS = (
+    Mutant(
+        "T16",
+        "padded length taken for the true one",
+        REFERENCE + "compressor.py",
+        "end=starts + cu.diff()",
+        "end=starts + (cu.diff() + ape.shape[0] - 1) // ape.shape[0] * ape.shape[0]",
+        COMPRESSOR + "t16_true_lengths",
+    ),
+    Mutant(
+        "T16",
+        "the longest length taken for all",
+        REFERENCE + "compressor.py",
+        "end=starts + cu.diff()",
+        "end=starts + cu.diff().amax()",
+        COMPRESSOR + "t16_true_lengths",
+    ),
+    Mutant(
+        "T17",
+        "RoPE dims through FP8",
+        REFERENCE + "kv_cache.py",
+        "_bfloat16(rope).contiguous()",
+        "_bfloat16(rope.to(torch.float8_e4m3fn).to(rope.dtype)).contiguous()",
+        KV + "t17_rope_dims_hold_one_value",
+    ),
+    Mutant(
+        "T17",
+        "codes of the other dims run over the RoPE dims",
+        REFERENCE + "kv_cache.py",
+        "    data[page, column] = rows\n",
+        "    data[page, column] = rows\n"
+        "    data[page, column[:, layout.nope_dim : layout.nope_dim + 1]] = 0x42\n",
+        KV + "t17_rope_dims_hold_one_value",
+    ),
+    Mutant(
+        "T19",
+        "rows of 584 bytes",
+        "dsv4/pages.py",
+        "return page_size * self.data_bytes + entry * self.scale_bytes",
+        "return entry * 584 + 576",
+        KV + "t19_page_geometry",
+    ),
+    Mutant(
+        "T19",
+        "scales beside their entry",
+        REFERENCE + "kv_cache.py",
+        "after_data + entry.unsqueeze(-1) * layout.scale_bytes + scale",
+        "(entry.unsqueeze(-1) + 1) * layout.data_bytes + scale",
+        KV + "t19_scales_after_all_data_of_the_page",
+    ),
+    Mutant(
+        "T19",
+        "pages not padded",
+        "dsv4/pages.py",
+        "return -(-used // self.data_bytes) * self.data_bytes",
+        "return used",
+        KV + "t19_page_geometry",
+    ),
+    Mutant(
+        "T19",
+        "scales of an entry not padded",
+        "dsv4/pages.py",
+        "return -(-self.groups // 8) * 8",
+        "return self.groups",
+        KV + "t19_page_geometry",
+    ),
+    Mutant(
+        "T19",
+        "byte offsets of 32 bits",
+        REFERENCE + "kv_cache.py",
+        "    return page.unsqueeze(-1), column",
+        "    width = layout.page_bytes(page_size)\n"
+        "    flat = (page.unsqueeze(-1) * width + column).to(torch.int32).long()\n"
+        "    return flat // width, flat % width",
+        KV + "t19_offsets_past_two_gigabytes",
+    ),
+    Mutant(
+        "T20",
+        "slot -1 writes the last entry",
+        REFERENCE + "_scatter.py",
+        "    keep = index >= 0\n",
+        "    keep = index >= -1\n",
+        KV + "t20_slot_minus_one_changes_nothing",
+    ),
+    Mutant(
+        "T20",
+        "slot -1 writes entry 0",
+        REFERENCE + "_scatter.py",
+        "    keep = index >= 0\n",
+        "    index = index.clamp(min=0)\n    keep = index >= 0\n",
+        KV + "t20_slot_minus_one_changes_nothing",
+    ),
+    Mutant(
+        "T20",
+        "slot -1 reads entry 0",
+        REFERENCE + "kv_cache.py",
+        "return out.masked_fill((slots < 0).unsqueeze(-1), 0)",
+        "return out",
+        KV + "t20_slot_minus_one_changes_nothing",
+    ),
+    Mutant(
+        "T20",
+        "slot -1 is attended to as an entry of zeros",
+        REFERENCE + "attention.py",
+        ".masked_fill(absent.unsqueeze(1), -torch.inf)",
+        "",
+        "tests/test_attention.py::test_trap_t20_minus_one_is_not_the_last_entry",
+    ),
+    Mutant(
+        "T20",
+        "padding is written to slot 0",
+        "dsv4/cache.py",
+        SLOT,
+        "return page * page_size + entry % page_size",
+        CACHE + "t20_padding_passes_through_as_minus_one",
+    ),
+    Mutant(
+        "T20",
+        "slots of 32 bits",
+        "dsv4/cache.py",
+        SLOT,
+        SLOT.replace("page * page_size", "page.int() * page_size"),
+        CACHE + "t20_slots_do_not_wrap_at_32_bits",
+    ),
+    Mutant(
+        "T21",
+        "everything selected without scoring",
+        REFERENCE + "indexer.py",
+        "    wide = compute_dtype(q, weights)\n",
+        "    wide = compute_dtype(q, weights)\n    if k == capacity:\n"
+        "        e = torch.arange(k, device=q.device)\n"
+        "        return torch.where(e < visible.unsqueeze(-1), e, -1)\n",
+        INDEXER + "t21_selecting_all_still_scores",
+    ),
+    Mutant(
+        "T22",
+        "at least one entry visible",
+        REFERENCE + "indexer.py",
+        "out[part] = torch.where(ids < visible[part].unsqueeze(-1), ids, -1)",
+        "out[part] = torch.where(ids < visible[part].clamp(min=1).unsqueeze(-1), ids, -1)",
+        INDEXER + "t22_nothing_visible",
+    ),
+    Mutant(
+        "T22",
+        "a sequence without tokens writes its state",
+        REFERENCE + "compressor.py",
+        "torch.where(cu.diff() > 0, sequences.to(torch.int64), -1)",
+        "sequences.to(torch.int64)",
+        COMPRESSOR + "t22_all_lengths_zero",
+    ),
+    Mutant(
+        "T41",
+        "ape row by token of the chunk",
+        REFERENCE + "compressor.py",
+        "(starts[b] + index - cu[b]) % ape.shape[0]",
+        "(index - cu[b]) % ape.shape[0]",
+        APE,
+    ),
+    Mutant(
+        "T41",
+        "halves of ape exchanged in memory",
+        REFERENCE + "compressor.py",
+        "score = score.to(state.dtype) + ape.to(state.dtype)[phase]",
+        "score = score.to(state.dtype) + ape.roll(ape.shape[1] // 2, 1).to(state.dtype)[phase]",
+        APE,
+    ),
+    Mutant(
+        "T41",
+        "the overlap takes the second half of the columns",
+        REFERENCE + "compressor.py",
+        HALVES,
+        SWAPPED_HALVES,
+        APE,
+    ),
+    Mutant(
+        "T41",
+        "the overlap takes the second half of the columns, without a cache",
+        REFERENCE + "compressor.py",
+        "    ca, cb = x.chunk(2, dim=-1)\n",
+        "    cb, ca = x.chunk(2, dim=-1)\n",
+        FORMULA,
+    ),
+    Mutant(
+        "T41",
+        "halves of ape exchanged, without a cache",
+        LAYERS + "_pooling.py",
+        "score = score + self.position_bias.to(score.dtype)",
+        "score = score + self.position_bias.roll(self.head_dim, 1).to(score.dtype)",
+        FORMULA,
+    ),
+    Mutant(
+        "T41",
+        "ape rows shifted by one, without a cache",
+        LAYERS + "_pooling.py",
+        "score = score + self.position_bias.to(score.dtype)",
+        "score = score + self.position_bias.roll(1, 0).to(score.dtype)",
+        FORMULA,
+    ),
+)
