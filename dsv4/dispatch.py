@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from dsv4 import _support
+
 AUTO = "auto"
 ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
 
@@ -93,6 +95,9 @@ class Explanation:
         return "\n".join(lines)
 
 
+Objection = Callable[[Call], "str | None"]
+
+
 def _anything(call: Call) -> str | None:
     return None
 
@@ -103,11 +108,19 @@ def _reference(row: str, *ops: str) -> tuple[Implementation, ...]:
     )
 
 
+def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Implementation, ...]:
+    def supports(call: Call) -> str | None:
+        return _support.triton(call.args, call.device) or unless(call)
+
+    return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
+
+
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_reference("gemm", "gemm"),
     *_reference("grouped_gemm", "grouped_gemm"),
+    *_triton("norm", "rms_norm"),
     *_reference("norm", "rms_norm"),
     *_reference("rope", "rope"),
     *_reference("swiglu", "swiglu"),

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from dsv4 import _support, dispatch
+
+_HAS_GPU = torch.cuda.is_available()
+if not _HAS_GPU:
+    # Before any kernel is imported: it decides whether kernels are compiled or interpreted.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 _COMMON = {
     "deadline": None,
     "print_blob": True,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    "suppress_health_check": [
+        HealthCheck.too_slow,
+        HealthCheck.function_scoped_fixture,
+        # A method that several places parametrise runs on an instance of its class for each.
+        HealthCheck.differing_executors,
+    ],
 }
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
@@ -27,8 +40,6 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
-_HAS_GPU = torch.cuda.is_available()
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _HAS_GPU:
@@ -39,7 +50,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every operator test runs on the CPU, and on a GPU where there is one."""
-    return torch.device(request.param)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise ``device``; in a module that sets ``KERNELS``, once per implementation.
+
+    A module that sets ``REFERENCE = False`` tests kernels alone.
+
+    ``"cpu"``: the reference. ``"cpu-triton"``: what has a Triton kernel runs it in Triton's
+    interpreter. ``"cuda"``: what dispatch chooses, or the reference in a module with ``KERNELS``.
+    ``"cuda-triton"``: what dispatch chooses.
+    """
+    if "device" not in metafunc.fixturenames:
+        return
+    names = ["cpu", "cuda"] if getattr(metafunc.module, "REFERENCE", True) else []
+    for kernel in getattr(metafunc.module, "KERNELS", ()):
+        names += [f"cpu-{kernel}", f"cuda-{kernel}"]
+    marks = [[pytest.mark.gpu] if name.startswith("cuda") else [] for name in names]
+    params = [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)]
+    metafunc.parametrize("device", params, indirect=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where an operator test runs, with which implementation; see ``pytest_generate_tests``."""
+    place, _, kernel = request.param.partition("-")
+    if kernel and place == "cpu":
+        pytest.importorskip("triton")
+        if _HAS_GPU:
+            pytest.skip("kernels are compiled in this process, not interpreted")
+        with _support.interpret_triton():
+            yield torch.device(place)
+    elif place == "cuda" and not kernel and hasattr(request.module, "KERNELS"):
+        with dispatch.use_backend("reference"):
+            yield torch.device(place)
+    else:
+        yield torch.device(place)

@@ -36,7 +36,7 @@ def _resolve(target: str):
 dispatch_load = dispatch._load
 
 
-def test_every_operator_has_a_reference_with_the_same_arguments() -> None:
+def test_every_operator_has_a_reference_and_implementations_with_its_arguments() -> None:
     import inspect
 
     for op in dispatch.operators():
@@ -44,7 +44,9 @@ def test_every_operator_has_a_reference_with_the_same_arguments() -> None:
         assert rows[-1].name == "reference"
         schema = getattr(torch.ops.dsv4, op).default._schema
         wanted = [argument.name for argument in schema.arguments][:-1]
-        assert list(inspect.signature(dispatch._load(rows[-1].target)).parameters) == wanted, op
+        for row in rows:
+            found = inspect.signature(dispatch._load(row.target)).parameters
+            assert list(found) == wanted, (op, row.name)
 
 
 @pytest.mark.usefixtures("table")
@@ -78,6 +80,7 @@ def test_explain_says_why_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(found).splitlines() == [
         "rms_norm (backend='auto')",
         "   picky: width is 4, wanted a multiple of 8",
+        "   triton: Triton kernels run on a CUDA GPU, the tensors are on cpu",
         "-> reference: supported",
     ]
     assert explain(ops.rms_norm, torch.ones(2, 8)).chosen == "picky"
@@ -88,7 +91,7 @@ def test_explain_says_why_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ValueError, match="backend is 'fast', wanted 'auto' or one of reference"):
+    with pytest.raises(ValueError, match="backend is 'fast', wanted 'auto' or one of triton"):
         ops.rms_norm(X, backend="fast")
     with pytest.raises(KeyError, match="no operator named 'norm'"):
         dispatch.implementations("norm")

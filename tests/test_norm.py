@@ -17,6 +17,7 @@ from dsv4.testing.assertions import (
     unit_roundoff,
 )
 
+KERNELS = ("triton",)
 OPCHECKS = (
     "test_schema",
     "test_autograd_registration",

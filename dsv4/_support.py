@@ -1,0 +1,55 @@
+"""What an implementation can run: the reasons that dispatch gives for passing one over.
+
+Knows nothing of Triton or CuTeDSL themselves: a reason must not need an import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+
+_interpreting: ContextVar[bool] = ContextVar("dsv4_interpreting", default=False)
+
+
+@contextmanager
+def interpret_triton() -> Iterator[None]:
+    """Let Triton kernels run on the CPU, in Triton's interpreter: for tests, very slow.
+
+    The environment variable ``TRITON_INTERPRET=1`` has to be set before the first kernel is
+    imported; without it the calls inside the block fail.
+    """
+    token = _interpreting.set(True)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
+
+
+def triton(args: Sequence[Any], device: torch.device) -> str | None:
+    """Why Triton kernels cannot run a call with these arguments, or None."""
+    if not _has_triton():
+        return "the package triton is not installed"
+    if device.type != "cuda" and not (device.type == "cpu" and _interpreting.get()):
+        return f"Triton kernels run on a CUDA GPU, the tensors are on {device}"
+    if device.type == "cuda" and _capability(device) < (8, 0):
+        found = ".".join(map(str, _capability(device)))
+        return f"Triton kernels need compute capability 8.0 or newer, the GPU has {found}"
+    if any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
+        return "a tensor is float64, which only the reference computes in"
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,48 @@
+"""What every launcher needs: the right device, and how the kernel is to be started."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+
+def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensor's device the current one: Triton launches there, on its current stream."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def options(tensor: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments of every launch: programmatic dependent launch where the GPU has it.
+
+    Contraction of ``a * b + c`` to one rounding is asked for, because its default differs between
+    versions of Triton. ``PDL`` goes to the kernel, which must begin with ``wait_for_inputs(PDL)``; ``launch_pdl`` to
+    the launcher. Without a GPU (the interpreter) or before Hopper: off.
+    """
+    if tensor.device.type != "cuda":
+        return {"PDL": False}
+    if _major(tensor.device) < 9:
+        return {"PDL": False, "enable_fp_fusion": True}
+    return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
+
+
+@functools.cache
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 on the CPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value`` and at least 1."""
+    return 1 << max(0, value - 1).bit_length()
