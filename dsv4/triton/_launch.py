@@ -20,8 +20,8 @@ def options(tensor: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments of every launch: programmatic dependent launch where the GPU has it.
 
     Contraction of ``a * b + c`` to one rounding is asked for, because its default differs between
-    versions of Triton. ``PDL`` goes to the kernel, which must begin with ``wait_for_inputs(PDL)``; ``launch_pdl`` to
-    the launcher. Without a GPU (the interpreter) or before Hopper: off.
+    versions of Triton. ``PDL`` goes to the kernel, which must begin with ``wait_for_inputs(PDL)``;
+    ``launch_pdl`` to the launcher. Without a GPU (the interpreter) or before Hopper: off.
     """
     if tensor.device.type != "cuda":
         return {"PDL": False}
