@@ -30,6 +30,13 @@ def options(tensor: torch.Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
 
 
+def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Compute capability of the tensor's GPU; None on the CPU."""
+    if tensor.device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(tensor.device)
+
+
 @functools.cache
 def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]

@@ -1,0 +1,116 @@
+"""Compile every Triton kernel that the bench's cases launch, for a GPU that need not be there.
+
+    python -m tests.compile_kernels 90      (or 100; without TRITON_INTERPRET)
+
+Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
+of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
+which of the instructions of interest its assembly has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from dsv4 import _support, dispatch
+from dsv4.bench.cases import MAKERS, cases
+from dsv4.bench.problem import Draw
+from dsv4.triton import _launch
+
+_MULTIPROCESSORS = {90: 132, 100: 148}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SIZES = (("flash", 1), ("pro", 1), ("flash", 48), ("pro", 48), ("flash", 512), ("pro", 512))
+
+
+class _Driver:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Unfilled(Draw):
+    """Floating inputs are memory that nobody has written: kernels only look at their types."""
+
+    def normal(self, *shape, dtype=torch.bfloat16, scale=1.0):
+        return torch.empty(shape, dtype=dtype)
+
+
+def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
+    """Compile what the bench's cases of ``ops`` launch; one report per kernel."""
+    found: dict[str, tuple[str, object]] = {}
+    run = JITFunction.run
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found[kernel.hash] = (self.__name__, kernel)
+        return kernel
+
+    triton.runtime.driver.set_active(_Driver(arch))
+    JITFunction.run = compiled
+    _launch.options = lambda tensor: {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
+    _launch.multiprocessors = lambda device: _MULTIPROCESSORS[arch]
+    _launch.capability = lambda tensor: (arch // 10, arch % 10)
+    for op in ops:
+        for preset, tokens in SIZES:
+            for case in cases(op, preset, tokens):
+                with _support.interpret_triton():
+                    problem = case.build(_Unfilled(0, torch.device("cpu")))
+                    if dispatch.explain(problem.function, *problem.args, **problem.kwargs).chosen:
+                        problem.run("triton")
+        yield from (_report(op, *found.pop(key)) for key in list(found))
+
+
+def _report(op: str, name: str, kernel) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        sass = _tool("nvdisasm", "-c", file.name)
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "op": op,
+        "kernel": name,
+        "registers": numbers["REG"],
+        "stack": numbers["STACK"],
+        "local": numbers["LOCAL"],
+        "shared": kernel.metadata.shared,
+        "threads": 32 * kernel.metadata.num_warps,
+        "waits": "griddepcontrol.wait" in kernel.asm["ptx"],
+        "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
+        "wide loads": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
+        "loads": len(re.findall(r"\bLDG\.", sass)),
+    }
+
+
+def _tool(name: str, *arguments: str) -> str:
+    command = [str(_TOOLS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
+    wanted = sys.argv[2:] or list(MAKERS)
+    having = [op for op in wanted if dispatch.implementations(op)[0].name == "triton"]
+    for report in compile_all(int(sys.argv[1]), having):
+        print(json.dumps(report), flush=True)
