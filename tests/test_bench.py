@@ -264,7 +264,7 @@ def test_csv_and_markdown(tmp_path: Path, capsys):
 
 def _document() -> dict:
     header = {"gpu": "g", "driver": "d", "versions": {}, "commit": "c", "command": "x"}
-    header |= {"date": "d", "copy_tbs": 1.0, "read_tbs": 1.0, "bf16_tflops": 1.0}
+    header |= {"date": "d", "copy_tbs": 1.0, "read_tbs": 1.0, "bf16_tflops": 1.0, "node_us": 0.9}
     row = results.Row("op", "", {"N": 1}, 1, "reference", "why", 1.0, 0.5, 8, 0, {"torch": 2.0})
     return results.document(header, [row])
 
@@ -359,7 +359,9 @@ def test_timing_is_the_median_of_single_calls():
 def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     found = environment.rates(CPU)
-    assert min(dataclasses.astuple(found)) > 0
+    assert min(found.copy_tbs, found.read_tbs, found.bf16_tflops) > 0
+    assert found.node_us == 0  # a CPU has no graphs
+    assert found.copy_share(10**6, 1.0) == pytest.approx(1 / found.copy_tbs)
     assert found.floor_us(10**6, 0) == pytest.approx(1 / found.read_tbs)
     assert found.floor_us(0, 10**6) == pytest.approx(1 / found.bf16_tflops)
 

@@ -52,6 +52,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("ops", nargs="*", metavar="OP", help="operators; default: all")
     _sizes(run)
     run.add_argument("--backend", default="auto", help="implementations, comma-separated")
+    run.add_argument(
+        "--rivals",
+        type=lambda text: tuple(text.split(",")),
+        help="which to time beside, comma-separated; default: those quick to prepare",
+    )
     run.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     _common(run)
     run.set_defaults(command=_run)
@@ -113,7 +118,8 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
     device = _device(options)
     repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 5)
     check, seed = getattr(options, "check", True), getattr(options, "seed", 0)
-    return Options(device, backend, check, repeat, seed)
+    rivals = getattr(options, "rivals", None)
+    return Options(device, backend, check, repeat, seed, rivals)
 
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:

@@ -28,15 +28,21 @@ class Rates:
         copy_tbs: Terabytes per second of a large copy, read and written bytes together.
         read_tbs: Terabytes per second of a large sum.
         bf16_tflops: Rate of a large bfloat16 matrix product.
+        node_us: Microseconds of an empty kernel in a CUDA graph of many; 0 on a CPU.
     """
 
     copy_tbs: float
     read_tbs: float
     bf16_tflops: float
+    node_us: float = 0.0
 
     def floor_us(self, nbytes: int, flops: int) -> float:
         """Time below which no implementation can be: moving the bytes, or doing the arithmetic."""
         return max(nbytes / (self.read_tbs * 1e6), flops / (self.bf16_tflops * 1e6))
+
+    def copy_share(self, nbytes: int, us: float) -> float:
+        """Bytes that had to be moved in ``us``, as a share of what a copy moves in that time."""
+        return nbytes / (us * self.copy_tbs * 1e6)
 
 
 def default_device() -> torch.device:
@@ -77,7 +83,12 @@ def rates(device: torch.device) -> Rates:
     read = timing.measure([lambda: source.sum()], device, repeat).us
     product = timing.measure([lambda: left @ right], device, repeat).us
     size = 4 * count
-    return Rates(2 * size / copy / 1e6, size / read / 1e6, 2 * side**3 / product / 1e6)
+    return Rates(
+        2 * size / copy / 1e6,
+        size / read / 1e6,
+        2 * side**3 / product / 1e6,
+        timing.empty_node_us(device, repeat),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -144,5 +155,6 @@ def lines(header: dict[str, object]) -> list[str]:
         f"platform  {platform.platform()}",
         f"commit    {header['commit']}, {header['date']}",
         f"rates     copy {header['copy_tbs']:.3g} TB/s (read + written), "
-        f"read {header['read_tbs']:.3g} TB/s, bf16 product {header['bf16_tflops']:.3g} TFLOP/s",
+        f"read {header['read_tbs']:.3g} TB/s, bf16 product {header['bf16_tflops']:.3g} TFLOP/s, "
+        f"empty graph node {header['node_us']:.2f} us",
     ]

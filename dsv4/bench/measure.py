@@ -17,6 +17,8 @@ from dsv4.bench.rivals import rivals
 
 _MEMORY = 8 << 30  # bytes of inputs that timing may hold
 _MOST_COPIES = 8
+_SMALL = 1 << 30  # bytes within which small problems are copied more often
+_MOST_SMALL_COPIES = 32
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Options:
         check: Whether to check before timing.
         repeat: Timed runs.
         seed: Of the inputs.
+        rivals: Names of those to time beside; None for all that are quick to prepare.
     """
 
     device: torch.device
@@ -36,6 +39,7 @@ class Options:
     check: bool = True
     repeat: int = 5
     seed: int = 0
+    rivals: tuple[str, ...] | None = None
 
 
 def measure(case: Case, options: Options, rates: Rates) -> Row:
@@ -67,7 +71,8 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
             row["error"] = "bitwise"
         if not verdict.match:
             return Row(us=None, **row)
-    return Row(**{**row, **_times(case, problem, options)})
+    times = _times(case, problem, options)
+    return Row(**{**row, **times, "copy_share": rates.copy_share(moved, times["us"])})
 
 
 def _choice(problem: Problem, backend: str) -> tuple[str, str]:
@@ -101,7 +106,7 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "rivals": {}}
     if taken.note:
         times["message"] = taken.note
-    prepared = [rivals(case.op, each) for each in problems]
+    prepared = [rivals(case.op, each, options.rivals) for each in problems]
     for name in prepared[0]:
         calls = [calls[name] for calls in prepared]
         times["rivals"][name] = timing.measure(calls, options.device, options.repeat).us
@@ -112,7 +117,8 @@ def _copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
     """More inputs of the same kind, so that a GPU's timed calls do not find theirs in the cache."""
     if options.device.type != "cuda":
         return []
-    count = max(1, min(_MOST_COPIES, _MEMORY // max(1, problem.held)))
+    held = max(1, problem.held)
+    count = max(1, min(_MOST_COPIES, _MEMORY // held), min(_MOST_SMALL_COPIES, _SMALL // held))
     seeds = range(options.seed + 1, options.seed + count)
     return [case.build(Draw(seed, options.device)) for seed in seeds]
 

@@ -21,10 +21,11 @@ HEADINGS = (
     "check",
     "us",
     "floor us",
+    "% copy",
     "rivals us",
     "why this backend",
 )
-_RIGHT = ("tokens", "error", "us", "floor us")
+_RIGHT = ("tokens", "error", "us", "floor us", "% copy")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -41,6 +42,7 @@ def cells(row: Row) -> tuple[str, ...]:
         check,
         "-" if row.us is None else number(row.us),
         number(row.floor_us),
+        "-" if row.copy_share is None else f"{100 * row.copy_share:.0f}",
         ", ".join(f"{name} {number(us)}" for name, us in row.rivals.items()),
         row.reason,
     )
@@ -106,11 +108,12 @@ def write_csv(path: str, rows: Sequence[Row]) -> Path:
     with target.open("w", newline="") as stream:
         writer = csv.writer(stream)
         names = ("op", "case", "shape", "tokens", "backend", "error", "match", "us", "floor_us")
-        writer.writerow([*names, "bytes", "flops", "rivals", "reason"])
+        writer.writerow([*names, "copy_share", "bytes", "flops", "rivals", "reason"])
         for row in rows:
             shape, rivals = (
                 " ".join(f"{k}={v}" for k, v in pairs.items()) for pairs in (row.shape, row.rivals)
             )
             found = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
-            writer.writerow([*found, row.floor_us, row.bytes, row.flops, rivals, row.reason])
+            found += [row.floor_us, row.copy_share, row.bytes, row.flops, rivals, row.reason]
+            writer.writerow(found)
     return target

@@ -22,6 +22,7 @@ _HEADER: dict[str, Any] = {
     "copy_tbs": _NUMBER,
     "read_tbs": _NUMBER,
     "bf16_tflops": _NUMBER,
+    "node_us": _NUMBER,
 }
 _ROW: dict[str, Any] = {
     "op": str,
@@ -32,6 +33,7 @@ _ROW: dict[str, Any] = {
     "reason": str,
     "us": _OPTIONAL_NUMBER,
     "floor_us": _NUMBER,
+    "copy_share": _OPTIONAL_NUMBER,
     "bytes": int,
     "flops": int,
     "rivals": dict,
@@ -55,7 +57,8 @@ class Row:
         reason: Why that one.
         us: Median microseconds; None if the check failed.
         floor_us: What the machine's measured rates allow at best.
-        bytes: Bytes that have to be moved.
+        copy_share: ``bytes`` over what a plain copy moves in ``us``; None without a time.
+        bytes: Bytes that have to be moved, each once.
         flops: Operations of the products.
         rivals: Microseconds of others, by name; empty if the check failed.
         error: Largest error of a row over the norm of the row against float64, ``"bitwise"``, or
@@ -80,6 +83,7 @@ class Row:
     match: bool | None = None
     timer: str = ""
     message: str = ""
+    copy_share: float | None = None
 
 
 def document(header: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:

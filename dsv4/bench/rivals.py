@@ -29,9 +29,13 @@ def register(op: str, name: str) -> Callable[[Rival], Rival]:
     return add
 
 
-def rivals(op: str, problem: Problem) -> dict[str, Callable[[], Any]]:
-    """The prepared calls of every rival that can do this problem."""
-    prepared = {name: rival(problem) for name, rival in RIVALS.get(op, {}).items()}
+def rivals(
+    op: str, problem: Problem, names: tuple[str, ...] | None = None
+) -> dict[str, Callable[[], Any]]:
+    """The prepared calls of the rivals named, or of all, that can do this problem."""
+    known = RIVALS.get(op, {})
+    wanted = known if names is None else {n: r for n, r in known.items() if n in names}
+    prepared = {name: rival(problem) for name, rival in wanted.items()}
     return {name: call for name, call in prepared.items() if call is not None}
 
 

@@ -51,6 +51,16 @@ def measure(calls: Sequence[Call], device: torch.device, repeat: int) -> Timing:
     return Timing(1e6 * statistics.median(times), "clock")
 
 
+def empty_node_us(device: torch.device, repeat: int) -> float:
+    """What a kernel that does nothing takes in a CUDA graph of 64; 0 where there is no graph."""
+    if device.type != "cuda":
+        return 0.0
+    from dsv4.bench._empty_kernel import launch
+
+    with torch.cuda.device(device):
+        return _on_gpu([launch] * 64, repeat).us
+
+
 def _on_gpu(calls: Sequence[Call], repeat: int) -> Timing:
     """A graph of all calls, replayed with the L2 cache cleared before each replay.
 
