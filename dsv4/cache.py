@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4.config import CSA, ModelConfig
+from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 from dsv4.pages import ENTRY_FORMATS, Pages
 
 WINDOW_PAGE = 64  # entries per page of raw key-values
@@ -116,9 +117,7 @@ class LayerCache:
 
     def window_write_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slot of the raw key-value of each token: ``[T]`` x ``[T]`` -> ``[T]`` int64."""
-        ring = positions.to(torch.int64) % self.window_capacity
-        ring = torch.where(positions < 0, -1, ring)
-        return _slots(self.window_table, self.window.page_size, sequences, ring)
+        return self._window_slots(sequences, positions, 1).squeeze(-1)
 
     def window_read_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots a token at ``positions`` sees: ``max(0, p - w + 1) .. p`` in ascending order.
@@ -130,20 +129,23 @@ class LayerCache:
         Returns:
             ``[T, sliding_window]`` int64, -1 where the position would be negative.
         """
-        back = torch.arange(1 - self.sliding_window, 1, device=positions.device)
-        seen = positions.to(torch.int64).unsqueeze(-1) + back
-        return self.window_write_slots(sequences.unsqueeze(-1), seen)
+        return self._window_slots(sequences, positions, self.sliding_window)
+
+    def _window_slots(
+        self, sequences: torch.Tensor, positions: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        return window_slots(self.window_table, self.window.page_size, sequences, positions, window)
 
     def compressed_write_slots(
         self, sequence: torch.Tensor, entry_index: torch.Tensor
     ) -> torch.Tensor:
         """Slot of compressed entry ``entry_index`` of each row: ``[M]`` int64, -1 stays -1."""
         pages, table = self._compressed()
-        return _slots(table, pages.page_size, sequence, entry_index)
+        return entry_slots(table, pages.page_size, sequence, entry_index)
 
     def compressed_slots_of(self, sequences: torch.Tensor, entry_ids: torch.Tensor) -> torch.Tensor:
         """Slots of chosen entries: ``[T]`` x ``[T, k]`` -> ``[T, k]`` int64, -1 stays -1."""
-        return self.compressed_write_slots(sequences.unsqueeze(-1), entry_ids)
+        return self.compressed_write_slots(sequences, entry_ids)
 
     def compressed_prefix_slots(
         self, sequences: torch.Tensor, visible: torch.Tensor
@@ -157,9 +159,8 @@ class LayerCache:
         Returns:
             ``[T, compressed_capacity]`` int64, -1 from column ``visible`` on.
         """
-        entry = torch.arange(self.compressed_capacity, device=visible.device)
-        shown = torch.where(entry < visible.unsqueeze(-1), entry, -1)
-        return self.compressed_slots_of(sequences, shown)
+        pages, table = self._compressed()
+        return prefix_slots(table, pages.page_size, sequences, visible)
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Every tensor of the layer with the table that says which rows a sequence owns.
@@ -178,17 +179,6 @@ class LayerCache:
         if self.compressed is None or self.compressed_table is None:
             raise ValueError("LayerCache: a sliding-window layer has no compressed entries")
         return self.compressed, self.compressed_table
-
-
-def _slots(
-    table: torch.Tensor, page_size: int, sequence: torch.Tensor, entry: torch.Tensor
-) -> torch.Tensor:
-    # Global slot of a sequence's entry; -1 for a negative sequence or entry, or one past the table.
-    sequence, entry = sequence.to(torch.int64), entry.to(torch.int64)
-    inside = (sequence >= 0) & (entry >= 0) & (entry < table.shape[1] * page_size)
-    entry = torch.where(inside, entry, 0)
-    page = table[sequence.clamp(min=0), entry // page_size]
-    return torch.where(inside, page * page_size + entry % page_size, -1)
 
 
 class PagedCache:

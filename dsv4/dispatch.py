@@ -130,6 +130,9 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("compressor", "pool_windows", "compressor_update"),
     *_reference("indexer", "indexer_rotate_quantize", "indexer_select"),
     *_reference("attention", "sparse_attention"),
+    *_triton("slots", "entry_slots", "prefix_slots", "window_slots"),
+    *_reference("slots", "entry_slots", "prefix_slots", "window_slots"),
+    *_triton("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", unless=_support.kv_pages),
     *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv"),
 )
 

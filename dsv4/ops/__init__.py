@@ -18,12 +18,14 @@ from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_tables
 from dsv4.ops.router import route_hash, route_topk
+from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 from dsv4.ops.swiglu import swiglu
 
 __all__ = [
     "Pages",
     "compressor_update",
     "dequantize",
+    "entry_slots",
     "fake_quantize_kv",
     "gemm",
     "grouped_gemm",
@@ -36,6 +38,7 @@ __all__ = [
     "moe_gather",
     "moe_permute",
     "pool_windows",
+    "prefix_slots",
     "quantize",
     "read_kv",
     "rms_norm",
@@ -45,5 +48,6 @@ __all__ = [
     "route_topk",
     "sparse_attention",
     "swiglu",
+    "window_slots",
     "write_kv",
 ]

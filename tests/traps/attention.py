@@ -314,17 +314,17 @@ MUTANTS = (
     Mutant(
         "T13",
         "the prefix is one entry short",
-        "dsv4/cache.py",
-        "torch.where(entry < visible.unsqueeze(-1), entry, -1)",
-        "torch.where(entry < visible.unsqueeze(-1) - 1, entry, -1)",
+        "dsv4/reference/slots.py",
+        "torch.where(entry < counts.unsqueeze(-1), entry, -1)",
+        "torch.where(entry < counts.unsqueeze(-1) - 1, entry, -1)",
         CHUNKS,
     ),
     Mutant(
         "T13",
         "a lone token has no prefix",
-        "dsv4/cache.py",
-        "torch.where(entry < visible.unsqueeze(-1), entry, -1)",
-        "torch.where(entry < (visible * (visible.shape[0] > 1)).unsqueeze(-1), entry, -1)",
+        "dsv4/reference/slots.py",
+        "torch.where(entry < counts.unsqueeze(-1), entry, -1)",
+        "torch.where(entry < (counts * (counts.shape[0] > 1)).unsqueeze(-1), entry, -1)",
         CHUNKS,
     ),
     Mutant(

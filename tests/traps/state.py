@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "T20",
         "padding is written to slot 0",
-        "dsv4/cache.py",
+        REFERENCE + "slots.py",
         SLOT,
         "return page * page_size + entry % page_size",
         CACHE + "t20_padding_passes_through_as_minus_one",
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "T20",
         "slots of 32 bits",
-        "dsv4/cache.py",
+        REFERENCE + "slots.py",
         SLOT,
         SLOT.replace("page * page_size", "page.int() * page_size"),
         CACHE + "t20_slots_do_not_wrap_at_32_bits",

@@ -1,0 +1,172 @@
+"""Where in the pages an entry of a sequence lies: page tables turned into slots."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops._library import define
+
+__all__ = ["entry_slots", "prefix_slots", "window_slots"]
+
+
+def _entry_fake(
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    entries: torch.Tensor,
+    backend: str,
+) -> torch.Tensor:
+    return entries.new_empty(entries.shape, dtype=torch.int64)
+
+
+def _prefix_fake(
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    counts: torch.Tensor,
+    backend: str,
+) -> torch.Tensor:
+    shape = (counts.shape[0], page_table.shape[1] * page_size)
+    return counts.new_empty(shape, dtype=torch.int64)
+
+
+def _window_fake(
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    window: int,
+    backend: str,
+) -> torch.Tensor:
+    return positions.new_empty((positions.shape[0], window), dtype=torch.int64)
+
+
+_TABLE = "Tensor page_table, int page_size, Tensor sequences"
+_entry_slots = define(f"entry_slots({_TABLE}, Tensor entries, str backend) -> Tensor", _entry_fake)
+_prefix_slots = define(
+    f"prefix_slots({_TABLE}, Tensor counts, str backend) -> Tensor", _prefix_fake
+)
+_window_slots = define(
+    f"window_slots({_TABLE}, Tensor positions, int window, str backend) -> Tensor", _window_fake
+)
+
+
+def entry_slots(
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    entries: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Slot ``page * page_size + entry % page_size`` with ``page = page_table[sequence, entry //
+    page_size]``; -1 for a negative sequence or entry, or an entry past the table.
+
+    Args:
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        page_size: Entries per page.
+        sequences: ``[T]`` int, rows of the table.
+        entries: ``[T]`` or ``[T, k]`` int, entries of the sequence.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        int64, the shape of ``entries``.
+
+    Raises:
+        TypeError: if a tensor is not int32 or int64.
+        ValueError: if a shape differs, ``page_size < 1`` or a tensor is on another device.
+    """
+    _check_table("entry_slots", page_table, page_size, sequences, entries=entries)
+    if not torch.compiler.is_compiling() and entries.dim() not in (1, 2):
+        raise ValueError(
+            f"entry_slots: entries has shape {list(entries.shape)}, wanted [T] or [T, k]"
+        )
+    return _entry_slots(page_table, page_size, sequences, entries, backend)
+
+
+def prefix_slots(
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Slots of the entries ``0 .. counts - 1`` of each token's sequence, then -1.
+
+    Args:
+        page_table: ``[S, P]`` int.
+        page_size: Entries per page.
+        sequences: ``[T]`` int, rows of the table; -1 gives a row of -1.
+        counts: ``[T]`` int.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[T, P * page_size]`` int64.
+
+    Raises:
+        TypeError: if a tensor is not int32 or int64.
+        ValueError: if a shape differs, ``page_size < 1`` or a tensor is on another device.
+    """
+    _check_table("prefix_slots", page_table, page_size, sequences, counts=counts)
+    _check.shape("prefix_slots", "counts", counts, [sequences.shape[0]])
+    return _prefix_slots(page_table, page_size, sequences, counts, backend)
+
+
+def window_slots(
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    window: int,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Slots of the last ``window`` positions up to and with each token's own, in ascending order.
+
+    A sequence's pages are a ring: position p is entry ``p % (P * page_size)``. The last column is
+    where the token itself is written.
+
+    Args:
+        page_table: ``[S, P]`` int.
+        page_size: Entries per page.
+        sequences: ``[T]`` int, rows of the table; -1 gives a row of -1.
+        positions: ``[T]`` int.
+        window: Positions per token.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[T, window]`` int64, -1 where the position would be negative.
+
+    Raises:
+        TypeError: if a tensor is not int32 or int64.
+        ValueError: if a shape differs, ``page_size`` or ``window`` is below 1, or a tensor is on
+            another device.
+    """
+    _check_table("window_slots", page_table, page_size, sequences, positions=positions)
+    _check.shape("window_slots", "positions", positions, [sequences.shape[0]])
+    if window < 1:
+        raise ValueError(f"window_slots: window is {window}, wanted >= 1")
+    return _window_slots(page_table, page_size, sequences, positions, window, backend)
+
+
+def _check_table(
+    op: str,
+    page_table: torch.Tensor,
+    page_size: int,
+    sequences: torch.Tensor,
+    **numbers: torch.Tensor,
+) -> None:
+    for name, tensor in (("page_table", page_table), ("sequences", sequences), *numbers.items()):
+        _check.integer(op, name, tensor)
+    _check.shape(op, "page_table", page_table, [None, None])
+    _check.shape(op, "sequences", sequences, [None])
+    if page_size < 1:
+        raise ValueError(f"{op}: page_size is {page_size}, wanted >= 1")
+    for name, tensor in numbers.items():
+        if not torch.compiler.is_compiling() and tensor.shape[:1] != sequences.shape:
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)} for {sequences.shape[0]} sequences"
+            )
+    _check.same_device(op, page_table=page_table, sequences=sequences, **numbers)
