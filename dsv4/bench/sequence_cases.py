@@ -132,6 +132,55 @@ def indexer_select(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("indexer_select", "", sizes, tokens, build)
 
 
+def _paging(c: ModelConfig, tokens: int, draw: Draw, pages: int) -> tuple:
+    """A page table of random pages and each token's sequence."""
+    batch = min(tokens, _SEQUENCES)
+    table = draw.permutation(batch * pages).view(batch, pages)
+    return table, torch.arange(tokens, device=draw.device) % batch
+
+
+def entry_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Slots of the entries that the indexer chose."""
+    count = _context(c) // c.compress_rates.csa
+    k = min(c.index_topk, count)
+
+    def build(draw: Draw) -> Problem:
+        table, sequences = _paging(c, tokens, draw, -(-count // _PAGE))
+        entries = draw.integers(-1, count, (tokens, k))
+        args = (table, _PAGE, sequences, entries)
+        reads = nbytes(table, sequences, entries)
+        return Problem(ops.entry_slots, args, {}, bitwise("slots"), reads)
+
+    yield Case("entry_slots", "", {"k": k}, tokens, build)
+
+
+def prefix_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Slots of all entries of a layer of the higher ratio."""
+    count = _context(c) // c.compress_rates.hca
+
+    def build(draw: Draw) -> Problem:
+        table, sequences = _paging(c, tokens, draw, -(-count // 2))
+        counts = draw.integers(0, count + 1, (tokens,))
+        args = (table, 2, sequences, counts)
+        reads = nbytes(table, sequences, counts)
+        return Problem(ops.prefix_slots, args, {}, bitwise("slots"), reads)
+
+    yield Case("prefix_slots", "", {"C": count}, tokens, build)
+
+
+def window_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Slots of the tokens before each token."""
+
+    def build(draw: Draw) -> Problem:
+        table, sequences = _paging(c, tokens, draw, c.sliding_window // _PAGE + 1)
+        positions = draw.integers(0, _context(c), (tokens,))
+        args = (table, _PAGE, sequences, positions, c.sliding_window)
+        reads = nbytes(table, sequences, positions)
+        return Problem(ops.window_slots, args, {}, bitwise("slots"), reads)
+
+    yield Case("window_slots", "", {"window": c.sliding_window}, tokens, build)
+
+
 def _entry_bytes(pages: Pages) -> int:
     return pages.layout.data_bytes + pages.layout.scale_bytes
 
