@@ -62,6 +62,13 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
     listing = commands.add_parser("list", help="operators, their cases and implementations")
     listing.set_defaults(command=_list)
+    layer = commands.add_parser(
+        "layer", help="a decode step of one layer without its products, on a GPU"
+    )
+    _sizes(layer)
+    layer.add_argument("--context", type=_positive, default=8192, help="tokens before; 8192")
+    _common(layer)
+    layer.set_defaults(command=_layer)
     env = commands.add_parser("env", help="this machine: names, versions, measured rates")
     env.add_argument("--device", default=argparse.SUPPRESS)
     env.set_defaults(command=_env)
@@ -189,6 +196,26 @@ def _list(options: argparse.Namespace) -> int:
         body.append((op, ", ".join(backends), ", ".join(names)))
     print("\n".join(report.plain(("operator", "implementations", "cases"), body)))
     return OK
+
+
+def _layer(options: argparse.Namespace) -> int:
+    from dsv4.bench import layer
+
+    device = _device(options)
+    if device.type != "cuda":
+        raise UsageError("layer: needs a CUDA GPU, the device is the CPU")
+    header = _print_header(options)
+    rates = environment.rates(device)
+    rows = []
+    for preset in options.shapes.split(","):
+        for tokens in options.tokens:
+            config = PRESETS[preset]()
+            row, kernels = layer.row(preset, config, tokens, options.context, rates, device)
+            rows.append(row)
+            print(f"\n{preset}, {tokens} tokens: kernels of ours, microseconds")
+            for name, us in kernels:
+                print(f"{us:8.2f}  {name[:100]}")
+    return _finish(options, header, rows)
 
 
 def _env(options: argparse.Namespace) -> int:
