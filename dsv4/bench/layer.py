@@ -99,8 +99,8 @@ def between_products(
     """
     index = _csa_layer(preset, config)
     with torch.device("meta"):
-        layer = DeepseekV4DecoderLayer(config, index)
-    layer = _filled(layer, device)
+        empty = DeepseekV4DecoderLayer(config, index)
+    layer = _filled(empty, device)
     cache = PagedCache(
         config, max_sequences=tokens, max_tokens=context + 8, max_chunk=8, device=device
     )
