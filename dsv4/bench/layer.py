@@ -52,10 +52,13 @@ class _Buffers:
             width = layer.out_features // layer.groups
             return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
+        def joint(layers: Any, x: torch.Tensor) -> Any:
+            width = sum(layer.out_features for layer in layers)
+            return self.take((*x.shape[:-1], width), x.dtype)
+
         def fused(layers: Any, x: torch.Tensor) -> Any:
             widths = [layer.out_features for layer in layers]
-            joint = self.take((*x.shape[:-1], sum(widths)), x.dtype)
-            return list(joint.split(widths, -1))
+            return list(joint(layers, x).split(widths, -1))
 
         def experts(layer: Any, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> Any:
             gate_up = name == "gate_up_proj"
@@ -69,7 +72,7 @@ class _Buffers:
             "dsv4.layers.linear.Linear.forward": linear,
             "dsv4.layers.linear.DeepseekV4GroupedLinear.forward": linear,
             "dsv4.layers.attention.fused_linear": fused,
-            "dsv4.layers.mlp.fused_linear": fused,
+            "dsv4.layers.mlp.joint_linear": joint,
             "dsv4.layers.experts.DeepseekV4Experts._project": experts,
             "dsv4.layers.attention.sparse_attention": attention,
         }

@@ -12,7 +12,7 @@ from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.indexer import DeepseekV4Indexer, DeepseekV4IndexerScorer
-from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
+from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear, joint_linear
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
@@ -43,5 +43,6 @@ __all__ = [
     "Linear",
     "calibrate",
     "fused_linear",
+    "joint_linear",
     "quantize_",
 ]

@@ -243,7 +243,17 @@ class DeepseekV4GroupedLinear(Linear):
 
 
 def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
-    """Several projections of one input, as one product where their weights allow it.
+    """The parts of ``joint_linear``: one ``[..., out_features]`` per layer, columns of one tensor.
+
+    Args:
+        layers: Layers of equal ``in_features``.
+        x: ``[..., in_features]``.
+    """
+    return list(joint_linear(layers, x).split([layer.out_features for layer in layers], dim=-1))
+
+
+def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
+    """Several projections of one input side by side, one product where their weights allow it.
 
     NVFP4 weights are joined by rows. Every row segment keeps its own global scale, because one
     shared maximum would scale the other segments wrongly by the ratio (trap T28); the input is
@@ -254,17 +264,16 @@ def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor
         x: ``[..., in_features]``.
 
     Returns:
-        One ``[..., out_features]`` per layer.
+        ``[..., sum of out_features]``.
     """
     nvfp4 = all(layer.format == NVFP4 for layer in layers)
     calibrating = any(layer.observer is not None for layer in layers)
     if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
-        return [layer(x) for layer in layers]
+        return torch.cat([layer(x) for layer in layers], dim=-1)
     weight = cat_rows([layer.quantized_weight() for layer in layers])
     activation = layers[0].activation
     common = _common_input_scale(layers) if activation == "nvfp4" else None
-    out = gemm(x, weight, activation=activation, input_scale=common)
-    return list(out.split([layer.out_features for layer in layers], dim=-1))
+    return gemm(x, weight, activation=activation, input_scale=common)
 
 
 def _common_input_scale(layers: Sequence[Linear]) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers.linear import Linear, fused_linear
+from dsv4.layers.linear import Linear, joint_linear
 from dsv4.ops.swiglu import swiglu
 
 
@@ -32,5 +32,5 @@ class DeepseekV4MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H]`` to the same."""
-        gate_up = torch.cat(fused_linear([self.gate_proj, self.up_proj], x), dim=-1)
+        gate_up = joint_linear([self.gate_proj, self.up_proj], x)
         return self.down_proj(swiglu(gate_up, self.limit))

@@ -16,8 +16,10 @@ LABELS = ("main", "compress")
 class DeepseekV4RotaryEmbedding(nn.Module):
     """Cosines and sines for ``"main"`` (sliding layers) and ``"compress"`` (compressed layers).
 
-    The two differ in base and in YaRN (specification section 4.3, trap T1). Holds no state: the
-    tables follow from the configuration, so building on the meta device loses nothing.
+    The two differ in base and in YaRN (specification section 4.3, trap T1). Has no parameters and
+    no buffers: the frequencies follow from the configuration, so building on the meta device loses
+    nothing. A copy of them stays on each device that asked, because nothing can be copied from the
+    host while a CUDA graph is captured.
     """
 
     def __init__(self, config: Any, device: torch.device | None = None) -> None:
@@ -25,6 +27,24 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         config = ModelConfig.of(config)
         self.parameters_of = {"main": config.rope_main, "compress": config.rope_compress}
         self.numerics = config.numerics
+        self._frequencies: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    def inv_freq(self, device: torch.device, layer_type: str) -> torch.Tensor:
+        """Inverse frequencies ``[rope_dim / 2]`` float32 on ``device``.
+
+        Raises:
+            ValueError: if ``layer_type`` is neither ``"main"`` nor ``"compress"``.
+        """
+        if layer_type not in LABELS:
+            raise ValueError(f"rotary: layer_type is {layer_type!r}, wanted one of {LABELS}")
+        known = self._frequencies.get((device, layer_type))
+        if known is not None:
+            return known
+        values = self.parameters_of[layer_type].inv_freq()
+        made = torch.as_tensor(values, dtype=torch.float32).to(device)
+        if type(made) is torch.Tensor:  # a tracer's stand-in must not outlive the trace
+            self._frequencies[device, layer_type] = made
+        return made
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "main"
@@ -43,9 +63,8 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         Raises:
             ValueError: if ``layer_type`` is neither.
         """
-        if layer_type not in LABELS:
-            raise ValueError(f"rotary: layer_type is {layer_type!r}, wanted one of {LABELS}")
-        cos, sin = rope_tables(position_ids.to(x.device), self.parameters_of[layer_type])
+        frequencies = self.inv_freq(x.device, layer_type)
+        cos, sin = rope_tables(position_ids.to(x.device), frequencies)
         if self.numerics == "transformers":
             return cos.to(x.dtype), sin.to(x.dtype)
         return cos, sin
