@@ -1,0 +1,160 @@
+"""Judges of fused operators: against their parts, which have judges of their own.
+
+A fused operator means the composition of its parts. Where the parts round to codes or bytes, so
+does the whole, and it must do so exactly as the parts do on the values that it returns itself or
+that the same implementation of its parts returns; where it returns floats, they are held to the
+float64 oracle with the budget of the parts, and one rounding to the storage dtype in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4 import ops
+from dsv4.bench import budgets
+from dsv4.bench.check import FUNCTION, U, combine, compare, same, storing, sum_error
+from dsv4.bench.problem import Outputs, Problem, Verdict, widen
+from dsv4.pages import Pages
+from dsv4.testing.assertions import unit_roundoff
+
+
+def as_parts(parts: Callable[[Problem], Any], *names: str) -> budgets.Judge:
+    """Every output equals, bit for bit, what ``parts`` of the problem returns."""
+
+    def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+        found = parts(problem)
+        wanted = (found.codes, found.scales, found.global_scale)
+        return combine(*(same(a, w, n) for a, w, n in zip(actual, wanted, names, strict=True)))
+
+    return judge
+
+
+QUANTIZED = ("codes", "scales", "global scale")
+
+
+def _norm_error(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unweighted norm of float64 ``x`` and how far a float32 one may be off it."""
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed, (sum_error(x.shape[-1]) / 2 + FUNCTION + 3 * U) * normed.abs()
+
+
+def norm_pair(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Each part as ``rms_norm``."""
+    return combine(
+        *(
+            compare(a, t, budgets.norm(problem, t) + storing(t, a.dtype), name)
+            for a, t, name in zip(actual, truth, ("first", "second"), strict=True)
+        )
+    )
+
+
+def _rotated_error(
+    normed: torch.Tensor, error: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Error of the rotated last dims of ``normed``, whose own error is ``error``."""
+    kept = normed.shape[-1] - 2 * cos.shape[-1]
+    size = error + 2.02 * U * normed.abs()
+    even, odd = size[..., kept:].unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.abs(), sin.abs()
+    turned = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((error[..., :kept], turned), -1)
+
+
+def head_norm_rope(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """The norm of each head, rounded to the dtype of q, then the rotation."""
+    q, cos, sin = (widen(value) for value in problem.args)
+    normed, error = _norm_error(q, problem.kwargs["eps"])
+    error = error + storing(normed, problem.args[0].dtype)
+    budget = _rotated_error(normed, error, cos.unsqueeze(-2), sin.unsqueeze(-2))
+    return compare(actual[0], truth[0], budget + storing(truth[0], actual[0].dtype), "q")
+
+
+def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """The norm as ``rms_norm``; the codes are those of the norm returned."""
+    wanted = ops.quantize(actual[0], "nvfp4", backend="reference", **_scaling(problem))
+    parts = (wanted.codes, wanted.scales, wanted.global_scale)
+    return combine(
+        compare(
+            actual[0],
+            truth[0],
+            budgets.norm(problem, truth[0]) + storing(truth[0], actual[0].dtype),
+            "the norm",
+        ),
+        *(same(a, w, n) for a, w, n in zip(actual[1:], parts, QUANTIZED, strict=True)),
+    )
+
+
+def _scaling(problem: Problem) -> dict[str, Any]:
+    names = ("global_scale", "scaling", "layout")
+    return {name: problem.kwargs[name] for name in names if name in problem.kwargs}
+
+
+def _entry_step(value: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Largest distance of two neighbouring E4M3 values at ``value``, scaled for the group's amax;
+    twice, because an error of the amax may double the scale."""
+    scale = torch.exp2(torch.ceil(torch.log2(group.clamp(min=1e-4) / 448)))
+    return 2 * torch.maximum(value.abs() * 2.0**-3, scale * 2.0**-9)
+
+
+def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Norm, rounding, rotation, rounding, then the nearest E4M3: within its step of the exact."""
+    pages, kv, weight, cos, sin, slots = problem.args
+    live = slots >= 0
+    x, weight, cos, sin = (widen(value) for value in (kv, weight, cos, sin))
+    normed, error = _norm_error(x, problem.kwargs["eps"])
+    normed, error = normed * weight, error * weight.abs()
+    error = error + storing(normed, kv.dtype)
+    exact = ops.rope(normed, cos, sin, backend="reference")
+    error = _rotated_error(normed, error, cos, sin) + storing(exact, kv.dtype)
+    found = ops.read_kv(
+        dataclasses.replace(pages, data=actual[0]), slots, torch.float64, backend="reference"
+    )
+    return compare(found[live], exact[live], (error + _rounding(pages, exact))[live], "entries")
+
+
+def _rounding(pages: Pages, exact: torch.Tensor) -> torch.Tensor:
+    if pages.entry_format == "plain":
+        return storing(exact, pages.data.dtype)
+    kept = pages.layout.nope_dim
+    groups = torch.nn.functional.pad(exact[..., :kept], (0, -kept % 64)).unflatten(-1, (-1, 64))
+    step = _entry_step(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2)[..., :kept]
+    return torch.cat((step, unit_roundoff(torch.bfloat16) * exact[..., kept:].abs() * 1.01), -1)
+
+
+def hyper_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """As ``hyper_pre``; the norm of the collapsed row carries its error along.
+
+    With c the collapsed row, e its error and r its root mean square, ``w c / r`` is off by
+    ``|w| (e + |c| mean(|c| e) / r^2) / r`` to first order, and by the norm's own roundings.
+    """
+    *args, weight = problem.args
+    kwargs = {name: v for name, v in problem.kwargs.items() if name not in ("global_scale",)}
+    pre = dataclasses.replace(problem, function=ops.hc_pre, args=tuple(args), kwargs=kwargs)
+    collapsed, post, comb = pre.widened().run("reference")
+    error = budgets.collapse_error(pre, collapsed, problem.args[0].dtype)
+    size = collapsed.square().mean(-1, keepdim=True) + problem.kwargs["norm_eps"]
+    carried = collapsed.abs() * (collapsed.abs() * error).mean(-1, keepdim=True) / size
+    budget = widen(weight).abs() * (error + carried) * torch.rsqrt(size) * 1.01
+    budget = budget + budgets.norm(problem, truth[0]) + storing(truth[0], actual[0].dtype)
+    return combine(
+        compare(actual[0], truth[0], budget, "the norm"),
+        budgets.hyper_coefficients(pre, actual[1:], (post, comb)),
+    )
+
+
+def hyper_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Streams as ``hc_post``; the rest as ``hyper_norm`` of the streams that were returned."""
+    y, streams, post, comb, *rest = problem.args
+    back = dataclasses.replace(
+        problem, function=ops.hc_post, args=(y, streams, post, comb), kwargs={}
+    )
+    allowed = budgets.write_back(back, truth[0]) + storing(truth[0], actual[0].dtype)
+    after = dataclasses.replace(problem, function=ops.hc_pre_norm, args=(actual[0], *rest))
+    return combine(
+        compare(actual[0], truth[0], allowed, "streams"),
+        hyper_norm(after, actual[1:4], after.widened().run("reference")),
+    )
