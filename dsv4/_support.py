@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from dsv4.dispatch import Call
 
 _interpreting: ContextVar[bool] = ContextVar("dsv4_interpreting", default=False)
 
@@ -53,3 +56,16 @@ def _has_triton() -> bool:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def kv_pages(call: Call) -> str | None:
+    """Why the cache kernels cannot run a call, beyond ``triton``, or None."""
+    if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
+        return "the result is float64, which only the reference computes in"
+    plain = any(a == "plain" for a in call.args if isinstance(a, str))
+    if not plain and call.device.type == "cuda" and _capability(call.device) < (8, 9):
+        return "the GPU has no E4M3 conversions, which need compute capability 8.9"
+    pages = next(a for a in call.args if isinstance(a, torch.Tensor))
+    if call.op != "fake_quantize_kv" and not pages.is_contiguous():
+        return f"the pages have strides {pages.stride()}, wanted contiguous ones"
+    return None

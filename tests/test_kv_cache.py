@@ -15,6 +15,7 @@ from dsv4.ops.kv_cache import EntryLayout, Pages, fake_quantize_kv, read_kv, wri
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import draws, finite_draws, normal, seeds, strided
 
+KERNELS = ("triton",)
 # (head_dim, rope_dim): the model's, a short last group, no rope, rope alone.
 DIMS = [(512, 64), (128, 64), (100, 20), (70, 0), (24, 24), (600, 24)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]

@@ -1,0 +1,221 @@
+"""One cache entry in registers, to and from its bytes in a page (``dsv4.pages.EntryLayout``).
+
+A tile of entries is ``[ROWS, BLOCK]``: one entry per row, ``BLOCK = block(head_dim)`` columns, what
+lies past ``head_dim`` ignored. The format follows from the type of the pages: bytes are ``"fp8"``,
+floats are ``"plain"``. A negative slot is skipped.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.pages import GROUP
+from dsv4.triton import _launch
+from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, widen
+
+GROUP_WIDTH = tl.constexpr(GROUP)
+# float32 bits of 1e-4, the smallest maximum a group is scaled by.
+_FLOOR = tl.constexpr(0x38D1B717)
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+def block(head_dim: int) -> int:
+    """Columns of a tile: a power of two with at least 8 groups, which the padded scales fill."""
+    return max(8 * GROUP, _launch.power_of_two(head_dim))
+
+
+def page_stride(data: torch.Tensor) -> int:
+    """Elements of ``data`` (bytes of ``"fp8"`` pages) from one page to the next."""
+    return data.stride(0)
+
+
+@triton.jit
+def encode_groups(values, NOPE: tl.constexpr):
+    """E4M3 codes of ``values [ROWS, BLOCK]`` (float32) and E8M0 bytes ``[ROWS, BLOCK / 64]``.
+
+    448 is 1.75 * 2^8, so ``ceil(log2(amax / 448))`` is the exponent of amax less 8, and one more
+    where its mantissa passes 1.75: a carry out of the mantissa bits. The maximum of the magnitudes
+    is taken as integers, where NaN is above Inf and Inf above every number.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCK: tl.constexpr = values.shape[1]
+    column = tl.arange(0, BLOCK)[None, :]
+    kept = tl.where(column < NOPE, values, 0.0)
+    groups = tl.reshape(kept, [ROWS, BLOCK // GROUP_WIDTH, GROUP_WIDTH])
+    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+    finite = amax < _INFINITY
+    scale = ((tl.maximum(amax, _FLOOR) + 0x1FFFFF) >> 23) - 8
+    scale = tl.where(finite, scale, 255)
+    factor = tl.where(finite, (254 - scale) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    scaled = tl.reshape(groups * factor[:, :, None], [ROWS, BLOCK])
+    # The factor of a group with a NaN or an Inf is NaN. The sign of a NaN code is not stored.
+    codes = tl.where(scaled != scaled, 0x7F, e4m3_bits(scaled))
+    return codes.to(tl.uint8), scale
+
+
+@triton.jit
+def decode_groups(codes, scale):
+    """float32 values of codes ``[ROWS, BLOCK]`` and scale bytes ``[ROWS, BLOCK / 64]``."""
+    ROWS: tl.constexpr = codes.shape[0]
+    BLOCK: tl.constexpr = codes.shape[1]
+    byte = scale.to(tl.int32)
+    # Byte 0 is 2^-127, a subnormal number; byte 255 is NaN.
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)
+    factor = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    groups = tl.reshape(e4m3_value(codes), [ROWS, BLOCK // GROUP_WIDTH, GROUP_WIDTH])
+    return tl.reshape(groups * factor[:, :, None], [ROWS, BLOCK])
+
+
+@triton.jit
+def bfloat16_bits(values):
+    """Bits (uint16) of float32 ``values`` rounded to bfloat16; every NaN is 0x7FC0."""
+    bits = narrow(values, tl.bfloat16).to(tl.uint16, bitcast=True)
+    return tl.where(values != values, 0x7FC0, bits).to(tl.uint16)
+
+
+@triton.jit
+def convert(values, dtype: tl.constexpr):
+    """``values`` in ``dtype``; bit for bit, NaN payloads too, where they have it already."""
+    if values.dtype == dtype:
+        return values
+    return narrow(widen(values), dtype)
+
+
+@triton.jit
+def data_start(slots, stride, NOPE: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Byte at which the data of each ``"fp8"`` entry begins, int64 ``[ROWS, 1]``."""
+    page, entry = slots // PAGE_SIZE, slots % PAGE_SIZE
+    return (page * stride + entry * (NOPE + 2 * ROPE))[:, None]
+
+
+@triton.jit
+def scale_start(slots, stride, NOPE: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Byte at which the scales of each ``"fp8"`` entry begin, int64 ``[ROWS, 1]``."""
+    SCALES: tl.constexpr = (NOPE + 8 * GROUP_WIDTH - 1) // (8 * GROUP_WIDTH) * 8
+    page, entry = slots // PAGE_SIZE, slots % PAGE_SIZE
+    return (page * stride + PAGE_SIZE * (NOPE + 2 * ROPE) + entry * SCALES)[:, None]
+
+
+@triton.jit
+def plain_start(slots, stride, NOPE: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Element at which each ``"plain"`` entry begins, int64 ``[ROWS, 1]``."""
+    page, entry = slots // PAGE_SIZE, slots % PAGE_SIZE
+    return (page * stride + entry * (NOPE + ROPE))[:, None]
+
+
+@triton.jit
+def store_entries(
+    data,
+    stride,
+    slots,
+    values,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Store a tile of entries in their slots, in the format of the pages.
+
+    Args:
+        data: Pointer to the pages, uint8 or a float type.
+        stride: ``page_stride(data)``.
+        slots: int64 ``[ROWS]``; a row with a negative slot is not stored.
+        values: ``[ROWS, BLOCK]``, float32, bfloat16 or float16.
+        NOPE: ``head_dim - rope_dim``.
+        ROPE: ``rope_dim``.
+        PAGE_SIZE: Entries per page.
+    """
+    BLOCK: tl.constexpr = values.shape[1]
+    written = (slots >= 0)[:, None]
+    if data.dtype.element_ty == tl.uint8:
+        _store_fp8(data, stride, slots, widen(values), NOPE, ROPE, PAGE_SIZE)
+    else:
+        column = tl.arange(0, BLOCK)[None, :]
+        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        stored = convert(values, data.dtype.element_ty)
+        tl.store(place, stored, mask=written & (column < NOPE + ROPE))
+
+
+@triton.jit
+def _store_fp8(
+    data,
+    stride,
+    slots,
+    values,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCK: tl.constexpr = values.shape[1]
+    GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
+    written = (slots >= 0)[:, None]
+    codes, scale = encode_groups(values, NOPE)
+    start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE)
+    column = tl.arange(0, BLOCK)[None, :]
+    tl.store(start + column, codes, mask=written & (column < NOPE))
+    # Stored as bytes: an odd NOPE leaves the bfloat16 numbers at odd addresses. Where the address
+    # is known to be a multiple of 16 the bytes of a thread leave in one store all the same.
+    bits = bfloat16_bits(values)
+    halves = tl.join((bits & 0xFF).to(tl.uint8), (bits >> 8).to(tl.uint8))
+    byte = tl.arange(0, 2 * BLOCK)[None, :]
+    rotated = (byte >= 2 * NOPE) & (byte < 2 * (NOPE + ROPE))
+    tl.store(start + (byte - NOPE), tl.reshape(halves, [ROWS, 2 * BLOCK]), mask=written & rotated)
+    group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
+    padded = (GROUPS + 7) // 8 * 8
+    place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
+    tl.store(
+        place, tl.where(group < GROUPS, scale, 0).to(tl.uint8), mask=written & (group < padded)
+    )
+
+
+@triton.jit
+def load_entries(
+    data,
+    stride,
+    slots,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Load the entries of ``slots`` (int64 ``[ROWS]``) as ``[ROWS, BLOCK]``; see ``store_entries``.
+
+    float32 from ``"fp8"`` pages, the pages' type from ``"plain"`` ones. A negative slot and the
+    columns past ``head_dim`` give zeros.
+    """
+    read = (slots >= 0)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    if data.dtype.element_ty == tl.uint8:
+        return _load_fp8(data, stride, slots, NOPE, ROPE, PAGE_SIZE, BLOCK)
+    place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+    return tl.load(place, mask=read & (column < NOPE + ROPE), other=0.0)
+
+
+@triton.jit
+def _load_fp8(
+    data,
+    stride,
+    slots,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    ROWS: tl.constexpr = slots.shape[0]
+    GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
+    read = (slots >= 0)[:, None]
+    start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE)
+    column = tl.arange(0, BLOCK)[None, :]
+    codes = tl.load(start + column, mask=read & (column < NOPE), other=0)
+    group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
+    place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
+    scale = tl.load(place, mask=read & (group < GROUPS), other=0)
+    byte = tl.arange(0, 2 * BLOCK)[None, :]
+    rotated = (byte >= 2 * NOPE) & (byte < 2 * (NOPE + ROPE))
+    halves = tl.load(start + (byte - NOPE), mask=read & rotated, other=0)
+    low, high = tl.split(tl.reshape(halves, [ROWS, BLOCK, 2]))
+    bits = low.to(tl.uint32) | (high.to(tl.uint32) << 8)
+    rope = (bits << 16).to(tl.float32, bitcast=True)
+    return tl.where(column < NOPE, decode_groups(codes, scale), rope)
