@@ -15,6 +15,7 @@ from dsv4.ops.rope import rope, rope_tables
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
 
+KERNELS = ("triton",)
 U = unit_roundoff(torch.float32)
 MAIN = RopeParameters(theta=10000.0)
 YARN = RopeParameters(theta=160000.0, factor=16.0)
