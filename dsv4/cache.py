@@ -7,8 +7,9 @@ the ``check`` of numbers the host knows run on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -414,3 +415,27 @@ class CacheStep:
 
     cache: PagedCache
     batch: Batch
+    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned for ``key`` in this step: layers share tables and slots.
+
+        A step lives for one forward, so nothing outlives the numbers it came from.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def write_slots(self, layer: LayerCache) -> torch.Tensor:
+        """Slot of each token's raw key-value, ``[T]``; see ``LayerCache.window_write_slots``."""
+        return self.once(
+            ("write", id(layer.window_table)),
+            lambda: layer.window_write_slots(self.batch.sequence_of_token, self.batch.positions),
+        )
+
+    def read_slots(self, layer: LayerCache) -> torch.Tensor:
+        """Slots each token sees, ``[T, sliding_window]``; see ``LayerCache.window_read_slots``."""
+        return self.once(
+            ("read", id(layer.window_table), layer.sliding_window),
+            lambda: layer.window_read_slots(self.batch.sequence_of_token, self.batch.positions),
+        )

@@ -108,7 +108,7 @@ def between_products(
         config, max_sequences=tokens, max_tokens=context + 8, max_chunk=8, device=device
     )
     rows = torch.arange(tokens, device=device)
-    step = CacheStep(cache, Batch.decode(torch.full_like(rows, context), rows))
+    batch = Batch.decode(torch.full_like(rows, context), rows)
     shape = (1, tokens, config.hc_mult, config.hidden_size)
     streams = torch.randn(shape, device=device).bfloat16()
     rotary = DeepseekV4RotaryEmbedding(config)
@@ -122,7 +122,7 @@ def between_products(
                 streams,
                 input_ids=rows.unsqueeze(0) * 0,
                 position_embeddings=tables,
-                past_key_values=step,
+                past_key_values=CacheStep(cache, batch),
             )
 
     with buffers.replacing_products():

@@ -150,10 +150,8 @@ class DeepseekV4Attention(FixedDtypeModule):
         step: CacheStep,
     ) -> torch.Tensor:
         """Write this batch to the cache, then read every key from there."""
-        batch = step.batch
         layer = step.cache.layers[self.layer_idx]
-        sequences, positions = batch.sequence_of_token, batch.positions
-        write_kv(layer.window, kv[0], layer.window_write_slots(sequences, positions))
+        write_kv(layer.window, kv[0], step.write_slots(layer))
         compressed, slots = None, None
         if self.compressor is not None:
             compressed = layer.compressed
@@ -161,7 +159,7 @@ class DeepseekV4Attention(FixedDtypeModule):
             slots = self.compressor.select_paged(
                 hidden_states[0], q_residual[0], step, self.layer_idx
             )
-        window_slots = layer.window_read_slots(sequences, positions)
+        window_slots = step.read_slots(layer)
         out = sparse_attention(
             q[0], layer.window, window_slots, compressed, slots, self.sinks, scale=self.scaling
         )
