@@ -68,4 +68,6 @@ def kv_pages(call: Call) -> str | None:
     pages = next(a for a in call.args if isinstance(a, torch.Tensor))
     if call.op != "fake_quantize_kv" and not pages.is_contiguous():
         return f"the pages have strides {pages.stride()}, wanted contiguous ones"
+    if call.op == "norm_rope_write_kv" and call.args[3] % 2:
+        return f"entries have {call.args[3]} dims, wanted an even number"
     return None

@@ -115,6 +115,8 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
+_KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
+
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
@@ -135,8 +137,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("attention", "sparse_attention"),
     *_triton("slots", "entry_slots", "prefix_slots", "window_slots"),
     *_reference("slots", "entry_slots", "prefix_slots", "window_slots"),
-    *_triton("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", unless=_support.kv_pages),
-    *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv"),
+    *_triton("kv_cache", *_KV_CACHE, unless=_support.kv_pages),
+    *_reference("kv_cache", *_KV_CACHE),
 )
 
 _override: ContextVar[str] = ContextVar("dsv4_backend", default=AUTO)

@@ -8,12 +8,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.ops.kv_cache import EntryLayout, Pages, fake_quantize_kv, read_kv, write_kv
-from dsv4.testing.assertions import assert_bitwise
-from dsv4.testing.strategies import draws, finite_draws, normal, seeds, strided
+from dsv4.ops.kv_cache import (
+    EntryLayout,
+    Pages,
+    fake_quantize_kv,
+    norm_rope_write_kv,
+    read_kv,
+    write_kv,
+)
+from dsv4.ops.norm import rms_norm
+from dsv4.ops.rope import rope, rope_tables
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.strategies import draws, finite_draws, generator, normal, seeds, strided
 
 KERNELS = ("triton",)
 # (head_dim, rope_dim): the model's, a short last group, no rope, rope alone.
@@ -230,6 +239,7 @@ def test_trap_t19_offsets_past_two_gigabytes(index_dtype):
     assert_bitwise(read_kv(pages, slots), fake_quantize_kv(x, 64))
 
 
+@settings(max_examples=20)
 @given(seeds(), slot_lists(), st.sampled_from(["fp8", "plain"]), st.booleans())
 def test_trap_t20_slot_minus_one_changes_nothing(device, seed, slots, entry_format, wide):
     """Not even the last slot, which is what -1 indexes in Python, nor slot 0."""
@@ -381,3 +391,198 @@ def test_allocate_refuses_sizes(sizes, words):
         Pages.allocate(*sizes)
     with pytest.raises(ValueError, match="entry_format is 'bf16'"):
         Pages.allocate(1, 4, 40, 8, "bf16")
+
+
+def tokens_for(seed, head_dim, rotated, dtype, device, tokens=3):
+    """kv, weight, cos and sin of ``norm_rope_write_kv``."""
+    kv, weight = normal(seed, (tokens, head_dim), dtype), normal(seed + 1, (head_dim,), dtype)
+    where = torch.arange(tokens, device=device) * 1000 + seed % 1000
+    frequencies = torch.rand(rotated // 2, generator=generator(seed))
+    return kv.to(device), weight.to(device), *rope_tables(where, frequencies.to(device))
+
+
+def entries_oracle(kv, weight, cos, sin, eps):
+    """Norm and rotation in float64, and how far the two roundings and float32 may be off."""
+    u = unit_roundoff(kv.dtype)
+    x, weight = kv.double(), weight.double()
+    normed = weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+    # As for rms_norm: the sum of D squares, halved by the root, six more operations; one rounding.
+    off = normed.abs() * (1.01 * (x.shape[1] / 2 + 6) * 2.0**-24 + 1.01 * u) + 2.0**-126
+    kept = x.shape[1] - 2 * cos.shape[1]
+    (a, b), (a_off, b_off) = (t[:, kept:].unflatten(-1, (-1, 2)).unbind(-1) for t in (normed, off))
+    c, s = cos.double(), sin.double()
+    turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+    size, moved = (
+        torch.stack((p * c.abs() + q * s.abs(), q * c.abs() + p * s.abs()), -1).flatten(-2)
+        for p, q in ((a.abs(), b.abs()), (a_off, b_off))
+    )
+    moved = moved + 1.01 * (2 * 2.0**-24 * size + u * (turned.abs() + moved))
+    truth = torch.cat((normed[:, :kept], turned), -1)
+    return truth, torch.cat((off[:, :kept], moved), -1)
+
+
+class TestNormRopeWrite:
+    # (head_dim, rope_dim of the pages, rotated dims): the model's; the rotation wider, narrower,
+    # starting at an odd dim, and over everything.
+    CASES = ((512, 64, 64), (100, 20, 40), (130, 24, 10), (71, 21, 20), (24, 24, 24), (70, 0, 70))
+
+    @settings(max_examples=30)
+    @given(st.sampled_from(CASES), dtypes, seeds(), st.sampled_from([1e-6, 1e-2]))
+    def test_bytes_are_those_of_its_own_entries(self, device, case, dtype, seed, eps):
+        """Plain pages show the entries; the bytes are what the reference stores of them."""
+        head_dim, rope_dim, rotated = case
+        arguments = tokens_for(seed, head_dim, rotated, dtype, device)
+        slots = torch.tensor([6, -1, 1], device=device)
+        plain = Pages.allocate(2, 4, head_dim, rope_dim, "plain", dtype, device)
+        norm_rope_write_kv(plain, *arguments, slots, eps=eps)
+        entries = read_kv(plain, slots, dtype)
+        truth, off = entries_oracle(*arguments, eps)
+        live = [0, 2]
+        assert_within_budget(entries[live], truth[live], off[live], "entries")
+        assert plain.data.view(8, -1)[[0, 2, 3, 4, 5, 7]].count_nonzero() == 0
+        found, wanted = (Pages.allocate(2, 4, head_dim, rope_dim, device=device) for _ in range(2))
+        norm_rope_write_kv(found, *arguments, slots, eps=eps)
+        write_kv(wanted, entries, slots, backend="reference")
+        assert_bitwise(found.data, wanted.data, "pages")
+
+    @given(dtypes, seeds())
+    def test_reference_is_the_composition(self, dtype, seed):
+        kv, weight, cos, sin = tokens_for(seed, 100, 20, dtype, "cpu")
+        slots = torch.tensor([6, -1, 1])
+        found, wanted = (Pages.allocate(2, 4, 100, 20) for _ in range(2))
+        norm_rope_write_kv(found, kv, weight, cos, sin, slots, eps=1e-6)
+        write_kv(wanted, rope(rms_norm(kv, weight, 1e-6), cos, sin), slots)
+        assert_bitwise(found.data, wanted.data, "pages")
+
+    @settings(max_examples=10)
+    @given(seeds(), st.sampled_from([float("nan"), float("inf")]))
+    def test_a_bad_token_stays_alone(self, device, seed, bad):
+        kv, *rest = tokens_for(seed, 128, 64, torch.bfloat16, device)
+        slots = torch.tensor([6, 2, 1], device=device)
+        clean, dirty = (Pages.allocate(2, 4, 128, 64, device=device) for _ in range(2))
+        norm_rope_write_kv(clean, kv, *rest, slots)
+        kv[1, seed % 128] = bad
+        norm_rope_write_kv(dirty, kv, *rest, slots)
+        assert bool(read_kv(dirty, slots[1]).isnan().all())
+        others = torch.tensor([0, 1, 3, 4, 5, 6, 7], device=device)
+        assert_bitwise(read_kv(dirty, others), read_kv(clean, others))
+
+    @settings(max_examples=10)
+    @given(seeds(), st.booleans())
+    def test_columns_of_a_wider_product(self, device, seed, narrow_slots):
+        kv, weight, cos, sin = tokens_for(seed, 128, 64, torch.bfloat16, device)
+        joined = torch.cat((torch.full_like(kv, torch.nan), kv), 1)
+        slots = torch.tensor([6, 2, 1], device=device)
+        whole, part, gaps = (Pages.allocate(2, 4, 128, 64, device=device) for _ in range(3))
+        norm_rope_write_kv(whole, kv, weight, cos, sin, slots)
+        index = slots.int() if narrow_slots else slots
+        norm_rope_write_kv(part, joined[:, 128:], weight, cos, sin, index)
+        assert_bitwise(part.data, whole.data)
+        spread = (strided(t) for t in (kv, weight, cos, sin, slots))
+        norm_rope_write_kv(gaps, *spread)
+        assert_bitwise(gaps.data, whole.data)
+
+    def test_no_tokens_and_no_pages(self, device):
+        for pages, tokens in ((2, 0), (0, 0)):
+            empty = Pages.allocate(pages, 4, 40, 8, device=device)
+            slots = torch.zeros(tokens, dtype=torch.int64, device=device)
+            inputs = tokens_for(0, 40, 8, torch.bfloat16, device, tokens)
+            norm_rope_write_kv(empty, *inputs, slots)
+            assert not empty.data.any()
+
+    @pytest.mark.parametrize("entry_format", ["fp8", "plain"])
+    def test_opcheck(self, device, entry_format):
+        pages = Pages.allocate(3, 4, 40, 8, entry_format, torch.float32, device)
+        inputs = tokens_for(0, 40, 8, torch.bfloat16, device)
+        slots = torch.tensor([1, -1, 5], device=device)
+        arguments = (pages.data, 4, entry_format, 40, 8, *inputs, slots, 1e-6, "auto")
+        torch.library.opcheck(
+            torch.ops.dsv4.norm_rope_write_kv.default, arguments, test_utils=_TESTS
+        )
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_compiles_whole(self, device, dynamic):
+        torch.compiler.reset()
+        compiled = torch.compile(
+            norm_rope_write_kv, fullgraph=True, backend="aot_eager", dynamic=dynamic
+        )
+        for tokens in (2, 5):
+            inputs = tokens_for(tokens, 40, 8, torch.bfloat16, device, tokens)
+            slots = torch.arange(tokens, device=device)
+            found, wanted = (Pages.allocate(2, 4, 40, 8, device=device) for _ in range(2))
+            compiled(found, *inputs, slots)
+            norm_rope_write_kv(wanted, *inputs, slots)
+            assert_bitwise(found.data, wanted.data)
+
+    def test_bad_input_is_named_and_changes_nothing(self, device):
+        pages = Pages.allocate(2, 4, 40, 8, device=device)
+        kv, weight, cos, sin = tokens_for(0, 40, 8, torch.bfloat16, device)
+        slots = torch.tensor([0, 1, 2], device=device)
+        with pytest.raises(TypeError, match="kv has dtype float16"):
+            norm_rope_write_kv(pages, kv.half(), weight, cos, sin, slots)
+        with pytest.raises(TypeError, match="weight has dtype int32"):
+            norm_rope_write_kv(pages, kv, weight.int(), cos, sin, slots)
+        with pytest.raises(TypeError, match="slots has dtype float32"):
+            norm_rope_write_kv(pages, kv, weight, cos, sin, slots.float())
+        with pytest.raises(ValueError, match=r"kv has shape \[3, 39\], wanted \[any, 40\]"):
+            norm_rope_write_kv(pages, kv[:, :39], weight, cos, sin, slots)
+        with pytest.raises(ValueError, match=r"weight has shape \[39\], wanted \[40\]"):
+            norm_rope_write_kv(pages, kv, weight[:39], cos, sin, slots)
+        with pytest.raises(ValueError, match=r"cos has shape \[2, 4\], wanted \[3, any\]"):
+            norm_rope_write_kv(pages, kv, weight, cos[:2], sin, slots)
+        with pytest.raises(ValueError, match=r"sin has shape \[3, 3\], wanted \[3, 4\]"):
+            norm_rope_write_kv(pages, kv, weight, cos, sin[:, :3], slots)
+        wide = torch.ones(3, 21, device=device)
+        with pytest.raises(ValueError, match=r"cos has shape \[3, 21\], wanted .* R <= 40"):
+            norm_rope_write_kv(pages, kv, weight, wide, wide, slots)
+        assert not pages.data.any()
+
+
+def captured(function):
+    """A CUDA graph of one call."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    return graph, out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entry_format", ["fp8", "plain"])
+def test_a_captured_graph_replays_with_other_values(entry_format):
+    device = torch.device("cuda")
+    eager, pages = (Pages.allocate(4, 4, 512, 64, entry_format, device=device) for _ in range(2))
+    inputs = tokens_for(0, 512, 64, torch.bfloat16, device, 16)
+    others = tokens_for(1, 512, 64, torch.bfloat16, device, 16)
+    slots = torch.arange(16, device=device)
+    order = torch.randperm(16, generator=generator(0)).to(device)
+    order[3] = -1
+
+    def step(to):
+        norm_rope_write_kv(to, *inputs, slots)
+        back = read_kv(to, slots)
+        write_kv(to, back, slots)
+        return back, fake_quantize_kv(inputs[0], 64)
+
+    graph, out = captured(lambda: step(pages))
+    for old, new in zip((*inputs, slots), (*others, order), strict=True):
+        old.copy_(new)
+    pages.data.zero_()
+    for tensor in out:
+        tensor.fill_(torch.nan)
+    graph.replay()
+    for found, wanted in zip(out, step(eager), strict=True):
+        assert_bitwise(found, wanted)
+    assert_bitwise(pages.data, eager.data)
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bytes():
+    device = torch.device("cuda")
+    first, second = (Pages.allocate(80, 64, 512, 64, device=device) for _ in range(2))
+    inputs = tokens_for(0, 512, 64, torch.bfloat16, device, 5000)
+    slots = torch.randperm(5120, generator=generator(0))[:5000].to(device)
+    for pages in (first, second):
+        norm_rope_write_kv(pages, *inputs, slots)
+    assert_bitwise(second.data, first.data)

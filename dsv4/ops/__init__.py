@@ -12,7 +12,7 @@ from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
 from dsv4.ops.indexer import indexer_rotate_quantize, indexer_select
-from dsv4.ops.kv_cache import Pages, fake_quantize_kv, read_kv, write_kv
+from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import dequantize, quantize
@@ -37,6 +37,7 @@ __all__ = [
     "moe_combine",
     "moe_gather",
     "moe_permute",
+    "norm_rope_write_kv",
     "pool_windows",
     "prefix_slots",
     "quantize",

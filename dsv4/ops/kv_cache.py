@@ -8,7 +8,7 @@ from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.pages import ENTRY_FORMATS, EntryLayout, Pages
 
-__all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "read_kv", "write_kv"]
+__all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "norm_rope_write_kv", "read_kv", "write_kv"]
 
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 _PAGES = "int page_size, str entry_format, int head_dim, int rope_dim"
@@ -54,6 +54,30 @@ _read_kv = define(
 )
 _fake_quantize_kv = define(
     "fake_quantize_kv(Tensor x, int rope_dim, str backend) -> Tensor", _fake_quantize_fake
+)
+
+
+def _norm_rope_write_fake(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    backend: str,
+) -> None:
+    return None
+
+
+_norm_rope_write_kv = define(
+    f"norm_rope_write_kv(Tensor(a!) data, {_PAGES}, Tensor kv, Tensor weight, Tensor cos, "
+    "Tensor sin, Tensor slots, float eps, str backend) -> ()",
+    _norm_rope_write_fake,
 )
 
 
@@ -178,3 +202,68 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -
             f"fake_quantize_kv: rope_dim is {rope_dim}, wanted 0 to {x.shape[-1]} (dims of x)"
         )
     return _fake_quantize_kv(x, rope_dim, backend)
+
+
+def norm_rope_write_kv(
+    pages: Pages,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> None:
+    """From the projection to the cache in one step (specification section 4.2, steps 3 to 5).
+
+    ``write_kv(pages, rope(rms_norm(kv, weight, eps), cos, sin), slots)``, with the roundings to
+    ``kv.dtype`` that the parts make after the norm and after the rotation. Mutates the pages.
+
+    Args:
+        pages: Where to.
+        kv: ``[T, D]``, bfloat16, float32 or float64; rows may lie further apart than D.
+        weight: ``[D]``, of the norm.
+        cos: ``[T, R/2]``, see ``dsv4.ops.rope.rope_tables``. R is taken from this argument.
+        sin: As ``cos``.
+        slots: ``[T]`` int64 or int32, as for ``write_kv``; negative: skip that token.
+        eps: Added to the mean square.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Raises:
+        TypeError: if a dtype is none of these, or that of ``weight``, ``cos`` or ``sin`` is not
+            floating.
+        ValueError: if a shape differs, R is more than D, or the tensors are on different devices.
+        IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
+    """
+    op = "norm_rope_write_kv"
+    _check.dtype(op, "kv", kv, *_ENTRY_FLOATS)
+    _check.integer(op, "slots", slots)
+    for name, tensor in (("weight", weight), ("cos", cos), ("sin", sin)):
+        _check.floating(op, name, tensor)
+    check_pages(op, "pages", pages)
+    _check.shape(op, "kv", kv, [None, pages.head_dim])
+    _check.shape(op, "weight", weight, [pages.head_dim])
+    _check.shape(op, "cos", cos, [kv.shape[0], None])
+    _check.shape(op, "sin", sin, list(cos.shape))
+    _check.shape(op, "slots", slots, [kv.shape[0]])
+    _check.same_device(op, pages=pages.data, kv=kv, weight=weight, cos=cos, sin=sin, slots=slots)
+    if 2 * cos.shape[1] > pages.head_dim:
+        raise ValueError(
+            f"{op}: cos has shape {list(cos.shape)}, wanted [{kv.shape[0]}, R/2] with R <= "
+            f"{pages.head_dim} (dims of kv)"
+        )
+    _norm_rope_write_kv(
+        pages.data,
+        pages.page_size,
+        pages.entry_format,
+        pages.head_dim,
+        pages.rope_dim,
+        kv,
+        weight,
+        cos,
+        sin,
+        slots,
+        eps,
+        backend,
+    )

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from dsv4.pages import GROUP, EntryLayout
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._scatter import merge_skipped, put_rows
+from dsv4.reference.norm import rms_norm
+from dsv4.reference.rope import rope
 
 _NAN_BYTE = 255  # NaN as an E8M0 scale
 _NAN_CODE = 0x7F  # NaN as E4M3
@@ -62,6 +64,24 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
     """See ``dsv4.ops.kv_cache.fake_quantize_kv``."""
     layout = EntryLayout(x.shape[-1], rope_dim)
     return _decode(_encode(x, layout), layout).to(x.dtype)
+
+
+def norm_rope_write_kv(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+) -> None:
+    """See ``dsv4.ops.kv_cache.norm_rope_write_kv``."""
+    entries = rope(rms_norm(kv, weight, eps), cos, sin, False)
+    write_kv(data, page_size, entry_format, head_dim, rope_dim, entries, slots)
 
 
 def _bytes_of(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _entries, _launch, _rows
+from dsv4.triton import _entries, _launch, _rotation, _rows
 from dsv4.triton._entries import (
     bfloat16_bits,
     convert,
@@ -15,7 +15,9 @@ from dsv4.triton._entries import (
     load_entries,
     store_entries,
 )
-from dsv4.triton._numerics import wait_for_inputs, widen
+from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton.norm import inverse_rms
 
 
 def _tile(entries: int) -> dict[str, int]:
@@ -205,3 +207,89 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
             **_launch.options(x),
         )
     return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm_rope_write_kernel(
+    data,
+    data_stride,
+    kv,
+    stride,
+    weight,
+    cos,
+    sin,
+    table_stride,
+    slots,
+    count,
+    eps,
+    ROTATED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    DIM: tl.constexpr = NOPE + ROPE
+    KEPT: tl.constexpr = DIM - ROTATED
+    first = tl.program_id(0) * ROWS
+    where = load_slots(slots, first, count, ROWS)
+    values = load_rows(kv, stride, first, count, DIM, ROWS, BLOCK)
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
+    # Pairs line up with the columns because KEPT is even; those before it do not turn.
+    row = (first + tl.arange(0, ROWS))[:, None]
+    pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
+    turning = (row < count) & (pair >= 0) & (pair < ROTATED // 2)
+    start = row.to(tl.int64) * table_stride
+    c, s = load_angles(cos, sin, start, pair, turning, False)
+    wide = widen(values)
+    rms = inverse_rms(tl.sum(wide * wide, 1), DIM, eps)
+    normed = widen(narrow(scale * (wide * rms[:, None]), values.dtype))
+    turned = tl.where(column < KEPT, normed, rotate(normed, c, s))
+    entries = narrow(turned, values.dtype)
+    store_entries(data, data_stride, where, entries, NOPE, ROPE, PAGE_SIZE)
+
+
+def norm_rope_write_kv(
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+) -> None:
+    """See ``dsv4.ops.kv_cache.norm_rope_write_kv``."""
+    count = kv.shape[0]
+    if count == 0 or data.shape[0] == 0:
+        return
+    kv = _rows.as_rows(kv)
+    cos, sin, _ = _rotation.tables(kv, cos, sin)
+    tile = _tile(count)
+    with _launch.on(data):
+        _norm_rope_write_kernel[_programs(count, tile)](
+            data,
+            _entries.page_stride(data),
+            kv,
+            kv.stride(0),
+            weight.contiguous(),
+            cos,
+            sin,
+            cos.stride(0),
+            slots.contiguous(),
+            count,
+            eps,
+            ROTATED=2 * cos.shape[1],
+            NOPE=head_dim - rope_dim,
+            ROPE=rope_dim,
+            PAGE_SIZE=page_size,
+            BLOCK=_entries.block(head_dim),
+            **tile,
+            **_launch.options(data),
+        )
