@@ -71,3 +71,35 @@ def kv_pages(call: Call) -> str | None:
     if call.op == "norm_rope_write_kv" and call.args[3] % 2:
         return f"entries have {call.args[3]} dims, wanted an even number"
     return None
+
+
+LARGEST_SELECTION = 4096
+
+
+def index_pages(call: Call) -> str | None:
+    """Why the selection kernels cannot run a call of ``indexer_select``, or None."""
+    _, _, _, page_size, entry_format, _, table, _, _, top_k = call.args
+    if entry_format == "fp8":
+        return "the keys are 'fp8' entries, which only the reference reads as index keys"
+    if LARGEST_SELECTION < top_k < table.shape[1] * page_size:
+        return f"top_k is {top_k}, and a kernel chooses at most {LARGEST_SELECTION}"
+    return None
+
+
+LARGEST_ROW = 65536
+_LARGEST_GRID = 65535
+
+
+def quantized(call: Call) -> str | None:
+    """Why the kernels that write or read block formats cannot run a call, or None."""
+    x = next(a for a in call.args if isinstance(a, torch.Tensor))
+    if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
+        return "the result is float64, which only the reference computes in"
+    if call.device.type == "cuda" and _capability(call.device) < (8, 9):
+        return "the GPU has no E4M3 conversions, which need compute capability 8.9"
+    strings = [a for a in call.args if isinstance(a, str)]
+    if "token" in strings and x.shape[-1] > LARGEST_ROW:
+        return f"a row has {x.shape[-1]} columns, and a kernel holds at most {LARGEST_ROW}"
+    if x.shape[:-2].numel() > _LARGEST_GRID:
+        return f"there are {x.shape[:-2].numel()} matrices, wanted at most {_LARGEST_GRID}"
+    return None

@@ -119,6 +119,14 @@ _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
 
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *_triton(
+        "quantize",
+        "quantize_nvfp4",
+        "quantize_mxfp4",
+        "quantize_fp8_block",
+        "dequantize",
+        unless=_support.quantized,
+    ),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_reference("gemm", "gemm"),
     *_reference("grouped_gemm", "grouped_gemm"),

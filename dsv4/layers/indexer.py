@@ -11,9 +11,8 @@ from dsv4.cache import CacheStep
 from dsv4.config import CSA, ModelConfig
 from dsv4.layers._pooling import PoolingModule, plain_pages
 from dsv4.layers.linear import Linear
-from dsv4.ops.indexer import indexer_rotate_quantize, indexer_select
+from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
 from dsv4.ops.kv_cache import write_kv
-from dsv4.ops.rope import rope
 
 
 class DeepseekV4IndexerScorer(nn.Module):
@@ -63,8 +62,13 @@ class DeepseekV4Indexer(PoolingModule):
     def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Index queries ``[..., heads, d]``: projected, rotated, quantised; no norm per head."""
         q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        cos, sin = self.rotary_emb(q, position_ids, self.rope_layer_type)
-        return self._stored(rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2)))
+        cos, sin = (
+            table.expand(*q.shape[:-2], -1).flatten(0, -2)
+            for table in self.rotary_emb(q, position_ids, self.rope_layer_type)
+        )
+        rotate_quantize = self.numerics == "deepseek"
+        rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
+        return rotated.view(q.shape)
 
     def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
         """Update the indexer's state and store the keys that closed."""

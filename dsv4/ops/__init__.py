@@ -11,7 +11,7 @@ from dsv4.ops.compressor import compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
-from dsv4.ops.indexer import indexer_rotate_quantize, indexer_select
+from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.norm import rms_norm
@@ -32,6 +32,7 @@ __all__ = [
     "hc_head",
     "hc_post",
     "hc_pre",
+    "indexer_queries",
     "indexer_rotate_quantize",
     "indexer_select",
     "moe_combine",

@@ -14,6 +14,12 @@ def _rotate_fake(x: torch.Tensor, backend: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _queries_fake(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool, backend: str
+) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
 def _select_fake(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -33,6 +39,11 @@ def _select_fake(
 
 _indexer_rotate_quantize = define(
     "indexer_rotate_quantize(Tensor x, str backend) -> Tensor", _rotate_fake
+)
+_indexer_queries = define(
+    "indexer_queries(Tensor q, Tensor cos, Tensor sin, bool rotate_quantize, str backend) "
+    "-> Tensor",
+    _queries_fake,
 )
 _indexer_select = define(
     "indexer_select(Tensor q, Tensor weights, Tensor data, int page_size, str entry_format, "
@@ -64,12 +75,62 @@ def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.
         ValueError: if d is not a power of two, or below 32.
     """
     _check.dtype("indexer_rotate_quantize", "x", x, torch.bfloat16, torch.float32, torch.float64)
-    d = x.shape[-1]
-    if d < 32 or d & (d - 1):
-        raise ValueError(
-            f"indexer_rotate_quantize: last axis of x is {d}, wanted a power of two >= 32"
-        )
+    _check_power("indexer_rotate_quantize", "x", x.shape[-1])
     return _indexer_rotate_quantize(x, backend)
+
+
+def indexer_queries(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rotate_quantize: bool,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Index queries after their projection (specification section 6, steps 1 and 3).
+
+    ``rope`` on the last R dims, rounded to ``q.dtype``, and if asked ``indexer_rotate_quantize``
+    after it. The result has the bits of the two operators called one after the other.
+
+    Args:
+        q: ``[T, h, d]``, d even; float16 only without ``rotate_quantize``.
+        cos: ``[T, R/2]`` with ``R <= d``, one row for all heads of a token.
+        sin: As ``cos``.
+        rotate_quantize: Whether the Hadamard transform and FP4 rounding follow.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[T, h, d]`` in ``q.dtype``, contiguous.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits, or ``q`` is float16 and
+            ``rotate_quantize`` is set.
+        ValueError: if a shape differs, d is odd, or with ``rotate_quantize`` is not a power of two
+            of at least 32, or the tensors are on different devices.
+    """
+    op = "indexer_queries"
+    for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
+        _check.floating(op, name, tensor)
+    if rotate_quantize:
+        _check.dtype(op, "q", q, torch.bfloat16, torch.float32, torch.float64)
+    _check.shape(op, "q", q, [None, None, None])
+    _check.shape(op, "cos", cos, [q.shape[0], None])
+    _check.shape(op, "sin", sin, list(cos.shape))
+    _check.same_device(op, q=q, cos=cos, sin=sin)
+    d = q.shape[-1]
+    if d % 2 or 2 * cos.shape[-1] > d:
+        raise ValueError(
+            f"{op}: q has {d} dims and cos {cos.shape[-1]}, wanted an even number and at most "
+            "half of it"
+        )
+    if rotate_quantize:
+        _check_power(op, "q", d)
+    return _indexer_queries(q, cos, sin, rotate_quantize, backend)
+
+
+def _check_power(op: str, name: str, d: int) -> None:
+    if d < 32 or d & (d - 1):
+        raise ValueError(f"{op}: last axis of {name} is {d}, wanted a power of two >= 32")
 
 
 def indexer_select(
@@ -86,10 +147,10 @@ def indexer_select(
     """The ``top_k`` visible entries with the highest scores (specification section 6, step 5).
 
     ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32 (float64 for float64 input).
-    Ordered by descending score, equal scores by ascending entry. A NaN score counts as the
-    highest, so that a NaN goes on to the attention of its own token; ids are in range whatever the
-    input holds. The selection is always computed, also where it will take every entry, because a
-    captured graph may later run with more entries.
+    Which entries those are is exact for the scores as computed: of equal scores the lower entry
+    goes first. A NaN score counts as the highest, so that a NaN goes on to the attention of its own
+    token; ids are in range whatever the input holds. Whether a token can take every entry it sees
+    depends on ``visible``, which is read on the device: a captured graph may later run with more.
 
     Args:
         q: ``[T, h, d]``.
@@ -103,8 +164,8 @@ def indexer_select(
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[T, min(top_k, P * page_size)]`` int64: entry numbers within the sequence, -1 where fewer
-        are visible.
+        ``[T, min(top_k, P * page_size)]`` int64: entry numbers within the sequence, ascending,
+        then -1 where fewer are visible.
 
     Raises:
         TypeError: if a dtype is none of these.

@@ -7,6 +7,7 @@ import torch
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.kv_cache import read_kv
+from dsv4.reference.rope import rope
 
 _FP4_GROUP = 32
 _FP4_MAX = 6.0
@@ -43,6 +44,14 @@ def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.where(a < 2, fine, torch.where(a < 4, middle, coarse)).copysign(x)
 
 
+def indexer_queries(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool
+) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_queries``."""
+    turned = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2), False)
+    return indexer_rotate_quantize(turned) if rotate_quantize else turned
+
+
 def indexer_select(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -76,7 +85,8 @@ def indexer_select(
         scores = torch.where(seen, scores, -torch.inf)
         # A stable sort puts equal scores in index order, and NaN first.
         ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        out[part] = torch.where(ids < visible[part].unsqueeze(-1), ids, -1)
+        ids = torch.where(ids < visible[part].unsqueeze(-1), ids, capacity).sort(-1).values
+        out[part] = torch.where(ids < capacity, ids, -1)
     return out
 
 

@@ -1,0 +1,613 @@
+"""Kernels of ``dsv4.ops.indexer``: queries, scores, and the choice of the highest.
+
+Scores go to a scratch buffer as integers that order as the scores do, then one program per token
+chooses. It finds the k-th largest key by bisection over keys held in registers. A long row is first
+narrowed: the score kernel keeps the maximum of every group of neighbouring entries, and the k
+groups with the highest maxima (of equal ones the first) hold the k highest entries with their ties,
+because each of those groups has an entry at least as high as any entry outside of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.triton import _launch, _rows
+from dsv4.triton._hadamard import rotate_quantize_row
+from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+
+_TILE = 256  # values of one program of the query kernel
+_SCORE_BYTES = 64 << 20  # of keys of scores at a time
+_DIRECT = 16384  # entries among which one program chooses without narrowing
+_LARGEST = 32768  # keys of one program
+_GROUP = 16  # entries per group
+_SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
+_COLUMNS = 256  # heads of all tokens that share a tile
+
+_NONE = tl.constexpr(-0x80000000)  # below the key of every score
+
+
+@triton.jit
+def _turn(x, cos, sin, token, inside, cos_stride, D: tl.constexpr, HALF: tl.constexpr):
+    # Interleaved pairs; compiled without contraction, so that both products round as they do in
+    # separate operators. Columns that are not turned keep their bits.
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCK: tl.constexpr = x.shape[1]
+    first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
+    angle = tl.arange(0, BLOCK // 2) - (D // 2 - HALF)
+    turned = (angle >= 0) & (angle < HALF)
+    place = token[:, None] * cos_stride + angle[None, :]
+    mask = inside[:, None] & turned[None, :]
+    c = widen(tl.load(cos + place, mask=mask, other=1.0))
+    s = widen(tl.load(sin + place, mask=mask, other=0.0))
+    a, b = widen(first), widen(second)
+    dtype: tl.constexpr = x.dtype
+    first = tl.where(turned[None, :], narrow(a * c - b * s, dtype), first)
+    second = tl.where(turned[None, :], narrow(b * c + a * s, dtype), second)
+    return tl.reshape(tl.join(first, second), [ROWS, BLOCK])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _queries_kernel(
+    x,
+    cos,
+    sin,
+    out,
+    rows,
+    token_stride,
+    head_stride,
+    cos_stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = row < rows
+    mask = inside[:, None] & (column < D)[None, :]
+    token = row // HEADS
+    place = token * token_stride + row % HEADS * head_stride
+    values = tl.load(x + place[:, None] + column[None, :], mask=mask, other=0.0)
+    if HALF > 0:
+        values = _turn(values, cos, sin, token, inside, cos_stride, D, HALF)
+    if ROTATE:
+        dtype: tl.constexpr = values.dtype
+        values = narrow(rotate_quantize_row(widen(values), D, dtype), dtype)
+    tl.store(out + row[:, None] * D + column[None, :], values, mask=mask)
+
+
+def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
+    rows = _rows.as_rows(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_queries(rows.unsqueeze(1), None, None, out, True)
+    return out
+
+
+def indexer_queries(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool
+) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_queries``."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _launch_queries(q, cos.contiguous(), sin.contiguous(), out, rotate_quantize)
+    return out
+
+
+def _launch_queries(
+    q: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    out: torch.Tensor,
+    rotate_quantize: bool,
+) -> None:
+    if out.numel() == 0:
+        return
+    tokens, heads, d = q.shape
+    half = 0 if cos is None else cos.shape[1]
+    block = _launch.power_of_two(d)
+    rows = max(1, _TILE // block)
+    with _launch.on(q):
+        _queries_kernel[(triton.cdiv(tokens * heads, rows),)](
+            q,
+            cos,
+            sin,
+            out,
+            tokens * heads,
+            q.stride(0),
+            q.stride(1),
+            half,
+            HEADS=heads,
+            D=d,
+            HALF=half,
+            ROTATE=rotate_quantize,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=1,
+            **_without_contraction(q),
+        )
+
+
+def _without_contraction(tensor: torch.Tensor) -> dict[str, Any]:
+    options = _launch.options(tensor)
+    return {key: False if key == "enable_fp_fusion" else value for key, value in options.items()}
+
+
+@triton.jit
+def _key_of(score):
+    """int32 that orders as float32 scores do: zeros are equal, every NaN is the highest."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(score != score, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def _shown(visible, token, inside, capacity, k):
+    # Entries to be scored: none where the token will get all it sees.
+    count = tl.load(visible + token, mask=inside, other=0)
+    count = tl.minimum(count, capacity).to(tl.int32)
+    return tl.where(count > k, count, 0)
+
+
+@triton.jit
+def _key_tile(keys, table, entry, end, size, page_stride, entry_stride, D, DIMS: tl.constexpr):
+    # Entries of one sequence, [BLOCK, DIMS]; zeros past `end`, where there need not be a page.
+    seen = entry < end
+    page = tl.load(table + entry // size, mask=seen, other=0).to(tl.int64)
+    place = tl.maximum(page, 0) * page_stride + entry % size * entry_stride
+    dim = tl.arange(0, DIMS)
+    mask = seen[:, None] & (dim < D)[None, :]
+    return tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _dot(a, b, OPERAND: tl.constexpr):
+    if INTERPRETED or tl.float32 == OPERAND:
+        return tl.dot(widen(a), widen(b), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _score_tokens(
+    q,
+    weights,
+    keys,
+    table,
+    visible,
+    scores,
+    maxima,
+    first,
+    sequence,
+    end,
+    tokens,
+    capacity,
+    k,
+    page_size,
+    token_stride,
+    head_stride,
+    page_stride,
+    entry_stride,
+    table_stride,
+    score_stride,
+    maxima_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # TOKENS neighbours of one sequence against its entries below `end`.
+    column = tl.arange(0, TOKENS * HEADS)
+    token, head = first + column // HEADS, column % HEADS
+    real = (token < tokens) & (head < H)
+    dim = tl.arange(0, DIMS)
+    place = token * token_stride + head * head_stride
+    mask = real[:, None] & (dim < D)[None, :]
+    query = tl.trans(tl.load(q + place[:, None] + dim[None, :], mask=mask, other=0.0))
+    weight = widen(tl.load(weights + token * H + head, mask=real, other=0.0))
+    of = first + tl.arange(0, TOKENS)
+    shown = _shown(visible, of, of < tokens, capacity, k)
+    table += sequence * table_stride
+    size = page_size if PAGE == 0 else PAGE
+    for block in tl.range(
+        tl.program_id(1), tl.cdiv(end, BLOCK), tl.num_programs(1), num_stages=STAGES
+    ):
+        entry = block * BLOCK + tl.arange(0, BLOCK)
+        tile = _key_tile(keys, table, entry, end, size, page_stride, entry_stride, D, DIMS)
+        dots = _dot(tile, query, OPERAND)
+        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+        key = _key_of(tl.sum(tl.reshape(dots, [BLOCK, TOKENS, HEADS]), 2))
+        seen = entry[:, None] < shown[None, :]
+        tl.store(scores + (of * score_stride)[None, :] + entry[:, None], key, mask=seen)
+        if GROUP > 0:
+            highest = tl.reshape(tl.where(seen, key, _NONE), [BLOCK // GROUP, GROUP, TOKENS])
+            group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            tl.store(
+                maxima + (of * maxima_stride)[None, :] + group[:, None],
+                tl.max(highest, 1),
+                mask=group[:, None] * GROUP < shown[None, :],
+            )
+
+
+@triton.jit(do_not_specialize=["tokens", "k", "page_size"])
+def _score_kernel(
+    q,
+    weights,
+    keys,
+    table,
+    sequences,
+    visible,
+    scores,
+    maxima,
+    tokens,
+    capacity,
+    k,
+    page_size,
+    token_stride,
+    head_stride,
+    page_stride,
+    entry_stride,
+    table_stride,
+    score_stride,
+    maxima_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    token = first + tl.arange(0, TOKENS)
+    shown = _shown(visible, token, token < tokens, capacity, k)
+    sequence = tl.load(sequences + token, mask=token < tokens, other=0).to(tl.int64)
+    sequence = tl.maximum(sequence, 0)
+    end = tl.max(shown, 0)
+    # Tokens without anything to score agree with any sequence.
+    lowest = tl.min(tl.where(shown > 0, sequence, 0x7FFFFFFFFFFFFFFF), 0)
+    highest = tl.max(tl.where(shown > 0, sequence, 0), 0)
+    if end > 0:
+        if TOKENS == 1 or lowest == highest:
+            _score_tokens(
+                q,
+                weights,
+                keys,
+                table,
+                visible,
+                scores,
+                maxima,
+                first,
+                highest,
+                end,
+                tokens,
+                capacity,
+                k,
+                page_size,
+                token_stride,
+                head_stride,
+                page_stride,
+                entry_stride,
+                table_stride,
+                score_stride,
+                maxima_stride,
+                H,
+                D,
+                PAGE,
+                OPERAND,
+                TOKENS,
+                HEADS,
+                DIMS,
+                BLOCK,
+                GROUP,
+                STAGES,
+            )
+        else:
+            for i in range(TOKENS):
+                one = token == first + i
+                _score_tokens(
+                    q,
+                    weights,
+                    keys,
+                    table,
+                    visible,
+                    scores,
+                    maxima,
+                    first + i,
+                    tl.max(tl.where(one, sequence, 0), 0),
+                    tl.max(tl.where(one, shown, 0), 0),
+                    tokens,
+                    capacity,
+                    k,
+                    page_size,
+                    token_stride,
+                    head_stride,
+                    page_stride,
+                    entry_stride,
+                    table_stride,
+                    score_stride,
+                    maxima_stride,
+                    H,
+                    D,
+                    PAGE,
+                    OPERAND,
+                    1,
+                    HEADS,
+                    DIMS,
+                    BLOCK,
+                    GROUP,
+                    STAGES,
+                )
+
+
+@triton.jit
+def _kth_largest(keys, real, k):
+    """The k-th largest of the real keys, or any key that exactly k of them reach, int32."""
+    low = tl.min(tl.where(real, keys, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(keys, 0).to(tl.int64)
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count == k, middle, tl.where(count > k, high, middle - 1))
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _store_highest(keys, real, ids, out, k):
+    # The ids of the k highest of the real keys, in the order of the places: one scan counts the
+    # keys above the k-th in the low half and those equal to it in the high half.
+    kth = _kth_largest(keys, real, k)
+    above, equal = keys > kth, real & (keys == kth)
+    counts = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+    wanted = k - tl.sum(above.to(tl.int32), 0)
+    before = tl.cumsum(counts, 0) - counts
+    equal_before = (before >> 16) & 0xFFFF
+    chosen = above | (equal & (equal_before < wanted))
+    place = (before & 0xFFFF) + tl.minimum(equal_before, wanted)
+    tl.store(out + place, ids.to(out.dtype.element_ty), mask=chosen)
+
+
+@triton.jit
+def _choose(
+    keys,
+    groups,
+    out,
+    count,
+    shown,
+    k,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STREAM: tl.constexpr,
+):
+    """The k highest of ``count > k`` items to ``out``, ascending.
+
+    Item i has the id i; with GROUP, id ``i % GROUP`` of its group, and ids from ``shown`` on do not
+    count. With STREAM there may be more items than fit: what was chosen so far comes before the
+    next items, in the same order.
+    """
+    place = tl.arange(0, BLOCK)
+    start = 0
+    kept = 0
+    while start < count:
+        item = start + place - kept
+        new = (place >= kept) & (item < count)
+        ids = item
+        if GROUP > 0:
+            group = tl.load(groups + item // GROUP, mask=new, other=0)
+            ids = group * GROUP + item % GROUP
+        if STREAM:
+            before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
+            ids = tl.where(place < kept, before, ids)
+            new = new | (place < kept)
+        real = new & (ids < shown)
+        _store_highest(tl.load(keys + ids, mask=real, other=_NONE), real, ids, out, k)
+        tl.debug_barrier()
+        start += BLOCK - kept
+        kept = k
+
+
+@triton.jit(do_not_specialize=["k"])
+def _select_kernel(
+    scores,
+    maxima,
+    groups,
+    visible,
+    out,
+    capacity,
+    k,
+    score_stride,
+    maxima_stride,
+    TOP: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STREAM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)
+    out += token * k
+    scores += token * score_stride
+    if shown <= k:
+        place = tl.arange(0, TOP)
+        tl.store(out + place, tl.where(place < shown, place, -1).to(tl.int64), mask=place < k)
+    elif shown <= BLOCK:
+        _choose(scores, groups, out, shown, shown, k, 0, BLOCK, False)
+    else:
+        if GROUP > 0:
+            groups += token * k
+            maxima += token * maxima_stride
+            number = tl.cdiv(shown, GROUP)
+            _choose(maxima, groups, groups, number, number, k, 0, BLOCK, STREAM)
+            _choose(scores, groups, out, k * GROUP, shown, k, GROUP, BLOCK, STREAM)
+
+
+def indexer_select(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    visible: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_select``."""
+    tokens = q.shape[0]
+    capacity = page_table.shape[1] * page_size
+    k = min(top_k, capacity)
+    out = torch.empty((tokens, k), dtype=torch.int64, device=q.device)
+    if out.numel() == 0:
+        return out
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    data = data if data.stride(-1) == 1 else data.contiguous()
+    weights, page_table = weights.contiguous(), page_table.contiguous()
+    sequences, visible = sequence_of_token.contiguous(), visible.contiguous()
+    group, block = _selection_sizes(capacity, k)
+    width = -(-capacity // 64) * 64
+    step = max(1, _SCORE_BYTES // (4 * width))
+    size = min(step, tokens)
+    scores = _scratch(q, size, width if k < capacity else 0)
+    maxima = _scratch(q, size, width // group if group else 0)
+    groups = _scratch(q, size, k if group else 0)
+    for begin in range(0, tokens, step):
+        part = slice(begin, begin + step)
+        if k < capacity:
+            _launch_scores(
+                q[part],
+                weights[part],
+                data,
+                page_size,
+                page_table,
+                sequences[part],
+                visible[part],
+                scores,
+                maxima,
+                k,
+                group,
+            )
+        _launch_selection(scores, maxima, groups, visible[part], out[part], capacity, group, block)
+    return out
+
+
+def _scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+    return torch.empty((tokens, width), dtype=torch.int32, device=like.device)
+
+
+def _selection_sizes(capacity: int, k: int) -> tuple[int, int]:
+    """Entries per group (0: no narrowing) and keys of one program."""
+    if k == capacity:
+        return 0, _launch.power_of_two(k)
+    if capacity <= _DIRECT:
+        return 0, _launch.power_of_two(capacity)
+    group = max(1, min(_GROUP, _LARGEST // _launch.power_of_two(k)))
+    return group, max(_DIRECT, group * _launch.power_of_two(k))
+
+
+def _launch_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    page_table: torch.Tensor,
+    sequences: torch.Tensor,
+    visible: torch.Tensor,
+    scores: torch.Tensor,
+    maxima: torch.Tensor,
+    k: int,
+    group: int,
+) -> None:
+    tokens, heads, d = q.shape
+    capacity = page_table.shape[1] * page_size
+    narrow_types = q.dtype == data.dtype and q.dtype != torch.float32
+    padded = max(16, _launch.power_of_two(heads))
+    shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
+    block = 64 if narrow_types else 32
+    programs = triton.cdiv(tokens, shared)
+    splits = triton.cdiv(4 * _launch.multiprocessors(q.device), programs)
+    with _launch.on(q):
+        _score_kernel[(programs, min(splits, triton.cdiv(capacity, block)))](
+            q,
+            weights,
+            data,
+            page_table,
+            sequences,
+            visible,
+            scores,
+            maxima,
+            tokens,
+            capacity,
+            k,
+            page_size,
+            q.stride(0),
+            q.stride(1),
+            data.stride(0),
+            data.stride(1),
+            page_table.stride(0),
+            scores.stride(0),
+            maxima.stride(0),
+            H=heads,
+            D=d,
+            PAGE=page_size if page_size == _launch.power_of_two(page_size) else 0,
+            OPERAND=_rows.TYPES[q.dtype] if narrow_types else tl.float32,
+            TOKENS=shared,
+            HEADS=padded,
+            DIMS=max(16, _launch.power_of_two(d)),
+            BLOCK=block,
+            GROUP=group,
+            STAGES=3,
+            num_warps=8 if shared > 1 else 4,
+            **_launch.options(q),
+        )
+
+
+def _launch_selection(
+    scores: torch.Tensor,
+    maxima: torch.Tensor,
+    groups: torch.Tensor,
+    visible: torch.Tensor,
+    out: torch.Tensor,
+    capacity: int,
+    group: int,
+    block: int,
+) -> None:
+    tokens, k = out.shape
+    with _launch.on(out):
+        _select_kernel[(tokens,)](
+            scores,
+            maxima,
+            groups,
+            visible,
+            out,
+            capacity,
+            k,
+            scores.stride(0),
+            maxima.stride(0),
+            TOP=_launch.power_of_two(k),
+            GROUP=group,
+            BLOCK=block,
+            STREAM=bool(group) and max(triton.cdiv(capacity, group), k * group) > block,
+            num_warps=min(32, max(4, block // 512)),
+            **_launch.options(out),
+        )
