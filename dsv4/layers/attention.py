@@ -16,7 +16,7 @@ from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.attention import sparse_attention
-from dsv4.ops.kv_cache import fake_quantize_kv, write_kv
+from dsv4.ops.kv_cache import fake_quantize_kv, norm_rope_write_kv
 from dsv4.ops.rope import rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -103,8 +103,9 @@ class DeepseekV4Attention(FixedDtypeModule):
         cos, sin = self._tables(hidden_states, position_embeddings, position_ids)
         q_residual, q, kv = self._project(hidden_states, cos, sin)
         if step is not None:
-            out = self._attend_paged(hidden_states, q_residual, q, kv, step)
+            out = self._attend_paged(hidden_states, q_residual, q, kv, (cos, sin), step)
         else:
+            kv = rope(self.kv_norm(kv), cos, sin)
             out = self._attend_dense(
                 hidden_states, q_residual, q, kv, position_ids, attention_mask, past_key_values
             )
@@ -134,12 +135,12 @@ class DeepseekV4Attention(FixedDtypeModule):
     def _project(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_residual ``[B, S, q_lora]``, q ``[B, S, heads, D]`` and kv ``[B, S, D]``, rotated."""
+        """q_residual ``[B, S, q_lora]``, q ``[B, S, heads, D]`` rotated, kv ``[B, S, D]`` as is."""
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
         q_residual = self.q_a_norm(q_a)
         q = self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim)))
         q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))
-        return q_residual, q, rope(self.kv_norm(kv), cos, sin)
+        return q_residual, q, kv
 
     def _attend_paged(
         self,
@@ -147,11 +148,16 @@ class DeepseekV4Attention(FixedDtypeModule):
         q_residual: torch.Tensor,
         q: torch.Tensor,
         kv: torch.Tensor,
+        tables: Tables,
         step: CacheStep,
     ) -> torch.Tensor:
         """Write this batch to the cache, then read every key from there."""
         layer = step.cache.layers[self.layer_idx]
-        write_kv(layer.window, kv[0], step.write_slots(layer))
+        cos, sin = (table[0] for table in tables)
+        norm, written = self.kv_norm, step.write_slots(layer)
+        norm_rope_write_kv(
+            layer.window, kv[0], norm.weight, cos, sin, written, eps=norm.variance_epsilon
+        )
         compressed, slots = None, None
         if self.compressor is not None:
             compressed = layer.compressed
