@@ -8,13 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from dsv4.ops.indexer import indexer_rotate_quantize, indexer_select
+from dsv4._support import interpret_triton
+from dsv4.dispatch import explain
+from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, write_kv
+from dsv4.ops.rope import rope
 from dsv4.reference import indexer as reference
-from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.assertions import assert_bitwise, assert_pure
 from dsv4.testing.strategies import finite_draws, normal, seeds, small_integers, strided
 
 KERNELS = ("triton",)
@@ -147,33 +151,137 @@ def test_rotate_contract(device):
         indexer_rotate_quantize(x.half())
 
 
+def queries_of(seed, tokens, heads, d, turned, dtype, device="cpu"):
+    """q, cos, sin; ``turned`` dims are rotated."""
+    q = normal(seed, (tokens, heads, d), dtype).to(device)
+    angles = normal(seed + 1, (tokens, turned // 2)) * 3
+    return q, angles.cos().to(device), angles.sin().to(device)
+
+
+@given(
+    st.sampled_from([(32, 32), (32, 6), (64, 0), (128, 64), (256, 64)]),
+    st.integers(0, 4),
+    st.integers(1, 5),
+    seeds(),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.booleans(),
+)
+def test_queries_are_rope_then_rotation(device, dims, tokens, heads, seed, dtype, rotate):
+    """The bits of the parts, computed apart; a NaN or Inf stays in its own head."""
+    q, cos, sin = queries_of(seed, tokens, heads, *dims, dtype, device)
+    if tokens > 1:
+        q[1, 0, seed % dims[0]] = torch.inf if seed % 2 else torch.nan
+    out = indexer_queries(q, cos, sin, rotate_quantize=rotate)
+    parts = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
+    if rotate:
+        parts = indexer_rotate_quantize(parts, backend="reference")
+    assert_bitwise(out, parts)
+    assert bool(out[:1].isfinite().all())
+    assert bool(out[1:, 1:].isfinite().all())
+
+
+@given(seeds(), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_queries_of_other_widths(device, seed, dtype):
+    """Without the transform any even width will do; dims that are not turned keep their bits."""
+    q, cos, sin = queries_of(seed, 3, 3, 20, 6, dtype, device)
+    out = indexer_queries(q, cos.to(dtype), sin.to(dtype), rotate_quantize=False)
+    cos, sin = (x.to(dtype).unsqueeze(1) for x in (cos, sin))
+    assert_bitwise(out, rope(q, cos, sin, backend="reference"))
+    assert_bitwise(out[..., :14], q[..., :14])
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_queries_contract(device, rotate):
+    q, cos, sin = queries_of(0, 3, 2, 32, 8, torch.bfloat16, device)
+    op = torch.ops.dsv4.indexer_queries.default
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
+    torch.library.opcheck(op, (q, cos, sin, rotate, "auto"), test_utils=tests)
+    assert_pure(op, q, cos, sin, rotate, "auto")
+    expected = indexer_queries(q, cos, sin, rotate_quantize=rotate)
+
+    def call(q, cos, sin):
+        return indexer_queries(q, cos, sin, rotate_quantize=rotate)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_bitwise(compiled(q, cos, sin), expected)
+    assert_bitwise(call(strided(q), strided(cos), strided(sin)), expected)
+    wide = torch.zeros(3, 2, 48, dtype=q.dtype, device=device)
+    wide[..., 8:40] = q
+    assert_bitwise(call(wide[..., 8:40], cos, sin), expected)
+    assert call(q[:0], cos[:0], sin[:0]).shape == (0, 2, 32)
+    double = indexer_queries(q.double(), cos, sin, rotate_quantize=rotate)
+    assert double.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"q": (3, 32)}, ValueError, r"q has shape \[3, 32\]"),
+        ({"cos": (2, 4), "sin": (2, 4)}, ValueError, r"cos has shape \[2, 4\], wanted \[3, any\]"),
+        ({"sin": (3, 5)}, ValueError, r"sin has shape \[3, 5\], wanted \[3, 4\]"),
+        ({"cos": (3, 17), "sin": (3, 17)}, ValueError, "q has 32 dims and cos 17"),
+        ({"q": (3, 2, 9)}, ValueError, "q has 9 dims and cos 4, wanted an even number"),
+        ({"q": (3, 2, 48)}, ValueError, "last axis of q is 48, wanted a power of two"),
+    ],
+)
+def test_bad_queries_are_named(change, error, words):
+    shapes = {"q": (3, 2, 32), "cos": (3, 4), "sin": (3, 4)} | change
+    with pytest.raises(error, match=words):
+        indexer_queries(**{k: torch.zeros(v) for k, v in shapes.items()}, rotate_quantize=True)
+
+
+def test_float16_queries_are_not_rotated():
+    q = torch.zeros(1, 1, 32, dtype=torch.float16)
+    table = torch.zeros(1, 4)
+    assert indexer_queries(q, table, table, rotate_quantize=False).dtype == torch.float16
+    with pytest.raises(TypeError, match="q has dtype float16, wanted bfloat16"):
+        indexer_queries(q, table, table, rotate_quantize=True)
+
+
 class Case:
     """Small integers, so that scores are exact in float32 and ties are common."""
 
-    def __init__(self, seed, tokens, sequences, pages, page_size, device="cpu", d=4, heads=2):
+    def __init__(
+        self,
+        seed,
+        tokens,
+        sequences,
+        pages,
+        page_size,
+        device="cpu",
+        d=4,
+        heads=2,
+        dtype=torch.float32,
+    ):
         gen = torch.Generator().manual_seed(seed)
         self.capacity = pages * page_size
         order = torch.randperm(sequences * pages + 1, generator=gen)[: sequences * pages]
         self.table = order.view(sequences, pages).to(device)
-        self.keys = Pages.allocate(
-            sequences * pages + 1, page_size, d, 0, "plain", torch.float32, device
-        )
+        self.keys = Pages.allocate(sequences * pages + 1, page_size, d, 0, "plain", dtype, device)
         self.keys.data.copy_(small_integers(seed, self.keys.data.shape, limit=2))
-        self.q = small_integers(seed + 1, (tokens, heads, d), limit=2).to(device)
+        self.q = small_integers(seed + 1, (tokens, heads, d), dtype, limit=2).to(device)
         self.weights = small_integers(seed + 2, (tokens, heads), limit=2).to(device)
         self.sequence = torch.randint(0, sequences, (tokens,), generator=gen).to(device)
         self.visible = torch.randint(0, self.capacity + 1, (tokens,), generator=gen).to(device)
 
-    def run(self, top_k, rows=slice(None)):
-        return indexer_select(
-            self.q[rows],
-            self.weights[rows],
-            self.keys,
-            self.table,
-            self.sequence[rows],
-            self.visible[rows],
-            top_k=top_k,
-        )
+    def arguments(self, top_k, rows=slice(None)):
+        return {
+            "q": self.q[rows],
+            "weights": self.weights[rows],
+            "keys": self.keys,
+            "page_table": self.table,
+            "sequence_of_token": self.sequence[rows],
+            "visible": self.visible[rows],
+            "top_k": top_k,
+        }
+
+    def run(self, top_k, rows=slice(None), backend="auto"):
+        return indexer_select(**self.arguments(top_k, rows), backend=backend)
 
     def key(self, token: int, entry: int) -> torch.Tensor:
         size = self.keys.page_size
@@ -282,6 +390,7 @@ def test_negative_and_zero_scores_are_selected_too(device):
         assert ids[0].tolist() == [0, 1, 2, -1]
 
 
+@settings(max_examples=5)
 @given(seeds())
 def test_fp8_keys_count_as_what_they_read_back_as(device, seed):
     keys = Pages.allocate(2, 4, 64, 16, "fp8", device=device)
@@ -314,11 +423,17 @@ def test_trap_t13_a_decode_step_sees_every_entry(device):
 
 
 @given(seeds(), st.integers(1, 8))
-def test_trap_t21_selecting_all_still_scores(device, seed, visible):
-    """Also where every entry is taken: a graph captured here replays with more entries."""
-    case = Case(seed, 3, 2, 4, 2, device=device)
+def test_trap_t21_selecting_all_still_scores(seed, visible):
+    """A trace made where every entry is taken is replayed with more entries, as a graph is."""
+    case = Case(seed, 3, 2, 4, 2)
+    rest = (case.keys.data, 2, "plain", 0, case.table, case.sequence)
+
+    def call(shown):
+        return reference.indexer_select(case.q, case.weights, *rest, shown, 3)
+
+    trace = make_fx(call)(torch.full((3,), 2))
     case.visible.fill_(visible)
-    assert_bitwise(case.run(8), case.oracle(8))
+    assert_bitwise(trace(case.visible), case.oracle(3))
 
 
 @given(seeds(), st.integers(0, 4), st.integers(1, 9))
@@ -331,6 +446,150 @@ def test_trap_t22_nothing_visible(device, seed, tokens, top_k):
     out = case.run(top_k)
     assert out.shape == (tokens, min(top_k, 8))
     assert bool((out == -1).all())
+
+
+@pytest.fixture(params=["narrowed", "narrowed in pieces", "shared"])
+def small_limits(request, monkeypatch):
+    """Limits of the kernels so small that a short row goes the ways of a long one."""
+    kernels = pytest.importorskip("dsv4.triton.indexer")
+    monkeypatch.setattr(kernels, "_SHARED_FROM", 2)
+    if request.param != "shared":
+        monkeypatch.setattr(kernels, "_DIRECT", 16)
+        monkeypatch.setattr(kernels, "_LARGEST", 32 if "pieces" in request.param else 512)
+    return request.param
+
+
+@settings(max_examples=15)
+@given(
+    seeds(),
+    st.integers(1, 5),
+    st.sampled_from([(1, 40, 4), (2, 20, 8), (1, 3, 50)]),
+    st.integers(1, 12),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_every_way_to_a_long_row(device, small_limits, seed, tokens, table, top_k, dtype):
+    case = Case(seed, tokens, *table, device=device, dtype=dtype)
+    assert_bitwise(case.run(top_k), case.run(top_k, backend="reference"))
+
+
+@settings(max_examples=20)
+@given(seeds(), st.integers(1, 4), st.sampled_from([torch.bfloat16, torch.float32]))
+def test_no_entry_left_out_is_better(device, small_limits, seed, tokens, dtype):
+    """Random values: the float64 scores tell, up to twice the error of two nested sums."""
+    heads, d, k = 5, 24, 9
+    case = Case(seed, tokens, 2, 10, 8, device=device, d=d, heads=heads, dtype=dtype)
+    case.keys.data.copy_(normal(seed, case.keys.data.shape))
+    case.q = normal(seed + 1, case.q.shape, dtype).to(device)
+    case.weights = normal(seed + 2, case.weights.shape).to(device)
+    ids = case.run(k)
+    for t in range(tokens):
+        shown = int(case.visible[t])
+        found = ids[t][ids[t] >= 0]
+        assert found.tolist() == sorted(set(found.tolist()))
+        assert found.numel() == min(k, shown)
+        if shown <= k:
+            continue
+        keys = torch.stack([case.key(t, c) for c in range(shown)]).double()
+        q, w = case.q[t].double(), case.weights[t].double()
+        scores = (torch.relu(keys @ q.T) * w).sum(1)
+        sizes = (keys.abs() @ q.abs().T * w.abs()).sum(1)
+        error = 2 * (d + heads + 2) * 2.0**-24 * float(sizes.max())
+        left = torch.ones(shown, dtype=torch.bool, device=device).index_fill(0, found, False)
+        assert float(scores[left].max()) <= float(scores[found].min()) + error
+
+
+@settings(max_examples=10)
+@given(seeds(), st.integers(1, 6))
+def test_hidden_keys_have_no_effect_on_neighbours(device, small_limits, seed, top_k):
+    """Tokens of one sequence share tiles; a NaN that one may see stays out of the others."""
+    case = Case(seed, 4, 1, 10, 8, device=device, dtype=torch.bfloat16)
+    expected = case.run(top_k)
+    last = int(case.visible.argmax())
+    shown = int(case.visible[last])
+    others = [t for t in range(4) if int(case.visible[t]) < shown]
+    if shown:
+        case.keys.data[case.table[0, (shown - 1) // 8], (shown - 1) % 8] = torch.nan
+    out = case.run(top_k)
+    assert_bitwise(out[others], expected[others])
+    assert shown == 0 or shown - 1 in out[last].tolist()
+
+
+def test_pages_with_strides(device):
+    case = Case(5, 3, 2, 4, 2, device=device)
+    expected = case.run(3)
+    wide = torch.full((*case.keys.data.shape[:2], 9), torch.nan, device=device)
+    wide[..., 3:7] = case.keys.data
+    for data in (wide[..., 3:7], strided(case.keys.data)):
+        case.keys = Pages(data, 2, "plain", 4, 0)
+        assert_bitwise(case.run(3), expected)
+
+
+def test_too_large_a_selection_is_left_to_the_reference():
+    case = Case(0, 1, 1, 5000, 1)
+    case.visible.fill_(5000)
+    with interpret_triton():
+        assert "at most 4096" in str(explain(indexer_select, **case.arguments(4500)))
+        assert_bitwise(case.run(4500), case.oracle(4500))
+
+
+def test_two_runs_have_the_same_bits(device):
+    case = Case(7, 4, 2, 10, 8, device=device)
+    case.keys.data.copy_(normal(7, case.keys.data.shape))
+    assert_bitwise(case.run(9), case.run(9))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [4096, 65536])
+def test_a_graph_replays_with_other_lengths(capacity):
+    """Captured where every entry is taken (trap T21), replayed with none and with all visible."""
+    device = torch.device("cuda")
+    case = Case(0, 3, 2, capacity // 64, 64, device=device, d=128, heads=64, dtype=torch.bfloat16)
+    q, cos, sin = queries_of(1, 3, 64, 128, 64, torch.bfloat16, device)
+    case.visible.fill_(5)
+
+    def step():
+        case.q = indexer_queries(q, cos, sin, rotate_quantize=True)
+        return case.q, case.run(512)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for lengths in ([0, 0, 0], [capacity, 600, 512], [7, capacity - 1, capacity // 2]):
+        case.visible.copy_(torch.tensor(lengths))
+        q.copy_(normal(lengths[0], q.shape))
+        for x in outputs:
+            x.fill_(-7)
+        graph.replay()
+        replayed = [x.clone() for x in outputs]
+        for a, b in zip(replayed, step(), strict=True):
+            assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [512, 1024, 2048, 4096])
+@pytest.mark.parametrize("kind", ["integers", "normal", "rising", "equal"])
+def test_rows_of_a_million_tokens(top_k, kind):
+    """Against a sort of the same scores: keys of one dim make the scores the keys themselves."""
+    device, capacity = torch.device("cuda"), 262144
+    case = Case(top_k, 3, 1, capacity // 64, 64, device=device, d=16, heads=1)
+    values = {
+        "integers": small_integers(top_k, (capacity,), limit=200) + 200,
+        "normal": normal(top_k, (capacity,)).abs(),
+        "rising": torch.arange(capacity).float(),
+        "equal": torch.ones(capacity),
+    }[kind].to(device)
+    case.q.zero_()
+    case.q[..., 0] = 1
+    case.weights.fill_(1)
+    case.table.copy_(torch.arange(capacity // 64, device=device))
+    case.keys.data.zero_()
+    case.keys.data.view(-1, 16)[:capacity, 0] = values
+    case.visible.copy_(torch.tensor([capacity, capacity - 77, 100000]))
+    out = case.run(top_k)
+    for t in range(3):
+        order = values[: case.visible[t]].sort(descending=True, stable=True).indices
+        assert_bitwise(out[t], order[:top_k].sort().values)
 
 
 def test_select_contract(device):

@@ -149,7 +149,7 @@ MUTANTS = (
         "everything selected without scoring",
         REFERENCE + "indexer.py",
         "    wide = compute_dtype(q, weights)\n",
-        "    wide = compute_dtype(q, weights)\n    if k == capacity:\n"
+        "    wide = compute_dtype(q, weights)\n    if bool((visible <= k).all()):\n"
         "        e = torch.arange(k, device=q.device)\n"
         "        return torch.where(e < visible.unsqueeze(-1), e, -1)\n",
         INDEXER + "t21_selecting_all_still_scores",
@@ -158,8 +158,8 @@ MUTANTS = (
         "T22",
         "at least one entry visible",
         REFERENCE + "indexer.py",
-        "out[part] = torch.where(ids < visible[part].unsqueeze(-1), ids, -1)",
-        "out[part] = torch.where(ids < visible[part].clamp(min=1).unsqueeze(-1), ids, -1)",
+        "ids = torch.where(ids < visible[part].unsqueeze(-1), ids, capacity)",
+        "ids = torch.where(ids < visible[part].clamp(min=1).unsqueeze(-1), ids, capacity)",
         INDEXER + "t22_nothing_visible",
     ),
     Mutant(
