@@ -21,6 +21,7 @@ from dsv4.ops.quantize import dequantize, quantize
 from dsv4.testing import oracles, strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 
+KERNELS = ("triton",)
 OPCHECKS = (
     "test_schema",
     "test_autograd_registration",

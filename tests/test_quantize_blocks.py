@@ -15,6 +15,8 @@ from dsv4.ops.quantize import dequantize, quantize
 from dsv4.testing import oracles, strategies
 from dsv4.testing.assertions import assert_bitwise
 
+KERNELS = ("triton",)
+
 
 def build(draw, shape, device, dtype=torch.float32):
     x = draw.build(shape, dtype)

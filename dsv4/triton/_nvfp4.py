@@ -39,10 +39,11 @@ _UNIT = tl.constexpr(2.0**-14)
 def conversion(tensor: torch.Tensor) -> int:
     """How kernels on the tensor's GPU make codes: by integers, by way of E5M2, or by instruction.
 
-    All give the same bits; the instructions came with compute capability 8.9 and 10.0.
+    All give the same bits. The first is for the interpreter; conversions to E5M2 exist from compute
+    capability 8.9, to E2M1 from 10.0.
     """
     found = _launch.capability(tensor)
-    if found is None or found < (8, 9):
+    if found is None:
         return 0
     return 2 if found >= (10, 0) else 1
 
@@ -71,7 +72,8 @@ def scale_offset(row, block, columns, SWIZZLED: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """The larger of two; NaN where one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -82,7 +84,7 @@ def largest(values):
         # As integers NaN is above Inf; the interpreter's own maximum passes over NaN.
         bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, len(values.shape) - 1).to(tl.float32, bitcast=True)
-    return tl.reduce(tl.abs(values), len(values.shape) - 1, _larger)
+    return tl.reduce(tl.abs(values), len(values.shape) - 1, larger)
 
 
 @triton.jit
@@ -161,8 +163,9 @@ def block_scales(amax, finite, global_scale, WEIGHT: tl.constexpr):
     else:
         shift, high, low = divisor(global_scale)
         ratio = tl.minimum(quotient(tl.div_rn(amax, 6.0), shift, high, low), 448.0)
-    # Both comparisons are false for a NaN.
-    usable = finite & ((global_scale > 0) & (global_scale < float("inf")))
+    # Both comparisons are false for a NaN. A scalar condition would not broadcast when interpreted.
+    _, scale = tl.broadcast(amax, global_scale)
+    usable = finite & (scale > 0) & (scale < float("inf"))
     bits = e4m3_bits(ratio)
     product = tl.where(usable, e4m3_value(bits) * global_scale, 0.0)
     return tl.where(usable, bits, _NAN_SCALE).to(tl.uint8), product
@@ -172,9 +175,10 @@ def block_scales(amax, finite, global_scale, WEIGHT: tl.constexpr):
 def _round(x, shift, high, low, bound, sign, CONVERT: tl.constexpr):
     """``x / product`` as a value of E2M1, times ``_UNIT``; the sign, of zeros too, is that of x.
 
-    Adding 2^22 times the power of two below the magnitude (at least 1) leaves a multiple of half
-    that power: ties go to the even code. ``bound`` is 6, where it saturates. In a block whose codes
-    must be 0 it is 0, and so is ``sign``.
+    Where an instruction will round, neither rounded nor times ``_UNIT``. Else by addition of 2^22
+    times the power of two below the magnitude (1 at least), which leaves a multiple of half that
+    power; ties go to the even code. ``bound`` is 6, where it saturates; in a block whose codes must
+    be 0 it is 0, and so is ``sign``.
     """
     magnitude = tl.minimum(quotient(x, shift, high, low), bound)
     if CONVERT != _BY_INSTRUCTION:
@@ -194,9 +198,8 @@ def _nibble(x):
 
 @triton.jit
 def _pack(even, odd, CONVERT: tl.constexpr):
-    """Bytes of what ``_round`` returned: ``even`` in the low nibble."""
+    """Bytes of what ``_round`` returned, ``even`` in the low nibble."""
     if CONVERT == _BY_INSTRUCTION:
-        # The quotients times _UNIT, not rounded yet.
         return tl.inline_asm_elementwise(
             """
             { .reg .b8 a, b, c, d;
@@ -205,7 +208,7 @@ def _pack(even, odd, CONVERT: tl.constexpr):
             mov.b32 $0, {a, b, c, d}; }
             """,
             "=r,f,f,f,f,f,f,f,f",
-            [even * (1 / _UNIT), odd * (1 / _UNIT)],
+            [even, odd],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
@@ -234,23 +237,36 @@ def _pack(even, odd, CONVERT: tl.constexpr):
 
 
 @triton.jit
+def divided_codes(values, shift, high, low, bound, CONVERT: tl.constexpr):
+    """Packed codes ``[..., n / 2]`` (uint8) of ``values [..., n]`` divided by block.
+
+    ``shift``, ``high`` and ``low`` are as for ``quotient``. A quotient past ``bound``, at most 6,
+    becomes ``bound``; where that is 0 the codes are 0, whatever the values. Each ``[...]``.
+    """
+    PAIRS: tl.constexpr = values.shape[len(values.shape) - 1] // 2
+    UNIT: tl.constexpr = 1.0 if CONVERT == _BY_INSTRUCTION else _UNIT
+    even, odd = tl.split(tl.reshape(values, values.shape[:-1] + [PAIRS, 2]))  # noqa: RUF005
+    shift = tl.expand_dims(shift, -1)
+    high = tl.expand_dims(high * UNIT, -1)
+    low = tl.expand_dims(low * UNIT, -1)
+    sign = tl.expand_dims(tl.where(bound > 0, _SIGN, 0), -1)
+    bound = tl.expand_dims(bound * UNIT, -1)
+    even = _round(even, shift, high, low, bound, sign, CONVERT)
+    odd = _round(odd, shift, high, low, bound, sign, CONVERT)
+    return _pack(even, odd, CONVERT)
+
+
+@triton.jit
 def e2m1_codes(values, product, CONVERT: tl.constexpr):
     """Packed codes ``[..., n / 2]`` (uint8) of ``values [..., n] / product [...]``.
 
     To nearest even, saturating at 6; the even column is the low nibble. Blocks whose product is 0
     get codes 0. A part of a block may be coded alone, ``n = 8`` say.
     """
-    PAIRS: tl.constexpr = values.shape[len(values.shape) - 1] // 2
-    even, odd = tl.split(tl.reshape(values, values.shape[:-1] + [PAIRS, 2]))  # noqa: RUF005
-    product = tl.expand_dims(product, -1)
     shift, high, low = divisor(product)
-    high, low = high * _UNIT, low * _UNIT
-    # Divided by an infinite product all is 0, and keeps its sign.
-    bound = tl.where((product > 0) & (product < float("inf")), 6 * _UNIT, 0.0)
-    sign = tl.where(product > 0, _SIGN, 0)
-    even = _round(even, shift, high, low, bound, sign, CONVERT)
-    odd = _round(odd, shift, high, low, bound, sign, CONVERT)
-    return _pack(even, odd, CONVERT)
+    # An infinite product leaves a zero of every value; 2^-126 is less than any magnitude but 0.
+    bound = tl.where(product < float("inf"), 6.0, 2.0**-100)
+    return divided_codes(values, shift, high, low, tl.where(product > 0, bound, 0.0), CONVERT)
 
 
 @triton.jit

@@ -1,0 +1,595 @@
+"""Kernels of ``dsv4.ops.quantize``: one thread takes a block of 16, in two loads of 8 columns.
+
+So the maximum of a block needs no other thread, and codes and scales leave as they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4 import formats
+from dsv4.triton import _launch, _rows
+from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import (
+    block_scales,
+    conversion,
+    divided_codes,
+    divisor,
+    dynamic_scale,
+    e2m1_codes,
+    finite_amax,
+    larger,
+    largest,
+    quotient,
+    scale_columns,
+    scale_offset,
+    scale_rows,
+)
+
+# Where the global scale comes from: it is given, from the row, or from partial maxima of a matrix.
+_GIVEN = tl.constexpr(0)
+_TOKEN = tl.constexpr(1)
+_PARTS = tl.constexpr(2)
+
+# 6 * 2^-126 and 448 * 2^-126 as float32 bits: the least maxima that set a scale.
+_FLOOR_OF_6 = tl.constexpr(0x01C00000)
+_FLOOR_OF_448 = tl.constexpr(0x05600000)
+
+_GROUPS = 128
+_TILE = tl.constexpr(128)
+
+
+@triton.jit
+def _load_halves(x, stride, row, block, inside):
+    """The blocks' first and last 8 columns, float32 ``[N, 8]`` each; 0 outside."""
+    column = tl.arange(0, 8)[None, :]
+    place = x + (row * stride + block * 16)[:, None] + column
+    first = tl.load(place, mask=inside[:, None], other=0.0)
+    last = tl.load(place + 8, mask=inside[:, None], other=0.0)
+    return widen(first), widen(last)
+
+
+@triton.jit
+def _store_halves(codes, row, blocks, block, first, last, inside):
+    """Codes ``[N, 4]`` of both halves, as 8 bytes of each block."""
+    both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [first.shape[0], 8])
+    place = codes + ((row * blocks + block) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(place, both, mask=inside[:, None])
+
+
+@triton.jit
+def _store_scales(scales, bits, row, block, inside, rows, columns, SWIZZLED: tl.constexpr):
+    """Scale bytes of a tile; 0 in the padding, which the layout counts as ``rows x columns``."""
+    place = scales + scale_offset(row, block, columns, SWIZZLED)
+    tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=(row < rows) & (block < columns))
+
+
+@triton.jit
+def _row_scale(amax, ROWS: tl.constexpr):
+    """Dynamic global scale of each row of ``amax [ROWS * BLOCKS]``, and the same for each block."""
+    BLOCKS: tl.constexpr = amax.shape[0] // ROWS
+    scale = dynamic_scale(tl.max(tl.reshape(amax, [ROWS, BLOCKS]), 1))
+    return scale, tl.reshape(tl.broadcast_to(scale[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
+
+
+@triton.jit
+def _nvfp4_kernel(
+    x,
+    source,
+    codes,
+    scales,
+    total,
+    stride,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows by BLOCKS blocks of one matrix; ``source`` is the given scale or partial maxima."""
+    wait_for_inputs(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    group = tl.arange(0, ROWS * BLOCKS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
+    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    inside = (row < rows) & (block < blocks)
+    start = matrix * rows
+    first, last = _load_halves(x + start * stride, stride, row, block, inside)
+    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if SOURCE == _GIVEN and PER_ROW:
+        scale = tl.load(source + start + row, mask=row < rows, other=1.0)
+        each = tl.load(source + start + line, mask=line < rows, other=1.0)
+    elif SOURCE == _GIVEN:
+        scale = tl.load(source + matrix)
+    elif SOURCE == _PARTS:
+        part = tl.arange(0, PARTS)
+        peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
+        scale = dynamic_scale(tl.max(peaks, 0))
+    amax, finite = finite_amax(larger(largest(first), largest(last)))
+    if SOURCE == _TOKEN:
+        each, scale = _row_scale(amax, ROWS)
+    bits, product = block_scales(amax, finite, scale, WEIGHT)
+    first, last = e2m1_codes(first, product, CONVERT), e2m1_codes(last, product, CONVERT)
+    _store_halves(codes + start * blocks * 8, row, blocks, block, first, last, inside)
+    scales += matrix * scale_rows * scale_columns
+    _store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
+    if tl.program_id(1) == 0:
+        if PER_ROW:
+            tl.store(total + start + line, each, mask=line < rows)
+        elif tl.program_id(0) == 0:
+            tl.store(total + matrix, scale)
+
+
+@triton.jit
+def _amax_kernel(
+    x,
+    peaks,
+    stride,
+    rows,
+    blocks,
+    chunks,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Largest finite block's amax in every ``parts``-th tile of a matrix."""
+    wait_for_inputs(PDL)
+    matrix = tl.program_id(1).to(tl.int64)
+    parts = tl.num_programs(0)
+    group = tl.arange(0, ROWS * BLOCKS)
+    x += matrix * rows * stride
+    peak = tl.zeros([ROWS * BLOCKS], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, parts):
+        row = (tile // chunks).to(tl.int64) * ROWS + group // BLOCKS
+        block = tile % chunks * BLOCKS + group % BLOCKS
+        first, last = _load_halves(x, stride, row, block, (row < rows) & (block < blocks))
+        both = larger(largest(first), largest(last))
+        peak = tl.maximum(peak, finite_amax(both)[0])
+    tl.store(peaks + matrix * parts + tl.program_id(0), tl.max(peak, 0))
+
+
+def _tile(blocks: int, whole: bool) -> tuple[int, int]:
+    """Rows and blocks of a tile of 128 blocks or, where it must hold a ``whole`` row, more."""
+    wide = _launch.power_of_two(blocks)
+    if not whole:
+        fitting = blocks & -blocks
+        wide = fitting if fitting >= 32 else wide
+        wide = min(wide, _GROUPS)
+    return max(1, _GROUPS // wide), wide
+
+
+def _warps(groups: int) -> int:
+    """Warps for that many blocks: one thread each, up to 16 warps."""
+    return min(16, max(1, groups // 32))
+
+
+def _empty_scales(x: torch.Tensor, width: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
+    *batch, rows, columns = x.shape
+    swizzled = layout == formats.SWIZZLED
+    shape = (scale_rows(rows, swizzled), scale_columns(columns // width, swizzled))
+    if swizzled:
+        return x.new_empty((*batch, shape[0] * shape[1]), dtype=dtype)
+    return x.new_empty((*batch, *shape), dtype=dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def quantize_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.quantize.quantize``."""
+    *batch, rows, columns = x.shape
+    codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
+    scales = _empty_scales(x, 16, layout, torch.float8_e4m3fn)
+    if global_scale is not None:
+        total = torch.empty_like(global_scale, memory_format=torch.contiguous_format)
+        source, kind = global_scale.contiguous(), _GIVEN.value
+    else:
+        total = x.new_empty((*batch, rows if scaling == "token" else 1), dtype=torch.float32)
+        source, kind = None, _TOKEN.value if scaling == "token" else _PARTS.value
+    if codes.numel() == 0:
+        # Matrices without rows have a scale all the same.
+        return codes, scales, total.fill_(1.0) if source is None else total.copy_(source)
+    matrix = _rows.as_rows(x)
+    if kind == _PARTS:
+        source = _partial_amax(matrix, matrix.shape[0] // rows)
+    _launch_nvfp4(matrix, source, codes, scales, total, kind, scaling == "weight", layout)
+    return codes, scales, total
+
+
+def _launch_nvfp4(
+    matrix: torch.Tensor,
+    source: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    total: torch.Tensor,
+    kind: int,
+    weight: bool,
+    layout: str,
+) -> None:
+    rows, blocks = codes.shape[-2], codes.shape[-1] // 8
+    swizzled = layout == formats.SWIZZLED
+    high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
+    tall, across = _tile(blocks, kind == _TOKEN)
+    parts = source.shape[-1] if source is not None and kind == _PARTS else 1
+    grid = (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
+    with _launch.on(matrix):
+        _nvfp4_kernel[grid](
+            matrix,
+            source,
+            codes,
+            _bytes(scales),
+            total,
+            matrix.stride(0),
+            rows,
+            blocks,
+            high,
+            wide,
+            parts,
+            SOURCE=kind,
+            PER_ROW=kind == _TOKEN or (kind == _GIVEN and total.shape[-1] != 1),
+            WEIGHT=weight,
+            SWIZZLED=swizzled,
+            ROWS=tall,
+            BLOCKS=across,
+            PARTS=_launch.power_of_two(parts),
+            CONVERT=conversion(matrix),
+            num_warps=_warps(tall * across),
+            **_launch.options(matrix),
+        )
+
+
+def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
+    """Block maxima of ``count`` matrices, each in up to 1024 parts: float32 ``[count, parts]``."""
+    rows, blocks = matrix.shape[0] // count, matrix.shape[1] // 16
+    tall, across = _tile(blocks, False)
+    chunks = triton.cdiv(blocks, across)
+    fill = max(1, 16 * _launch.multiprocessors(matrix.device) // count)
+    parts = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
+    peaks = matrix.new_empty((count, parts), dtype=torch.float32)
+    with _launch.on(matrix):
+        _amax_kernel[(parts, count)](
+            matrix,
+            peaks,
+            matrix.stride(0),
+            rows,
+            blocks,
+            chunks,
+            ROWS=tall,
+            BLOCKS=across,
+            num_warps=_warps(tall * across),
+            **_launch.options(matrix),
+        )
+    return peaks
+
+
+@triton.jit
+def _power_of_two_byte(amax, FLOOR: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
+    """E8M0 byte of ``2 ** ceil(log2(amax / largest))``, largest = (1 + MANTISSA / 2^23) 2^EXPONENT.
+
+    The exponent of amax less EXPONENT, and one more where its mantissa passes that of ``largest``:
+    a carry out of the mantissa bits. Maxima below FLOOR count as FLOOR.
+    """
+    bits = tl.maximum(amax.to(tl.int32, bitcast=True), FLOOR)
+    return ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT
+
+
+@triton.jit
+def _inverse_of_byte(byte):
+    """``2 ** (127 - byte)`` as float32, for bytes 1 to 253."""
+    return ((254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mxfp4_kernel(
+    x,
+    codes,
+    scales,
+    stride,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    group = tl.arange(0, ROWS * BLOCKS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
+    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    inside = (row < rows) & (block < blocks)
+    start = matrix * rows
+    place = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 32)[None, :]
+    values = widen(tl.load(place, mask=inside[:, None], other=0.0))
+    amax, finite = finite_amax(largest(values))
+    byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+    one = tl.full(amax.shape, 1.0, tl.float32)
+    bound = tl.where(finite, 6.0, 0.0)
+    packed = divided_codes(values, _inverse_of_byte(byte), one, one * 0.0, bound, CONVERT)
+    place = codes + (((start + row) * blocks + block) * 16)[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(place, packed, mask=inside[:, None])
+    bits = tl.where(finite, byte, 255)
+    scales += matrix * scale_rows * scale_columns
+    _store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
+
+
+def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.quantize.quantize``."""
+    *batch, rows, columns = x.shape
+    codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
+    scales = _empty_scales(x, 32, layout, torch.float8_e8m0fnu)
+    if codes.numel() == 0:
+        return codes, scales
+    matrix = _rows.as_rows(x)
+    blocks, swizzled = columns // 32, layout == formats.SWIZZLED
+    high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
+    tall, across = _tile(blocks, False)
+    with _launch.on(x):
+        _mxfp4_kernel[
+            (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
+        ](
+            matrix,
+            codes,
+            _bytes(scales),
+            matrix.stride(0),
+            rows,
+            blocks,
+            high,
+            wide,
+            SWIZZLED=swizzled,
+            ROWS=tall,
+            BLOCKS=across,
+            CONVERT=conversion(x),
+            num_warps=2 * _warps(tall * across),
+            **_launch.options(x),
+        )
+    return codes, scales
+
+
+@triton.jit
+def _tile_scale(amax, EXPONENT_ONLY: tl.constexpr):
+    """Scale of a tile as it is stored, and ``(shift, high, low)`` for ``quotient``."""
+    if EXPONENT_ONLY:
+        byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
+        return byte.to(tl.uint8), _inverse_of_byte(byte), 1.0, 0.0
+    scale = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-126)
+    scale = tl.where(amax == 0, 1.0, scale)
+    shift, high, low = divisor(scale)
+    return scale, shift, high, low
+
+
+@triton.jit
+def _fp8_block_kernel(x, codes, scales, stride, rows, columns, PDL: tl.constexpr):
+    """One tile of 128 rows by 128 columns."""
+    wait_for_inputs(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)[:, None]
+    column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    row_of_all = matrix * rows + row
+    values = widen(tl.load(x + row_of_all * stride + column, mask=inside, other=0.0))
+    magnitude = tl.abs(values)
+    amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
+    EXPONENT_ONLY: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    stored, shift, high, low = _tile_scale(amax, EXPONENT_ONLY)
+    magnitude = tl.minimum(quotient(values, shift, high, low), 448.0)
+    sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
+    # Not below infinity: an infinity or a NaN.
+    bits = tl.where(tl.abs(values) < float("inf"), e4m3_bits(magnitude) | sign, 0x7F)
+    tl.store(codes + row_of_all * columns + column, bits.to(tl.uint8), mask=inside)
+    tile = matrix * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
+
+
+def quantize_fp8_block(
+    x: torch.Tensor, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.quantize.quantize``."""
+    *batch, rows, columns = x.shape
+    codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    tiles = (triton.cdiv(rows, 128), triton.cdiv(columns, 128))
+    scales = x.new_empty((*batch, *tiles), dtype=scale_dtype)
+    if codes.numel() == 0:
+        return codes, scales
+    matrix = _rows.as_rows(x)
+    with _launch.on(x):
+        _fp8_block_kernel[(*tiles, matrix.shape[0] // rows)](
+            matrix,
+            _bytes(codes),
+            scales if scale_dtype == torch.float32 else _bytes(scales),
+            matrix.stride(0),
+            rows,
+            columns,
+            num_warps=16,
+            **_launch.options(x),
+        )
+    return codes, scales
+
+
+@triton.jit
+def _e8m0_value(bits):
+    """Value of E8M0 bytes as float32: 0 is 2^-127, a subnormal number, and 255 is NaN."""
+    byte = bits.to(tl.int32)
+    exponent = tl.where(byte == 0, 1 << 22, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_value(loaded, E8M0: tl.constexpr):
+    if loaded.dtype == tl.float32:
+        return loaded
+    if E8M0:
+        return _e8m0_value(loaded)
+    return e4m3_value(loaded)
+
+
+@triton.jit
+def _e2m1_value(codes):
+    """Value of E2M1 codes as float32: shifted to the top, their bits are it times 2^-126."""
+    code = codes.to(tl.int32)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def _store_decoded(out, packed, scale, total, inside):
+    """Bytes ``[N, 4]`` as 8 columns at ``out [N, 1]``: ``(code * scale) * total``."""
+    values = tl.join(_e2m1_value(packed & 15), _e2m1_value(packed >> 4))
+    values = tl.reshape(values, [packed.shape[0], 8]) * scale[:, None] * total
+    place = out + tl.arange(0, 8)[None, :]
+    tl.store(place, narrow(values, out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _unpack_kernel(
+    codes,
+    scales,
+    total,
+    out,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    total_stride,
+    SCALED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    E8M0: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows by BLOCKS pieces of 16 columns; an E8M0 scale belongs to two pieces."""
+    wait_for_inputs(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    group = tl.arange(0, ROWS * BLOCKS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
+    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    inside = (row < rows) & (block < blocks)
+    piece = ((matrix * rows + row) * blocks + block)[:, None]
+    place = codes + piece * 8 + tl.arange(0, 4)[None, :]
+    first = tl.load(place, mask=inside[:, None], other=0)
+    last = tl.load(place + 4, mask=inside[:, None], other=0)
+    scales += matrix * scale_rows * scale_columns
+    offset = scale_offset(row, block // 2 if E8M0 else block, scale_columns, SWIZZLED)
+    scale = _scale_value(tl.load(scales + offset, mask=inside, other=0), E8M0)
+    factor = 1.0
+    if SCALED and PER_ROW:
+        factor = tl.load(total + matrix * total_stride + row, mask=inside, other=0.0)[:, None]
+    elif SCALED:
+        factor = tl.load(total + matrix * total_stride)
+    _store_decoded(out + piece * 16, first, scale, factor, inside)
+    _store_decoded(out + piece * 16 + 8, last, scale, factor, inside)
+
+
+@triton.jit
+def _decode_fp8_kernel(
+    codes, scales, out, rows, columns, E8M0: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
+    """ROWS rows, a divisor of 128, of one tile."""
+    wait_for_inputs(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    place = (matrix * rows + row) * columns + column
+    loaded = tl.load(codes + place, mask=inside, other=0)
+    tile = matrix * tl.cdiv(rows, _TILE) + tl.program_id(0) * ROWS // _TILE
+    scale = _scale_value(tl.load(scales + tile * tl.num_programs(1) + tl.program_id(1)), E8M0)
+    values = narrow(e4m3_value(loaded) * scale, out.dtype.element_ty)
+    tl.store(out + place, values, mask=inside)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.quantize.dequantize``."""
+    packing = 2 if formats.format_named(format).packed else 1
+    shape = (*codes.shape[:-1], codes.shape[-1] * packing)
+    out = codes.new_empty(shape, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    codes, scales = codes.contiguous(), scales.contiguous()
+    e8m0 = scales.dtype == torch.float8_e8m0fnu
+    scales = scales if scales.dtype == torch.float32 else _bytes(scales)
+    if packing == 1:
+        _launch_fp8(_bytes(codes), scales, out, e8m0)
+        return out
+    if segments:
+        assert global_scale is not None
+        global_scale = formats.expand_segments(global_scale, segments, codes.shape[-2])
+    _launch_unpack(codes, scales, global_scale, out, e8m0, layout == formats.SWIZZLED)
+    return out
+
+
+def _launch_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, e8m0: bool) -> None:
+    rows, columns = out.shape[-2:]
+    count = out.numel() // (rows * columns)
+    tall = 32
+    grid = (triton.cdiv(rows, tall), triton.cdiv(columns, 128), count)
+    options: dict[str, Any] = _launch.options(out)
+    with _launch.on(out):
+        _decode_fp8_kernel[grid](
+            codes, scales, out, rows, columns, E8M0=e8m0, ROWS=tall, num_warps=8, **options
+        )
+
+
+def _launch_unpack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    e8m0: bool,
+    swizzled: bool,
+) -> None:
+    rows, blocks = out.shape[-2], out.shape[-1] // 16
+    high = scale_rows(rows, swizzled)
+    wide = scale_columns(blocks // 2 if e8m0 else blocks, swizzled)
+    tall, across = _tile(blocks, False)
+    count = out.numel() // (rows * blocks * 16)
+    with _launch.on(out):
+        _unpack_kernel[(triton.cdiv(rows, tall), triton.cdiv(blocks, across), count)](
+            codes,
+            scales,
+            None if total is None else total.contiguous(),
+            out,
+            rows,
+            blocks,
+            high,
+            wide,
+            0 if total is None else total.shape[-1],
+            SCALED=total is not None,
+            PER_ROW=total is not None and total.shape[-1] != 1,
+            E8M0=e8m0,
+            SWIZZLED=swizzled,
+            ROWS=tall,
+            BLOCKS=across,
+            num_warps=_warps(tall * across),
+            **_launch.options(out),
+        )
