@@ -249,12 +249,36 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         op: A public function of ``dsv4.ops``, e.g. ``dsv4.ops.gemm``.
         *args: What it would be called with.
         **kwargs: Likewise.
+
+    Raises:
+        ValueError: if ``op`` calls no operator.
     """
+    found = _caught(op, args, kwargs)
+    return _explanation(found.call, found.requested)
+
+
+def arguments(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """The operator call that a public function would make; runs nothing.
+
+    Its ``args`` are what every implementation of the operator takes.
+
+    Args:
+        op: A public function of ``dsv4.ops``, e.g. ``dsv4.ops.gemm``.
+        *args: What it would be called with.
+        **kwargs: Likewise.
+
+    Raises:
+        ValueError: if ``op`` calls no operator.
+    """
+    return _caught(op, args, kwargs).call
+
+
+def _caught(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Explained:
     token = _explaining.set(True)
     try:
         op(*args, **kwargs)
     except _Explained as found:
-        return _explanation(found.call, found.requested)
+        return found
     finally:
         _explaining.reset(token)
     raise ValueError(f"{op!r} called no dsv4 operator")

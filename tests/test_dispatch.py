@@ -90,6 +90,26 @@ def test_explain_says_why_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert "asked for by name" in explain(ops.rms_norm, X, backend="reference").reason
 
 
+def test_arguments_are_those_of_the_schema_and_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "_load", lambda target: pytest.fail("ran an implementation"))
+    call = dispatch.arguments(ops.rms_norm, X, eps=0.25, backend="reference")
+    assert call.op == "rms_norm"
+    assert call.device == X.device
+    x, weight, eps = call.args
+    assert x.data_ptr() == X.data_ptr()
+    assert (weight, eps) == (None, 0.25)
+    with pytest.raises(ValueError, match="called no dsv4 operator"):
+        dispatch.arguments(torch.add, X, X)
+
+
+def test_arguments_are_what_an_implementation_takes() -> None:
+    call = dispatch.arguments(ops.rms_norm, X)
+    reference = dispatch.implementations(call.op)[-1]
+    assert torch.equal(dispatch._load(reference.target)(*call.args), ops.rms_norm(X))
+
+
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="backend is 'fast', wanted 'auto' or one of triton"):
         ops.rms_norm(X, backend="fast")

@@ -1,8 +1,4 @@
-"""What else could do the job: plain PyTorch, timed beside an operator. More can be registered.
-
-A rival takes the operator's ``Problem`` and returns a call without arguments; what it prepares
-before (a dequantised weight, say) is not timed. None: it cannot do this problem.
-"""
+"""Rivals in plain PyTorch, without a compiler."""
 
 from __future__ import annotations
 
@@ -14,32 +10,9 @@ import torch.nn.functional as F
 
 from dsv4 import ops
 from dsv4.bench.problem import Problem
-
-Rival = Callable[[Problem], Callable[[], Any] | None]
-RIVALS: dict[str, dict[str, Rival]] = {}
+from dsv4.bench.rivals._prepare import Table
 
 
-def register(op: str, name: str) -> Callable[[Rival], Rival]:
-    """Decorator: add a rival of an operator."""
-
-    def add(rival: Rival) -> Rival:
-        RIVALS.setdefault(op, {})[name] = rival
-        return rival
-
-    return add
-
-
-def rivals(
-    op: str, problem: Problem, names: tuple[str, ...] | None = None
-) -> dict[str, Callable[[], Any]]:
-    """The prepared calls of the rivals named, or of all, that can do this problem."""
-    known = RIVALS.get(op, {})
-    wanted = known if names is None else {n: r for n, r in known.items() if n in names}
-    prepared = {name: rival(problem) for name, rival in wanted.items()}
-    return {name: call for name, call in prepared.items() if call is not None}
-
-
-@register("gemm", "torch bf16")
 def _bf16_product(problem: Problem) -> Callable[[], Any]:
     x, quantized = problem.args
     weight = ops.dequantize(quantized, torch.bfloat16, backend="reference")
@@ -50,13 +23,11 @@ def _bf16_product(problem: Problem) -> Callable[[], Any]:
     return lambda: torch.bmm(x.transpose(0, 1), stacked)
 
 
-@register("rms_norm", "torch rms_norm")
 def _rms_norm(problem: Problem) -> Callable[[], Any]:
     x, weight = problem.args
     return lambda: F.rms_norm(x, x.shape[-1:], weight, problem.kwargs["eps"])
 
 
-@register("swiglu", "torch bf16")
 def _swiglu(problem: Problem) -> Callable[[], Any]:
     x, limit = problem.args
 
@@ -67,14 +38,21 @@ def _swiglu(problem: Problem) -> Callable[[], Any]:
     return call
 
 
-@register("moe_gather", "torch index_select")
 def _gather(problem: Problem) -> Callable[[], Any]:
     x, order, top_k = problem.args
     tokens = order // top_k
     return lambda: x.index_select(0, tokens)
 
 
-@register("dequantize", "torch copy to bf16")
 def _copy(problem: Problem) -> Callable[[], Any]:
     wide = ops.dequantize(problem.args[0], torch.float32, backend="reference")
     return lambda: wide.bfloat16()
+
+
+RIVALS: Table = {
+    "gemm": {"torch bf16": _bf16_product},
+    "rms_norm": {"torch rms_norm": _rms_norm},
+    "swiglu": {"torch bf16": _swiglu},
+    "moe_gather": {"torch index_select": _gather},
+    "dequantize": {"torch copy to bf16": _copy},
+}

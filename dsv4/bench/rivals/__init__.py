@@ -1,0 +1,56 @@
+"""What else could do the job, timed beside an operator. More can be registered.
+
+A rival takes the operator's ``Problem`` and returns a call without arguments that gives what the
+operator gives; what it prepares before (a dequantised weight, a transposed matrix, a compiled
+kernel) is not timed. None: it cannot do this problem, or its library is not installed. No library
+is needed or imported until its rival is asked for.
+
+A note in parentheses after a library's name says where it does less than the operator, or how it is
+run. Whatever does less is a bound on what the library could reach, not an equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dsv4.bench.problem import Problem
+from dsv4.bench.rivals import inductor, liger, plain, tile_kernels, torchao
+from dsv4.bench.rivals._prepare import Call, Rival
+
+# Prepared only when asked for by name.
+SLOW = (inductor.NAME,)
+
+
+def _merged() -> dict[str, dict[str, Rival]]:
+    merged: dict[str, dict[str, Rival]] = {}
+    for source in (plain, liger, tile_kernels, torchao, inductor):
+        for op, known in source.RIVALS.items():
+            merged.setdefault(op, {}).update(known)
+    return merged
+
+
+RIVALS: dict[str, dict[str, Rival]] = _merged()
+
+
+def register(op: str, name: str) -> Callable[[Rival], Rival]:
+    """Decorator: add a rival of an operator."""
+
+    def add(rival: Rival) -> Rival:
+        RIVALS.setdefault(op, {})[name] = rival
+        return rival
+
+    return add
+
+
+def rivals(op: str, problem: Problem, names: tuple[str, ...] | None = None) -> dict[str, Call]:
+    """Prepared calls, by name, of the rivals that can do this problem.
+
+    Args:
+        op: Name of the operator.
+        problem: What to do.
+        names: Which rivals; None for all but those in ``SLOW``.
+    """
+    known = RIVALS.get(op, {})
+    wanted = [name for name in known if (name not in SLOW if names is None else name in names)]
+    prepared = {name: known[name](problem) for name in wanted}
+    return {name: call for name, call in prepared.items() if call is not None}

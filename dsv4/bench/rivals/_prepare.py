@@ -1,0 +1,71 @@
+"""What the rivals of all libraries share: find the library, get the arguments, try the call."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4 import dispatch
+from dsv4.bench.problem import Problem
+
+Call = Callable[[], Any]
+Rival = Callable[[Problem], "Call | None"]
+Table = dict[str, dict[str, Rival]]
+
+_log = logging.getLogger(__name__)
+# How libraries say that they cannot do something: TileKernels by assertions, compilers by
+# RuntimeError and its subclasses, bindings by TypeError and ValueError.
+_REFUSALS = (RuntimeError, AssertionError, TypeError, ValueError, AttributeError)
+
+
+def captured(problem: Problem) -> dispatch.Call:
+    """The operator's schema arguments, with copies of its own of what it changes in place."""
+    own = problem.fresh()
+    return dispatch.arguments(own.function, *own.args, **own.kwargs)
+
+
+@dataclass(frozen=True)
+class FromLibrary:
+    """A rival out of a library of GPU kernels.
+
+    Attributes:
+        module: What ``prepare`` needs, imported when a problem on a CUDA device first asks.
+        prepare: Takes the module and the operator's schema arguments; returns the call. It may
+            raise what it cannot do, as may the first run of the call.
+    """
+
+    module: str
+    prepare: Callable[..., Call]
+
+    def __call__(self, problem: Problem) -> Call | None:
+        """The prepared call, or None."""
+        found = captured(problem)
+        library = _imported(self.module) if found.device.type == "cuda" else None
+        if library is None:
+            return None
+        return attempt(lambda: self.prepare(library, *found.args), f"{self.module}: {found.op}")
+
+
+def attempt(prepare: Callable[[], Call], what: str) -> Call | None:
+    """The prepared call after a first run, which compiles it; None if either fails.
+
+    The reason is logged at level INFO.
+    """
+    try:
+        call = prepare()
+        call()
+    except _REFUSALS as refusal:
+        _log.info("%s: %s: %s", what, type(refusal).__name__, refusal)
+        return None
+    return call
+
+
+def _imported(module: str) -> Any | None:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as missing:
+        _log.info("%s: %s", module, missing)
+        return None

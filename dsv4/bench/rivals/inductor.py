@@ -1,0 +1,65 @@
+"""``torch.compile`` of the reference: what PyTorch makes of an operator's definition.
+
+An operator itself is opaque to the compiler, so its plain PyTorch implementation is compiled, on
+the operator's schema arguments. It is compiled whole: one graph without returns to Python.
+Operators whose time is a matrix product are left out; their reference is no way to compute one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.bench.problem import Problem
+from dsv4.bench.rivals._prepare import Call, Rival, Table, attempt, captured
+
+NAME = "inductor"
+PRODUCTS = ("gemm", "grouped_gemm", "sparse_attention")
+# Every size of every case is compiled anew; past its own limit the compiler gives up.
+_MANY = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+def compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], backend: str = "inductor"
+) -> Call:
+    """``function(*args)`` compiled as one graph for these sizes.
+
+    Args:
+        function: In PyTorch. Given twice, it is compiled once for equal sizes.
+        args: Tensors and plain values.
+        backend: Of ``torch.compile``.
+
+    Raises:
+        RuntimeError: if it cannot be compiled.
+    """
+    from torch._dynamo import config
+
+    run = _compiler(function, backend)
+    with config.patch(_MANY):
+        run(*args)
+    return lambda: run(*args)
+
+
+@functools.cache
+def _compiler(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
+
+
+def of_reference(backend: str) -> Rival:
+    """The rival that compiles an operator's reference with a backend of ``torch.compile``."""
+
+    def rival(problem: Problem) -> Call | None:
+        found = captured(problem)
+        reference = dispatch._load(dispatch.implementations(found.op)[-1].target)
+        return attempt(lambda: compiled(reference, found.args, backend), f"{backend}: {found.op}")
+
+    return rival
+
+
+RIVALS: Table = {
+    op: {NAME: of_reference("inductor")} for op in dispatch.operators() if op not in PRODUCTS
+}

@@ -1,0 +1,220 @@
+"""TileKernels: DeepSeek's own kernels in TileLang.
+
+Each is compiled with the CUDA compiler when first used, which takes seconds. They run as the
+library has them by default, without programmatic dependent launch. Seen with tile_kernels 2.1.0:
+
+- The product with ``fn`` of the hyper-connections, and that of the router, are not in the library:
+  "(no product)" is given it, in as many parts as the library's reduction takes by default.
+- It quantises with block scales alone: "(no global scale)" has no second scale to find or to apply,
+  and writes block scales in rows, whatever the layout asked for.
+- Rotation and the round trip through FP8 are done in place: "(in place)" need not write the
+  dimensions that stay as they are.
+- Its quantisers multiply by a reciprocal where we divide.
+- It has no permutation, gathering or combining of tokens, no pages and no compressor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dsv4.bench.rivals._prepare import Call, FromLibrary, Rival, Table
+from dsv4.formats import LINEAR, NVFP4
+
+_SPLITS = 16
+
+
+def _of(prepare: Callable[..., Call]) -> Rival:
+    return FromLibrary("tile_kernels", prepare)
+
+
+def _partial_products(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products with ``fn [M, n H]`` and sums of squares, each in parts ``[S, T, ...]``."""
+    parts = streams.flatten(1).float().unflatten(1, (_SPLITS, -1)).transpose(0, 1)
+    factors = fn.float().unflatten(1, (_SPLITS, -1)).permute(1, 2, 0)
+    return torch.bmm(parts, factors), parts.square().sum(-1)
+
+
+def _pre(
+    library: Any,
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> Call:
+    tokens, n, hidden = streams.shape
+    products = _partial_products(streams, fn)
+    fuse = library.mhc.mhc_pre_big_fuse_fwd
+
+    def call() -> tuple[torch.Tensor, ...]:
+        collapsed = streams.new_empty(tokens, hidden)
+        post = torch.empty(tokens, n, device=streams.device)
+        comb = torch.empty(tokens, n * n, device=streams.device)
+        eps = (norm_eps, hc_eps, hc_eps)
+        fuse(*products, scale, base, streams, post, comb, collapsed, *eps, 2.0, iterations)
+        return collapsed, post, comb.view(tokens, n, n)
+
+    return call
+
+
+def _post(
+    library: Any, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> Call:
+    args = (y[None], streams[None], post[None, ..., None], comb[None])
+    return lambda: library.mhc.mhc_post_fwd(*args)[0]
+
+
+def _head(
+    library: Any,
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> Call:
+    """Three launches: add the parts and normalise, the weights, the collapse."""
+    mhc, (tokens, n, hidden) = library.mhc, streams.shape
+    parts, squares = (part.unsqueeze(2) for part in _partial_products(streams, fn))
+
+    def call() -> torch.Tensor:
+        product, mixes, weights = (
+            torch.empty(shape, device=streams.device)
+            for shape in ((tokens, 1, n), (tokens, n), (tokens, n))
+        )
+        square = torch.empty(tokens, 1, device=streams.device)
+        collapsed = streams.new_empty(tokens, hidden)
+        mhc.mhc_reduce_partials_and_rmsnorm_fwd(
+            parts, squares, product, square, mixes, n * hidden, norm_eps, _SPLITS
+        )
+        mhc.mhc_head_compute_mix_fwd(mixes, scale, base, weights, hc_eps)
+        mhc.mhc_pre_apply_mix_fwd(streams, weights, collapsed)
+        return collapsed
+
+    return call
+
+
+def _nvfp4(
+    library: Any, x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
+) -> Call:
+    return lambda: library.quant.per_token_cast(x, "e2m1", 16, use_e4m3_sf=True)
+
+
+def _mxfp4(library: Any, x: torch.Tensor, layout: str) -> Call:
+    cast = library.quant.per_token_cast
+    return lambda: cast(x, "e2m1", 32, round_sf=True, use_packed_ue8m0=True)
+
+
+def _fp8_block(library: Any, x: torch.Tensor, scale_dtype: torch.dtype) -> Call:
+    powers = scale_dtype == torch.float8_e8m0fnu
+    return lambda: library.quant.per_block_cast(x, "e4m3", (128, 128), round_sf=powers)
+
+
+def _dequantize(
+    library: Any,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    dtype: torch.dtype,
+) -> Call:
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+    if format != NVFP4.name or layout != LINEAR or dtype not in names:
+        raise ValueError(f"{format}, {layout} to {dtype}")
+    pair = (codes.view(torch.int8), scales)
+    return lambda: library.quant.cast_back(pair, names[dtype], (1, 16))
+
+
+def _norm(library: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Call:
+    return lambda: library.quant.norm_forward(x, weight, eps)[0]
+
+
+def _swiglu(
+    library: Any, x: torch.Tensor, limit: float | None, layout: str, out_dtype: torch.dtype
+) -> Call:
+    if layout != "concatenated" or out_dtype != torch.bfloat16:
+        raise ValueError(f"{layout} to {out_dtype}")
+    return lambda: library.quant.swiglu_forward(x, "bf16", clamp_value=limit)
+
+
+def _rotation(
+    library: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rotates the last dimensions of a tensor shaped as ``x [T, h, D]``; one angle per token."""
+    table = torch.cat((cos, sin), -1).view(x.shape[0], -1)
+    width = table.shape[-1]
+
+    def rotate(own: torch.Tensor) -> torch.Tensor:
+        end = own[..., -width:]
+        library.transform.rope_kernel.apply_rotary(end, table, interleaved=True, conjugate=inverse)
+        return own
+
+    return rotate
+
+
+def _rope(
+    library: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
+) -> Call:
+    rotate, own = _rotation(library, x, cos, sin, inverse), x.clone()
+    return lambda: rotate(own)
+
+
+def _head_norm_rope(
+    library: Any, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> Call:
+    rotate, norm = _rotation(library, q, cos, sin, False), _norm(library, q, None, eps)
+    return lambda: rotate(norm())
+
+
+def _fake_quantize(library: Any, x: torch.Tensor, rope_dim: int) -> Call:
+    own = x.clone()
+    start = own[:, : x.shape[1] - rope_dim]
+
+    def call() -> torch.Tensor:
+        library.quant.per_token_cast_and_cast_back(start, "e4m3", 64, round_sf=True)
+        return own
+
+    return call
+
+
+def _route(
+    library: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    scaling_factor: float,
+    logits_dtype: torch.dtype,
+) -> Call:
+    logits = torch.nn.functional.linear(x.float(), weight.float())
+    gate = library.moe.moe_topk_gate_forward
+
+    def call() -> tuple[torch.Tensor, ...]:
+        ids, weights = gate(logits, top_k, False, 0, scaling_factor, 0, bias=bias)
+        return logits, weights, ids
+
+    return call
+
+
+RIVALS: Table = {
+    "hc_pre": {"TileKernels (no product)": _of(_pre)},
+    "hc_post": {"TileKernels": _of(_post)},
+    "hc_head": {"TileKernels (no product)": _of(_head)},
+    "quantize_nvfp4": {"TileKernels (no global scale)": _of(_nvfp4)},
+    "quantize_mxfp4": {"TileKernels (scales in rows)": _of(_mxfp4)},
+    "quantize_fp8_block": {"TileKernels": _of(_fp8_block)},
+    "dequantize": {"TileKernels (no global scale)": _of(_dequantize)},
+    "rms_norm": {"TileKernels": _of(_norm)},
+    "swiglu": {"TileKernels": _of(_swiglu)},
+    "rope": {"TileKernels (in place)": _of(_rope)},
+    "head_norm_rope_": {"TileKernels (two launches)": _of(_head_norm_rope)},
+    "fake_quantize_kv": {"TileKernels (in place)": _of(_fake_quantize)},
+    "route_topk": {"TileKernels (no product)": _of(_route)},
+}

@@ -1,0 +1,200 @@
+"""Rivals of the bench: found without their libraries, prepared on copies, compiled when asked."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4 import dispatch, ops
+from dsv4.bench import rivals
+from dsv4.bench.cases import MAKERS, cases
+from dsv4.bench.problem import Draw, Problem
+from dsv4.bench.rivals import _prepare, inductor, liger, plain, tile_kernels, torchao
+
+CPU = torch.device("cpu")
+LIBRARIES = (liger, tile_kernels, torchao)
+# Their reference reads values on a CPU to check them, so it is no single graph there.
+READS_VALUES = ("route_hash",)
+
+
+def _problem(op: str, tokens: int = 5) -> Problem:
+    return cases(op, "tiny", tokens)[0].build(Draw(0, CPU))
+
+
+def _norm(*args: torch.Tensor) -> Problem:
+    return Problem(ops.rms_norm, args, {"eps": 1e-6}, lambda *_: pytest.fail("judged"), 0)
+
+
+def test_importing_the_rivals_imports_no_library():
+    code = """
+import sys
+import dsv4.bench.rivals
+names = ("triton", "liger_kernel", "torchao", "tile_kernels", "tilelang", "torch._inductor")
+print([name for name in names if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+
+
+def test_rivals_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rivals, "RIVALS", {})
+    asked = []
+
+    def of(name: str, call):
+        return lambda problem: asked.append(name) or call
+
+    rivals.register("rope", "quick")(of("quick", lambda: 1))
+    rivals.register("rope", "unable")(of("unable", None))
+    rivals.register("rope", rivals.SLOW[0])(of("slow", lambda: 2))
+    problem = _problem("rope")
+    assert {name: call() for name, call in rivals.rivals("rope", problem).items()} == {"quick": 1}
+    assert asked == ["quick", "unable"]
+    found = rivals.rivals("rope", problem, ("inductor", "unable", "unknown"))
+    assert {name: call() for name, call in found.items()} == {"inductor": 2}
+    assert rivals.rivals("swiglu", problem) == {}
+
+
+@pytest.mark.parametrize("op", sorted(MAKERS))
+def test_without_libraries_and_gpu_only_pytorch_is_left(op: str):
+    found = rivals.rivals(op, _problem(op))
+    assert set(found) == set(plain.RIVALS.get(op, {}))
+    for call in found.values():
+        call()
+
+
+def test_names_do_not_collide():
+    tables = [source.RIVALS for source in (plain, inductor, *LIBRARIES)]
+    for op, known in rivals.RIVALS.items():
+        assert len(known) == sum(len(table.get(op, {})) for table in tables)
+        # The command line separates names with commas.
+        assert not any("," in name for name in known)
+
+
+@pytest.mark.parametrize("source", LIBRARIES, ids=lambda source: source.__name__.split(".")[-1])
+def test_libraries_take_the_arguments_of_the_schema(source):
+    for op, known in source.RIVALS.items():
+        if not hasattr(torch.ops.dsv4, op):
+            continue
+        schema = getattr(torch.ops.dsv4, op).default._schema
+        names = [argument.name for argument in schema.arguments][:-1]
+        for rival in known.values():
+            # The library comes first, the backend is left out.
+            inspect.signature(rival.prepare).bind(None, *names)
+
+
+def test_a_library_is_asked_on_its_device_alone(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    found = SimpleNamespace(double=lambda x: 2 * x)
+    monkeypatch.setattr(_prepare, "_imported", lambda name: asked.append(name) or found)
+    rival = _prepare.FromLibrary("library", lambda library, x, w, eps: lambda: library.double(x))
+    x = torch.ones(2, 4)
+    assert rival(_norm(x, None)) is None
+    assert asked == []
+    call = dispatch.Call("rms_norm", (x, None, 1e-6), torch.device("cuda"))
+    monkeypatch.setattr(_prepare, "captured", lambda problem: call)
+    prepared = rival(_norm(x, None))
+    assert prepared is not None
+    assert torch.equal(prepared(), 2 * x)
+    assert asked == ["library"]
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, AssertionError, TypeError, ValueError])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_refused_is_no_rival(error: type[Exception], late: bool, caplog):
+    def run():
+        raise error("a shape of mine")
+
+    caplog.set_level("INFO")
+    assert _prepare.attempt(lambda: run if late else run(), "library: op") is None
+    assert f"library: op: {error.__name__}: a shape of mine" in caplog.text
+
+
+def test_a_mistake_is_not_a_refusal():
+    def run():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        _prepare.attempt(lambda: run, "")
+
+
+def test_a_missing_library_is_said(caplog):
+    caplog.set_level("INFO")
+    assert _prepare._imported("dsv4.no_such_module") is None
+    assert "dsv4.no_such_module" in caplog.text
+
+
+def test_arguments_are_captured_with_copies_of_what_changes():
+    problem = _problem("write_kv")
+    found = _prepare.captured(problem)
+    assert found.op == "write_kv"
+    pages = problem.args[0].data
+    copied = found.args[0]
+    assert torch.equal(copied.view(torch.uint8), pages.view(torch.uint8))
+    assert copied.data_ptr() != pages.data_ptr()
+
+
+def test_products_have_no_compiled_reference():
+    named = {op for op, known in rivals.RIVALS.items() if inductor.NAME in known}
+    assert named == set(dispatch.operators()) - set(inductor.PRODUCTS)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "write_kv", "moe_permute", "hc_post"])
+def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
+    problem = _problem(op)
+    call = inductor.of_reference("aot_eager")(problem)
+    assert call is not None
+    before = problem.fresh()
+    found = call()
+    assert all(
+        torch.equal(a, b)
+        for i in problem.mutates
+        for a, b in [(problem.args[i].data, before.args[i].data)]
+    ), "changed the problem's own inputs"
+    if problem.mutates:
+        return
+    found = found if isinstance(found, tuple) else (found,)
+    for actual, wanted in zip(found, problem.run("reference"), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_sizes_without_end_are_compiled():
+    # Past PyTorch's own limit of 8 a function is compiled no more.
+    rival = inductor.of_reference("aot_eager")
+    for tokens in range(1, 20):
+        assert rival(_norm(torch.randn(tokens, 8), None)) is not None
+
+
+def test_what_cannot_be_compiled_is_no_rival():
+    for op in READS_VALUES:
+        assert inductor.of_reference("aot_eager")(_problem(op)) is None
+
+
+def test_equal_sizes_are_compiled_once():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def double(x):
+        return 2 * x
+
+    for _ in range(3):
+        assert inductor.compiled(double, (torch.ones(3),), backend)().eq(2).all()
+    assert len(compiled) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_inductor_itself():
+    problem = _problem("swiglu")
+    found = rivals.rivals("swiglu", problem, ("inductor",))
+    assert set(found) == {"inductor"}
+    torch.testing.assert_close(found["inductor"](), problem.run("reference")[0])
