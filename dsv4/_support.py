@@ -68,8 +68,10 @@ def kv_pages(call: Call) -> str | None:
     pages = next(a for a in call.args if isinstance(a, torch.Tensor))
     if call.op != "fake_quantize_kv" and not pages.is_contiguous():
         return f"the pages have strides {pages.stride()}, wanted contiguous ones"
-    if call.op == "norm_rope_write_kv" and call.args[3] % 2:
-        return f"entries have {call.args[3]} dims, wanted an even number"
+    if not plain and call.op != "fake_quantize_kv" and pages.data_ptr() % 2:
+        return "the pages begin at an odd address"
+    if not plain and call.op == "norm_rope_write_kv" and call.args[4] != 2 * call.args[7].shape[1]:
+        return f"the pages have {call.args[4]} RoPE dims, cos is for {2 * call.args[7].shape[1]}"
     return None
 
 

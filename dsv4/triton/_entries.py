@@ -41,18 +41,16 @@ def encode_groups(values, NOPE: tl.constexpr):
     """
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
-    column = tl.arange(0, BLOCK)[None, :]
-    kept = tl.where(column < NOPE, values, 0.0)
-    groups = tl.reshape(kept, [ROWS, BLOCK // GROUP_WIDTH, GROUP_WIDTH])
+    if NOPE // GROUP_WIDTH * GROUP_WIDTH != NOPE:  # a short last group
+        values = tl.where(tl.arange(0, BLOCK)[None, :] < NOPE, values, 0.0)
+    groups = tl.reshape(values, [ROWS, BLOCK // GROUP_WIDTH, GROUP_WIDTH])
     amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
     finite = amax < _INFINITY
     scale = ((tl.maximum(amax, _FLOOR) + 0x1FFFFF) >> 23) - 8
     scale = tl.where(finite, scale, 255)
     factor = tl.where(finite, (254 - scale) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(groups * factor[:, :, None], [ROWS, BLOCK])
-    # The factor of a group with a NaN or an Inf is NaN. The sign of a NaN code is not stored.
-    codes = tl.where(scaled != scaled, 0x7F, e4m3_bits(scaled))
-    return codes.to(tl.uint8), scale
+    # The factor of a group with a NaN or an Inf is NaN, and so are all its codes.
+    return e4m3_bits(tl.reshape(groups * factor[:, :, None], [ROWS, BLOCK])), scale
 
 
 @triton.jit
@@ -80,7 +78,8 @@ def convert(values, dtype: tl.constexpr):
     """``values`` in ``dtype``; bit for bit, NaN payloads too, where they have it already."""
     if values.dtype == dtype:
         return values
-    return narrow(widen(values), dtype)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return narrow(widen(values), dtype)
 
 
 @triton.jit
@@ -126,19 +125,13 @@ def store_entries(
         ROPE: ``rope_dim``.
         PAGE_SIZE: Entries per page.
     """
-    BLOCK: tl.constexpr = values.shape[1]
-    written = (slots >= 0)[:, None]
-    if data.dtype.element_ty == tl.uint8:
-        _store_fp8(data, stride, slots, widen(values), NOPE, ROPE, PAGE_SIZE)
-    else:
-        column = tl.arange(0, BLOCK)[None, :]
-        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
-        stored = convert(values, data.dtype.element_ty)
-        tl.store(place, stored, mask=written & (column < NOPE + ROPE))
+    dim = tl.arange(0, values.shape[1])[None, :] - NOPE
+    store_nope(data, stride, slots, values, NOPE, ROPE, PAGE_SIZE)
+    store_rope(data, stride, slots, values, dim, NOPE, ROPE, PAGE_SIZE)
 
 
 @triton.jit
-def _store_fp8(
+def store_nope(
     data,
     stride,
     slots,
@@ -147,27 +140,60 @@ def _store_fp8(
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    ROWS: tl.constexpr = values.shape[0]
+    """The part of ``store_entries`` for the first ``NOPE`` columns; no other is looked at."""
     BLOCK: tl.constexpr = values.shape[1]
-    GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
     written = (slots >= 0)[:, None]
-    codes, scale = encode_groups(values, NOPE)
-    start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE)
     column = tl.arange(0, BLOCK)[None, :]
-    tl.store(start + column, codes, mask=written & (column < NOPE))
-    # Stored as bytes: an odd NOPE leaves the bfloat16 numbers at odd addresses. Where the address
-    # is known to be a multiple of 16 the bytes of a thread leave in one store all the same.
-    bits = bfloat16_bits(values)
-    halves = tl.join((bits & 0xFF).to(tl.uint8), (bits >> 8).to(tl.uint8))
-    byte = tl.arange(0, 2 * BLOCK)[None, :]
-    rotated = (byte >= 2 * NOPE) & (byte < 2 * (NOPE + ROPE))
-    tl.store(start + (byte - NOPE), tl.reshape(halves, [ROWS, 2 * BLOCK]), mask=written & rotated)
-    group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
-    padded = (GROUPS + 7) // 8 * 8
-    place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
-    tl.store(
-        place, tl.where(group < GROUPS, scale, 0).to(tl.uint8), mask=written & (group < padded)
-    )
+    if data.dtype.element_ty == tl.uint8:
+        GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
+        codes, scale = encode_groups(widen(values), NOPE)
+        place = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        tl.store(place, codes, mask=written & (column < NOPE))
+        group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
+        scale = tl.where(group < GROUPS, scale, 0).to(tl.uint8)
+        place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
+        tl.store(place, scale, mask=written & (group < (GROUPS + 7) // 8 * 8))
+    else:
+        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        stored = convert(values, data.dtype.element_ty)
+        tl.store(place, stored, mask=written & (column < NOPE))
+
+
+@triton.jit
+def store_rope(
+    data,
+    stride,
+    slots,
+    values,
+    dim,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """The part of ``store_entries`` for RoPE dims; those below 0 and from ``ROPE`` on are skipped.
+
+    Args:
+        data: As for ``store_entries``.
+        stride: Likewise.
+        slots: Likewise.
+        values: ``[ROWS, N]``.
+        dim: int32 ``[1, N]``, which of the RoPE dims each column is.
+        NOPE: As for ``store_entries``.
+        ROPE: Likewise.
+        PAGE_SIZE: Likewise.
+    """
+    written = (slots >= 0)[:, None] & (dim >= 0) & (dim < ROPE)
+    if data.dtype.element_ty == tl.uint8:
+        bits = bfloat16_bits(widen(values))
+        start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + NOPE
+        if NOPE % 2 == 0:
+            tl.store(start.to(tl.pointer_type(tl.uint16)) + dim, bits, mask=written)
+        else:  # at odd addresses, where only bytes can be stored
+            tl.store(start + 2 * dim, (bits & 0xFF).to(tl.uint8), mask=written)
+            tl.store(start + 2 * dim + 1, (bits >> 8).to(tl.uint8), mask=written)
+    else:
+        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + NOPE + dim
+        tl.store(place, convert(values, data.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -189,8 +215,9 @@ def load_entries(
     column = tl.arange(0, BLOCK)[None, :]
     if data.dtype.element_ty == tl.uint8:
         return _load_fp8(data, stride, slots, NOPE, ROPE, PAGE_SIZE, BLOCK)
-    place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
-    return tl.load(place, mask=read & (column < NOPE + ROPE), other=0.0)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        return tl.load(place, mask=read & (column < NOPE + ROPE), other=0.0)
 
 
 @triton.jit
@@ -203,7 +230,6 @@ def _load_fp8(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    ROWS: tl.constexpr = slots.shape[0]
     GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
     read = (slots >= 0)[:, None]
     start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE)
@@ -212,10 +238,14 @@ def _load_fp8(
     group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
     place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
     scale = tl.load(place, mask=read & (group < GROUPS), other=0)
-    byte = tl.arange(0, 2 * BLOCK)[None, :]
-    rotated = (byte >= 2 * NOPE) & (byte < 2 * (NOPE + ROPE))
-    halves = tl.load(start + (byte - NOPE), mask=read & rotated, other=0)
-    low, high = tl.split(tl.reshape(halves, [ROWS, BLOCK, 2]))
-    bits = low.to(tl.uint32) | (high.to(tl.uint32) << 8)
+    dim = column - NOPE
+    rotated = read & (dim >= 0) & (dim < ROPE)
+    if NOPE % 2 == 0:
+        place = (start + NOPE).to(tl.pointer_type(tl.uint16)) + dim
+        bits = tl.load(place, mask=rotated, other=0).to(tl.uint32)
+    else:  # at odd addresses, where only bytes can be loaded
+        place = start + NOPE + 2 * dim
+        low, high = (tl.load(place, rotated, 0), tl.load(place + 1, rotated, 0))
+        bits = low.to(tl.uint32) | (high.to(tl.uint32) << 8)
     rope = (bits << 16).to(tl.float32, bitcast=True)
     return tl.where(column < NOPE, decode_groups(codes, scale), rope)

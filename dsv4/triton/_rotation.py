@@ -51,14 +51,19 @@ def _negative(x):
 
 @triton.jit
 def rotate(x, cos, sin):
-    """Turn the pairs of ``x [ROWS, 2 N]`` (float32) by the angles ``[ROWS, N]``.
+    """Turn the pairs of ``x [ROWS, 2 N]`` (float32) by the angles ``[ROWS, N]``."""
+    ROWS: tl.constexpr = x.shape[0]
+    PAIRS: tl.constexpr = x.shape[1] // 2
+    even, odd = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
+    first, second = rotate_pairs(even, odd, cos, sin)
+    return tl.reshape(tl.join(first, second), [ROWS, 2 * PAIRS])
+
+
+@triton.jit
+def rotate_pairs(even, odd, cos, sin):
+    """Turn ``(even, odd)``; all float32 of one shape.
 
     One product rounds, the other goes into the sum exactly: written out, so that no compiler
     chooses which, and two kernels agree.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    PAIRS: tl.constexpr = x.shape[1] // 2
-    even, odd = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
-    first = tl.fma(even, cos, odd * _negative(sin))
-    second = tl.fma(odd, cos, even * sin)
-    return tl.reshape(tl.join(first, second), [ROWS, 2 * PAIRS])
+    return tl.fma(even, cos, odd * _negative(sin)), tl.fma(odd, cos, even * sin)

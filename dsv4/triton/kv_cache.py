@@ -8,21 +8,21 @@ import triton.language as tl
 
 from dsv4.triton import _entries, _launch, _rotation, _rows
 from dsv4.triton._entries import (
-    bfloat16_bits,
     convert,
     decode_groups,
     encode_groups,
     load_entries,
-    store_entries,
+    store_nope,
+    store_rope,
 )
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._rotation import load_angles, rotate_pairs
 from dsv4.triton.norm import inverse_rms
 
 
 def _tile(entries: int) -> dict[str, int]:
     """Entries per program: one while there are few, so that as many programs as entries run."""
-    return {"ROWS": 1, "num_warps": 2} if entries < 4096 else {"ROWS": 4, "num_warps": 4}
+    return {"ROWS": 1, "num_warps": 2} if entries < 4096 else {"ROWS": 4, "num_warps": 8}
 
 
 def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
@@ -58,13 +58,18 @@ def _write_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     first = tl.program_id(0) * ROWS
-    values = load_rows(entries, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
     where = load_slots(slots, first, count, ROWS)
-    store_entries(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
+    values = load_rows(entries, stride, first, count, NOPE, ROWS, BLOCK)
+    if ROPE > 0:
+        dim = tl.arange(0, ROPE_BLOCK)[None, :]
+        rope = load_rows(entries + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
+        store_rope(data, data_stride, where, rope, dim, NOPE, ROPE, PAGE_SIZE)
+    store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
 
 
 def write_kv(
@@ -94,6 +99,7 @@ def write_kv(
             ROPE=rope_dim,
             PAGE_SIZE=page_size,
             BLOCK=_entries.block(head_dim),
+            ROPE_BLOCK=_launch.power_of_two(rope_dim),
             **tile,
             **_launch.options(data),
         )
@@ -180,7 +186,7 @@ def _round_trip_kernel(
     first = tl.program_id(0) * ROWS
     values = widen(load_rows(x, stride, first, count, NOPE + ROPE, ROWS, BLOCK))
     codes, scale = encode_groups(values, NOPE)
-    rope = (bfloat16_bits(values).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    rope = widen(narrow(values, tl.bfloat16))
     column = tl.arange(0, BLOCK)[None, :]
     values = tl.where(column < NOPE, decode_groups(codes, scale), rope)
     store_rows(out, first, count, values, NOPE + ROPE)
@@ -222,34 +228,42 @@ def _norm_rope_write_kernel(
     slots,
     count,
     eps,
-    ROTATED: tl.constexpr,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    DIM: tl.constexpr = NOPE + ROPE
-    KEPT: tl.constexpr = DIM - ROTATED
+    DTYPE: tl.constexpr = kv.dtype.element_ty
     first = tl.program_id(0) * ROWS
-    where = load_slots(slots, first, count, ROWS)
-    values = load_rows(kv, stride, first, count, DIM, ROWS, BLOCK)
+    values = load_rows(kv, stride, first, count, NOPE, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)[None, :]
-    scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
-    # Pairs line up with the columns because KEPT is even; those before it do not turn.
+    scale = widen(tl.load(weight + column, mask=column < NOPE, other=0.0))
+    # The two sides of the pairs are loaded apart: a thread that holds both needs no exchange.
     row = (first + tl.arange(0, ROWS))[:, None]
-    pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
-    turning = (row < count) & (pair >= 0) & (pair < ROTATED // 2)
-    start = row.to(tl.int64) * table_stride
-    c, s = load_angles(cos, sin, start, pair, turning, False)
-    wide = widen(values)
-    rms = inverse_rms(tl.sum(wide * wide, 1), DIM, eps)
-    normed = widen(narrow(scale * (wide * rms[:, None]), values.dtype))
-    turned = tl.where(column < KEPT, normed, rotate(normed, c, s))
-    entries = narrow(turned, values.dtype)
-    store_entries(data, data_stride, where, entries, NOPE, ROPE, PAGE_SIZE)
+    even = 2 * tl.arange(0, HALF)[None, :]
+    turning = (row < count) & (even < ROPE)
+    source = kv + row.to(tl.int64) * stride + NOPE + even
+    a = widen(tl.load(source, mask=turning, other=0.0))
+    b = widen(tl.load(source + 1, mask=turning, other=0.0))
+    a_scale = widen(tl.load(weight + NOPE + even, mask=even < ROPE, other=0.0))
+    b_scale = widen(tl.load(weight + NOPE + even + 1, mask=even < ROPE, other=0.0))
+    c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, even // 2, turning, False)
+    where = load_slots(slots, first, count, ROWS)
+
+    values = widen(values)
+    total = tl.sum(values * values, 1) + tl.sum(a * a + b * b, 1)
+    rms = inverse_rms(total, NOPE + ROPE, eps)[:, None]
+    a, b = widen(narrow(a_scale * (a * rms), DTYPE)), widen(narrow(b_scale * (b * rms), DTYPE))
+    a, b = rotate_pairs(a, b, c, s)
+    a, b = narrow(a, DTYPE), narrow(b, DTYPE)
+    store_rope(data, data_stride, where, a, even, NOPE, ROPE, PAGE_SIZE)
+    store_rope(data, data_stride, where, b, even + 1, NOPE, ROPE, PAGE_SIZE)
+    normed = narrow(scale * (values * rms), DTYPE)
+    store_nope(data, data_stride, where, normed, NOPE, ROPE, PAGE_SIZE)
 
 
 def norm_rope_write_kv(
@@ -271,6 +285,8 @@ def norm_rope_write_kv(
         return
     kv = _rows.as_rows(kv)
     cos, sin, _ = _rotation.tables(kv, cos, sin)
+    # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
+    rotated = 2 * cos.shape[1]
     tile = _tile(count)
     with _launch.on(data):
         _norm_rope_write_kernel[_programs(count, tile)](
@@ -285,11 +301,11 @@ def norm_rope_write_kv(
             slots.contiguous(),
             count,
             eps,
-            ROTATED=2 * cos.shape[1],
-            NOPE=head_dim - rope_dim,
-            ROPE=rope_dim,
+            NOPE=head_dim - rotated,
+            ROPE=rotated,
             PAGE_SIZE=page_size,
             BLOCK=_entries.block(head_dim),
+            HALF=_launch.power_of_two(cos.shape[1]),
             **tile,
             **_launch.options(data),
         )
