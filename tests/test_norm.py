@@ -7,7 +7,9 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dsv4.ops.norm import rms_norm
+from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
+from dsv4.ops.quantize import quantize
+from dsv4.ops.rope import rope
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
     assert_bitwise,
@@ -196,3 +198,226 @@ class TestContract:
         for rows in (2, 5, 0):
             x = strategies.normal(rows, (rows, 16)).to(device)
             assert_bitwise(compiled(x), norm(x), "norm")
+
+
+HEADS = st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 12), st.integers(0, 4))
+
+
+def angles(seed, tokens, half, device):
+    turn = strategies.normal(seed, (tokens, half)) * 10
+    return turn.cos().to(device), turn.sin().to(device)
+
+
+class TestPair:
+    @given(
+        seed=strategies.seeds(),
+        rows=st.integers(0, 4),
+        first=COLUMNS,
+        second=COLUMNS,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    )
+    def test_is_two_norms(self, device, seed, rows, first, second, dtype):
+        x = strategies.normal(seed, (rows, first + second), dtype).to(device)
+        weights = [
+            strategies.normal(seed + i, (n,), dtype).to(device)
+            for i, n in enumerate((first, second))
+        ]
+        parts = x.split((first, second), -1)
+        for got, part, weight in zip(rms_norm_pair(x, *weights, 1e-6), parts, weights, strict=True):
+            assert got.is_contiguous()
+            truth = oracle(part, weight, 1e-6) if part.numel() else part.double()
+            assert_within_budget(got, truth, budget(truth, part.shape[-1], dtype), "norm")
+
+    @given(seed=strategies.seeds(), kind=st.sampled_from([float("nan"), float("inf")]))
+    def test_a_nan_stays_in_its_part_of_its_row(self, device, seed, kind):
+        x = strategies.normal(seed, (3, 40)).to(device)
+        first, second = torch.ones(24, device=device), torch.ones(16, device=device)
+        clean = rms_norm_pair(x, first, second)
+        x[1, seed % 24] = kind
+        got = rms_norm_pair(x, first, second)
+        assert got[0][1].isnan().all()
+        assert_bitwise(got[0][[0, 2]], clean[0][[0, 2]], "first")
+        assert_bitwise(got[1], clean[1], "second")
+
+    def test_strided(self, device):
+        x = strategies.normal(0, (5, 40)).to(device)
+        weights = torch.ones(24, device=device), torch.ones(16, device=device)
+        for got, want in zip(
+            rms_norm_pair(strategies.strided(x), *weights), rms_norm_pair(x, *weights), strict=True
+        ):
+            assert_ulp(got, want, 4, "norm")
+
+    def test_wrong_arguments_are_named(self):
+        x, one = torch.ones(2, 8), torch.ones(4)
+        with pytest.raises(ValueError, match=r"x has 8 columns, wanted 4 \+ 3"):
+            rms_norm_pair(x, one, torch.ones(3))
+        with pytest.raises(TypeError, match="second_weight has dtype int64"):
+            rms_norm_pair(x, one, torch.ones(4).long())
+
+
+class TestHeads:
+    @given(
+        seed=strategies.seeds(),
+        sizes=HEADS,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        gaps=st.booleans(),
+    )
+    @example(0, (2, 2, 8, 0), torch.bfloat16, False)
+    def test_is_the_norm_then_the_rotation(self, device, seed, sizes, dtype, gaps):
+        """Against float64; the norm's error, one rounding of it included, turns along."""
+        tokens, heads, half, kept = sizes
+        columns = 2 * half + kept
+        q = strategies.normal(seed, (tokens, heads, columns), dtype).to(device)
+        if gaps:
+            q = torch.cat((q, q), -1)[..., :columns]
+        cos, sin = angles(seed, tokens, half, device)
+        normed = oracle(q, None, 1e-6) if q.numel() else q.double()
+        error = budget(normed, columns, dtype)
+        wide_cos, wide_sin = cos[:, None].double(), sin[:, None].double()
+        truth = rope(normed, wide_cos, wide_sin)
+        pairs = error[..., kept:].unflatten(-1, (-1, 2))
+        turned = pairs * wide_cos.abs()[..., None] + pairs.flip(-1) * wide_sin.abs()[..., None]
+        turned = turned.flatten(-2) + 3 * unit_roundoff(torch.float32) * normed.abs().amax(-1, True)
+        allowed = torch.cat((error[..., :kept], turned), -1)
+        head_norm_rope_(q, cos, sin, 1e-6)
+        allowed = allowed + 1.01 * unit_roundoff(dtype) * truth.abs() + 2.0**-126
+        assert_within_budget(q, truth, allowed, "q")
+
+    @given(seed=strategies.seeds(), kind=st.sampled_from([float("nan"), float("inf")]))
+    def test_a_nan_head_is_alone(self, device, seed, kind):
+        q = strategies.normal(seed, (2, 3, 16)).to(device)
+        cos, sin = angles(seed, 2, 4, device)
+        clean, poisoned = q.clone(), q.clone()
+        poisoned[1, 2, seed % 16] = kind
+        head_norm_rope_(clean, cos, sin)
+        head_norm_rope_(poisoned, cos, sin)
+        assert poisoned[1, 2].isnan().all()
+        poisoned[1, 2] = clean[1, 2]
+        assert_bitwise(poisoned, clean, "the other heads")
+
+    def test_nothing_beside_the_heads_is_written(self, device):
+        """Trap T17, and a view: what lies between the heads of a view stays as it was."""
+        base = strategies.normal(0, (2, 3, 24)).to(device)
+        before = base.clone()
+        cos, sin = angles(0, 2, 4, device)
+        head_norm_rope_(base[:, 1:, 4:20], cos, sin)
+        changed = base != before
+        assert changed[:, 1:, 4:20].all()
+        changed[:, 1:, 4:20] = False
+        assert not changed.any()
+
+    def test_wrong_arguments_are_named(self):
+        q, table = torch.ones(2, 3, 8), torch.ones(2, 4)
+        with pytest.raises(ValueError, match="cos has 5 columns, wanted at most 4"):
+            head_norm_rope_(q, torch.ones(2, 5), torch.ones(2, 5))
+        with pytest.raises(ValueError, match=r"cos has shape \[3, 4\], wanted \[2, any\]"):
+            head_norm_rope_(q, torch.ones(3, 4), torch.ones(3, 4))
+        with pytest.raises(ValueError, match="wanted 1 along the heads"):
+            head_norm_rope_(torch.ones(2, 8, 3).transpose(1, 2), table, table)
+
+
+class TestQuantized:
+    @given(
+        seed=strategies.seeds(),
+        rows=st.integers(0, 4),
+        blocks=st.integers(1, 9),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        layout=st.sampled_from(["linear", "swizzled_128x4"]),
+        static=st.sampled_from([None, "one", "rows"]),
+        kind=st.sampled_from([0.0, 1.0, float("nan"), float("inf")]),
+    )
+    def test_is_the_norm_and_its_quantisation(
+        self, device, seed, rows, blocks, dtype, layout, static, kind
+    ):
+        """Codes and scales, padding too, bit for bit those of the norm that is returned."""
+        x = strategies.normal(seed, (rows, 16 * blocks), dtype).to(device)
+        if rows and kind != 1.0:
+            x[seed % rows, seed % (16 * blocks)] = kind
+        weight = strategies.normal(seed + 1, (16 * blocks,), dtype).to(device)
+        scale = None
+        if static is not None:
+            count = rows if static == "rows" else 1
+            scale = strategies.normal(seed, (count,)).abs().to(device) * 0.01 + 1e-3
+        arguments = {"scaling": "token" if scale is None else "static", "global_scale": scale}
+        y, got = rms_norm_quantize(x, weight, layout=layout, **arguments)
+        truth = oracle(x, weight, 1e-6) if x.numel() else x.double()
+        truth[~x.isfinite().all(-1)] = torch.nan
+        assert_within_budget(y, truth, budget(truth, x.shape[-1], dtype), "norm")
+        want = quantize(y, "nvfp4", layout=layout, backend="reference", **arguments)
+        assert_bitwise(got.codes, want.codes, "codes")
+        assert_bitwise(got.scales.view(torch.uint8), want.scales.view(torch.uint8), "scales")
+        assert_bitwise(got.global_scale, want.global_scale, "global scale")
+
+    def test_wrong_arguments_are_named(self):
+        x, weight = torch.ones(2, 32), torch.ones(32)
+        with pytest.raises(ValueError, match="x has 24 columns, wanted a positive multiple of 16"):
+            rms_norm_quantize(x[:, :24], weight[:24])
+        with pytest.raises(ValueError, match="scaling is 'weight', wanted one of"):
+            rms_norm_quantize(x, weight, scaling="weight")
+        with pytest.raises(ValueError, match="global_scale is None, wanted one"):
+            rms_norm_quantize(x, weight, scaling="static")
+
+
+FUSED = {
+    "rms_norm_pair": lambda t: (t(0, 3, 40), t(1, 24), t(2, 16), 1e-6, "auto"),
+    "head_norm_rope_": lambda t: (t(0, 2, 3, 16), t(1, 2, 4), t(2, 2, 4), 1e-6, "auto"),
+    "rms_norm_quantize": lambda t: (t(0, 3, 32), t(1, 32), None, 1e-6, "token", "linear", "auto"),
+}
+
+
+class TestFusedContract:
+    @pytest.mark.parametrize("op", FUSED)
+    def test_opcheck(self, device, op):
+        args = FUSED[op](lambda seed, *shape: strategies.normal(seed, shape).to(device))
+        overload = getattr(torch.ops.dsv4, op).default
+        utilities = [u for u in OPCHECKS if u != "test_schema" or op != "rms_norm_quantize"]
+        torch.library.opcheck(overload, args, test_utils=utilities)
+        if not op.endswith("_"):
+            assert_pure(overload, *args)
+
+    def test_compiles_whole(self, device):
+        weight = strategies.normal(1, (32,)).to(device)
+        cos, sin = angles(0, 3, 4, device)
+
+        def chain(x):
+            first, second = rms_norm_pair(x, weight[:16], weight[16:])
+            q = torch.cat((first, second), -1).view(-1, 2, 16)
+            head_norm_rope_(q, cos, sin)
+            y, packed = rms_norm_quantize(q.flatten(1), weight)
+            return y, packed.codes, packed.global_scale
+
+        torch.compiler.reset()
+        compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+        x = strategies.normal(0, (3, 32)).to(device)
+        for got, want in zip(compiled(x), chain(x), strict=True):
+            assert_bitwise(got, want, "chain")
+
+    @pytest.mark.gpu
+    def test_a_captured_graph_follows_its_inputs(self):
+        weight = strategies.normal(1, (4096,)).bfloat16().cuda()
+        cos, sin = angles(0, 4, 32, "cuda")
+        x = torch.zeros(4, 4096, device="cuda", dtype=torch.bfloat16)
+
+        def chain():
+            q = x.view(4, 8, 512).clone()
+            head_norm_rope_(q, cos, sin)
+            y, packed = rms_norm_quantize(x, weight)
+            return (
+                q,
+                y,
+                packed.codes,
+                packed.global_scale,
+                *rms_norm_pair(x, weight[:96], weight[96:]),
+            )
+
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        for seed in range(5):
+            x.copy_(strategies.normal(seed, (4, 4096)))
+            for tensor in out:
+                tensor.view(torch.uint8).fill_(0xA5)
+            graph.replay()
+            for got, want in zip(out, chain(), strict=True):
+                assert_bitwise(got, want, "replay")

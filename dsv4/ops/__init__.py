@@ -7,22 +7,23 @@ this package is the function, and ``from dsv4.ops.gemm import gemm`` works as we
 from __future__ import annotations
 
 from dsv4.ops.attention import sparse_attention
-from dsv4.ops.compressor import compressor_update, pool_windows
+from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
 from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
-from dsv4.ops.norm import rms_norm
+from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_tables
 from dsv4.ops.router import route_hash, route_topk
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
-from dsv4.ops.swiglu import swiglu
+from dsv4.ops.swiglu import swiglu, swiglu_quantize
 
 __all__ = [
     "Pages",
+    "compress_write",
     "compressor_update",
     "dequantize",
     "entry_slots",
@@ -32,6 +33,7 @@ __all__ = [
     "hc_head",
     "hc_post",
     "hc_pre",
+    "head_norm_rope_",
     "indexer_queries",
     "indexer_rotate_quantize",
     "indexer_select",
@@ -44,12 +46,15 @@ __all__ = [
     "quantize",
     "read_kv",
     "rms_norm",
+    "rms_norm_pair",
+    "rms_norm_quantize",
     "rope",
     "rope_tables",
     "route_hash",
     "route_topk",
     "sparse_attention",
     "swiglu",
+    "swiglu_quantize",
     "window_slots",
     "write_kv",
 ]

@@ -1,18 +1,66 @@
-"""RMS normalisation, weighted or not."""
+"""RMS normalisation, weighted or not, alone and with what follows it."""
 
 from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _fake_pair(
+    x: torch.Tensor,
+    first_weight: torch.Tensor,
+    second_weight: torch.Tensor,
+    eps: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        x.new_empty((*x.shape[:-1], first_weight.shape[0])),
+        x.new_empty((*x.shape[:-1], second_weight.shape[0])),
+    )
+
+
+def _fake_head(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, backend: str
+) -> None:
+    return None
+
+
+def _fake_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    eps: float,
+    scaling: str,
+    layout: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, *fake_nvfp4(x, global_scale, scaling, layout, backend)
+
+
 _rms_norm = define("rms_norm(Tensor x, Tensor? weight, float eps, str backend) -> Tensor", _fake)
+_rms_norm_pair = define(
+    "rms_norm_pair(Tensor x, Tensor first_weight, Tensor second_weight, float eps, str backend) "
+    "-> (Tensor, Tensor)",
+    _fake_pair,
+)
+_head_norm_rope_ = define(
+    "head_norm_rope_(Tensor(a!) q, Tensor cos, Tensor sin, float eps, str backend) -> ()",
+    _fake_head,
+)
+_rms_norm_quantize = define(
+    "rms_norm_quantize(Tensor x, Tensor weight, Tensor? global_scale, float eps, str scaling, "
+    "str layout, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_quantize,
+)
 
 
 def rms_norm(
@@ -47,3 +95,127 @@ def rms_norm(
         _check.shape("rms_norm", "weight", weight, [x.shape[-1]])
         _check.same_device("rms_norm", x=x, weight=weight)
     return _rms_norm(x, weight, eps, backend)
+
+
+def rms_norm_pair(
+    x: torch.Tensor,
+    first_weight: torch.Tensor,
+    second_weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of two parts of a row: of the joined q_a and kv projections (section 4.4).
+
+    Args:
+        x: ``[..., D1 + D2]``, bfloat16, float16, float32 or float64.
+        first_weight: ``[D1]``.
+        second_weight: ``[D2]``.
+        eps: Added to the mean squares.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``rms_norm`` of the first D1 columns, ``[..., D1]``, and of the others, ``[..., D2]``.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if the weights do not add up to a row, or are on another device.
+    """
+    op = "rms_norm_pair"
+    named = {"first_weight": first_weight, "second_weight": second_weight}
+    for name, tensor in (("x", x), *named.items()):
+        _check.floating(op, name, tensor)
+    for name, tensor in named.items():
+        _check.shape(op, name, tensor, [None])
+    _check.same_device(op, x=x, **named)
+    widths = first_weight.shape[0], second_weight.shape[0]
+    if not torch.compiler.is_compiling() and x.shape[-1] != sum(widths):
+        raise ValueError(f"{op}: x has {x.shape[-1]} columns, wanted {widths[0]} + {widths[1]}")
+    return _rms_norm_pair(x, first_weight, second_weight, eps, backend)
+
+
+def head_norm_rope_(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Norm of each head without weight, then RoPE, in place (section 4.2, steps 2 and 4).
+
+    ``rope(rms_norm(q, None, eps), cos, sin)``, the norm rounded to ``q.dtype`` in between.
+
+    Args:
+        q: ``[T, h, D]``, bfloat16, float16, float32 or float64; changed.
+        cos: ``[T, R/2]``, R at most D.
+        sin: As ``cos``.
+        eps: Added to the mean square.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit, q overlaps itself or has no unit stride along D, or a
+            tensor is on another device.
+    """
+    op = "head_norm_rope_"
+    for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
+        _check.floating(op, name, tensor)
+    _check.shape(op, "q", q, [None, None, None])
+    _check.shape(op, "cos", cos, [q.shape[0], None])
+    _check.shape(op, "sin", sin, list(cos.shape))
+    _check.same_device(op, q=q, cos=cos, sin=sin)
+    if not torch.compiler.is_compiling():
+        if 2 * cos.shape[1] > q.shape[2]:
+            raise ValueError(
+                f"{op}: cos has {cos.shape[1]} columns, wanted at most {q.shape[2] // 2}"
+            )
+        if q.numel() and q.stride(2) != 1:
+            raise ValueError(f"{op}: q has strides {list(q.stride())}, wanted 1 along the heads")
+    _head_norm_rope_(q, cos, sin, eps, backend)
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    global_scale: torch.Tensor | float | None = None,
+    scaling: str = "token",
+    layout: str = LINEAR,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, QuantizedTensor]:
+    """The norm of a sublayer's input, and the same in NVFP4 for its projections.
+
+    ``y = rms_norm(x, weight, eps)`` and ``quantize(y, "nvfp4", ...)``; y is returned as well
+    because the router and the compressors read it.
+
+    Args:
+        x: ``[T, D]``, bfloat16, float16, float32 or float64; D is a multiple of 16.
+        weight: ``[D]``.
+        eps: Added to the mean square.
+        global_scale: As in ``quantize``, for ``scaling="static"``.
+        scaling: ``"token"`` or ``"static"``.
+        layout: Of the block scales, see ``quantize``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(y [T, D] in x.dtype, QuantizedTensor [T, D])``.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape, ``scaling``, ``layout`` or the global scale does not fit.
+    """
+    op = "rms_norm_quantize"
+    _check.floating(op, "x", x)
+    _check.floating(op, "weight", weight)
+    _check.shape(op, "x", x, [None, None])
+    _check.shape(op, "weight", weight, [x.shape[1]])
+    _check.same_device(op, x=x, weight=weight)
+    _check.one_of(op, "scaling", scaling, ("token", "static"))
+    check_layout(NVFP4, layout)
+    if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
+        raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")
+    scale = given_scale(op, x, global_scale, scaling)
+    y, codes, scales, total = _rms_norm_quantize(x, weight, scale, eps, scaling, layout, backend)
+    return y, QuantizedTensor(codes, scales, total, NVFP4, layout)
