@@ -58,6 +58,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _fused_write(head_dim: int, rope_dim: int, rotated: int, plain: bool) -> str | None:
+    if head_dim % 2:
+        return f"entries have {head_dim} dims, wanted an even number"
+    if not plain and rope_dim != rotated:
+        return f"the pages have {rope_dim} RoPE dims, cos and sin turn {rotated}"
+    return None
+
+
 def kv_pages(call: Call) -> str | None:
     """Why the cache kernels cannot run a call, beyond ``triton``, or None."""
     if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
@@ -70,8 +78,8 @@ def kv_pages(call: Call) -> str | None:
         return f"the pages have strides {pages.stride()}, wanted contiguous ones"
     if not plain and call.op != "fake_quantize_kv" and pages.data_ptr() % 2:
         return "the pages begin at an odd address"
-    if not plain and call.op == "norm_rope_write_kv" and call.args[4] != 2 * call.args[7].shape[1]:
-        return f"the pages have {call.args[4]} RoPE dims, cos is for {2 * call.args[7].shape[1]}"
+    if call.op == "norm_rope_write_kv":
+        return _fused_write(*call.args[3:5], 2 * call.args[7].shape[1], plain)
     return None
 
 
@@ -104,4 +112,31 @@ def quantized(call: Call) -> str | None:
         return f"a row has {x.shape[-1]} columns, and a kernel holds at most {LARGEST_ROW}"
     if x.shape[:-2].numel() > _LARGEST_GRID:
         return f"there are {x.shape[:-2].numel()} matrices, wanted at most {_LARGEST_GRID}"
+    return None
+
+
+def compress_write(call: Call) -> str | None:
+    """Why the kernel of ``compress_write`` cannot run a call, or None."""
+    data, entry_format, dims = call.args[9], call.args[11], call.args[12]
+    rotate_quantize, dtypes = call.args[17], call.args[18:20]
+    if torch.float64 in dtypes:
+        return "entries or tables are float64, which only the reference computes in"
+    if not data.is_contiguous():
+        return f"the pages have strides {data.stride()}, wanted contiguous ones"
+    if dims % 2:
+        return f"entries have {dims} dims, wanted an even number"
+    if entry_format == "fp8":
+        if call.device.type == "cuda" and _capability(call.device) < (8, 9):
+            return "the GPU has no E4M3 conversions, which need compute capability 8.9"
+        if rotate_quantize:
+            return "rounding to FP4 before 'fp8' entries is left to the reference"
+    return None
+
+
+def swiglu(call: Call) -> str | None:
+    """Why the SwiGLU kernels cannot run a call, or None."""
+    if call.op == "swiglu_quantize":
+        return quantized(call)
+    if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
+        return "the result is float64, which only the reference computes in"
     return None

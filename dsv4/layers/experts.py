@@ -80,20 +80,13 @@ class DeepseekV4Experts(FixedDtypeModule):
         order, offsets = moe_permute(top_k_index, self.num_experts)
         rows = moe_gather(hidden_states, order, top_k_index.shape[1])
         gate_up = self._project("gate_up_proj", rows, offsets)
-        inner = swiglu(gate_up, self.limit, out_dtype=self._inner_dtype(rows))
         weights: torch.Tensor | None = top_k_weights
+        row_weight = None
         if self.numerics == "deepseek":
-            sorted_weights = top_k_weights.reshape(-1)[order.long()].unsqueeze(-1)
-            inner = (inner * sorted_weights.to(inner.dtype)).to(rows.dtype)
-            weights = None
+            row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
+        inner = swiglu(gate_up, self.limit, row_weight=row_weight)
         out = self._project("down_proj", inner, offsets)
         return moe_combine(out, order, offsets, weights, shared=shared, top_k=top_k_index.shape[1])
-
-    def _inner_dtype(self, rows: torch.Tensor) -> torch.dtype:
-        # The routing weight is applied before the one rounding, so the activation stays float32.
-        if self.numerics == "deepseek":
-            return torch.promote_types(rows.dtype, torch.float32)
-        return rows.dtype
 
     def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         if self.observers is not None:

@@ -36,9 +36,10 @@ def _fake_codes(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
 
 
-def _fake_nvfp4(
+def fake_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, block scales and global scale of ``x`` in NVFP4, their shapes and dtypes alone."""
     scales = _fake_scales(x, 16, layout, torch.float8_e4m3fn)
     if global_scale is not None:
         return _fake_codes(x), scales, torch.empty_like(global_scale)
@@ -76,7 +77,7 @@ def _fake_dequantize(
 _quantize_nvfp4 = define(
     "quantize_nvfp4(Tensor x, Tensor? global_scale, str scaling, str layout, str backend) "
     "-> (Tensor, Tensor, Tensor)",
-    _fake_nvfp4,
+    fake_nvfp4,
 )
 _quantize_mxfp4 = define(
     "quantize_mxfp4(Tensor x, str layout, str backend) -> (Tensor, Tensor)", _fake_mxfp4
@@ -161,7 +162,7 @@ def quantize(
     if fmt == FP8_BLOCK:
         return _to_fp8_block(x, scale_dtype or fmt.scale_dtypes[0], backend)
     if fmt == NVFP4:
-        scale = _given_scale(x, global_scale, scaling)
+        scale = given_scale("quantize", x, global_scale, scaling)
         codes, scales, total = _quantize_nvfp4(x, scale, scaling, layout, backend)
         return QuantizedTensor(codes, scales, total, fmt, layout)
     codes, scales = _quantize_mxfp4(x, layout, backend)
@@ -189,29 +190,40 @@ def _check_matrix(x: torch.Tensor, fmt: Format) -> None:
         )
 
 
-def _given_scale(
-    x: torch.Tensor, scale: torch.Tensor | float | None, scaling: str
+def given_scale(
+    op: str, x: torch.Tensor, scale: torch.Tensor | float | None, scaling: str
 ) -> torch.Tensor | None:
-    """The given global scale as float32 ``[*batch, 1]`` or ``[*batch, N]``, checked."""
+    """The given global scale as float32 ``[*batch, 1]`` or ``[*batch, N]``, checked.
+
+    Args:
+        op: Name of the operator, for messages.
+        x: ``[*batch, N, any]``.
+        scale: What the user gave.
+        scaling: One of ``SCALINGS``.
+
+    Raises:
+        TypeError: if it is a tensor of another dtype than float32.
+        ValueError: if it is missing or superfluous, or its shape or value is wrong.
+    """
     if scale is None:
         if scaling == "static":
-            raise ValueError("quantize: scaling is 'static' and global_scale is None, wanted one")
+            raise ValueError(f"{op}: scaling is 'static' and global_scale is None, wanted one")
         return None
     if scaling in ("tensor", "token"):
-        raise ValueError(f"quantize: global_scale is given, but scaling {scaling!r} computes it")
+        raise ValueError(f"{op}: global_scale is given, but scaling {scaling!r} computes it")
     if not isinstance(scale, torch.Tensor):
         if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"quantize: global_scale is {scale}, wanted a finite value above 0")
+            raise ValueError(f"{op}: global_scale is {scale}, wanted a finite value above 0")
         scale = torch.full((1,), scale, dtype=torch.float32, device=x.device)
-    _check.dtype("quantize", "global_scale", scale, torch.float32)
-    _check.same_device("quantize", x=x, global_scale=scale)
-    positive("quantize: global_scale", scale)
+    _check.dtype(op, "global_scale", scale, torch.float32)
+    _check.same_device(op, x=x, global_scale=scale)
+    positive(f"{op}: global_scale", scale)
     batch = x.shape[:-2]
     if scale.dim() <= 1 and scale.numel() == 1:
         return scale.reshape(1).expand(*batch, 1)
     if tuple(scale.shape) not in ((*batch, 1), (*batch, x.shape[-2])):
         raise ValueError(
-            f"quantize: global_scale has shape {list(scale.shape)}, wanted {[*batch, 1]} or "
+            f"{op}: global_scale has shape {list(scale.shape)}, wanted {[*batch, 1]} or "
             f"{[*batch, x.shape[-2]]}"
         )
     return scale

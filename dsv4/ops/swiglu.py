@@ -6,21 +6,48 @@ import math
 
 import torch
 
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 LAYOUTS = ("concatenated", "interleaved")
 
 
 def _fake(
-    gate_up: torch.Tensor, limit: float | None, layout: str, out_dtype: torch.dtype, backend: str
+    gate_up: torch.Tensor,
+    limit: float | None,
+    layout: str,
+    row_weight: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
 ) -> torch.Tensor:
     return gate_up.new_empty([*gate_up.shape[:-1], gate_up.shape[-1] // 2], dtype=out_dtype)
 
 
+def _fake_quantize(
+    gate_up: torch.Tensor,
+    limit: float | None,
+    layout: str,
+    row_weight: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    scaling: str,
+    scale_layout: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inner = gate_up.new_empty([*gate_up.shape[:-1], gate_up.shape[-1] // 2])
+    return fake_nvfp4(inner, global_scale, scaling, scale_layout, backend)
+
+
 _swiglu = define(
-    "swiglu(Tensor gate_up, float? limit, str layout, ScalarType out_dtype, str backend) -> Tensor",
+    "swiglu(Tensor gate_up, float? limit, str layout, Tensor? row_weight, ScalarType out_dtype, "
+    "str backend) -> Tensor",
     _fake,
+)
+_swiglu_quantize = define(
+    "swiglu_quantize(Tensor gate_up, float? limit, str layout, Tensor? row_weight, "
+    "Tensor? global_scale, str scaling, str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_quantize,
 )
 
 
@@ -29,6 +56,7 @@ def swiglu(
     limit: float | None,
     *,
     layout: str = "concatenated",
+    row_weight: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -43,6 +71,8 @@ def swiglu(
         limit: Clamp bound, greater than 0, or None for no clamp.
         layout: ``"concatenated"``: I gate columns, then I up columns; ``"interleaved"``: gate in
             the even columns, up in the odd ones.
+        row_weight: ``[...]``, floating: multiplies its row before the rounding, as DeepSeek's
+            routing weight does (section 8.2). None for no weight.
         out_dtype: Dtype of the result; None for ``gate_up.dtype``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -51,18 +81,79 @@ def swiglu(
 
     Raises:
         TypeError: if a dtype is not a floating type of at least 16 bits.
-        ValueError: if the last size is odd, ``limit`` is not a positive number, or ``layout`` is
-            unknown.
+        ValueError: if the last size is odd, ``limit`` is not a positive number, ``layout`` is
+            unknown, or ``row_weight`` has another shape or device.
     """
-    _check.floating("swiglu", "gate_up", gate_up)
-    _check.one_of("swiglu", "layout", layout, LAYOUTS)
-    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"swiglu: gate_up has shape {list(gate_up.shape)}, wanted an even last size"
-        )
-    if limit is not None and not (0 < limit < math.inf):
-        raise ValueError(f"swiglu: limit is {limit}, wanted a finite number above 0, or None")
+    _check_arguments("swiglu", gate_up, limit, layout, row_weight)
     out_dtype = gate_up.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"swiglu: out_dtype is {out_dtype}, wanted a floating type of 16 bits up")
-    return _swiglu(gate_up, limit, layout, out_dtype, backend)
+    return _swiglu(gate_up, limit, layout, row_weight, out_dtype, backend)
+
+
+def swiglu_quantize(
+    gate_up: torch.Tensor,
+    limit: float | None,
+    *,
+    layout: str = "concatenated",
+    row_weight: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
+    scaling: str = "token",
+    scale_layout: str = LINEAR,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """``swiglu`` in the dtype of ``gate_up``, then ``quantize`` to NVFP4, as one operator.
+
+    The bits are those of the two operators of the same implementation, one after the other.
+
+    Args:
+        gate_up: ``[*batch, N, 2 I]``, bfloat16, float16, float32 or float64; I is a multiple of 16.
+        limit: As for ``swiglu``.
+        layout: As for ``swiglu``.
+        row_weight: ``[*batch, N]``, as for ``swiglu``.
+        global_scale: As for ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        scaling: ``"static"``, or ``"token"`` for one dynamic scale per row.
+        scale_layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        NVFP4 ``[*batch, N, I]``.
+
+    Raises:
+        TypeError: if a dtype is wrong.
+        ValueError: as ``swiglu`` and ``quantize`` do.
+    """
+    op = "swiglu_quantize"
+    _check_arguments(op, gate_up, limit, layout, row_weight)
+    _check.one_of(op, "scaling", scaling, ("static", "token"))
+    check_layout(NVFP4, scale_layout)
+    if gate_up.ndim < 2:
+        raise ValueError(f"{op}: gate_up has shape {list(gate_up.shape)}, wanted [..., N, 2 I]")
+    if not torch.compiler.is_compiling() and (gate_up.shape[-1] == 0 or gate_up.shape[-1] % 32):
+        raise ValueError(
+            f"{op}: gate_up has {gate_up.shape[-1]} columns, wanted a positive multiple of 32"
+        )
+    scale = given_scale(op, gate_up, global_scale, scaling)
+    codes, scales, total = _swiglu_quantize(
+        gate_up, limit, layout, row_weight, scale, scaling, scale_layout, backend
+    )
+    return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
+
+
+def _check_arguments(
+    op: str,
+    gate_up: torch.Tensor,
+    limit: float | None,
+    layout: str,
+    row_weight: torch.Tensor | None,
+) -> None:
+    _check.floating(op, "gate_up", gate_up)
+    _check.one_of(op, "layout", layout, LAYOUTS)
+    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(f"{op}: gate_up has shape {list(gate_up.shape)}, wanted an even last size")
+    if limit is not None and not (0 < limit < math.inf):
+        raise ValueError(f"{op}: limit is {limit}, wanted a finite number above 0, or None")
+    if row_weight is not None:
+        _check.floating(op, "row_weight", row_weight)
+        _check.same_device(op, gate_up=gate_up, row_weight=row_weight)
+        _check.shape(op, "row_weight", row_weight, gate_up.shape[:-1])

@@ -6,6 +6,7 @@ So the maximum of a block needs no other thread, and codes and scales leave as t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,13 +79,22 @@ def _row_scale(amax, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_kernel(
-    x,
+def tile_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's matrix, and row and block of each of its ROWS * BLOCKS blocks."""
+    group = tl.arange(0, ROWS * BLOCKS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
+    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    return tl.program_id(2).to(tl.int64), row, block
+
+
+@triton.jit
+def quantize_tile(
+    first,
+    last,
     source,
     codes,
     scales,
     total,
-    stride,
     rows,
     blocks,
     scale_rows,
@@ -98,17 +108,15 @@ def _nvfp4_kernel(
     BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """ROWS rows by BLOCKS blocks of one matrix; ``source`` is the given scale or partial maxima."""
-    wait_for_inputs(PDL)
-    matrix = tl.program_id(2).to(tl.int64)
-    group = tl.arange(0, ROWS * BLOCKS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
-    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    """Quantise and store this program's blocks, whose halves are float32 ``[ROWS * BLOCKS, 8]``.
+
+    ``source`` holds the given global scales or ``parts`` partial maxima of each matrix. The other
+    arguments are ``Output.arguments`` and ``Output.options``.
+    """
+    matrix, row, block = tile_places(ROWS, BLOCKS)
     inside = (row < rows) & (block < blocks)
     start = matrix * rows
-    first, last = _load_halves(x + start * stride, stride, row, block, inside)
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if SOURCE == _GIVEN and PER_ROW:
         scale = tl.load(source + start + row, mask=row < rows, other=1.0)
@@ -132,6 +140,56 @@ def _nvfp4_kernel(
             tl.store(total + start + line, each, mask=line < rows)
         elif tl.program_id(0) == 0:
             tl.store(total + matrix, scale)
+
+
+@triton.jit
+def _nvfp4_kernel(
+    x,
+    stride,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    matrix, row, block = tile_places(ROWS, BLOCKS)
+    inside = (row < rows) & (block < blocks)
+    first, last = _load_halves(x + matrix * rows * stride, stride, row, block, inside)
+    quantize_tile(
+        first,
+        last,
+        source,
+        codes,
+        scales,
+        total,
+        rows,
+        blocks,
+        scale_rows,
+        scale_columns,
+        parts,
+        SOURCE,
+        PER_ROW,
+        WEIGHT,
+        SWIZZLED,
+        ROWS,
+        BLOCKS,
+        PARTS,
+        CONVERT,
+    )
 
 
 @triton.jit
@@ -177,82 +235,134 @@ def _warps(groups: int) -> int:
     return min(16, max(1, groups // 32))
 
 
-def _empty_scales(x: torch.Tensor, width: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
-    *batch, rows, columns = x.shape
+def _empty_scales(
+    of: Sequence[int], like: torch.Tensor, width: int, layout: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Block scales of a matrix of the shape ``of``, on the device of ``like``."""
+    *batch, rows, columns = of
     swizzled = layout == formats.SWIZZLED
     shape = (scale_rows(rows, swizzled), scale_columns(columns // width, swizzled))
     if swizzled:
-        return x.new_empty((*batch, shape[0] * shape[1]), dtype=dtype)
-    return x.new_empty((*batch, *shape), dtype=dtype)
+        return like.new_empty((*batch, shape[0] * shape[1]), dtype=dtype)
+    return like.new_empty((*batch, *shape), dtype=dtype)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
+@dataclass(frozen=True)
+class Output:
+    """What quantising ``[*batch, N, K]`` to NVFP4 writes, and how a kernel is started for it.
+
+    Attributes:
+        codes: ``[*batch, N, K / 2]``, to be written.
+        scales: Block scales, to be written, padding included.
+        total: Global scales, to be written.
+        source: Contiguous: the given global scales, or partial maxima; None for one per token.
+        dynamic: Whether the global scale follows from ``source`` or, without it, from the row.
+        weight: Whether block scales are those of weights.
+        layout: Layout of ``scales``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    total: torch.Tensor
+    source: torch.Tensor | None
+    dynamic: bool
+    weight: bool
+    layout: str
+
+    @staticmethod
+    def empty(
+        x: torch.Tensor,
+        columns: int,
+        global_scale: torch.Tensor | None,
+        scaling: str,
+        layout: str,
+    ) -> Output:
+        """Tensors for a matrix like ``x``, but of ``columns`` columns; ``source`` if given."""
+        *batch, rows, _ = x.shape
+        codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
+        scales = _empty_scales((*batch, rows, columns), x, 16, layout, torch.float8_e4m3fn)
+        weight = scaling == "weight"
+        if global_scale is None:
+            total = x.new_empty((*batch, rows if scaling == "token" else 1), dtype=torch.float32)
+            return Output(codes, scales, total, None, True, weight, layout)
+        total = torch.empty_like(global_scale, memory_format=torch.contiguous_format)
+        given = global_scale.contiguous()
+        return Output(codes, scales, total, given, False, weight, layout)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the operator returns."""
+        return self.codes, self.scales, self.total
+
+    def without_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``tensors`` where there is nothing to quantise: a matrix has a scale all the same."""
+        total = self.total.fill_(1.0) if self.source is None else self.total.copy_(self.source)
+        return self.codes, self.scales, total
+
+    @property
+    def _per_token(self) -> bool:
+        return self.dynamic and self.source is None
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        rows, blocks = self.codes.shape[-2], self.codes.shape[-1] // 8
+        swizzled = self.layout == formats.SWIZZLED
+        return rows, blocks, scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
+
+    @property
+    def _parts(self) -> int:
+        return self.source.shape[-1] if self.source is not None and self.dynamic else 1
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs of a kernel that calls ``quantize_tile``; there must be a row."""
+        rows, blocks, high, wide = self._sizes
+        tall, across = _tile(blocks, self._per_token)
+        count = self.codes.numel() // (rows * blocks * 8)
+        return triton.cdiv(high, tall), triton.cdiv(wide, across), count
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments from ``source`` to ``parts``."""
+        return self.source, self.codes, _bytes(self.scales), self.total, *self._sizes, self._parts
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The constants and what every launch needs."""
+        tall, across = _tile(self._sizes[1], self._per_token)
+        per_row = self._per_token or (not self.dynamic and self.total.shape[-1] != 1)
+        kind = _GIVEN if not self.dynamic else _TOKEN if self._per_token else _PARTS
+        return {
+            "SOURCE": kind.value,
+            "PER_ROW": per_row,
+            "WEIGHT": self.weight,
+            "SWIZZLED": self.layout == formats.SWIZZLED,
+            "ROWS": tall,
+            "BLOCKS": across,
+            "PARTS": _launch.power_of_two(self._parts),
+            "CONVERT": conversion(self.codes),
+            "num_warps": _warps(tall * across),
+            **_launch.options(self.codes),
+        }
+
+
 def quantize_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
-    *batch, rows, columns = x.shape
-    codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
-    scales = _empty_scales(x, 16, layout, torch.float8_e4m3fn)
-    if global_scale is not None:
-        total = torch.empty_like(global_scale, memory_format=torch.contiguous_format)
-        source, kind = global_scale.contiguous(), _GIVEN.value
-    else:
-        total = x.new_empty((*batch, rows if scaling == "token" else 1), dtype=torch.float32)
-        source, kind = None, _TOKEN.value if scaling == "token" else _PARTS.value
-    if codes.numel() == 0:
-        # Matrices without rows have a scale all the same.
-        return codes, scales, total.fill_(1.0) if source is None else total.copy_(source)
+    out = Output.empty(x, x.shape[-1], global_scale, scaling, layout)
+    if out.codes.numel() == 0:
+        return out.without_rows()
     matrix = _rows.as_rows(x)
-    if kind == _PARTS:
-        source = _partial_amax(matrix, matrix.shape[0] // rows)
-    _launch_nvfp4(matrix, source, codes, scales, total, kind, scaling == "weight", layout)
-    return codes, scales, total
-
-
-def _launch_nvfp4(
-    matrix: torch.Tensor,
-    source: torch.Tensor | None,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    total: torch.Tensor,
-    kind: int,
-    weight: bool,
-    layout: str,
-) -> None:
-    rows, blocks = codes.shape[-2], codes.shape[-1] // 8
-    swizzled = layout == formats.SWIZZLED
-    high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
-    tall, across = _tile(blocks, kind == _TOKEN)
-    parts = source.shape[-1] if source is not None and kind == _PARTS else 1
-    grid = (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
-    with _launch.on(matrix):
-        _nvfp4_kernel[grid](
-            matrix,
-            source,
-            codes,
-            _bytes(scales),
-            total,
-            matrix.stride(0),
-            rows,
-            blocks,
-            high,
-            wide,
-            parts,
-            SOURCE=kind,
-            PER_ROW=kind == _TOKEN or (kind == _GIVEN and total.shape[-1] != 1),
-            WEIGHT=weight,
-            SWIZZLED=swizzled,
-            ROWS=tall,
-            BLOCKS=across,
-            PARTS=_launch.power_of_two(parts),
-            CONVERT=conversion(matrix),
-            num_warps=_warps(tall * across),
-            **_launch.options(matrix),
-        )
+    if global_scale is None and scaling != "token":
+        out = replace(out, source=_partial_amax(matrix, matrix.shape[0] // x.shape[-2]))
+    with _launch.on(x):
+        _nvfp4_kernel[out.grid](matrix, matrix.stride(0), *out.arguments, **out.options)
+    return out.tensors
 
 
 def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
@@ -337,7 +447,7 @@ def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     """See ``dsv4.ops.quantize.quantize``."""
     *batch, rows, columns = x.shape
     codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
-    scales = _empty_scales(x, 32, layout, torch.float8_e8m0fnu)
+    scales = _empty_scales(x.shape, x, 32, layout, torch.float8_e8m0fnu)
     if codes.numel() == 0:
         return codes, scales
     matrix = _rows.as_rows(x)
@@ -367,18 +477,6 @@ def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
 
 
 @triton.jit
-def _tile_scale(amax, EXPONENT_ONLY: tl.constexpr):
-    """Scale of a tile as it is stored, and ``(shift, high, low)`` for ``quotient``."""
-    if EXPONENT_ONLY:
-        byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
-        return byte.to(tl.uint8), _inverse_of_byte(byte), 1.0, 0.0
-    scale = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-126)
-    scale = tl.where(amax == 0, 1.0, scale)
-    shift, high, low = divisor(scale)
-    return scale, shift, high, low
-
-
-@triton.jit
 def _fp8_block_kernel(x, codes, scales, stride, rows, columns, PDL: tl.constexpr):
     """One tile of 128 rows by 128 columns."""
     wait_for_inputs(PDL)
@@ -390,8 +488,14 @@ def _fp8_block_kernel(x, codes, scales, stride, rows, columns, PDL: tl.constexpr
     values = widen(tl.load(x + row_of_all * stride + column, mask=inside, other=0.0))
     magnitude = tl.abs(values)
     amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
-    EXPONENT_ONLY: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    stored, shift, high, low = _tile_scale(amax, EXPONENT_ONLY)
+    if scales.dtype.element_ty == tl.uint8:
+        byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
+        stored = byte.to(tl.uint8)
+        shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
+    else:
+        stored = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-126)
+        stored = tl.where(amax == 0, 1.0, stored)
+        shift, high, low = divisor(stored)
     magnitude = tl.minimum(quotient(values, shift, high, low), 448.0)
     sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
     # Not below infinity: an infinity or a NaN.
@@ -412,8 +516,9 @@ def quantize_fp8_block(
     if codes.numel() == 0:
         return codes, scales
     matrix = _rows.as_rows(x)
+    grid = (*tiles, matrix.shape[0] // rows)
     with _launch.on(x):
-        _fp8_block_kernel[(*tiles, matrix.shape[0] // rows)](
+        _fp8_block_kernel[grid](
             matrix,
             _bytes(codes),
             scales if scale_dtype == torch.float32 else _bytes(scales),

@@ -1,0 +1,248 @@
+"""Kernels of ``dsv4.ops.swiglu``: a thread takes 8 outputs, or a block of 16 to be quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.triton import _launch, _rows
+from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import near_reciprocal, rounded
+from dsv4.triton.quantize import Output, quantize_tile, tile_places
+
+_PIECES = 128
+# log2(e) as a sum of two float32 numbers, and ln(2).
+_LOG2_E = tl.constexpr(1.44269502162933349609375)
+_LOG2_E_REST = tl.constexpr(1.925963033500011e-08)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_UNIT = tl.constexpr(2.0**-32)
+
+
+@triton.jit
+def _swiglu(gate, up, limit, CLAMPED: tl.constexpr):
+    """``silu(gate) * up``; NaN where gate or up is no number.
+
+    exp(-gate) is a power of two whose exponent is known to twice the precision: rounded once, an
+    exponent of 100 would be off by 2^-18, and so would the result. The sigmoid's divisor is
+    computed at 2^-32, where neither it nor its reciprocal leaves the normal numbers; and with a
+    zero times gate and up, taken before the clamp makes a number of an infinity. Below -88.7, where
+    exp overflows, the gate counts as -88.7: the result is less than 3e-37 times up.
+    """
+    unit = tl.fma(gate, 0.0, tl.fma(up, 0.0, _UNIT))
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    gate = tl.maximum(gate, -88.7)
+    bounded = tl.minimum(gate, 128.0)
+    exponent = bounded * -_LOG2_E
+    rest = tl.fma(bounded, -_LOG2_E_REST, tl.fma(bounded, -_LOG2_E, -exponent))
+    exp = tl.exp2(exponent) * tl.fma(rest, _LN_2, 1.0)
+    divisor = tl.fma(exp, _UNIT, unit)
+    guess = near_reciprocal(divisor)
+    sigmoid = tl.fma(tl.fma(-divisor, guess, 1.0), guess, guess) * _UNIT
+    return gate * sigmoid * up
+
+
+@triton.jit
+def _weave(low, high):
+    """``[N, 4]`` and ``[N, 4]`` side by side."""
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [low.shape[0], 8])
+
+
+@triton.jit
+def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
+    """Gate and up, float32 ``[N, 8]`` each, of the 8 outputs from column ``first [N]`` on.
+
+    ``start [N]`` is where the row begins in ``x``, ``half`` is I; 0 outside. Interleaved, they are
+    16 neighbours, loaded in two halves so that each thread has what it needs.
+    """
+    eight = tl.arange(0, 8)[None, :]
+    place = x + start[:, None]
+    inside = inside[:, None]
+    if INTERLEAVED:
+        N: tl.constexpr = first.shape[0]
+        column = 2 * first[:, None] + eight
+        low = tl.load(place + column, mask=inside & (column < 2 * half), other=0.0)
+        high = tl.load(place + column + 8, mask=inside & (column + 8 < 2 * half), other=0.0)
+        low, high = widen(low), widen(high)
+        gate_low, up_low = tl.split(tl.reshape(low, [N, 4, 2]))
+        gate_high, up_high = tl.split(tl.reshape(high, [N, 4, 2]))
+        return _weave(gate_low, gate_high), _weave(up_low, up_high)
+    column = first[:, None] + eight
+    inside = inside & (column < half)
+    gate = tl.load(place + column, mask=inside, other=0.0)
+    up = tl.load(place + half + column, mask=inside, other=0.0)
+    return widen(gate), widen(up)
+
+
+@triton.jit
+def _swiglu_kernel(
+    x,
+    weight,
+    out,
+    stride,
+    rows,
+    half,
+    limit,
+    INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows by PIECES pieces of 8 outputs."""
+    wait_for_inputs(PDL)
+    _, row, piece = tile_places(ROWS, PIECES)
+    first = piece * 8
+    gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
+    if WEIGHTED:
+        factor = widen(tl.load(weight + row, mask=row < rows, other=0.0))
+    values = _swiglu(gate, up, limit, CLAMPED)
+    if WEIGHTED:
+        values = values * factor[:, None]
+    column = first[:, None] + tl.arange(0, 8)[None, :]
+    inside = (row < rows)[:, None] & (column < half)
+    place = out + (row * half)[:, None] + column
+    tl.store(place, narrow(values, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_quantize_kernel(
+    x,
+    weight,
+    stride,
+    limit,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    matrix, row, block = tile_places(ROWS, BLOCKS)
+    inside = (row < rows) & (block < blocks)
+    start = (matrix * rows + row) * stride
+    half = blocks * 16
+    gate, up = _load_pairs(x, start, block * 16, half, inside, INTERLEAVED)
+    gate_last, up_last = _load_pairs(x, start, block * 16 + 8, half, inside, INTERLEAVED)
+    if WEIGHTED:
+        factor = widen(tl.load(weight + matrix * rows + row, mask=inside, other=0.0))
+    first = _swiglu(gate, up, limit, CLAMPED)
+    last = _swiglu(gate_last, up_last, limit, CLAMPED)
+    if WEIGHTED:
+        first, last = first * factor[:, None], last * factor[:, None]
+    first = rounded(first, x.dtype.element_ty)
+    last = rounded(last, x.dtype.element_ty)
+    quantize_tile(
+        first,
+        last,
+        source,
+        codes,
+        scales,
+        total,
+        rows,
+        blocks,
+        scale_rows,
+        scale_columns,
+        parts,
+        SOURCE,
+        PER_ROW,
+        WEIGHT,
+        SWIZZLED,
+        ROWS,
+        BLOCKS,
+        PARTS,
+        CONVERT,
+    )
+
+
+def _flags(
+    limit: float | None, layout: str, weight: torch.Tensor | None
+) -> tuple[float, dict[str, Any]]:
+    """The bound as a number, and the constants of both kernels."""
+    options = {
+        "INTERLEAVED": layout == "interleaved",
+        "CLAMPED": limit is not None,
+        "WEIGHTED": weight is not None,
+    }
+    return float("inf") if limit is None else float(limit), options
+
+
+def _flat(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return None if weight is None else weight.reshape(-1).contiguous()
+
+
+def swiglu(
+    gate_up: torch.Tensor,
+    limit: float | None,
+    layout: str,
+    row_weight: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.swiglu.swiglu``."""
+    half = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], half), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    x = _rows.as_rows(gate_up)
+    pieces = _launch.power_of_two(triton.cdiv(half, 8))
+    tall, across = max(1, _PIECES // pieces), min(_PIECES, pieces)
+    bound, flags = _flags(limit, layout, row_weight)
+    with _launch.on(x):
+        _swiglu_kernel[(triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across))](
+            x,
+            _flat(row_weight),
+            out,
+            x.stride(0),
+            x.shape[0],
+            half,
+            bound,
+            **flags,
+            ROWS=tall,
+            PIECES=across,
+            num_warps=4,
+            **_launch.options(x),
+        )
+    return out
+
+
+def swiglu_quantize(
+    gate_up: torch.Tensor,
+    limit: float | None,
+    layout: str,
+    row_weight: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    scaling: str,
+    scale_layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.swiglu.swiglu_quantize``."""
+    out = Output.empty(gate_up, gate_up.shape[-1] // 2, global_scale, scaling, scale_layout)
+    if out.codes.numel() == 0:
+        return out.without_rows()
+    x = _rows.as_rows(gate_up)
+    bound, flags = _flags(limit, layout, row_weight)
+    with _launch.on(x):
+        _swiglu_quantize_kernel[out.grid](
+            x, _flat(row_weight), x.stride(0), bound, *out.arguments, **flags, **out.options
+        )
+    return out.tensors
