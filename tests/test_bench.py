@@ -38,7 +38,7 @@ def _damaged(op: str):
 
     def run(*args):
         result = target(*args)
-        tensor = args[0] if op == "write_kv" else result
+        tensor = args[0] if result is None else result
         tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
         flat = tensor.view(-1)
         if tensor.dtype.is_floating_point and tensor.element_size() > 1:

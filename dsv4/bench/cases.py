@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsv4 import ops
-from dsv4.bench import budgets, moe_cases, sequence_cases
+from dsv4.bench import budgets, fused_cases, moe_cases, sequence_cases
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
@@ -243,6 +243,9 @@ MAKERS: dict[str, Maker] = {
     "gemm": gemm,
     "grouped_gemm": moe_cases.grouped_gemm,
     "rms_norm": rms_norm,
+    "rms_norm_pair": fused_cases.rms_norm_pair,
+    "head_norm_rope_": fused_cases.head_norm_rope_,
+    "rms_norm_quantize": fused_cases.rms_norm_quantize,
     "rope": rope,
     "swiglu": swiglu,
     "route_topk": moe_cases.route_topk,
@@ -261,6 +264,8 @@ MAKERS: dict[str, Maker] = {
     "entry_slots": sequence_cases.entry_slots,
     "prefix_slots": sequence_cases.prefix_slots,
     "window_slots": sequence_cases.window_slots,
+    "norm_rope_write_kv": fused_cases.norm_rope_write_kv,
+    "indexer_queries": fused_cases.indexer_queries,
     "write_kv": sequence_cases.write_kv,
     "read_kv": sequence_cases.read_kv,
     "fake_quantize_kv": sequence_cases.fake_quantize_kv,

@@ -90,14 +90,16 @@ def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict
 
 def _scaling(problem: Problem) -> dict[str, Any]:
     names = ("global_scale", "scaling", "layout")
-    return {name: problem.kwargs[name] for name in names if name in problem.kwargs}
+    given = {name: problem.kwargs[name] for name in names if name in problem.kwargs}
+    return {"scaling": "token", **given}
 
 
-def _entry_step(value: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Largest distance of two neighbouring E4M3 values at ``value``, scaled for the group's amax;
-    twice, because an error of the amax may double the scale."""
-    scale = torch.exp2(torch.ceil(torch.log2(group.clamp(min=1e-4) / 448)))
-    return 2 * torch.maximum(value.abs() * 2.0**-3, scale * 2.0**-9)
+def _half_step(size: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Half the distance of the E4M3 values around magnitudes of up to ``size``, whose group's
+    largest is up to ``amax``: the scale matters only where they are subnormal."""
+    binade = torch.exp2(torch.floor(torch.log2(size.clamp(min=2.0**-120))))
+    scale = torch.exp2(torch.ceil(torch.log2(amax.clamp(min=1e-4) / 448)))
+    return torch.maximum(binade * 2.0**-4, scale * 2.0**-10)
 
 
 def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
@@ -113,15 +115,28 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     found = ops.read_kv(
         dataclasses.replace(pages, data=actual[0]), slots, torch.float64, backend="reference"
     )
-    return compare(found[live], exact[live], (error + _rounding(pages, exact))[live], "entries")
+    budget = error + _rounding(pages, exact, error)
+    others = torch.ones(pages.num_slots, dtype=torch.bool, device=slots.device)
+    others[slots[live]] = False
+    rest = others.nonzero().squeeze(-1)
+    untouched, before = (
+        ops.read_kv(dataclasses.replace(pages, data=data), rest, torch.float64, backend="reference")
+        for data in (actual[0], truth[0])
+    )
+    return combine(
+        compare(found[live], exact[live], budget[live], "entries"),
+        same(untouched, before, "entries that are not written"),
+    )
 
 
-def _rounding(pages: Pages, exact: torch.Tensor) -> torch.Tensor:
+def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """What storing entries adds to their ``error``."""
     if pages.entry_format == "plain":
         return storing(exact, pages.data.dtype)
     kept = pages.layout.nope_dim
-    groups = torch.nn.functional.pad(exact[..., :kept], (0, -kept % 64)).unflatten(-1, (-1, 64))
-    step = _entry_step(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2)[..., :kept]
+    size = (exact.abs() + error)[..., :kept]
+    groups = torch.nn.functional.pad(size, (0, -kept % 64)).unflatten(-1, (-1, 64))
+    step = _half_step(groups, groups.amax(-1, keepdim=True)).flatten(-2)[..., :kept]
     return torch.cat((step, unit_roundoff(torch.bfloat16) * exact[..., kept:].abs() * 1.01), -1)
 
 

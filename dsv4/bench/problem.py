@@ -213,4 +213,4 @@ def _flat(result: Any) -> Outputs:
     if isinstance(result, QuantizedTensor):
         parts = (result.codes, result.scales, result.global_scale)
         return tuple(part for part in parts if part is not None)
-    return tuple(result)
+    return tuple(part for value in result for part in _flat(value))
