@@ -17,6 +17,7 @@ from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import fake_quantize_kv, norm_rope_write_kv
+from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -138,8 +139,9 @@ class DeepseekV4Attention(FixedDtypeModule):
         """q_residual ``[B, S, q_lora]``, q ``[B, S, heads, D]`` rotated, kv ``[B, S, D]`` as is."""
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
         q_residual = self.q_a_norm(q_a)
-        q = self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim)))
-        q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
+        tables = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in (cos, sin))
+        head_norm_rope_(q.flatten(0, 1), *tables, self.q_b_norm.eps)
         return q_residual, q, kv
 
     def _attend_paged(

@@ -225,16 +225,17 @@ MUTANTS = (
         "T6",
         "no norm per head",
         LAYERS + "attention.py",
-        "self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim)))",
-        "self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))",
+        "head_norm_rope_(q.flatten(0, 1), *tables, self.q_b_norm.eps)",
+        "q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))",
         FORMULA,
     ),
     Mutant(
         "T6",
         "one norm over all heads",
         LAYERS + "attention.py",
-        "self.q_b_norm(self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim)))",
-        "self.q_b_norm(self.q_b_proj(q_residual)).unflatten(-1, (self.num_heads, self.head_dim))",
+        "head_norm_rope_(q.flatten(0, 1), *tables, self.q_b_norm.eps)",
+        "q = self.q_b_norm(q.flatten(-2)).view_as(q)\n"
+        "        q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))",
         FORMULA,
     ),
     Mutant(
