@@ -18,7 +18,7 @@ from dsv4.bench.rivals import inductor, liger, plain, tile_kernels, torchao
 from dsv4.bench.rivals._prepare import Call, Rival
 
 # Prepared only when asked for by name.
-SLOW = (inductor.NAME,)
+SLOW = (inductor.NAME, *liger.SLOW)
 
 
 def _merged() -> dict[str, dict[str, Rival]]:

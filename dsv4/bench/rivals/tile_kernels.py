@@ -24,6 +24,7 @@ from dsv4.bench.rivals._prepare import Call, FromLibrary, Rival, Table
 from dsv4.formats import LINEAR, NVFP4
 
 _SPLITS = 16
+Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def _of(prepare: Callable[..., Call]) -> Rival:
@@ -37,27 +38,73 @@ def _partial_products(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Te
     return torch.bmm(parts, factors), parts.square().sum(-1)
 
 
-def _pre(
+def _reader(
     library: Any,
-    streams: torch.Tensor,
-    fn: torch.Tensor,
+    products: tuple[torch.Tensor, torch.Tensor],
     scale: torch.Tensor,
     base: torch.Tensor,
     norm_eps: float,
     hc_eps: float,
     iterations: int,
-) -> Call:
-    tokens, n, hidden = streams.shape
-    products = _partial_products(streams, fn)
-    fuse = library.mhc.mhc_pre_big_fuse_fwd
+) -> Read:
+    """Streams ``[T, n, H]`` to collapsed, post and comb, in one launch after the product."""
+    fuse, eps = library.mhc.mhc_pre_big_fuse_fwd, (norm_eps, hc_eps, hc_eps)
 
-    def call() -> tuple[torch.Tensor, ...]:
+    def read(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, n, hidden = streams.shape
         collapsed = streams.new_empty(tokens, hidden)
         post = torch.empty(tokens, n, device=streams.device)
         comb = torch.empty(tokens, n * n, device=streams.device)
-        eps = (norm_eps, hc_eps, hc_eps)
         fuse(*products, scale, base, streams, post, comb, collapsed, *eps, 2.0, iterations)
         return collapsed, post, comb.view(tokens, n, n)
+
+    return read
+
+
+def _pre(library: Any, streams: torch.Tensor, fn: torch.Tensor, *rest: Any) -> Call:
+    read = _reader(library, _partial_products(streams, fn), *rest)
+    return lambda: read(streams)
+
+
+def _pre_norm(
+    library: Any,
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor,
+    norm_eps: float,
+    *rest: Any,
+) -> Call:
+    read = _reader(library, _partial_products(streams, fn), scale, base, norm_eps, *rest)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        collapsed, post, comb = read(streams)
+        return _norm(library, collapsed, weight, norm_eps)(), post, comb
+
+    return call
+
+
+def _post_pre_norm(
+    library: Any,
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor,
+    norm_eps: float,
+    *rest: Any,
+) -> Call:
+    write = _post(library, y, streams, post, comb)
+    read = _reader(library, _partial_products(write(), fn), scale, base, norm_eps, *rest)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        mixed = write()
+        collapsed, *coefficients = read(mixed)
+        return mixed, _norm(library, collapsed, weight, norm_eps)(), *coefficients
 
     return call
 
@@ -137,11 +184,17 @@ def _norm(library: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float
 
 
 def _swiglu(
-    library: Any, x: torch.Tensor, limit: float | None, layout: str, out_dtype: torch.dtype
+    library: Any,
+    x: torch.Tensor,
+    limit: float | None,
+    layout: str,
+    row_weight: torch.Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Call:
     if layout != "concatenated" or out_dtype != torch.bfloat16:
         raise ValueError(f"{layout} to {out_dtype}")
-    return lambda: library.quant.swiglu_forward(x, "bf16", clamp_value=limit)
+    weights = {"topk_weights": row_weight}
+    return lambda: library.quant.swiglu_forward(x, "bf16", clamp_value=limit, **weights)
 
 
 def _rotation(
@@ -206,6 +259,8 @@ def _route(
 RIVALS: Table = {
     "hc_pre": {"TileKernels (no product)": _of(_pre)},
     "hc_post": {"TileKernels": _of(_post)},
+    "hc_pre_norm": {"TileKernels (no product)": _of(_pre_norm)},
+    "hc_post_pre_norm": {"TileKernels (no product)": _of(_post_pre_norm)},
     "hc_head": {"TileKernels (no product)": _of(_head)},
     "quantize_nvfp4": {"TileKernels (no global scale)": _of(_nvfp4)},
     "quantize_mxfp4": {"TileKernels (scales in rows)": _of(_mxfp4)},
