@@ -238,8 +238,12 @@ class TestNvfp4:
         want = whole.scales.view(torch.uint8)[row:, width // format.block[1] :]
         assert_bitwise(part.scales.view(torch.uint8), want, "scale")
 
-    @given(draw=strategies.draws(), kind=st.sampled_from(["nan", "inf", "-inf"]))
-    def test_a_non_finite_block_is_nan_and_touches_nothing_else(self, device, draw, kind):
+    @given(
+        draw=strategies.draws(),
+        kind=st.sampled_from(["nan", "inf", "-inf"]),
+        scaling=st.sampled_from(SCALINGS),
+    )
+    def test_a_non_finite_block_is_nan_and_touches_nothing_else(self, device, draw, kind, scaling):
         draw = strategies.Draw(draw.seed, draw.exponent)
         _, x = build(draw, (3, 64), device)
         poisoned = x.clone()
@@ -247,17 +251,14 @@ class TestNvfp4:
         poisoned[1, at] = float(kind)
         clean = x.clone()
         clean[1, at // 16 * 16 : at // 16 * 16 + 16] = 0
-        for scaling in SCALINGS:
-            static = 0.01 if scaling == "static" else None
-            got, want = (
-                quantize(t, scaling=scaling, global_scale=static) for t in (poisoned, clean)
-            )
-            assert_bitwise(got.global_scale, want.global_scale, "global scale")
-            values, other = dequantize(got), dequantize(want)
-            other[1, at // 16 * 16 : at // 16 * 16 + 16] = float("nan")
-            assert_bitwise(values, other, "value")
-            assert got.scales.view(torch.uint8)[1, at // 16] == 0x7F
-            assert not bool(got.codes[1, at // 16 * 8 : at // 16 * 8 + 8].any())
+        static = 0.01 if scaling == "static" else None
+        got, want = (quantize(t, scaling=scaling, global_scale=static) for t in (poisoned, clean))
+        assert_bitwise(got.global_scale, want.global_scale, "global scale")
+        values, other = dequantize(got), dequantize(want)
+        other[1, at // 16 * 16 : at // 16 * 16 + 16] = float("nan")
+        assert_bitwise(values, other, "value")
+        assert got.scales.view(torch.uint8)[1, at // 16] == 0x7F
+        assert not bool(got.codes[1, at // 16 * 8 : at // 16 * 8 + 8].any())
 
     def test_trap_t30_zero_blocks_and_the_ends_of_the_range(self, device):
         """Blocks: zeros, below 2^-10, between, the largest. Activations and weights differ."""
@@ -294,17 +295,19 @@ class TestNvfp4:
             )
             assert torch.isnan(dequantize(QuantizedTensor(codes, scales, total, NVFP4))).all()
 
-    @given(draw=strategies.finite_draws(-5, 5), batch=st.sampled_from([(1,), (3,), (2, 2)]))
-    def test_batches_are_quantised_matrix_by_matrix(self, device, draw, batch):
+    @given(
+        draw=strategies.finite_draws(-5, 5),
+        batch=st.sampled_from([(1,), (3,), (2, 2)]),
+        scaling=st.sampled_from(["tensor", "token", "weight"]),
+        layout=st.sampled_from(formats.LAYOUTS),
+    )
+    def test_batches_are_quantised_matrix_by_matrix(self, device, draw, batch, scaling, layout):
         _, x = build(draw, (*batch, 5, 32), device)
-        for scaling in ("tensor", "token", "weight"):
-            for layout in formats.LAYOUTS:
-                q = quantize(x, scaling=scaling, layout=layout).validate()
-                first = x.reshape(-1, 5, 32)[-1]
-                single = quantize(first, scaling=scaling, layout=layout)
-                last = q[-1] if len(batch) == 1 else q[-1][-1]
-                assert_bitwise(last.codes, single.codes, "code")
-                assert_bitwise(dequantize(last), dequantize(single), "value")
+        q = quantize(x, scaling=scaling, layout=layout).validate()
+        single = quantize(x.reshape(-1, 5, 32)[-1], scaling=scaling, layout=layout)
+        last = q[-1] if len(batch) == 1 else q[-1][-1]
+        assert_bitwise(last.codes, single.codes, "code")
+        assert_bitwise(dequantize(last), dequantize(single), "value")
 
     def test_global_scale_per_matrix_and_per_row(self, device):
         x = strategies.normal(3, (2, 3, 32)).to(device)

@@ -6,12 +6,19 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.ops.swiglu import swiglu
+from dsv4.formats import LAYOUTS
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.testing import strategies as fuzz
-from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.assertions import (
+    assert_bitwise,
+    assert_pure,
+    assert_within_budget,
+    unit_roundoff,
+)
 
 KERNELS = ("triton",)
 KINDS = ("none", "zero", "denormal", "tiny", "saturating")
@@ -158,9 +165,12 @@ def test_strided_input_gives_the_same_bits(device, case, layout):
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("limit", [10.0, None])
 def test_opcheck(device, layout, limit):
+    weight = fuzz.normal(1, (3,)).to(device)
     for dtype, out_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)):
         x = fuzz.normal(0, (3, 8), dtype).to(device)
-        torch.library.opcheck(torch.ops.dsv4.swiglu.default, (x, limit, layout, None, out_dtype, "auto"))
+        for row_weight in (None, weight):
+            args = (x, limit, layout, row_weight, out_dtype, "auto")
+            torch.library.opcheck(torch.ops.dsv4.swiglu.default, args)
 
 
 def test_compiles_without_graph_breaks(device):
@@ -192,3 +202,134 @@ def test_bad_arguments_are_named(device):
         swiglu(x, 10.0, layout="split")
     with pytest.raises(TypeError, match=r"out_dtype is torch.int8"):
         swiglu(x, 10.0, out_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"row_weight has shape \[3, 1\], wanted \[3\]"):
+        swiglu(x, 10.0, row_weight=x[:, :1])
+    with pytest.raises(TypeError, match=r"row_weight has dtype int64"):
+        swiglu(x, 10.0, row_weight=x[:, 0].long())
+
+
+@given(case=cases, weight_dtype=fuzz.float_dtypes())
+def test_a_row_weight_multiplies_before_the_rounding(device, case, weight_dtype):
+    """As a product in float32 of what would not be rounded yet: bitwise."""
+    x, limit = build(case, device), case["limit"]
+    weight = fuzz.normal(case["draw"].seed, x.shape[:-1], weight_dtype).to(device)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    plain = swiglu(x, limit, out_dtype=wide)
+    want = (plain * weight.to(wide)[..., None]).to(x.dtype)
+    got = swiglu(x, limit, row_weight=weight)
+    if x.dtype == torch.float64 or weight_dtype != torch.float64:
+        assert_bitwise(got, want)
+    else:  # only the reference takes a float64 weight
+        bound = budget_of(x, plain.double(), limit, x.dtype) * 3 * weight.abs()[..., None] + 1e-37
+        assert_within_budget(got, plain.double() * weight[..., None], bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [10.0, None])
+def test_large_and_small_gates(device, dtype, limit):
+    """Where exp overflows or is 1, and where silu is as large as the dtype."""
+    ends = [0.0, 1e-30, 1e-5, 1.0, 20.0, 80.0, 87.0, 88.0, 89.0, 100.0, 1000.0, 3e4, 3e38]
+    gate = torch.tensor(ends, dtype=torch.float64).to(dtype)
+    gate = torch.cat((gate, -gate))
+    gate = gate[gate.isfinite()]
+    x = torch.cat((gate, torch.full_like(gate, 0.75)))[None].to(device)
+    truth = oracle(x, limit)
+    assert_within_budget(swiglu(x, limit), truth, budget_of(x, truth, limit, dtype))
+
+
+@given(
+    draw=fuzz.draws(-8, 2),
+    rows=st.sampled_from([(1,), (3,), (2, 3)]),
+    blocks=st.sampled_from([1, 3, 4]),
+    dtype=fuzz.float_dtypes(),
+    layout=st.sampled_from(["concatenated", "interleaved"]),
+    scale_layout=st.sampled_from(LAYOUTS),
+    static=st.booleans(),
+    weighted=st.booleans(),
+)
+@settings(max_examples=20)
+def test_fused_quantisation_equals_its_parts(
+    device, draw, rows, blocks, dtype, layout, scale_layout, static, weighted
+):
+    """Bit for bit, with NaN and infinities in the input, whatever implementation runs."""
+    x = draw.build((*rows, 32 * blocks), dtype, device)
+    weight = fuzz.normal(draw.seed, rows).to(device) if weighted else None
+    scale = torch.full((1,), 0.003, device=device) if static else None
+    scaling = "static" if static else "token"
+    got = swiglu_quantize(
+        x,
+        10.0,
+        layout=layout,
+        row_weight=weight,
+        global_scale=scale,
+        scaling=scaling,
+        scale_layout=scale_layout,
+    ).validate()
+    inner = swiglu(x, 10.0, layout=layout, row_weight=weight)
+    want = quantize(inner, global_scale=scale, scaling=scaling, layout=scale_layout)
+    assert_bitwise(got.codes, want.codes, "code")
+    assert_bitwise(got.scales.view(torch.uint8), want.scales.view(torch.uint8), "block scale")
+    assert_bitwise(got.global_scale, want.global_scale, "global scale")
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64)])
+def test_fused_quantisation_of_no_tokens(device, shape):
+    q = swiglu_quantize(torch.zeros(shape, device=device), 10.0)
+    assert q.shape == (*shape[:-1], 32)
+
+
+def test_fused_quantisation_names_bad_arguments(device):
+    x = torch.zeros(3, 64, device=device)
+    with pytest.raises(TypeError, match=r"swiglu_quantize: gate_up has dtype int64"):
+        swiglu_quantize(x.long(), 10.0)
+    with pytest.raises(ValueError, match=r"gate_up has 48 columns, wanted a positive multiple of"):
+        swiglu_quantize(x[:, :48], 10.0)
+    with pytest.raises(ValueError, match=r"gate_up has shape \[64\], wanted \[..., N, 2 I\]"):
+        swiglu_quantize(x[0], 10.0)
+    with pytest.raises(ValueError, match=r"scaling is 'tensor', wanted one of 'static', 'token'"):
+        swiglu_quantize(x, 10.0, scaling="tensor")
+    with pytest.raises(ValueError, match=r"swiglu_quantize: scaling is 'static' and global_scale"):
+        swiglu_quantize(x, 10.0, scaling="static")
+    with pytest.raises(ValueError, match=r"swiglu_quantize: limit is -1"):
+        swiglu_quantize(x, -1.0)
+
+
+@pytest.mark.parametrize("scale_layout", LAYOUTS)
+def test_fused_quantisation_opcheck(device, scale_layout):
+    x = fuzz.normal(0, (3, 64), torch.bfloat16).to(device)
+    scale = torch.ones(1, device=device)
+    op = torch.ops.dsv4.swiglu_quantize.default
+    for given_scale, scaling in ((None, "token"), (scale, "static")):
+        args = (x, 10.0, "concatenated", x[:, 0], given_scale, scaling, scale_layout, "auto")
+        torch.library.opcheck(op, args)
+        assert_pure(op, *args)
+
+
+def test_fused_quantisation_compiles_whole(device):
+    def both(x):
+        return dequantize(swiglu_quantize(x, 10.0))
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 5):
+        x = fuzz.normal(tokens, (tokens, 64), torch.bfloat16).to(device)
+        assert_bitwise(compiled(x), both(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+def test_replays_of_a_graph(layout):
+    x = fuzz.normal(0, (33, 4096), torch.bfloat16).cuda()
+    weight = fuzz.normal(1, (33,)).cuda()
+    swiglu_quantize(x, 10.0, layout=layout, row_weight=weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = swiglu(x, 10.0, layout=layout, row_weight=weight)
+        q = swiglu_quantize(x, 10.0, layout=layout, row_weight=weight)
+    for seed in (2, 3):
+        x.copy_(fuzz.normal(seed, (33, 4096), torch.bfloat16) * seed)
+        out.fill_(torch.nan)
+        q.codes.fill_(0xFF)
+        graph.replay()
+        assert_bitwise(out, swiglu(x, 10.0, layout=layout, row_weight=weight))
+        assert_bitwise(q.codes, quantize(out, scaling="token").codes, "code")

@@ -1,0 +1,246 @@
+"""What the kernels that quantise must not get wrong: borders of codes, padding, tiles, replays."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4 import formats
+from dsv4.dispatch import use_backend
+from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise
+
+KERNELS = ("triton",)
+REFERENCE = False
+E2M1_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+FORMATS = (NVFP4, MXFP4, FP8_BLOCK)
+
+
+def same(kernel, reference):
+    """Codes, scales and global scale have the same bits."""
+    assert_bitwise(kernel.codes.view(torch.uint8), reference.codes.view(torch.uint8), "code")
+    byte = kernel.scales.element_size() == 1
+    mine, other = (q.scales.view(torch.uint8) if byte else q.scales for q in (kernel, reference))
+    assert_bitwise(mine, other, "block scale")
+    if reference.global_scale is not None:
+        assert_bitwise(kernel.global_scale, reference.global_scale, "global scale")
+
+
+def by_reference(x, *args, **kwargs):
+    with use_backend("reference"):
+        return quantize(x, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """What ``torch.empty`` returns is NaN, or the largest integer of its dtype."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def neighbours(values, ulps):
+    """Every value and the float32 numbers up to ``ulps`` steps to either side."""
+    steps = torch.arange(-ulps, ulps + 1, dtype=torch.int32)
+    return (values.view(torch.int32)[..., None] + steps).view(torch.float32)
+
+
+class TestBorders:
+    @settings(max_examples=15)
+    @given(seed=strategies.seeds(), exponent=st.integers(-138, 110), byte=st.integers(1, 0x7E))
+    def test_codes_at_the_borders_of_e2m1(self, device, seed, exponent, byte):
+        """Values within 2 ulp of ``border * product``, products of any magnitude.
+
+        The block maximum makes the block scale the byte that was drawn. Global scales from the
+        subnormal numbers up: where the product is tiny or huge, a division whose intermediate
+        values underflow or overflow rounds wrongly.
+        """
+        scale = (strategies.normal(seed, (8,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
+        scale = scale * 2.0 ** min(0, exponent + 126)
+        block = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        product = block * scale
+        near = neighbours(product[:, None] * torch.tensor(E2M1_BORDERS), 2).flatten(1)
+        near = torch.where(near.isfinite(), near, 1.0).unflatten(1, (5, 7))
+        signs = torch.where(torch.arange(7) % 2 == 0, 1.0, -1.0)
+        x = torch.zeros(8, 5, 16)
+        x[..., :7] = near * signs
+        x[..., 8] = ((6 * block) * scale)[:, None]
+        x[..., 9] = -0.0
+        x = x.flatten(1).to(device)
+        for scaling in ("static", "weight"):
+            arguments = {"scaling": scaling, "global_scale": scale.to(device)}
+            same(quantize(x, **arguments), by_reference(x, **arguments))
+
+    @settings(max_examples=15)
+    @given(seed=strategies.seeds(), exponent=st.integers(-140, 100))
+    def test_block_scales_at_the_borders_of_e4m3(self, device, seed, exponent):
+        """Block maxima within 2 ulp of a tie between two scales, subnormal ones too."""
+        scale = (strategies.normal(seed, (16,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
+        scale = scale * 2.0 ** min(0, exponent + 126)
+        byte = torch.randint(0, 0x7E, (16,), generator=strategies.generator(seed))
+        low, high = ((byte + i).to(torch.uint8).view(torch.float8_e4m3fn).double() for i in (0, 1))
+        tie = (6 * scale.double() * (low + high) / 2).float().clamp(min=1e-44)
+        amax = neighbours(tie, 2)
+        amax = torch.where(amax.isfinite(), amax, 1.0)
+        x = amax[..., None].repeat(1, 1, 16).flatten(1).to(device)
+        for scaling in ("static", "weight"):
+            arguments = {"scaling": scaling, "global_scale": scale.to(device)}
+            same(quantize(x, **arguments), by_reference(x, **arguments))
+
+    @settings(max_examples=10)
+    @given(seed=strategies.seeds(), exponent=st.integers(-120, 110))
+    def test_fp8_codes_at_the_borders_of_e4m3(self, device, seed, exponent):
+        codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        largest = (strategies.normal(seed, ()).abs() + 0.5) * 2.0**exponent
+        scale = (largest / 448).clamp(min=2.0**-126)
+        near = neighbours(((codes[1:] + codes[:-1]) / 2 * scale).float(), 2).flatten()
+        x = torch.zeros(6, 128)
+        x.view(-1)[: near.numel()] = near.clamp(max=float(largest))
+        x[-1, -1] = -largest
+        x = x.to(device)
+        for dtype in (torch.float32, torch.float8_e8m0fnu):
+            got = quantize(x, FP8_BLOCK, scale_dtype=dtype)
+            same(got, by_reference(x, FP8_BLOCK, scale_dtype=dtype))
+
+    @pytest.mark.gpu
+    def test_every_divisor_at_every_border(self):
+        """All mantissas of a divisor, the seven numbers around each border, as the module says."""
+        triton = pytest.importorskip("triton")
+        tl = triton.language
+        from dsv4.triton import _nvfp4
+
+        @triton.jit
+        def kernel(wrong, BLOCK: tl.constexpr):
+            start = tl.program_id(0) * BLOCK
+            bits = 0x3F800000 + start + tl.arange(0, BLOCK)
+            divisor = bits.to(tl.float32, bitcast=True)
+            shift, high, low = _nvfp4.divisor(divisor)
+            bad = tl.where(high == tl.div_rn(1.0, divisor), 0, 1)
+            for sixteenth in range(16):
+                border = 1.0 + sixteenth * 0.0625
+                for ulp in range(-3, 4):
+                    x = ((divisor * border).to(tl.int32, bitcast=True) + ulp).to(
+                        tl.float32, bitcast=True
+                    )
+                    got = _nvfp4.quotient(x, shift, high, low)
+                    want = tl.div_rn(x, divisor)
+                    bad += ((got > border) != (want > border)).to(tl.int32)
+                    bad += ((got < border) != (want < border)).to(tl.int32)
+            tl.store(wrong + tl.program_id(0), tl.sum(bad, 0))
+
+        wrong = torch.full((1 << 13,), -1, dtype=torch.int32, device="cuda")
+        kernel[(1 << 13,)](wrong, BLOCK=1024)
+        assert not bool(wrong.any())
+
+
+class TestTiles:
+    @settings(max_examples=12)
+    @given(
+        draw=strategies.draws(-30, 30),
+        shape=st.sampled_from([(1, 1, 16), (2, 3, 48), (1, 130, 32), (3, 129, 16), (1, 2, 2080)]),
+        scaling=st.sampled_from(["static", "tensor", "token", "weight"]),
+        layout=st.sampled_from(formats.LAYOUTS),
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    )
+    def test_nvfp4_equals_the_reference(self, device, draw, shape, scaling, layout, dtype):
+        """More rows and columns than a tile, and ragged ones; padding is zero, whatever was there.
+
+        Memory that a kernel forgets to write is full of NaN here.
+        """
+        x = draw.build(shape, dtype, device)
+        static = 0.01 if scaling == "static" else None
+        arguments = {"scaling": scaling, "layout": layout, "global_scale": static}
+        with poisoned_memory():
+            got = quantize(x, **arguments)
+        same(got, by_reference(x, **arguments))
+        for dtype_ in (torch.float32, torch.bfloat16):
+            with use_backend("reference"):
+                want = dequantize(got, dtype_)
+            assert_bitwise(dequantize(got, dtype_), want, "value")
+
+    @settings(max_examples=10)
+    @given(
+        draw=strategies.draws(-30, 30),
+        shape=st.sampled_from([(1, 1, 32), (2, 3, 96), (1, 130, 32), (1, 1, 4128)]),
+        layout=st.sampled_from(formats.LAYOUTS),
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    )
+    def test_mxfp4_equals_the_reference(self, device, draw, shape, layout, dtype):
+        x = draw.build(shape, dtype, device)
+        got = quantize(x, MXFP4, layout=layout)
+        same(got, by_reference(x, MXFP4, layout=layout))
+        with use_backend("reference"):
+            want = dequantize(got)
+        assert_bitwise(dequantize(got), want, "value")
+
+    @settings(max_examples=10)
+    @given(
+        draw=strategies.draws(-30, 30),
+        shape=st.sampled_from([(1, 1, 1), (2, 3, 7), (1, 130, 129), (2, 128, 128), (1, 300, 20)]),
+        scale_dtype=st.sampled_from([torch.float32, torch.float8_e8m0fnu]),
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    )
+    def test_fp8_equals_the_reference(self, device, draw, shape, scale_dtype, dtype):
+        x = draw.build(shape, dtype, device)
+        got = quantize(x, FP8_BLOCK, scale_dtype=scale_dtype)
+        same(got, by_reference(x, FP8_BLOCK, scale_dtype=scale_dtype))
+        with use_backend("reference"):
+            want = dequantize(got, torch.float16)
+        assert_bitwise(dequantize(got, torch.float16), want, "value")
+
+    def test_segments(self, device):
+        parts = [quantize(strategies.normal(i, (3 + i, 32)).to(device)) for i in range(3)]
+        whole = formats.cat_rows(parts)
+        want = torch.cat([dequantize(part) for part in parts])
+        assert_bitwise(dequantize(whole), want, "value")
+
+    def test_a_row_view_is_read_in_place(self, device):
+        """Rows of a wider tensor: the gap between them is not part of the matrix."""
+        wide = strategies.normal(5, (6, 96)).to(device)
+        wide[:, 64:] = torch.nan
+        for fmt in FORMATS:
+            same(quantize(wide[:, :64], fmt), by_reference(wide[:, :64].contiguous(), fmt))
+
+    @pytest.mark.parametrize("scaling", ["static", "tensor", "token", "weight"])
+    def test_two_runs_give_the_same_bits(self, device, scaling):
+        x = strategies.normal(1, (33, 256), torch.bfloat16).to(device)
+        static = 0.01 if scaling == "static" else None
+        one, two = (quantize(x, scaling=scaling, global_scale=static) for _ in range(2))
+        same(one, two)
+
+    def test_what_no_kernel_holds_goes_to_the_reference(self, device):
+        x = strategies.normal(1, (1, 65552)).to(device)
+        same(quantize(x, scaling="token"), by_reference(x, scaling="token"))
+        q = quantize(strategies.normal(1, (2, 16)).to(device))
+        assert dequantize(q, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["static", "tensor", "token", "weight"])
+@pytest.mark.parametrize("layout", formats.LAYOUTS)
+def test_replays_of_a_graph(scaling, layout):
+    static = torch.tensor([0.01], device="cuda") if scaling == "static" else None
+    arguments = {"scaling": scaling, "layout": layout, "global_scale": static}
+    x = strategies.normal(0, (33, 4096), torch.bfloat16).cuda()
+    quantize(x, **arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = quantize(x, **arguments)
+        values = dequantize(got, torch.bfloat16)
+    for seed in (1, 2):
+        x.copy_(strategies.normal(seed, (33, 4096), torch.bfloat16) * seed)
+        for poisoned in (got.codes, got.scales.view(torch.uint8)):
+            poisoned.fill_(0xFF)
+        values.fill_(torch.nan)
+        graph.replay()
+        want = quantize(x, **arguments)
+        same(got, want)
+        assert_bitwise(values, dequantize(want, torch.bfloat16), "value")
