@@ -140,3 +140,19 @@ def swiglu(call: Call) -> str | None:
     if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
         return "the result is float64, which only the reference computes in"
     return None
+
+
+def rope(call: Call) -> str | None:
+    """Why the rotation kernels cannot run a call, or None."""
+    if call.op != "rope_quantize":
+        return None
+    (tokens, heads, dims), groups = call.args[0].shape, call.args[4]
+    if dims % 8:
+        return f"heads have {dims} dims, wanted a multiple of 8"
+    if call.args[6] == "token" and heads * dims // groups > LARGEST_ROW:
+        return f"a row has {heads * dims // groups} columns, a kernel holds at most {LARGEST_ROW}"
+    if tokens > _LARGEST_GRID:
+        return f"there are {tokens} tokens, wanted at most {_LARGEST_GRID}"
+    if call.device.type == "cuda" and _capability(call.device) < (8, 9):
+        return "the GPU has no E4M3 conversions, which need compute capability 8.9"
+    return None

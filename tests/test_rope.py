@@ -7,13 +7,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.config import ModelConfig, RopeParameters
-from dsv4.ops.rope import rope, rope_tables
+from dsv4.ops.quantize import quantize
+from dsv4.ops.rope import rope, rope_quantize, rope_tables
 from dsv4.testing import strategies as fuzz
-from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.assertions import assert_bitwise, assert_pure, assert_within_budget, unit_roundoff
 
 KERNELS = ("triton",)
 U = unit_roundoff(torch.float32)
@@ -316,3 +317,160 @@ def test_bad_arguments_are_named(device):
         rope_tables(torch.arange(3, device=device), torch.ones(4, device=device).double())
     with pytest.raises(ValueError, match=r"backend is 'nonsense'"):
         rope(x, cos, cos, backend="nonsense")
+
+
+def assert_same(found, wanted):
+    """Two quantised matrices have the same bits."""
+    assert (found.shape, found.layout) == (wanted.shape, wanted.layout)
+    assert_bitwise(found.codes, wanted.codes, "codes")
+    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
+    assert_bitwise(found.global_scale, wanted.global_scale, "global scale")
+
+
+def grouped_case(seed, tokens, heads, dims, half, dtype, device):
+    x = fuzz.normal(seed, (tokens, heads, dims), dtype).to(device)
+    cos, sin = tables_for(tokens, half, seed, device)
+    return x, cos[:, 0], sin[:, 0]
+
+
+class TestRopeQuantize:
+    # heads, D, R/2, groups: rows of several heads, of one, of parts of one; R short, whole, odd pairs.
+    SHAPES = ((4, 32, 4, 2), (2, 16, 8, 2), (3, 32, 3, 6), (2, 24, 5, 1), (4, 8, 1, 1))
+
+    @settings(max_examples=30)
+    @given(
+        draw=fuzz.draws(-12, 8),
+        tokens=fuzz.rows(3),
+        shape=st.sampled_from(SHAPES),
+        dtype=fuzz.float_dtypes(),
+        inverse=st.booleans(),
+        scaling=st.sampled_from(["token", "tensor scale", "row scale"]),
+        layout=st.sampled_from(["linear", "linear", "linear", "swizzled_128x4"]),
+    )
+    def test_bits_are_those_of_the_parts(
+        self, device, draw, tokens, shape, dtype, inverse, scaling, layout
+    ):
+        heads, dims, half, groups = shape
+        x = draw.build((tokens, heads, dims), dtype, device)
+        cos, sin = (t[:, 0] for t in tables_for(tokens, half, draw.seed, device))
+        options = {"scaling": "token", "layout": layout}
+        if scaling != "token":
+            size = (tokens, groups) if scaling == "row scale" else (1,)
+            scale = fuzz.normal(draw.seed, size).abs() * 2.0**-8 + 2.0**-12
+            options |= {"scaling": "static", "global_scale": scale.to(device)}
+        turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=inverse)
+        wanted = quantize(turned.reshape(tokens, groups, -1 if tokens else 16), "nvfp4", **options)
+        found = rope_quantize(x, cos, sin, inverse=inverse, groups=groups, **options)
+        if tokens:
+            assert_same(found, wanted)
+        assert found.shape == (tokens, groups, heads * dims // groups)
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_a_bad_value_stays_in_its_block(self, device, bad):
+        x, cos, sin = grouped_case(3, 3, 4, 32, 4, torch.bfloat16, device)
+        clean = rope_quantize(x, cos, sin, inverse=True, groups=2)
+        x[1, 2, 7] = bad
+        found = rope_quantize(x, cos, sin, inverse=True, groups=2)
+        hit = torch.zeros_like(found.scales, dtype=torch.bool)
+        hit[1, 1, 0] = True  # head 2 begins group 1
+        scales, before = found.scales.view(torch.uint8), clean.scales.view(torch.uint8)
+        assert bool((scales[hit] == 0x7F).all())
+        hit[1, 1] = True  # the row's scale may follow from the lost maximum
+        assert_bitwise(scales[~hit], before[~hit])
+        assert bool(found.global_scale.isfinite().all())
+
+    def test_columns_of_a_wider_tensor(self, device):
+        x, cos, sin = grouped_case(5, 3, 4, 32, 4, torch.bfloat16, device)
+        wide = torch.cat((torch.full_like(x, torch.nan), x), 1)[:, 4:]
+        wanted = rope_quantize(x, cos, sin, inverse=True, groups=2)
+        assert_same(rope_quantize(wide, cos, sin, inverse=True, groups=2), wanted)
+        spread = (fuzz.strided(t) for t in (x, cos, sin))
+        assert_same(rope_quantize(*spread, inverse=True, groups=2), wanted)
+
+    @pytest.mark.parametrize("scaling", ["token", "static"])
+    def test_opcheck(self, device, scaling):
+        x, cos, sin = grouped_case(0, 3, 4, 32, 4, torch.bfloat16, device)
+        scale = torch.full((3, 1), 0.01, device=device) if scaling == "static" else None
+        arguments = (x, cos, sin, True, 2, scale, scaling, "linear", "auto")
+        op = torch.ops.dsv4.rope_quantize.default
+        checks = ("test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(op, arguments, test_utils=checks)
+        assert_pure(lambda *a: tuple(t.view(torch.uint8) for t in op(*a)), *arguments)
+
+    def test_compiles_whole(self, device):
+        def codes(x, cos, sin):
+            return rope_quantize(x, cos, sin, inverse=True, groups=2).codes
+
+        torch.compiler.reset()
+        compiled = torch.compile(codes, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens in (2, 5):
+            case = grouped_case(tokens, tokens, 4, 32, 4, torch.bfloat16, device)
+            assert_bitwise(compiled(*case), codes(*case))
+
+    def test_bad_arguments_are_named(self, device):
+        x, cos, sin = grouped_case(0, 3, 4, 32, 4, torch.bfloat16, device)
+        options = {"inverse": True, "groups": 2}
+        with pytest.raises(TypeError, match="rope_quantize: x has dtype int64"):
+            rope_quantize(x.long(), cos, sin, **options)
+        with pytest.raises(ValueError, match=r"x has shape \[3, 128\]"):
+            rope_quantize(x.flatten(1), cos, sin, **options)
+        with pytest.raises(ValueError, match=r"cos has shape \[2, 4\], wanted \[3, any\]"):
+            rope_quantize(x, cos[:2], sin, **options)
+        with pytest.raises(ValueError, match=r"sin has shape \[3, 3\], wanted \[3, 4\]"):
+            rope_quantize(x, cos, sin[:, :3], **options)
+        wide = torch.ones(3, 17, device=device)
+        with pytest.raises(ValueError, match=r"cos has shape \[3, 17\], wanted .* R <= 32"):
+            rope_quantize(x, wide, wide, **options)
+        for groups in (0, 3, 16):
+            with pytest.raises(ValueError, match=f"groups is {groups} for x"):
+                rope_quantize(x, cos, sin, inverse=True, groups=groups)
+        with pytest.raises(ValueError, match="scaling is 'tensor'"):
+            rope_quantize(x, cos, sin, **options, scaling="tensor")
+        with pytest.raises(ValueError, match="global_scale is None"):
+            rope_quantize(x, cos, sin, **options, scaling="static")
+        with pytest.raises(ValueError, match="layout is 'rows'"):
+            rope_quantize(x, cos, sin, **options, layout="rows")
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_with_other_values():
+    device = torch.device("cuda")
+    inputs, others = (grouped_case(s, 9, 64, 512, 32, torch.bfloat16, device) for s in (0, 1))
+
+    def step():
+        q = rope_quantize(*inputs, inverse=True, groups=8)
+        x, cos, sin = inputs
+        return rope(x, cos.unsqueeze(1), sin.unsqueeze(1)), q.codes, q.scales, q.global_scale
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for old, new in zip(inputs, others, strict=True):
+        old.copy_(new)
+    for tensor in out:
+        tensor.view(torch.uint8).fill_(0xA5)
+    graph.replay()
+    for found, again, wanted in zip(out, step(), step(), strict=True):
+        assert_bitwise(found.view(torch.uint8), wanted.view(torch.uint8))
+        assert_bitwise(again.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (3, 128), (300, 64)])
+def test_model_shapes_on_a_gpu(tokens, heads):
+    """Many tokens take larger tiles, few one row per program: both give the same bits."""
+    device = torch.device("cuda")
+    x, cos, sin = grouped_case(0, tokens, heads, 512, 32, torch.bfloat16, device)
+    turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
+    for token in (0, tokens - 1):
+        row = rope(x[token], cos[token], sin[token], inverse=True)
+        assert_bitwise(row, turned[token])
+    assert_bitwise(turned[..., :448], x[..., :448])
+    truth = oracle(x, cos.unsqueeze(1), sin.unsqueeze(1), sign=-1)
+    budget = rotation_budget(x, cos.unsqueeze(1), sin.unsqueeze(1), truth)
+    assert_within_budget(turned, truth, budget)
+    found = rope_quantize(x, cos, sin, inverse=True, groups=heads // 8)
+    grouped = turned.reshape(tokens, heads // 8, -1)
+    assert_same(found, quantize(grouped, "nvfp4", scaling="token", backend="reference"))

@@ -16,7 +16,7 @@ from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
-from dsv4.ops.rope import rope, rope_tables
+from dsv4.ops.rope import rope, rope_quantize, rope_tables
 from dsv4.ops.router import route_hash, route_topk
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
@@ -49,6 +49,7 @@ __all__ = [
     "rms_norm_pair",
     "rms_norm_quantize",
     "rope",
+    "rope_quantize",
     "rope_tables",
     "route_hash",
     "route_topk",

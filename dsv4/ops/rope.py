@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 if TYPE_CHECKING:
     from dsv4.config import RopeParameters
@@ -19,7 +21,28 @@ def _fake(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _fake_quantize(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inverse: bool,
+    groups: int,
+    global_scale: torch.Tensor | None,
+    scaling: str,
+    layout: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, heads, dims = x.shape
+    grouped = x.new_empty((tokens, groups, heads * dims // groups))
+    return fake_nvfp4(grouped, global_scale, scaling, layout, backend)
+
+
 _rope = define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, str backend) -> Tensor", _fake)
+_rope_quantize = define(
+    "rope_quantize(Tensor x, Tensor cos, Tensor sin, bool inverse, int groups, "
+    "Tensor? global_scale, str scaling, str layout, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_quantize,
+)
 
 
 def rope_tables(
@@ -94,6 +117,76 @@ def rope(
     if not torch.compiler.is_compiling():
         _check_tables(x, cos, sin)
     return _rope(x, cos, sin, inverse, backend)
+
+
+def rope_quantize(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    inverse: bool,
+    groups: int,
+    global_scale: torch.Tensor | float | None = None,
+    scaling: str = "token",
+    layout: str = LINEAR,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """From attention to the grouped projection (specification section 4.2, steps 8 and 9).
+
+    ``rope(x, cos, sin, inverse=inverse)`` with the same angles for all heads of a token, rounded to
+    ``x.dtype``; then the heads are joined, cut into ``groups`` rows per token and quantised to
+    NVFP4. The bits are those of the two operators of the same implementation, one after the other.
+
+    Args:
+        x: ``[T, h, D]``, bfloat16, float16, float32 or float64. ``h D / groups`` is a multiple of
+            16.
+        cos: ``[T, R/2]``, see ``rope_tables``. R is taken from this argument.
+        sin: As ``cos``.
+        inverse: Rotate by the opposite angle, as the attention output needs.
+        groups: Rows per token, ``o_groups``.
+        global_scale: As for ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        scaling: ``"static"``, or ``"token"`` for one dynamic scale per token and group.
+        layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        NVFP4 ``[T, groups, h D / groups]``.
+
+    Raises:
+        TypeError: if a dtype is wrong.
+        ValueError: if a shape, ``groups`` or a name is wrong, and as ``quantize`` does.
+    """
+    op = "rope_quantize"
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        _check.floating(op, name, tensor)
+    _check.one_of(op, "scaling", scaling, ("static", "token"))
+    check_layout(NVFP4, layout)
+    _check.shape(op, "x", x, [None, None, None])
+    _check.shape(op, "cos", cos, [x.shape[0], None])
+    _check.shape(op, "sin", sin, list(cos.shape))
+    _check.same_device(op, x=x, cos=cos, sin=sin)
+    if not torch.compiler.is_compiling():
+        _check_groups(x, cos, groups)
+    scale = given_scale(op, x.new_empty((x.shape[0], groups, 0)), global_scale, scaling)
+    codes, scales, total = _rope_quantize(
+        x, cos, sin, inverse, groups, scale, scaling, layout, backend
+    )
+    return QuantizedTensor(codes, scales, total, NVFP4, layout)
+
+
+def _check_groups(x: torch.Tensor, cos: torch.Tensor, groups: int) -> None:
+    _, heads, dims = x.shape
+    if 2 * cos.shape[1] > dims:
+        raise ValueError(
+            f"rope_quantize: cos has shape {list(cos.shape)}, wanted [{x.shape[0]}, R/2] with "
+            f"R <= {dims} (dims of x)"
+        )
+    width = heads * dims
+    if groups < 1 or width == 0 or width % (16 * groups):
+        raise ValueError(
+            f"rope_quantize: groups is {groups} for x {list(x.shape)}, wanted {width} columns in "
+            "equal rows of a multiple of 16"
+        )
 
 
 def _check_tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4.reference._precision import compute_dtype
+from dsv4.reference.quantize import quantize_nvfp4
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
@@ -17,3 +18,20 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
     even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
     return torch.cat((x[..., :kept], turned.flatten(-2).to(x.dtype)), -1)
+
+
+def rope_quantize(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inverse: bool,
+    groups: int,
+    global_scale: torch.Tensor | None,
+    scaling: str,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.rope.rope_quantize``."""
+    tokens, heads, dims = x.shape
+    turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse)
+    grouped = turned.reshape(tokens, groups, heads * dims // groups)
+    return quantize_nvfp4(grouped, global_scale, scaling, layout)

@@ -14,6 +14,7 @@ import triton.language as tl
 from dsv4.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, widen
+from dsv4.triton._nvfp4 import rounded
 
 GROUP_WIDTH = tl.constexpr(GROUP)
 # float32 bits of 1e-4, the smallest maximum a group is scaled by.
@@ -68,9 +69,10 @@ def decode_groups(codes, scale):
 
 @triton.jit
 def bfloat16_bits(values):
-    """Bits (uint16) of float32 ``values`` rounded to bfloat16; every NaN is 0x7FC0."""
-    bits = narrow(values, tl.bfloat16).to(tl.uint16, bitcast=True)
-    return tl.where(values != values, 0x7FC0, bits).to(tl.uint16)
+    """Bits (uint16) of ``values`` (any float) rounded to bfloat16; every NaN is 0x7FC0."""
+    wide = rounded(widen(values), tl.bfloat16)
+    bits = wide.to(tl.uint32, bitcast=True) >> 16
+    return tl.where(wide != wide, 0x7FC0, bits).to(tl.uint16)
 
 
 @triton.jit
@@ -184,7 +186,7 @@ def store_rope(
     """
     written = (slots >= 0)[:, None] & (dim >= 0) & (dim < ROPE)
     if data.dtype.element_ty == tl.uint8:
-        bits = bfloat16_bits(widen(values))
+        bits = bfloat16_bits(values)
         start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + NOPE
         if NOPE % 2 == 0:
             tl.store(start.to(tl.pointer_type(tl.uint16)) + dim, bits, mask=written)

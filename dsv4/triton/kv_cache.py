@@ -12,17 +12,19 @@ from dsv4.triton._entries import (
     decode_groups,
     encode_groups,
     load_entries,
+    store_entries,
     store_nope,
     store_rope,
 )
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
-from dsv4.triton._rotation import load_angles, rotate_pairs
+from dsv4.triton._nvfp4 import rounded
+from dsv4.triton._rotation import load_angles, rotate
 from dsv4.triton.norm import inverse_rms
 
 
 def _tile(entries: int) -> dict[str, int]:
-    """Entries per program: one while there are few, so that as many programs as entries run."""
-    return {"ROWS": 1, "num_warps": 2} if entries < 4096 else {"ROWS": 4, "num_warps": 8}
+    """Entries per program: one while there are few; more than that start too slowly one by one."""
+    return {"ROWS": 1, "num_warps": 4} if entries <= 512 else {"ROWS": 4, "num_warps": 8}
 
 
 def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
@@ -233,37 +235,28 @@ def _norm_rope_write_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = kv.dtype.element_ty
     first = tl.program_id(0) * ROWS
-    values = load_rows(kv, stride, first, count, NOPE, ROWS, BLOCK)
-    column = tl.arange(0, BLOCK)[None, :]
-    scale = widen(tl.load(weight + column, mask=column < NOPE, other=0.0))
-    # The two sides of the pairs are loaded apart: a thread that holds both needs no exchange.
+    values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
+    # One copy of the weight per row: held once, it would lie in other threads than the values.
+    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], [ROWS, BLOCK])
+    scale = widen(tl.load(weight + column, mask=column < NOPE + ROPE, other=0.0))
+    # Pairs line up with the columns because NOPE is even; those before it do not turn.
     row = (first + tl.arange(0, ROWS))[:, None]
-    even = 2 * tl.arange(0, HALF)[None, :]
-    turning = (row < count) & (even < ROPE)
-    source = kv + row.to(tl.int64) * stride + NOPE + even
-    a = widen(tl.load(source, mask=turning, other=0.0))
-    b = widen(tl.load(source + 1, mask=turning, other=0.0))
-    a_scale = widen(tl.load(weight + NOPE + even, mask=even < ROPE, other=0.0))
-    b_scale = widen(tl.load(weight + NOPE + even + 1, mask=even < ROPE, other=0.0))
-    c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, even // 2, turning, False)
+    pair = tl.arange(0, BLOCK // 2)[None, :] - NOPE // 2
+    turning = (row < count) & (pair >= 0) & (pair < ROPE // 2)
+    c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
     where = load_slots(slots, first, count, ROWS)
 
     values = widen(values)
-    total = tl.sum(values * values, 1) + tl.sum(a * a + b * b, 1)
-    rms = inverse_rms(total, NOPE + ROPE, eps)[:, None]
-    a, b = widen(narrow(a_scale * (a * rms), DTYPE)), widen(narrow(b_scale * (b * rms), DTYPE))
-    a, b = rotate_pairs(a, b, c, s)
-    a, b = narrow(a, DTYPE), narrow(b, DTYPE)
-    store_rope(data, data_stride, where, a, even, NOPE, ROPE, PAGE_SIZE)
-    store_rope(data, data_stride, where, b, even + 1, NOPE, ROPE, PAGE_SIZE)
-    normed = narrow(scale * (values * rms), DTYPE)
-    store_nope(data, data_stride, where, normed, NOPE, ROPE, PAGE_SIZE)
+    rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)
+    values = rounded(scale * (values * rms[:, None]), DTYPE)
+    # A pair that holds an Inf would become NaN by a turn of 0.
+    values = tl.where(column < NOPE, values, rounded(rotate(values, c, s), DTYPE))
+    store_entries(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
 
 
 def norm_rope_write_kv(
@@ -305,7 +298,6 @@ def norm_rope_write_kv(
             ROPE=rotated,
             PAGE_SIZE=page_size,
             BLOCK=_entries.block(head_dim),
-            HALF=_launch.power_of_two(cos.shape[1]),
             **tile,
             **_launch.options(data),
         )

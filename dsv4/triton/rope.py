@@ -8,7 +8,9 @@ import triton.language as tl
 
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import rounded
 from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton.quantize import Output, quantize_tile, tile_places
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -50,8 +52,8 @@ def _rope_kernel(
 
 
 def _tile(rows: int) -> dict[str, int]:
-    """Rows per program: one while there are few, so that as many programs as rows run."""
-    return {"ROWS": 1, "num_warps": 2} if rows < 4096 else {"ROWS": 16, "num_warps": 4}
+    """Rows per program: one while there are few; more than that start too slowly one by one."""
+    return {"ROWS": 1, "num_warps": 1} if rows <= 1024 else {"ROWS": 16, "num_warps": 4}
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
@@ -83,3 +85,115 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
             **_launch.options(x),
         )
     return out
+
+
+@triton.jit
+def _load_turned(
+    x, cos, sin, column, inside, DIM: tl.constexpr, KEPT: tl.constexpr, INVERSE: tl.constexpr
+):
+    """8 columns each from ``column [N]`` of a token's joined heads on, turned: ``[N, 8]``, float32.
+
+    8 columns lie in one head, and pairs begin at even ones: DIM is a multiple of 8, KEPT of 2.
+    """
+    eight, four = tl.arange(0, 8)[None, :], tl.arange(0, 4)[None, :]
+    values = tl.load(x + column[:, None] + eight, mask=inside[:, None], other=0.0)
+    first = (column % DIM).to(tl.int32)[:, None] - KEPT
+    pair = first // 2 + four
+    c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (first + 2 * four >= 0), INVERSE)
+    turned = rounded(rotate(widen(values), c, s), x.dtype.element_ty)
+    # A pair that holds an Inf would become NaN by a turn of 0.
+    return tl.where(first + eight >= 0, turned, widen(values))
+
+
+@triton.jit
+def _rope_quantize_kernel(
+    x,
+    stride,
+    cos,
+    sin,
+    table_stride,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    DIM: tl.constexpr,
+    KEPT: tl.constexpr,
+    INVERSE: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Blocks of the groups (rows) of one token (matrix)."""
+    wait_for_inputs(PDL)
+    token, row, block = tile_places(ROWS, BLOCKS)
+    inside = (row < rows) & (block < blocks)
+    x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
+    column = (row * blocks + block) * 16
+    first = _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+    last = _load_turned(x, cos, sin, column + 8, inside, DIM, KEPT, INVERSE)
+    quantize_tile(
+        first,
+        last,
+        source,
+        codes,
+        scales,
+        total,
+        rows,
+        blocks,
+        scale_rows,
+        scale_columns,
+        parts,
+        SOURCE,
+        PER_ROW,
+        WEIGHT,
+        SWIZZLED,
+        ROWS,
+        BLOCKS,
+        PARTS,
+        CONVERT,
+    )
+
+
+def rope_quantize(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inverse: bool,
+    groups: int,
+    global_scale: torch.Tensor | None,
+    scaling: str,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.rope.rope_quantize``."""
+    tokens, heads, dims = x.shape
+    columns = heads * dims // groups
+    out = Output.empty(x.new_empty((tokens, groups, 0)), columns, global_scale, scaling, layout)
+    if out.codes.numel() == 0:
+        return out.without_rows()
+    rows = _rows.as_rows(x.reshape(tokens, heads * dims))
+    cos, sin, _ = _rotation.tables(rows, cos, sin)
+    with _launch.on(x):
+        _rope_quantize_kernel[out.grid](
+            rows,
+            rows.stride(0),
+            cos,
+            sin,
+            cos.stride(0),
+            *out.arguments,
+            DIM=dims,
+            KEPT=dims - 2 * cos.shape[1],
+            INVERSE=inverse,
+            **out.options,
+        )
+    return out.tensors
