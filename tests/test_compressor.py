@@ -15,6 +15,7 @@ from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_r
 from dsv4.testing.strategies import normal, partitions, seeds, strided
 
 # (ratio, overlap): both kinds, also where the ratio is no power of two.
+KERNELS = ("triton",)
 KINDS = [(4, True), (8, False), (3, True), (5, False), (1, False), (1, True)]
 kinds = st.sampled_from(KINDS)
 

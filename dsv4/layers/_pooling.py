@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.cache import CacheStep
+from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, ModelConfig
 from dsv4.layers._module import FixedDtypeModule
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
-from dsv4.ops.compressor import compressor_update, pool_windows
-from dsv4.ops.kv_cache import Pages, fake_quantize_kv, write_kv
+from dsv4.ops.compressor import compress_write, pool_windows
+from dsv4.ops.kv_cache import Pages, fake_quantize_kv
 from dsv4.ops.rope import rope
 
 
@@ -102,13 +102,19 @@ class PoolingModule(FixedDtypeModule):
         entries = self._finish(pooled, positions.expand(batch, windows), dtype)
         return self._stored(entries)
 
-    def _paged_entries(
-        self, hidden_states: torch.Tensor, step: CacheStep, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Entries closed by this batch, their sequences and their numbers; -1 marks unused rows."""
+    def _compress(
+        self,
+        hidden_states: torch.Tensor,
+        batch: Batch,
+        state: torch.Tensor,
+        pages: Pages,
+        page_table: torch.Tensor,
+        rotate_quantize: bool = False,
+    ) -> None:
+        """Update ``state`` with ``hidden_states [T, H]``, store the entries that closed."""
         kv, score = self._project(hidden_states)
-        batch = step.batch
-        pooled, positions, sequences = compressor_update(
+        dtype = hidden_states.dtype
+        compress_write(
             kv,
             score,
             self.position_bias,
@@ -116,20 +122,26 @@ class PoolingModule(FixedDtypeModule):
             batch.cu_seqlens,
             batch.starts,
             batch.sequences,
+            self.kv_norm.weight,
+            self.rotary_emb.inv_freq(kv.device, self.rope_layer_type),
+            pages,
+            page_table,
             overlap=self.overlap,
+            eps=self.kv_norm.variance_epsilon,
+            rotate_quantize=rotate_quantize,
+            dtype=dtype,
+            table_dtype=self.rotary_emb.table_dtype(dtype),
         )
-        entries = self._finish(pooled, positions.clamp(min=0), hidden_states.dtype)
-        numbers = positions.div(self.compress_rate, rounding_mode="floor")
-        return entries, sequences, numbers
 
     def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
         """Update the state with ``hidden_states [T, H]`` and store the entries that closed."""
         layer = step.cache.layers[layer_idx]
         assert layer.state is not None
         assert layer.compressed is not None
-        entries, sequences, numbers = self._paged_entries(hidden_states, step, layer.state)
-        slots = layer.compressed_write_slots(sequences, numbers)
-        write_kv(layer.compressed, entries, slots)
+        assert layer.compressed_table is not None
+        self._compress(
+            hidden_states, step.batch, layer.state, layer.compressed, layer.compressed_table
+        )
 
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:
         """How many entries a token at each position may see, itself included in the last."""

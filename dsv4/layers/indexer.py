@@ -12,7 +12,6 @@ from dsv4.config import CSA, ModelConfig
 from dsv4.layers._pooling import PoolingModule, plain_pages
 from dsv4.layers.linear import Linear
 from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
-from dsv4.ops.kv_cache import write_kv
 
 
 class DeepseekV4IndexerScorer(nn.Module):
@@ -75,9 +74,15 @@ class DeepseekV4Indexer(PoolingModule):
         layer = step.cache.layers[layer_idx]
         assert layer.indexer_state is not None
         assert layer.indexer_pages is not None
-        keys, sequences, numbers = self._paged_entries(hidden_states, step, layer.indexer_state)
-        slots = layer.compressed_write_slots(sequences, numbers)
-        write_kv(layer.indexer_pages, self._stored(keys), slots)
+        assert layer.compressed_table is not None
+        self._compress(
+            hidden_states,
+            step.batch,
+            layer.indexer_state,
+            layer.indexer_pages,
+            layer.compressed_table,
+            rotate_quantize=self.numerics == "deepseek",
+        )
 
     def select_paged(
         self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int

@@ -46,6 +46,10 @@ class DeepseekV4RotaryEmbedding(nn.Module):
             self._frequencies[device, layer_type] = made
         return made
 
+    def table_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of cosines and sines in a model of ``dtype``: its own, or float32 always."""
+        return dtype if self.numerics == "transformers" else torch.float32
+
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "main"
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +69,5 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         """
         frequencies = self.inv_freq(x.device, layer_type)
         cos, sin = rope_tables(position_ids.to(x.device), frequencies)
-        if self.numerics == "transformers":
-            return cos.to(x.dtype), sin.to(x.dtype)
-        return cos, sin
+        dtype = self.table_dtype(x.dtype)
+        return cos.to(dtype), sin.to(dtype)

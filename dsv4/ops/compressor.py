@@ -6,6 +6,10 @@ import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops.kv_cache import check_pages
+from dsv4.pages import Pages
+
+_ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def _pool_fake(
@@ -41,15 +45,51 @@ def _update_fake(
     )
 
 
+def _write_fake(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    norm_weight: torch.Tensor,
+    inv_freq: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    overlap: bool,
+    eps: float,
+    rotate_quantize: bool,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    backend: str,
+) -> None:
+    return None
+
+
+_TOKENS = (
+    "Tensor kv, Tensor score, Tensor ape, Tensor(a!) state, Tensor cu_seqlens, Tensor starts, "
+    "Tensor sequences"
+)
 _pool_windows = define(
     "pool_windows(Tensor kv, Tensor score, Tensor? previous_kv, Tensor? previous_score, "
     "bool overlap, str backend) -> Tensor",
     _pool_fake,
 )
 _compressor_update = define(
-    "compressor_update(Tensor kv, Tensor score, Tensor ape, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor starts, Tensor sequences, bool overlap, str backend) -> (Tensor, Tensor, Tensor)",
+    f"compressor_update({_TOKENS}, bool overlap, str backend) -> (Tensor, Tensor, Tensor)",
     _update_fake,
+)
+_compress_write = define(
+    f"compress_write({_TOKENS}, Tensor norm_weight, Tensor inv_freq, Tensor(b!) data, "
+    "int page_size, str entry_format, int head_dim, int rope_dim, Tensor page_table, "
+    "bool overlap, float eps, bool rotate_quantize, ScalarType dtype, ScalarType table_dtype, "
+    "str backend) -> ()",
+    _write_fake,
 )
 
 
@@ -126,8 +166,9 @@ def compressor_update(
 
     Entry b of the batch has the tokens ``cu_seqlens[b] : cu_seqlens[b+1]`` at the positions
     ``starts[b], starts[b] + 1, ...``. An entry without tokens is ignored, its ``starts`` and
-    ``sequences`` may be anything. Tokens past ``cu_seqlens[B]`` are ignored. ``starts[b] == 0``
-    begins a new sequence whatever the state holds.
+    ``sequences`` may be anything; so is one with a negative ``sequences`` (padding), and so are
+    tokens past ``cu_seqlens[B]``. ``starts[b] == 0`` begins a new sequence whatever the state
+    holds.
 
     Args:
         kv: ``[T, c*d]``; c is 2 with overlap, else 1.
@@ -153,6 +194,119 @@ def compressor_update(
         ValueError: if a shape differs or the width is odd with overlap.
     """
     op = "compressor_update"
+    _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
+    return _compressor_update(
+        kv, score, ape, state, cu_seqlens, starts, sequences, overlap, backend
+    )
+
+
+def compress_write(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    norm_weight: torch.Tensor,
+    inv_freq: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    *,
+    overlap: bool,
+    eps: float = 1e-6,
+    rotate_quantize: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    table_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+) -> None:
+    """From a compressor's projections to entries in the cache (specification sections 5.2, 5.3).
+
+    ``pooled, positions, sequence = compressor_update(...)``, then for every entry that closed
+    ``rope(rms_norm(pooled.to(dtype), norm_weight, eps), *rope_tables(positions, inv_freq))``, then
+    ``indexer_rotate_quantize`` if asked, then ``write_kv``, with the roundings to ``dtype`` that
+    the parts make. The entry at ``positions`` is number ``positions / m`` of its sequence and lies
+    where ``entry_slots`` finds it; one whose page is negative or that lies past the table is
+    skipped. Mutates ``state`` in the rows ``sequences``, and the pages.
+
+    Args:
+        kv: ``[T, c*d]``; see ``compressor_update``, as for the six that follow.
+        score: ``[T, c*d]``, WITHOUT ape.
+        ape: ``[m, c*d]``.
+        state: ``[S, slots, 2, c*d]`` float32 or float64.
+        cu_seqlens: ``[B+1]`` int.
+        starts: ``[B]`` int.
+        sequences: ``[B]`` int, rows of ``state`` and of ``page_table``; negative: padding.
+        norm_weight: ``[d]``.
+        inv_freq: ``[R/2]`` float32, of the rotation of the last R dims, ``R <= d``.
+        pages: Where to; ``pages.head_dim`` is d.
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on of a sequence.
+        overlap: Whether windows overlap.
+        eps: Of the norm.
+        rotate_quantize: Whether the Hadamard transform and the rounding to FP4 follow.
+        dtype: Of the entries before they are stored: bfloat16, float32 or float64.
+        table_dtype: What cosines and sines are rounded to; transformers takes the model's dtype.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Raises:
+        TypeError: if a dtype is none of these.
+        ValueError: if a shape differs, the width is odd with overlap, R is more than d, d is not a
+            power of two of at least 32 with ``rotate_quantize``, or the tensors are on different
+            devices.
+        IndexError: if an entry's page lies past the last (on the CPU; undefined on a GPU).
+    """
+    op = "compress_write"
+    _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
+    _check.floating(op, "norm_weight", norm_weight)
+    _check.dtype(op, "inv_freq", inv_freq, torch.float32)
+    _check.integer(op, "page_table", page_table)
+    check_pages(op, "pages", pages)
+    width = kv.shape[1] // 2 if overlap else kv.shape[1]
+    _check.shape(op, "norm_weight", norm_weight, [width])
+    _check.shape(op, "inv_freq", inv_freq, [None])
+    _check.shape(op, "page_table", page_table, [None, None])
+    _check.same_device(op, kv=kv, norm_weight=norm_weight, inv_freq=inv_freq, pages=pages.data)
+    _check.same_device(op, kv=kv, page_table=page_table)
+    _check_entries(op, width, pages.head_dim, inv_freq, rotate_quantize)
+    for name, value in (("dtype", dtype), ("table_dtype", table_dtype)):
+        if value not in _ENTRY_FLOATS:
+            raise TypeError(f"{op}: {name} is {value}, wanted bfloat16, float32 or float64")
+    _compress_write(
+        kv,
+        score,
+        ape,
+        state,
+        cu_seqlens,
+        starts,
+        sequences,
+        norm_weight,
+        inv_freq,
+        pages.data,
+        pages.page_size,
+        pages.entry_format,
+        pages.head_dim,
+        pages.rope_dim,
+        page_table,
+        overlap,
+        eps,
+        rotate_quantize,
+        dtype,
+        table_dtype,
+        backend,
+    )
+
+
+def _check_tokens(
+    op: str,
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    overlap: bool,
+) -> None:
     for name, tensor in (("kv", kv), ("score", score), ("ape", ape)):
         _check.floating(op, name, tensor)
     _check.dtype(op, "state", state, torch.float32, torch.float64)
@@ -171,9 +325,24 @@ def compressor_update(
     _check_overlap(op, kv, overlap)
     _check.same_device(op, kv=kv, score=score, ape=ape, state=state, cu_seqlens=cu_seqlens)
     _check.same_device(op, kv=kv, starts=starts, sequences=sequences)
-    return _compressor_update(
-        kv, score, ape, state, cu_seqlens, starts, sequences, overlap, backend
-    )
+
+
+def _check_entries(
+    op: str, width: int, head_dim: int, inv_freq: torch.Tensor, rotate_quantize: bool
+) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if head_dim != width:
+        raise ValueError(f"{op}: pages has head_dim {head_dim}, wanted {width} (dims of an entry)")
+    if 2 * inv_freq.shape[0] > width:
+        raise ValueError(
+            f"{op}: inv_freq has shape {list(inv_freq.shape)}, wanted [R/2] with R <= {width} "
+            "(dims of an entry)"
+        )
+    if rotate_quantize and (width < 32 or width & (width - 1)):
+        raise ValueError(
+            f"{op}: entries have {width} dims, wanted a power of two >= 32 with rotate_quantize"
+        )
 
 
 def _check_overlap(op: str, kv: torch.Tensor, overlap: bool) -> None:

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.ops.rope import rope_tables
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._scatter import put_rows
+from dsv4.reference.indexer import indexer_rotate_quantize
+from dsv4.reference.kv_cache import write_kv
+from dsv4.reference.norm import rms_norm
+from dsv4.reference.rope import rope
+from dsv4.reference.slots import entry_slots
 
 _ABSENT = float("-inf")
 
@@ -94,7 +100,8 @@ def compressor_update(
         return state.new_zeros(bound, kv.shape[-1] // (1 + overlap)), none, none.clone()
     cu = cu_seqlens.to(torch.int64)
     source = _source(kv, score, ape, state, cu, starts.to(torch.int64), sequences)
-    b, window, used = _closed_windows(source, bound)
+    padding = (sequences < 0) | (cu.diff() <= 0)
+    b, window, used = _closed_windows(source, padding, bound)
     pooled = _pool_rows(source, b, window, overlap).masked_fill(~used.unsqueeze(-1), 0)
     _store_state(source, state, sequences, cu)
     positions = torch.where(used, window * ratio, -1)
@@ -131,13 +138,16 @@ def _source(
     )
 
 
-def _closed_windows(source: _Source, bound: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _closed_windows(
+    source: _Source, padding: torch.Tensor, bound: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # For each of the output rows: entry of the batch, window number, and whether it is used.
     first = source.start // source.ratio
-    total = (source.end // source.ratio - first).cumsum(0)
+    count = (source.end // source.ratio - first).masked_fill(padding, 0)
+    total = count.cumsum(0)
     row = torch.arange(bound, device=total.device)
     b = torch.searchsorted(total, row, right=True).clamp(max=total.shape[0] - 1)
-    before = total[b] - (source.end[b] // source.ratio - first[b])
+    before = total[b] - count[b]
     return b, first[b] + row - before, row < total[-1]
 
 
@@ -169,3 +179,40 @@ def _store_state(
     rows = source.rows(b, position)
     new = torch.stack((source.kv[rows], source.score[rows]), dim=2)
     put_rows(state, torch.where(cu.diff() > 0, sequences.to(torch.int64), -1), new)
+
+
+def compress_write(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    norm_weight: torch.Tensor,
+    inv_freq: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    overlap: bool,
+    eps: float,
+    rotate_quantize: bool,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+) -> None:
+    """See ``dsv4.ops.compressor.compress_write``."""
+    pooled, positions, sequence = compressor_update(
+        kv, score, ape, state, cu_seqlens, starts, sequences, overlap
+    )
+    normed = rms_norm(pooled.to(dtype), norm_weight, eps)
+    # A row that is not used holds -1; a position below 0 has no table.
+    tables = (t.to(table_dtype) for t in rope_tables(positions.clamp(min=0), inv_freq))
+    entries = rope(normed, *tables, False)
+    if rotate_quantize:
+        entries = indexer_rotate_quantize(entries)
+    number = positions.div(ape.shape[0], rounding_mode="floor")
+    slots = entry_slots(page_table, page_size, sequence, number)
+    write_kv(data, page_size, entry_format, head_dim, rope_dim, entries, slots)

@@ -148,9 +148,9 @@ MUTANTS = (
     Mutant(
         "T3",
         "entries of the paged cache rotated at their number",
-        LAYERS + "_pooling.py",
-        "self._finish(pooled, positions.clamp(min=0), hidden_states.dtype)",
-        "self._finish(pooled, positions.clamp(min=0) // self.compress_rate, hidden_states.dtype)",
+        REFERENCE + "compressor.py",
+        "rope_tables(positions.clamp(min=0), inv_freq)",
+        "rope_tables(positions.clamp(min=0) // ape.shape[0], inv_freq)",
         MODEL_CHUNKS,
     ),
     Mutant(
