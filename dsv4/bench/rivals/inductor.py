@@ -1,7 +1,9 @@
 """``torch.compile`` of the reference: what PyTorch makes of an operator's definition.
 
 An operator itself is opaque to the compiler, so its plain PyTorch implementation is compiled, on
-the operator's schema arguments. It is compiled whole: one graph without returns to Python.
+the operator's schema arguments. It is compiled whole: one graph without returns to Python. The
+compiler divides approximately and drops a rounding between two steps that it joins, so up to two
+codes or scales in a hundred are not those of the operator.
 Operators whose time is a matrix product are left out; their reference is no way to compute one.
 """
 

@@ -1,7 +1,8 @@
 """TileKernels: DeepSeek's own kernels in TileLang.
 
-Each is compiled with the CUDA compiler when first used, which takes seconds. They run as the
-library has them by default, without programmatic dependent launch. Seen with tile_kernels 2.1.0:
+Each is compiled with the CUDA compiler when first used, in a second or two. They run as the
+library has them by default, without programmatic dependent launch. Seen with tile_kernels 2.1.0,
+which runs with PyTorch 2.11 and CUDA 13.0 though it asks for later ones:
 
 - The product with ``fn`` of the hyper-connections, and that of the router, are not in the library:
   "(no product)" is given it, in as many parts as the library's reduction takes by default.
