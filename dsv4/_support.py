@@ -147,8 +147,8 @@ def rope(call: Call) -> str | None:
     if call.op != "rope_quantize":
         return None
     (tokens, heads, dims), groups = call.args[0].shape, call.args[4]
-    if dims % 8:
-        return f"heads have {dims} dims, wanted a multiple of 8"
+    if dims % 16:
+        return f"heads have {dims} dims, wanted a multiple of 16"
     if call.args[6] == "token" and heads * dims // groups > LARGEST_ROW:
         return f"a row has {heads * dims // groups} columns, a kernel holds at most {LARGEST_ROW}"
     if tokens > _LARGEST_GRID:

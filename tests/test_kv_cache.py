@@ -167,6 +167,7 @@ def test_zero_group_has_the_smallest_scale(device):
     assert not pages.data[0, :576].any()
 
 
+@settings(max_examples=20)
 @given(dims, seeds(), st.sampled_from([float("nan"), float("inf"), -float("inf")]), st.data())
 def test_nan_stays_in_its_own_group(device, dims, seed, bad, data):
     head_dim, rope_dim = dims
@@ -330,6 +331,7 @@ def test_empty_batch_and_empty_pool(device, entry_format):
     assert fake_quantize_kv(torch.zeros(0, 40, device=device), 8).shape == (0, 40)
 
 
+@settings(max_examples=20)
 @given(seeds(), st.sampled_from(["fp8", "plain"]))
 def test_strided_input(device, seed, entry_format):
     x = normal(seed, (3, 48)).to(device)

@@ -24,7 +24,7 @@ from dsv4.triton.norm import inverse_rms
 
 def _tile(entries: int) -> dict[str, int]:
     """Entries per program: one while there are few; more than that start too slowly one by one."""
-    return {"ROWS": 1, "num_warps": 4} if entries <= 512 else {"ROWS": 4, "num_warps": 8}
+    return {"ROWS": 1, "num_warps": 4} if entries <= 512 else {"ROWS": 4, "num_warps": 4}
 
 
 def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:

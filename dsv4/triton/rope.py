@@ -89,20 +89,29 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
 
 @triton.jit
 def _load_turned(
-    x, cos, sin, column, inside, DIM: tl.constexpr, KEPT: tl.constexpr, INVERSE: tl.constexpr
+    x,
+    cos,
+    sin,
+    block,
+    inside,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    KEPT: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
-    """8 columns each from ``column [N]`` of a token's joined heads on, turned: ``[N, 8]``, float32.
+    """First (HALF 0) or last 8 columns of blocks of 16 of a token's heads, turned: ``[N, 8]``.
 
-    8 columns lie in one head, and pairs begin at even ones: DIM is a multiple of 8, KEPT of 2.
+    A block lies in one head, and pairs begin at even columns: DIM is a multiple of 16, KEPT of 2.
     """
     eight, four = tl.arange(0, 8)[None, :], tl.arange(0, 4)[None, :]
-    values = tl.load(x + column[:, None] + eight, mask=inside[:, None], other=0.0)
-    first = (column % DIM).to(tl.int32)[:, None] - KEPT
-    pair = first // 2 + four
-    c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (first + 2 * four >= 0), INVERSE)
+    column = block[:, None] * 16 + HALF * 8 + eight
+    values = tl.load(x + column, mask=inside[:, None], other=0.0)
+    in_head = (block % (DIM // 16)).to(tl.int32)[:, None]
+    pair = in_head * 8 + (HALF * 4 - KEPT // 2) + four
+    c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
     turned = rounded(rotate(widen(values), c, s), x.dtype.element_ty)
-    # A pair that holds an Inf would become NaN by a turn of 0.
-    return tl.where(first + eight >= 0, turned, widen(values))
+    # A zero's sign could change by a turn of 0.
+    return tl.where(in_head * 16 + HALF * 8 + eight >= KEPT, turned, widen(values))
 
 
 @triton.jit
@@ -139,9 +148,9 @@ def _rope_quantize_kernel(
     token, row, block = tile_places(ROWS, BLOCKS)
     inside = (row < rows) & (block < blocks)
     x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
-    column = (row * blocks + block) * 16
-    first = _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
-    last = _load_turned(x, cos, sin, column + 8, inside, DIM, KEPT, INVERSE)
+    block = row * blocks + block
+    first = _load_turned(x, cos, sin, block, inside, 0, DIM, KEPT, INVERSE)
+    last = _load_turned(x, cos, sin, block, inside, 1, DIM, KEPT, INVERSE)
     quantize_tile(
         first,
         last,
