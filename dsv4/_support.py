@@ -58,6 +58,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def not_four_streams(call: Call) -> str | None:
+    """Why the kernels of hyper-connections cannot run a call, beyond ``triton``, or None."""
+    streams = call.args[1] if call.op.startswith("hc_post") else call.args[0]
+    if streams.shape[-2] != 4:
+        return f"there are {streams.shape[-2]} streams, the kernels mix 4"
+    return None
+
+
 def _fused_write(head_dim: int, rope_dim: int, rotated: int, plain: bool) -> str | None:
     if head_dim % 2:
         return f"entries have {head_dim} dims, wanted an even number"
@@ -156,3 +164,26 @@ def rope(call: Call) -> str | None:
     if call.device.type == "cuda" and _capability(call.device) < (8, 9):
         return "the GPU has no E4M3 conversions, which need compute capability 8.9"
     return None
+
+
+def wide_result(call: Call) -> str | None:
+    """Why no kernel can run a call that names a dtype of its result, or None."""
+    if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
+        return "the result is float64, which only the reference computes in"
+    return None
+
+
+MOST_EXPERTS = 4094
+
+
+def moe(call: Call) -> str | None:
+    """Why the kernels of the experts' rows cannot run a call, beyond ``triton``, or None."""
+    if call.op == "moe_permute" and call.args[3] > MOST_EXPERTS:
+        return f"there are {call.args[3]} experts, and a kernel sorts at most {MOST_EXPERTS}"
+    if call.op == "moe_gather_quantize":
+        if call.device.type == "cuda" and _capability(call.device) < (8, 9):
+            return "the GPU has no E4M3 conversions, which need compute capability 8.9"
+        if call.args[0].shape[1] > LARGEST_ROW:
+            columns = call.args[0].shape[1]
+            return f"a row has {columns} columns, and a kernel holds at most {LARGEST_ROW}"
+    return wide_result(call)

@@ -115,6 +115,7 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
+_MOE = ("moe_permute", "moe_gather", "moe_gather_quantize", "moe_combine")
 _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
 
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
@@ -136,9 +137,22 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("rope", "rope", "rope_quantize"),
     *_triton("swiglu", "swiglu", "swiglu_quantize", unless=_support.swiglu),
     *_reference("swiglu", "swiglu", "swiglu_quantize"),
+    *_triton("router", "route_topk", "route_hash", unless=_support.wide_result),
     *_reference("router", "route_topk", "route_hash"),
-    *_reference("moe", "moe_permute", "moe_gather", "moe_combine"),
-    *_reference("hyper_connection", "hc_pre", "hc_post", "hc_head"),
+    *_triton("moe", *_MOE, unless=_support.moe),
+    *_reference("moe", *_MOE),
+    *_triton(
+        "hyper_connection",
+        "hc_pre",
+        "hc_post",
+        "hc_head",
+        "hc_pre_norm",
+        "hc_post_pre_norm",
+        unless=_support.not_four_streams,
+    ),
+    *_reference(
+        "hyper_connection", "hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm"
+    ),
     *_triton("compressor", "pool_windows", "compressor_update"),
     *_triton("compressor", "compress_write", unless=_support.compress_write),
     *_reference("compressor", "pool_windows", "compressor_update", "compress_write"),

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.norm import rms_norm
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
 
+KERNELS = ("triton",)
 U = unit_roundoff(torch.float32)
 EPS = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 PRE = {**EPS, "iterations": 20}
@@ -89,7 +91,7 @@ cases = st.fixed_dictionaries(
         "seed": fuzz.seeds(),
         "exponent": fuzz.magnitudes(-20, 20),
         "tokens": fuzz.rows(4),
-        "n": st.integers(1, 5),
+        "n": st.sampled_from([1, 2, 3, 4, 4, 4, 5]),
         "hidden": st.integers(1, 6),
         "hc_eps": st.sampled_from([1e-6, 1e-2]),
         "iterations": st.sampled_from([1, 2, 3, 20]),
@@ -471,3 +473,164 @@ def test_bad_arguments_are_named(device):
         hc_post(y, streams, post, post)
     with pytest.raises(TypeError, match=r"hc_post: comb has dtype bool"):
         hc_post(y, streams, post, comb.bool())
+
+
+four = st.fixed_dictionaries(
+    {
+        "seed": fuzz.seeds(),
+        "exponent": st.just(0),
+        "tokens": fuzz.rows(4),
+        "n": st.sampled_from([4, 4, 4, 3]),
+        "hidden": st.sampled_from([1, 5, 32, 33, 70, 130]),
+    }
+)
+
+
+def write_back(case, device, dtype):
+    """The output of a sublayer, and the post and comb to write it back with."""
+    t, n, hidden, seed = case["tokens"], case["n"], case["hidden"], case["seed"]
+    y = fuzz.normal(seed + 4, (t, hidden), dtype).to(device)
+    post = fuzz.normal(seed + 5, (t, n)).sigmoid().to(device)
+    return y, 2 * post, fuzz.normal(seed + 6, (t, n, n)).softmax(-1).to(device)
+
+
+def assert_is_pre_then_norm(got, streams, fn, scale, base, weight, dtype):
+    """``got`` of hc_pre_norm against its parts, which have tests of their own.
+
+    The sums over the splits and over the row may run in another order: a few units of float32,
+    which the Sinkhorn steps carry along; and one more rounding of the collapsed row.
+    """
+    normed, post, comb = got
+    parts = hc_pre(streams, fn, scale, base, **PRE)
+    slack = 64 * U * (1 + fn.abs().sum(-1).max())
+    assert_within_budget(post, parts[1], slack, "post")
+    assert_within_budget(comb, parts[2], 40 * slack, "comb")
+    truth = rms_norm(parts[0].double(), weight.double(), 1e-6)
+    allowed = 4 * unit_roundoff(dtype) + slack
+    size = truth.abs() + truth.abs().amax(-1, keepdim=True)
+    assert_within_budget(normed, truth, allowed * size + 1e-30, "normed")
+
+
+@given(case=four, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_pre_norm_is_pre_then_norm(device, case, dtype):
+    streams, fn, scale, base = build(case, device, dtype)
+    weight = fuzz.normal(case["seed"] + 9, (case["hidden"],), dtype).to(device)
+    got = hc_pre_norm(streams, fn, scale, base, weight, **PRE)
+    assert_is_pre_then_norm(got, streams, fn, scale, base, weight, dtype)
+
+
+@given(case=four, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_post_pre_norm_is_its_parts(device, case, dtype):
+    """The streams bit for bit, and the rest of the streams as they are returned."""
+    streams, fn, scale, base = build(case, device, dtype)
+    weight = fuzz.normal(case["seed"] + 9, (case["hidden"],), dtype).to(device)
+    back = write_back(case, device, dtype)
+    mixed, *got = hc_post_pre_norm(back[0], streams, *back[1:], fn, scale, base, weight, **PRE)
+    assert_bitwise(mixed, hc_post(back[0], streams, *back[1:]), "streams")
+    assert_is_pre_then_norm(got, mixed, fn, scale, base, weight, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 65, 90])
+@pytest.mark.parametrize("hidden", [96, 520])
+def test_every_way_to_split_the_work(device, tokens, hidden):
+    """Programs of 16 and of 64 tokens, slices with and without a rest: in budget of float64."""
+    case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
+    streams, fn, scale, base = build(case, device, torch.bfloat16)
+    fn = fn / (4 * hidden) ** 0.5
+    got, truth = (hc_pre(x, fn, scale, base, **PRE) for x in (streams, streams.double()))
+    error = logit_budget(streams, fn, scale, base).amax()
+    assert_within_budget(got[1], truth[1], error + 16 * U, "post")
+    assert_within_budget(got[2], truth[2], 100 * (error + 16 * U), "comb")
+    size = 4 * (unit_roundoff(torch.bfloat16) + error) * streams.double().abs().sum(1)
+    assert_within_budget(got[0], truth[0], size, "collapsed")
+
+
+def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
+    """One token to a thread gives what one token to a program gives, up to the order of sums."""
+    pytest.importorskip("triton")
+    from dsv4.triton import hyper_connection as kernels
+
+    case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
+    args = build(case, device, torch.bfloat16)
+    few = hc_pre(*args, **PRE)
+    monkeypatch.setattr(kernels, "_MANY", 1)
+    many = hc_pre(*args, **PRE)
+    for got, want in zip(many, few, strict=True):
+        assert_within_budget(got, want.double(), 1e-4 * want.double().abs() + 1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_a_bad_row_stays_alone_between_sublayers(device, bad):
+    case = {"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 48}
+    streams, fn, scale, base = build(case, device, torch.float32)
+    weight = torch.ones(48, device=device)
+    y, post, comb = write_back(case, device, torch.float32)
+    clean = hc_post_pre_norm(y, streams, post, comb, fn, scale, base, weight, **PRE)
+    streams[2, 1, 3] = bad
+    got = hc_post_pre_norm(y, streams, post, comb, fn, scale, base, weight, **PRE)
+    rest = [0, 1, 3, 4]
+    for name, a, b in zip(("streams", "normed", "post", "comb"), got, clean, strict=True):
+        assert_bitwise(a[rest], b[rest], name)
+        assert name == "streams" or a[2].isnan().all(), name
+
+
+def fused_arguments(device, dtype=torch.bfloat16, tokens=3):
+    case = {"seed": 0, "exponent": 0, "tokens": tokens, "n": 4, "hidden": 48}
+    streams, fn, scale, base = build(case, device, dtype)
+    weight = torch.ones(48, dtype=dtype, device=device)
+    y, post, comb = write_back(case, device, dtype)
+    return (y, streams, post, comb, fn, scale, base, weight, 1e-6, 1e-6, 20, "auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_opcheck_of_fused(device, dtype):
+    args = fused_arguments(device, dtype)
+    torch.library.opcheck(torch.ops.dsv4.hc_post_pre_norm.default, args)
+    pre = (args[1], *args[4:])
+    torch.library.opcheck(torch.ops.dsv4.hc_pre_norm.default, pre)
+
+
+def test_fused_compiles_without_graph_breaks(device):
+    def between(*args):
+        return hc_post_pre_norm(*args[:8], **PRE)
+
+    compiled = torch.compile(between, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 3):
+        args = fused_arguments(device, tokens=tokens)
+        for got, want in zip(compiled(*args), between(*args), strict=True):
+            assert_bitwise(got, want)
+
+
+def test_bad_arguments_of_fused_are_named():
+    args = list(fused_arguments(torch.device("cpu"))[:8])
+    with pytest.raises(ValueError, match=r"norm_weight has shape \[47\], wanted \[48\]"):
+        hc_post_pre_norm(*args[:7], args[7][:47], **PRE)
+    with pytest.raises(ValueError, match=r"hc_post_pre_norm: y has shape \[2, 48\]"):
+        hc_post_pre_norm(args[0][:2], *args[1:], **PRE)
+    with pytest.raises(ValueError, match=r"hc_pre_norm: iterations is 0"):
+        hc_pre_norm(args[1], *args[4:], **EPS, iterations=0)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_its_inputs():
+    device = torch.device("cuda")
+    case = {"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 4096}
+    streams, fn, scale, base = build(case, device, torch.bfloat16)
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
+    back = write_back(case, device, torch.bfloat16)
+
+    def chain():
+        return hc_post_pre_norm(back[0], streams, *back[1:], fn, scale, base, weight, **PRE)
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for seed in range(5):
+        streams.copy_(fuzz.normal(seed, tuple(streams.shape)))
+        back[0].copy_(fuzz.normal(seed + 1, tuple(back[0].shape)))
+        for tensor in out:
+            tensor.view(torch.uint8).fill_(0xA5)
+        graph.replay()
+        for got, want in zip(out, chain(), strict=True):
+            assert_bitwise(got, want)

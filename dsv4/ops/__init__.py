@@ -10,10 +10,10 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
-from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
+from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute
 from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_quantize, rope_tables
@@ -32,13 +32,16 @@ __all__ = [
     "grouped_gemm",
     "hc_head",
     "hc_post",
+    "hc_post_pre_norm",
     "hc_pre",
+    "hc_pre_norm",
     "head_norm_rope_",
     "indexer_queries",
     "indexer_rotate_quantize",
     "indexer_select",
     "moe_combine",
     "moe_gather",
+    "moe_gather_quantize",
     "moe_permute",
     "norm_rope_write_kv",
     "pool_windows",

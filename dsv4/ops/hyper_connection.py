@@ -35,6 +35,38 @@ def _fake_post(
     return torch.empty_like(streams, memory_format=torch.contiguous_format)
 
 
+def _fake_pre_norm(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    backend: str,
+) -> Pre:
+    return _fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+
+
+def _fake_post_pre_norm(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixed = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    return mixed, *_fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+
+
 def _fake_head(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -55,6 +87,17 @@ _hc_pre = define(
 _hc_post = define(
     "hc_post(Tensor y, Tensor streams, Tensor post, Tensor comb, str backend) -> Tensor",
     _fake_post,
+)
+_hc_pre_norm = define(
+    "hc_pre_norm(Tensor streams, Tensor fn, Tensor scale, Tensor base, Tensor norm_weight, "
+    "float norm_eps, float hc_eps, int iterations, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_pre_norm,
+)
+_hc_post_pre_norm = define(
+    "hc_post_pre_norm(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, "
+    "Tensor scale, Tensor base, Tensor norm_weight, float norm_eps, float hc_eps, "
+    "int iterations, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_post_pre_norm,
 )
 _hc_head = define(
     "hc_head(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float hc_eps, "
@@ -101,15 +144,7 @@ def hc_pre(
         ValueError: if a shape does not fit, ``iterations`` is below 1, or a tensor is on another
             device.
     """
-    n = _check_streams("hc_pre", streams)
-    _check_parameters("hc_pre", streams, fn=fn, scale=scale, base=base)
-    if not torch.compiler.is_compiling():
-        rows = (2 + n) * n
-        _check.shape("hc_pre", "fn", fn, [rows, n * streams.shape[-1]])
-        _check.shape("hc_pre", "scale", scale, [3])
-        _check.shape("hc_pre", "base", base, [rows])
-    if iterations < 1:
-        raise ValueError(f"hc_pre: iterations is {iterations}, wanted at least 1")
+    _check_pre("hc_pre", streams, fn, scale, base, iterations)
     return _hc_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
 
 
@@ -140,14 +175,109 @@ def hc_post(
         TypeError: if a dtype is not a floating type of at least 16 bits.
         ValueError: if a shape does not fit or a tensor is on another device.
     """
-    _check_streams("hc_post", streams)
-    _check_parameters("hc_post", streams, y=y, post=post, comb=comb)
-    if not torch.compiler.is_compiling():
-        *lead, n, hidden = streams.shape
-        _check.shape("hc_post", "y", y, [*lead, hidden])
-        _check.shape("hc_post", "post", post, [*lead, n])
-        _check.shape("hc_post", "comb", comb, [*lead, n, n])
+    _check_post("hc_post", y, streams, post, comb)
     return _hc_post(y, streams, post, comb, backend)
+
+
+def hc_pre_norm(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    backend: str = "auto",
+) -> Pre:
+    """``hc_pre``, and the RMS norm of the sublayer that follows: sections 3.2 and 2.
+
+    Args:
+        streams: As in ``hc_pre``; so are ``fn``, ``scale``, ``base``, ``hc_eps``, ``iterations``.
+        fn: ``[(2 + n) n, n H]``.
+        scale: ``[3]``.
+        base: ``[(2 + n) n]``.
+        norm_weight: ``[H]``, floating, of the norm.
+        norm_eps: Added to both mean squares, that of the streams and that of the norm.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations in total.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(normed [..., H], post [..., n], comb [..., n, n])``: the collapsed streams, rounded to
+        their dtype, then their norm, rounded again; post and comb as in ``hc_pre``.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit, ``iterations`` is below 1, or a tensor is on another
+            device.
+    """
+    _check_pre("hc_pre_norm", streams, fn, scale, base, iterations)
+    _check_norm("hc_pre_norm", streams, norm_weight)
+    return _hc_pre_norm(
+        streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations, backend
+    )
+
+
+def hc_post_pre_norm(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Between two sublayers: ``hc_post`` of the one, ``hc_pre_norm`` of the next.
+
+    Args:
+        y: ``[..., H]``, the output of the sublayer before.
+        streams: ``[..., n, H]`` that its ``hc_pre`` saw.
+        post: ``[..., n]`` from there.
+        comb: ``[..., n, n]`` from there.
+        fn: ``[(2 + n) n, n H]`` of the next sublayer; so are the others.
+        scale: ``[3]``.
+        base: ``[(2 + n) n]``.
+        norm_weight: ``[H]``.
+        norm_eps: As in ``hc_pre_norm``.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations in total.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(streams [..., n, H], normed [..., H], post [..., n], comb [..., n, n])``, all new; the
+        product with ``fn`` is that of the streams as they are returned, rounded.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit, ``iterations`` is below 1, or a tensor is on another
+            device.
+    """
+    op = "hc_post_pre_norm"
+    _check_post(op, y, streams, post, comb)
+    _check_pre(op, streams, fn, scale, base, iterations)
+    _check_norm(op, streams, norm_weight)
+    return _hc_post_pre_norm(
+        y,
+        streams,
+        post,
+        comb,
+        fn,
+        scale,
+        base,
+        norm_weight,
+        norm_eps,
+        hc_eps,
+        iterations,
+        backend,
+    )
 
 
 def hc_head(
@@ -187,6 +317,42 @@ def hc_head(
         _check.shape("hc_head", "scale", scale, [1])
         _check.shape("hc_head", "base", base, [n])
     return _hc_head(streams, fn, scale, base, norm_eps, hc_eps, backend)
+
+
+def _check_pre(
+    op: str,
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    iterations: int,
+) -> None:
+    n = _check_streams(op, streams)
+    _check_parameters(op, streams, fn=fn, scale=scale, base=base)
+    if not torch.compiler.is_compiling():
+        rows = (2 + n) * n
+        _check.shape(op, "fn", fn, [rows, n * streams.shape[-1]])
+        _check.shape(op, "scale", scale, [3])
+        _check.shape(op, "base", base, [rows])
+    if iterations < 1:
+        raise ValueError(f"{op}: iterations is {iterations}, wanted at least 1")
+
+
+def _check_post(
+    op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> None:
+    _check_streams(op, streams)
+    _check_parameters(op, streams, y=y, post=post, comb=comb)
+    if not torch.compiler.is_compiling():
+        *lead, n, hidden = streams.shape
+        _check.shape(op, "y", y, [*lead, hidden])
+        _check.shape(op, "post", post, [*lead, n])
+        _check.shape(op, "comb", comb, [*lead, n, n])
+
+
+def _check_norm(op: str, streams: torch.Tensor, norm_weight: torch.Tensor) -> None:
+    _check_parameters(op, streams, norm_weight=norm_weight)
+    _check.shape(op, "norm_weight", norm_weight, [streams.shape[-1]])
 
 
 def _check_streams(op: str, streams: torch.Tensor) -> int:

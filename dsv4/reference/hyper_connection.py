@@ -6,6 +6,7 @@ import torch
 
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._rms import inverse_rms
+from dsv4.reference.norm import rms_norm
 
 
 def hc_pre(
@@ -38,6 +39,40 @@ def hc_post(
     mixed = comb.to(wide).transpose(-1, -2) @ streams.to(wide)
     out = post.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(-2) + mixed
     return out.to(streams.dtype).contiguous()
+
+
+def hc_pre_norm(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.hyper_connection.hc_pre_norm``."""
+    collapsed, post, comb = hc_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations)
+    return rms_norm(collapsed, norm_weight, norm_eps), post, comb
+
+
+def hc_post_pre_norm(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.hyper_connection.hc_post_pre_norm``."""
+    mixed = hc_post(y, streams, post, comb)
+    pre = hc_pre_norm(mixed, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    return mixed, *pre
 
 
 def hc_head(

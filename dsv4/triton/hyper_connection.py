@@ -1,0 +1,765 @@
+"""Kernels of ``dsv4.ops.hyper_connection``, for four streams.
+
+A collapse needs the product of ``fn`` with a token's flattened streams before it can begin, so it
+takes two launches. The first spreads the product over the GPU: a program takes some tokens and a
+slice of the hidden dimension, of all streams, and leaves its part of the product and of the sum of
+squares. The second adds the parts in their order and collapses. The streams are read twice: of what
+has to be moved for n = 4, 5 parts in 9. Written back and collapsed at once, 10 parts in 14.
+
+The product is exact up to float32 sums: ``fn`` is cut into three bfloat16 numbers that add up to
+all its 24 bits, and products of bfloat16 are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.triton import _launch
+from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._prefetch import prefetch_tile
+from dsv4.triton.norm import inverse_rms
+
+# From this many tokens on the mixing matrices are made 32 tokens at a time, one to a thread.
+_MANY = 1024
+_LANES = 32
+
+
+@triton.jit
+def _mix(y, x0, x1, x2, x3, post, c0, c1, c2, c3):
+    """``post y + sum_j c_j x_j``: written out, so that every kernel rounds alike."""
+    total = tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0)))
+    return tl.fma(post, y, total)
+
+
+@triton.jit
+def _load_streams(x, place, hidden, mask):
+    """Four streams at ``place``, float32."""
+    x0 = widen(tl.load(x + place, mask=mask, other=0.0))
+    x1 = widen(tl.load(x + place + hidden, mask=mask, other=0.0))
+    x2 = widen(tl.load(x + place + 2 * hidden, mask=mask, other=0.0))
+    x3 = widen(tl.load(x + place + 3 * hidden, mask=mask, other=0.0))
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _mixed_stream(y, x0, x1, x2, x3, post, comb, token, mask, K: tl.constexpr):
+    """Stream K after the write-back; ``comb[j, K]`` is what stream j gives to it."""
+    return _mix(
+        y,
+        x0,
+        x1,
+        x2,
+        x3,
+        widen(tl.load(post + token * 4 + K, mask=mask, other=0.0)),
+        widen(tl.load(comb + token * 16 + K, mask=mask, other=0.0)),
+        widen(tl.load(comb + token * 16 + 4 + K, mask=mask, other=0.0)),
+        widen(tl.load(comb + token * 16 + 8 + K, mask=mask, other=0.0)),
+        widen(tl.load(comb + token * 16 + 12 + K, mask=mask, other=0.0)),
+    )
+
+
+@triton.jit
+def _post_kernel(
+    y,
+    x,
+    post,
+    comb,
+    out,
+    hidden,
+    slices,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = (tl.program_id(0) // slices).to(tl.int64)
+    column = (tl.program_id(0) % slices) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
+    place = token * 4 * hidden + column
+    x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    for k in tl.static_range(4):
+        mixed = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, True, k)
+        tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
+
+
+def hc_post(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    """See ``dsv4.ops.hyper_connection.hc_post``."""
+    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    hidden = streams.shape[-1]
+    tokens = out.numel() // (4 * hidden)
+    # One warp a slice while there are few tokens, so that they spread over the GPU.
+    block, warps = (256, 1) if tokens < 64 else (1024, 4)
+    block = min(block, _launch.power_of_two(hidden))
+    slices = -(-hidden // block)
+    with _launch.on(out):
+        _post_kernel[(tokens * slices,)](
+            y.contiguous(),
+            streams.contiguous(),
+            post.contiguous(),
+            comb.contiguous(),
+            out,
+            hidden,
+            slices,
+            BLOCK=block,
+            num_warps=warps,
+            **_launch.options(out),
+        )
+    return out
+
+
+@triton.jit
+def _product(x, fn, total, EXACT: tl.constexpr):
+    """``total + x [TOKENS, K] fn [ROWS, K]^T`` for float32 fn; x is exact in bfloat16 if EXACT."""
+    if INTERPRETED or not EXACT:
+        return tl.dot(x, tl.trans(fn), total, input_precision="ieee")
+    part = narrow(x, tl.bfloat16)
+    high = narrow(fn, tl.bfloat16)
+    rest = fn - widen(high)
+    middle = narrow(rest, tl.bfloat16)
+    low = narrow(rest - widen(middle), tl.bfloat16)
+    total = tl.dot(part, tl.trans(low), total)
+    total = tl.dot(part, tl.trans(middle), total)
+    return tl.dot(part, tl.trans(high), total)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _parts_kernel(
+    x,
+    fn,
+    parts,
+    y,
+    post,
+    comb,
+    out,
+    tokens,
+    hidden,
+    splits,
+    WRITE_BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Parts of the product in columns 0 to ROWS - 1, of the sum of squares in column ROWS."""
+    split = tl.program_id(0) % splits
+    row = tl.arange(0, ROW_BLOCK)
+    first = split * (CHUNKS * BLOCK)
+    if PREFETCH:
+        for k in tl.static_range(4):
+            start = k * hidden + tl.minimum(first, hidden - BLOCK)
+            prefetch_tile(fn, 4 * hidden, tl.minimum(row, ROWS - 1), start, BLOCK)
+    wait_for_inputs(PDL)
+    token = (tl.program_id(0) // splits) * TOKENS + tl.arange(0, TOKENS)
+    here = (token < tokens)[:, None]
+    token = token.to(tl.int64)[:, None]
+    EXACT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    product = tl.zeros([TOKENS, ROW_BLOCK], tl.float32)
+    squares = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        column = first + chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = here & (column < hidden)[None, :]
+        place = token * 4 * hidden + column[None, :]
+        weights = (row < ROWS)[:, None] & (column < hidden)[None, :]
+        if WRITE_BACK:
+            x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
+            wide = widen(tl.load(y + token * hidden + column[None, :], mask=inside, other=0.0))
+        for k in tl.static_range(4):
+            if WRITE_BACK:
+                mixed = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, k)
+                stored = narrow(mixed, x.dtype.element_ty)
+                tl.store(out + place + k * hidden, stored, mask=inside)
+                stream = tl.where(inside, widen(stored), 0.0)
+            else:
+                stream = widen(tl.load(x + place + k * hidden, mask=inside, other=0.0))
+            at = fn + row[:, None].to(tl.int64) * (4 * hidden) + (k * hidden + column)[None, :]
+            product = _product(stream, tl.load(at, mask=weights, other=0.0), product, EXACT)
+            squares += stream * stream
+    total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], product)
+    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
+    tl.store(parts + place, total, mask=here)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a product with ``rows`` rows: ``[splits, T, row_block]`` float32."""
+
+    data: torch.Tensor
+    rows: int
+
+    @property
+    def splits(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def row_block(self) -> int:
+        return self.data.shape[2]
+
+
+def _split(tokens: int, hidden: int, device: torch.device) -> tuple[int, int, int]:
+    """Tokens of a program, columns of a chunk, chunks of a program: about two programs for each
+    multiprocessor, one chunk each while tokens are few."""
+    rows = 16 if tokens <= 64 else 64
+    block = 32 if hidden <= 4096 else 64
+    chunks = -(-hidden // block)
+    groups = -(-tokens // rows)
+    splits = max(1, min(chunks, 2 * _launch.multiprocessors(device) // groups))
+    return rows, block, -(-chunks // splits)
+
+
+def _parts(
+    x: torch.Tensor,
+    fn: torch.Tensor,
+    write_back: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[_Parts, torch.Tensor]:
+    """Parts of ``fn`` times the streams ``x [T, 4, H]``, and those streams: of the streams after
+    the ``write_back`` of ``(y, post, comb)``, where there is one."""
+    tokens, _, hidden = x.shape
+    rows = fn.shape[0]
+    group, block, chunks = _split(tokens, hidden, x.device)
+    splits = -(-hidden // (block * chunks))
+    data = x.new_empty((splits, tokens, _launch.power_of_two(rows + 1)), dtype=torch.float32)
+    y, post, comb = write_back or (None, None, None)
+    out = x if write_back is None else torch.empty_like(x)
+    whole = hidden % block == 0 and hidden >= block and x.device.type == "cuda"
+    with _launch.on(x):
+        _parts_kernel[(-(-tokens // group) * splits,)](
+            x,
+            fn,
+            data,
+            y,
+            post,
+            comb,
+            out,
+            tokens,
+            hidden,
+            splits,
+            WRITE_BACK=write_back is not None,
+            ROWS=rows,
+            ROW_BLOCK=data.shape[2],
+            TOKENS=group,
+            BLOCK=block,
+            CHUNKS=chunks,
+            PREFETCH=whole and chunks == 1,
+            num_warps=4 if group == 16 else 8,
+            **_launch.options(x),
+        )
+    return _Parts(data, rows), out
+
+
+@triton.jit
+def _summed(parts, token, tokens, splits, SPLITS: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """The parts of one token added up, ``[ROW_BLOCK]``."""
+    split = tl.arange(0, SPLITS)[:, None]
+    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
+    return tl.sum(tl.load(parts + place, mask=split < splits, other=0.0), 0)
+
+
+@triton.jit
+def _pick(values, INDEX: tl.constexpr):
+    """Entry INDEX of a short vector, in every thread."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == INDEX, values, 0.0), 0)
+
+
+@triton.jit
+def _gate(mix, scale, base, INDEX: tl.constexpr):
+    return tl.sigmoid(tl.fma(mix, scale, widen(tl.load(base + INDEX))))
+
+
+@triton.jit
+def _row_softmax(a, b, c, d, eps):
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    inverse = 1.0 / (a + b + c + d)
+    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
+
+
+@triton.jit
+def _normalised(a, b, c, d, eps):
+    inverse = 1.0 / (a + b + c + d + eps)
+    return a * inverse, b * inverse, c * inverse, d * inverse
+
+
+@triton.jit
+def _sinkhorn_and_store(
+    comb,
+    mask,
+    c0,
+    c1,
+    c2,
+    c3,
+    c4,
+    c5,
+    c6,
+    c7,
+    c8,
+    c9,
+    c10,
+    c11,
+    c12,
+    c13,
+    c14,
+    c15,
+    eps,
+    ITERATIONS: tl.constexpr,
+):
+    """The matrix of logits, row by row, made doubly stochastic; columns last.
+
+    Its entries are numbers of their own, so a round needs no other thread: some 50 cycles.
+    """
+    c0, c1, c2, c3 = _row_softmax(c0, c1, c2, c3, eps)
+    c4, c5, c6, c7 = _row_softmax(c4, c5, c6, c7, eps)
+    c8, c9, c10, c11 = _row_softmax(c8, c9, c10, c11, eps)
+    c12, c13, c14, c15 = _row_softmax(c12, c13, c14, c15, eps)
+    c0, c4, c8, c12 = _normalised(c0, c4, c8, c12, eps)
+    c1, c5, c9, c13 = _normalised(c1, c5, c9, c13, eps)
+    c2, c6, c10, c14 = _normalised(c2, c6, c10, c14, eps)
+    c3, c7, c11, c15 = _normalised(c3, c7, c11, c15, eps)
+    for _ in range(ITERATIONS - 1):
+        c0, c1, c2, c3 = _normalised(c0, c1, c2, c3, eps)
+        c4, c5, c6, c7 = _normalised(c4, c5, c6, c7, eps)
+        c8, c9, c10, c11 = _normalised(c8, c9, c10, c11, eps)
+        c12, c13, c14, c15 = _normalised(c12, c13, c14, c15, eps)
+        c0, c4, c8, c12 = _normalised(c0, c4, c8, c12, eps)
+        c1, c5, c9, c13 = _normalised(c1, c5, c9, c13, eps)
+        c2, c6, c10, c14 = _normalised(c2, c6, c10, c14, eps)
+        c3, c7, c11, c15 = _normalised(c3, c7, c11, c15, eps)
+    tl.store(comb + 0, c0, mask=mask)
+    tl.store(comb + 1, c1, mask=mask)
+    tl.store(comb + 2, c2, mask=mask)
+    tl.store(comb + 3, c3, mask=mask)
+    tl.store(comb + 4, c4, mask=mask)
+    tl.store(comb + 5, c5, mask=mask)
+    tl.store(comb + 6, c6, mask=mask)
+    tl.store(comb + 7, c7, mask=mask)
+    tl.store(comb + 8, c8, mask=mask)
+    tl.store(comb + 9, c9, mask=mask)
+    tl.store(comb + 10, c10, mask=mask)
+    tl.store(comb + 11, c11, mask=mask)
+    tl.store(comb + 12, c12, mask=mask)
+    tl.store(comb + 13, c13, mask=mask)
+    tl.store(comb + 14, c14, mask=mask)
+    tl.store(comb + 15, c15, mask=mask)
+
+
+@triton.jit
+def _entry(
+    source, token, tokens, splits, INDEX: tl.constexpr, ROW_BLOCK: tl.constexpr, MANY: tl.constexpr
+):
+    """Entry INDEX of the summed product: of the vector ``source``, or of each of many tokens where
+    ``source`` points at the parts."""
+    if MANY:
+        total = tl.zeros(token.shape, tl.float32)
+        for split in range(splits):
+            place = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + INDEX
+            total += tl.load(source + place, mask=token < tokens, other=0.0)
+        return total
+    return _pick(source, INDEX)
+
+
+@triton.jit
+def _coefficients(
+    source,
+    token,
+    tokens,
+    splits,
+    hidden,
+    scale,
+    base,
+    post,
+    comb,
+    norm_eps,
+    hc_eps,
+    ITERATIONS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Post and comb of one token, or of many, one to a thread."""
+    mask = token < tokens
+    squares = _entry(source, token, tokens, splits, 24, ROW_BLOCK, MANY)
+    inverse = inverse_rms(squares, 4 * hidden, norm_eps)
+    factor = widen(tl.load(scale + 1))
+    for i in tl.static_range(4):
+        mix = _entry(source, token, tokens, splits, 4 + i, ROW_BLOCK, MANY) * inverse
+        tl.store(post + token * 4 + i, 2.0 * _gate(mix, factor, base, 4 + i), mask=mask)
+    factor = widen(tl.load(scale + 2))
+    c0 = _logit(source, token, tokens, splits, inverse, factor, base, 0, ROW_BLOCK, MANY)
+    c1 = _logit(source, token, tokens, splits, inverse, factor, base, 1, ROW_BLOCK, MANY)
+    c2 = _logit(source, token, tokens, splits, inverse, factor, base, 2, ROW_BLOCK, MANY)
+    c3 = _logit(source, token, tokens, splits, inverse, factor, base, 3, ROW_BLOCK, MANY)
+    c4 = _logit(source, token, tokens, splits, inverse, factor, base, 4, ROW_BLOCK, MANY)
+    c5 = _logit(source, token, tokens, splits, inverse, factor, base, 5, ROW_BLOCK, MANY)
+    c6 = _logit(source, token, tokens, splits, inverse, factor, base, 6, ROW_BLOCK, MANY)
+    c7 = _logit(source, token, tokens, splits, inverse, factor, base, 7, ROW_BLOCK, MANY)
+    c8 = _logit(source, token, tokens, splits, inverse, factor, base, 8, ROW_BLOCK, MANY)
+    c9 = _logit(source, token, tokens, splits, inverse, factor, base, 9, ROW_BLOCK, MANY)
+    c10 = _logit(source, token, tokens, splits, inverse, factor, base, 10, ROW_BLOCK, MANY)
+    c11 = _logit(source, token, tokens, splits, inverse, factor, base, 11, ROW_BLOCK, MANY)
+    c12 = _logit(source, token, tokens, splits, inverse, factor, base, 12, ROW_BLOCK, MANY)
+    c13 = _logit(source, token, tokens, splits, inverse, factor, base, 13, ROW_BLOCK, MANY)
+    c14 = _logit(source, token, tokens, splits, inverse, factor, base, 14, ROW_BLOCK, MANY)
+    c15 = _logit(source, token, tokens, splits, inverse, factor, base, 15, ROW_BLOCK, MANY)
+    _sinkhorn_and_store(
+        comb + token * 16,
+        mask,
+        c0,
+        c1,
+        c2,
+        c3,
+        c4,
+        c5,
+        c6,
+        c7,
+        c8,
+        c9,
+        c10,
+        c11,
+        c12,
+        c13,
+        c14,
+        c15,
+        hc_eps,
+        ITERATIONS,
+    )
+
+
+@triton.jit
+def _logit(
+    source,
+    token,
+    tokens,
+    splits,
+    inverse,
+    factor,
+    base,
+    INDEX: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    mix = _entry(source, token, tokens, splits, 8 + INDEX, ROW_BLOCK, MANY) * inverse
+    return tl.fma(mix, factor, widen(tl.load(base + 8 + INDEX)))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _coefficients_kernel(
+    parts,
+    scale,
+    base,
+    post,
+    comb,
+    tokens,
+    hidden,
+    splits,
+    norm_eps,
+    hc_eps,
+    ITERATIONS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    _coefficients(
+        parts,
+        token,
+        tokens,
+        splits,
+        hidden,
+        scale,
+        base,
+        post,
+        comb,
+        norm_eps,
+        hc_eps,
+        ITERATIONS,
+        ROW_BLOCK,
+        True,
+    )
+
+
+@triton.jit
+def _collapsed(
+    values,
+    x,
+    scale,
+    base,
+    token,
+    hidden,
+    slice_,
+    norm_eps,
+    hc_eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One slice of a token's collapsed streams, float32, and its columns."""
+    inverse = inverse_rms(_pick(values, ROWS), 4 * hidden, norm_eps)
+    factor = widen(tl.load(scale))
+    column = slice_ * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    x0, x1, x2, x3 = _load_streams(x, token * 4 * hidden + column, hidden, inside)
+    p0 = _gate(_pick(values, 0) * inverse, factor, base, 0) + hc_eps
+    p1 = _gate(_pick(values, 1) * inverse, factor, base, 1) + hc_eps
+    p2 = _gate(_pick(values, 2) * inverse, factor, base, 2) + hc_eps
+    p3 = _gate(_pick(values, 3) * inverse, factor, base, 3) + hc_eps
+    return tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0))), column
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _finish_kernel(
+    parts,
+    x,
+    scale,
+    base,
+    weight,
+    out,
+    post,
+    comb,
+    tokens,
+    hidden,
+    splits,
+    slices,
+    norm_eps,
+    hc_eps,
+    ITERATIONS: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A token has ``slices`` programs that collapse and, with COEFFICIENTS, first one that makes
+    post and comb: its many dependent steps take as long as the collapse, beside it."""
+    wait_for_inputs(PDL)
+    PROGRAMS = slices + COEFFICIENTS
+    token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    part = tl.program_id(0) % PROGRAMS
+    values = _summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
+    if COEFFICIENTS and part == 0:
+        _coefficients(
+            values,
+            token,
+            tokens,
+            splits,
+            hidden,
+            scale,
+            base,
+            post,
+            comb,
+            norm_eps,
+            hc_eps,
+            ITERATIONS,
+            ROW_BLOCK,
+            False,
+        )
+    else:
+        collapsed, column = _collapsed(
+            values,
+            x,
+            scale,
+            base,
+            token,
+            hidden,
+            part - COEFFICIENTS,
+            norm_eps,
+            hc_eps,
+            ROWS,
+            BLOCK,
+        )
+        inside = column < hidden
+        stored = narrow(collapsed, out.dtype.element_ty)
+        if NORM:
+            wide = tl.where(inside, widen(stored), 0.0)
+            inverse = inverse_rms(tl.sum(wide * wide, 0), hidden, norm_eps)
+            factor = widen(tl.load(weight + column, mask=inside, other=0.0))
+            stored = narrow(factor * (wide * inverse), out.dtype.element_ty)
+        tl.store(out + token * hidden + column, stored, mask=inside)
+
+
+def _finish(
+    parts: _Parts,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor | None,
+    coefficients: tuple[torch.Tensor, torch.Tensor] | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> torch.Tensor:
+    """The collapsed streams ``[T, H]``, normed if there is a ``weight``; fills ``coefficients``."""
+    tokens, _, hidden = x.shape
+    out = x.new_empty((tokens, hidden))
+    post, comb = coefficients or (None, None)
+    beside = coefficients is not None and tokens < _MANY
+    block = (
+        _launch.power_of_two(hidden)
+        if weight is not None
+        else min(1024, _launch.power_of_two(hidden))
+    )
+    slices = -(-hidden // block)
+    common = (norm_eps, hc_eps, iterations)
+    with _launch.on(x):
+        _finish_kernel[(tokens * (slices + beside),)](
+            parts.data,
+            x,
+            scale,
+            base,
+            weight,
+            out,
+            post,
+            comb,
+            tokens,
+            hidden,
+            parts.splits,
+            slices,
+            *common,
+            COEFFICIENTS=int(beside),
+            NORM=weight is not None,
+            SPLITS=_launch.power_of_two(parts.splits),
+            ROWS=parts.rows,
+            ROW_BLOCK=parts.row_block,
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
+            **_launch.options(x),
+        )
+        if coefficients is not None and not beside:
+            _coefficients_kernel[(-(-tokens // _LANES),)](
+                parts.data,
+                scale,
+                base,
+                post,
+                comb,
+                tokens,
+                hidden,
+                parts.splits,
+                *common,
+                ROW_BLOCK=parts.row_block,
+                LANES=_LANES,
+                num_warps=1,
+                **_launch.options(x),
+            )
+    return out
+
+
+def _flat(streams: torch.Tensor) -> torch.Tensor:
+    return streams.reshape(-1, *streams.shape[-2:]).contiguous()
+
+
+def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(torch.float32).contiguous() for tensor in tensors)
+
+
+def _pre(
+    parts: _Parts | None,
+    x: torch.Tensor,
+    lead: torch.Size,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    post = x.new_empty((x.shape[0], 4), dtype=torch.float32)
+    comb = x.new_empty((x.shape[0], 4, 4), dtype=torch.float32)
+    if parts is None:
+        out = x.new_empty((x.shape[0], x.shape[2]))
+    else:
+        out = _finish(parts, x, scale, base, weight, (post, comb), norm_eps, hc_eps, iterations)
+    return out.view(*lead, x.shape[2]), post.view(*lead, 4), comb.view(*lead, 4, 4)
+
+
+def hc_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.hyper_connection.hc_pre``."""
+    return _collapse(streams, fn, scale, base, None, norm_eps, hc_eps, iterations)
+
+
+def hc_pre_norm(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.hyper_connection.hc_pre_norm``."""
+    return _collapse(streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+
+
+def _collapse(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    weight: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lead, x = streams.shape[:-2], _flat(streams)
+    fn, scale, base = _wide(fn, scale, base)
+    parts = _parts(x, fn)[0] if x.numel() else None
+    return _pre(parts, x, lead, scale, base, weight, norm_eps, hc_eps, iterations)
+
+
+def hc_post_pre_norm(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.hyper_connection.hc_post_pre_norm``."""
+    lead, x = streams.shape[:-2], _flat(streams)
+    fn, scale, base = _wide(fn, scale, base)
+    parts, mixed = None, torch.empty_like(x)
+    if x.numel():
+        parts, mixed = _parts(x, fn, (y.contiguous(), post.contiguous(), comb.contiguous()))
+    made = _pre(parts, mixed, lead, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    return mixed.view(streams.shape), *made
+
+
+def hc_head(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> torch.Tensor:
+    """See ``dsv4.ops.hyper_connection.hc_head``."""
+    lead, x = streams.shape[:-2], _flat(streams)
+    if x.numel() == 0:
+        return x.new_empty((*lead, x.shape[-1]))
+    fn, scale, base = _wide(fn, scale, base)
+    parts, _ = _parts(x, fn)
+    return _finish(parts, x, scale, base, None, None, norm_eps, hc_eps, 1).view(*lead, x.shape[2])
