@@ -334,7 +334,7 @@ def grouped_case(seed, tokens, heads, dims, half, dtype, device):
 
 
 class TestRopeQuantize:
-    # heads, D, R/2, groups: rows of several heads, of one, of parts of one; R short, whole, odd pairs.
+    # heads, D, R/2, groups: rows of several heads, of one, of parts of one.
     SHAPES = ((4, 32, 4, 2), (2, 16, 8, 2), (3, 32, 3, 6), (2, 48, 5, 1), (4, 16, 1, 1))
 
     @settings(max_examples=30)
