@@ -240,7 +240,8 @@ def test_large_and_small_gates(device, dtype, limit):
 @given(
     draw=fuzz.draws(-8, 2),
     rows=st.sampled_from([(1,), (3,), (2, 3)]),
-    blocks=st.sampled_from([1, 3, 4]),
+    blocks=st.sampled_from([1, 3, 32]),
+    few=st.sampled_from([0, 256]),
     dtype=fuzz.float_dtypes(),
     layout=st.sampled_from(["concatenated", "interleaved"]),
     scale_layout=st.sampled_from(LAYOUTS),
@@ -249,9 +250,13 @@ def test_large_and_small_gates(device, dtype, limit):
 )
 @settings(max_examples=20)
 def test_fused_quantisation_equals_its_parts(
-    device, draw, rows, blocks, dtype, layout, scale_layout, static, weighted
+    device, monkeypatch, draw, rows, blocks, few, dtype, layout, scale_layout, static, weighted
 ):
-    """Bit for bit, with NaN and infinities in the input, whatever implementation runs."""
+    """Bit for bit, with NaN and infinities in the input, whatever implementation runs.
+
+    Also with the tiles that are meant for many rows.
+    """
+    monkeypatch.setattr("dsv4.triton.quantize._FEW", few)
     x = draw.build((*rows, 32 * blocks), dtype, device)
     weight = fuzz.normal(draw.seed, rows).to(device) if weighted else None
     scale = torch.full((1,), 0.003, device=device) if static else None

@@ -66,8 +66,8 @@ def scale_offset(row, block, columns, SWIZZLED: tl.constexpr):
     blocks, 512 bytes each, one after the other along the row.
     """
     if SWIZZLED:
-        tile = (row // 128) * (columns // 4) + block // 4
-        return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
+        of_row = (row // 128) * (columns // 4) * 512 + (row % 32) * 16 + (row % 128) // 32 * 4
+        return of_row + (block // 4 * 512 + block % 4)
     return row * columns + block
 
 
@@ -129,14 +129,14 @@ def _reciprocal(x):
 
 
 @triton.jit
-def rounded(values, dtype: tl.constexpr):
-    """float32 ``values`` rounded to ``dtype`` and back, for rows that are quantised as ``dtype``.
+def narrowed(values, dtype: tl.constexpr):
+    """``narrow`` for values that are not stored but quantised as ``dtype``.
 
     Conversions to bfloat16 that are not stored come out one by one, at an eighth of the speed of
     conversions in pairs; so pairs are asked for.
     """
     if dtype == tl.bfloat16 and not INTERPRETED:
-        narrowed = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;",
             "=r,f,f",
             [values],
@@ -144,18 +144,36 @@ def rounded(values, dtype: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-        return widen(narrowed)
-    return widen(narrow(values, dtype))
+    return narrow(values, dtype)
 
 
 @triton.jit
-def divisor(x):
+def rounded(values, dtype: tl.constexpr):
+    """float32 ``values`` rounded to ``dtype`` and back; see ``narrowed``."""
+    return widen(narrowed(values, dtype))
+
+
+@triton.jit
+def is_moderate(global_scale):
+    """Whether divisions by this scale, or by it times a block scale, need no ``shift``.
+
+    Then no intermediate value that matters underflows or overflows, and block maxima that are
+    rounded as subnormal numbers have block scale 0 however they are rounded.
+    """
+    return (global_scale > 2.0**-100) & (global_scale < 2.0**60)
+
+
+@triton.jit
+def divisor(x, MODERATE: tl.constexpr = False):
     """``(shift, high, low)`` for ``quotient``: what all divisions by x > 0 have in common.
 
     ``shift`` is a power of two by which numerator and divisor are multiplied, exactly, so that
-    nothing that decides a result underflows or overflows. An infinite x is the caller's to handle.
+    nothing that decides a result underflows or overflows; 1 without asking where x is known to be
+    ``MODERATE``. An infinite x is the caller's to handle.
     """
-    shift = tl.where(x < 2.0**-60, 2.0**100, tl.where(x > 2.0**60, 2.0**-100, 1.0))
+    shift = tl.full(x.shape, 1.0, tl.float32)
+    if not MODERATE:
+        shift = tl.where(x < 2.0**-60, 2.0**100, tl.where(x > 2.0**60, 2.0**-100, 1.0))
     shifted = x * shift
     high = _reciprocal(shifted)
     error = tl.fma(-shifted, high, 1.0)
@@ -174,7 +192,18 @@ def quotient(x, shift, high, low):
 
 
 @triton.jit
-def block_scales(amax, finite, global_scale, WEIGHT: tl.constexpr):
+def _sixth(x, MODERATE: tl.constexpr):
+    """``x / 6``, one IEEE division; where MODERATE, of results that are normal numbers.
+
+    6 times a sum of two numbers is 1; compared with a division for every mantissa of x.
+    """
+    if MODERATE:
+        return tl.fma(x, 0.16666667163372039795, x * -4.9670538793122887e-09)
+    return tl.div_rn(x, 6.0)
+
+
+@triton.jit
+def block_scales(amax, finite, global_scale, WEIGHT: tl.constexpr, MODERATE: tl.constexpr = False):
     """E4M3 bytes of the block scales, and ``block scale * global scale`` for the codes.
 
     The product is 0 where the codes must be 0: the block scale rounded to 0, or its byte is NaN
@@ -182,16 +211,18 @@ def block_scales(amax, finite, global_scale, WEIGHT: tl.constexpr):
     """
     if WEIGHT:
         six = global_scale * 6.0
-        shift, high, low = divisor(six)
+        shift, high, low = divisor(six, MODERATE)
         ratio = tl.minimum(quotient(amax, shift, high, low), 448.0)
         ratio = tl.where(six < float("inf"), tl.maximum(ratio, 0.001953125), 0.001953125)
         ratio = tl.where(amax == 0, 1.0, ratio)
     else:
-        shift, high, low = divisor(global_scale)
-        ratio = tl.minimum(quotient(tl.div_rn(amax, 6.0), shift, high, low), 448.0)
-    # Both comparisons are false for a NaN. A scalar condition would not broadcast when interpreted.
-    _, scale = tl.broadcast(amax, global_scale)
-    usable = finite & (scale > 0) & (scale < float("inf"))
+        shift, high, low = divisor(global_scale, MODERATE)
+        ratio = tl.minimum(quotient(_sixth(amax, MODERATE), shift, high, low), 448.0)
+    usable = finite
+    if not MODERATE:
+        # Both comparisons are false for a NaN. A scalar condition is not broadcast if interpreted.
+        _, scale = tl.broadcast(amax, global_scale)
+        usable = finite & (scale > 0) & (scale < float("inf"))
     bits = e4m3_bits(ratio)
     product = tl.where(usable, e4m3_value(bits) * global_scale, 0.0)
     return tl.where(usable, bits, _NAN_SCALE).to(tl.uint8), product
@@ -283,15 +314,17 @@ def divided_codes(values, shift, high, low, bound, CONVERT: tl.constexpr):
 
 
 @triton.jit
-def e2m1_codes(values, product, CONVERT: tl.constexpr):
+def e2m1_codes(values, product, CONVERT: tl.constexpr, MODERATE: tl.constexpr = False):
     """Packed codes ``[..., n / 2]`` (uint8) of ``values [..., n] / product [...]``.
 
     To nearest even, saturating at 6; the even column is the low nibble. Blocks whose product is 0
     get codes 0. A part of a block may be coded alone, ``n = 8`` say.
     """
-    shift, high, low = divisor(product)
-    # An infinite product leaves a zero of every value; 2^-126 is less than any magnitude but 0.
-    bound = tl.where(product < float("inf"), 6.0, 2.0**-100)
+    shift, high, low = divisor(product, MODERATE)
+    bound = tl.full(product.shape, 6.0, tl.float32)
+    if not MODERATE:
+        # Divided by an infinity all is 0, but for the sign.
+        bound = tl.where(product < float("inf"), 6.0, 2.0**-100)
     return divided_codes(values, shift, high, low, tl.where(product > 0, bound, 0.0), CONVERT)
 
 

@@ -24,6 +24,7 @@ from dsv4.triton._nvfp4 import (
     dynamic_scale,
     e2m1_codes,
     finite_amax,
+    is_moderate,
     larger,
     largest,
     quotient,
@@ -39,9 +40,11 @@ _PARTS = tl.constexpr(2)
 
 # 6 * 2^-126 and 448 * 2^-126 as float32 bits: the least maxima that set a scale.
 _FLOOR_OF_6 = tl.constexpr(0x01C00000)
-_FLOOR_OF_448 = tl.constexpr(0x05600000)
+_FLOOR_OF_448 = tl.constexpr(0x04E00000)
 
+# Blocks of a tile, a thread for each. Up to how many rows are few.
 _GROUPS = 128
+_FEW = 256
 _TILE = tl.constexpr(128)
 
 
@@ -193,6 +196,193 @@ def _nvfp4_kernel(
 
 
 @triton.jit
+def _code_row(
+    firsts,
+    lasts,
+    scale,
+    codes,
+    scales,
+    row,
+    blocks,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = block < blocks
+        first, last = widen(firsts[chunk]), widen(lasts[chunk])
+        amax, finite = finite_amax(larger(largest(first), largest(last)))
+        bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
+        first = e2m1_codes(first, product, CONVERT, MODERATE)
+        last = e2m1_codes(last, product, CONVERT, MODERATE)
+        _store_halves(codes, 0, blocks, block, first, last, inside)
+        tl.store(scales + scale_offset(row, block, blocks, SWIZZLED), bits, mask=inside)
+
+
+@triton.jit
+def blank_scales(
+    scales,
+    scale_rows,
+    scale_columns,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Scales 0 for a row that only their layout has; otherwise as ``quantize_row``."""
+    row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    scales += matrix * scale_rows * scale_columns
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        place = scales + scale_offset(row, block, scale_columns, SWIZZLED)
+        tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < scale_columns)
+
+
+@triton.jit
+def quantize_row(
+    firsts,
+    lasts,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+):
+    """``quantize_tile`` of one row, whose CHUNKS times BLOCKS blocks are tuples of halves.
+
+    The halves may still be of a narrow dtype. A thread has CHUNKS blocks, which share what is
+    computed once for a row; and whether its global scale is moderate is asked once. BLOCKS is a
+    multiple of 4, so that scales have no padding but whole rows: see ``blank_scales``.
+    """
+    row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    start = matrix * rows + row
+    if SOURCE == _GIVEN:
+        scale = tl.load(source + (start if PER_ROW else matrix))
+    elif SOURCE == _PARTS:
+        part = tl.arange(0, PARTS)
+        peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
+        scale = dynamic_scale(tl.max(peaks, 0))
+    else:
+        peak = tl.zeros([BLOCKS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            first, last = largest(widen(firsts[chunk])), largest(widen(lasts[chunk]))
+            peak = tl.maximum(peak, finite_amax(larger(first, last))[0])
+        scale = dynamic_scale(tl.max(peak, 0))
+    codes += start * blocks * 8
+    scales += matrix * scale_rows * scale_columns
+    if is_moderate(scale):
+        _code_row(
+            firsts,
+            lasts,
+            scale,
+            codes,
+            scales,
+            row,
+            blocks,
+            WEIGHT,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            CONVERT,
+            True,
+        )
+    else:
+        _code_row(
+            firsts,
+            lasts,
+            scale,
+            codes,
+            scales,
+            row,
+            blocks,
+            WEIGHT,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            CONVERT,
+            False,
+        )
+    if PER_ROW:
+        tl.store(total + start, scale)
+    elif row == 0:
+        tl.store(total + matrix, scale)
+
+
+@triton.jit
+def _nvfp4_row_kernel(
+    x,
+    stride,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if row >= rows:
+        blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
+    else:
+        x += (tl.program_id(2).to(tl.int64) * rows + row) * stride
+        firsts = ()
+        lasts = ()
+        for chunk in tl.static_range(CHUNKS):
+            block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+            firsts += (tl.load(place, mask=(block < blocks)[:, None], other=0.0),)
+            lasts += (tl.load(place + 8, mask=(block < blocks)[:, None], other=0.0),)
+        quantize_row(
+            firsts,
+            lasts,
+            source,
+            codes,
+            scales,
+            total,
+            rows,
+            blocks,
+            scale_rows,
+            scale_columns,
+            parts,
+            SOURCE,
+            PER_ROW,
+            WEIGHT,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            PARTS,
+            CONVERT,
+        )
+
+
+@triton.jit
 def _amax_kernel(
     x,
     peaks,
@@ -228,6 +418,17 @@ def _tile(blocks: int, whole: bool) -> tuple[int, int]:
         wide = fitting if fitting >= 32 else wide
         wide = min(wide, _GROUPS)
     return max(1, _GROUPS // wide), wide
+
+
+def _chunks(blocks: int, rows: int) -> tuple[int, int]:
+    """Blocks of a chunk, and chunks of a program that takes one row: 0 where tiles do better.
+
+    Few rows are better spread over many threads. Else no block may lie past the row, and a thread
+    may hold 8 blocks.
+    """
+    across = min(_GROUPS, blocks & -blocks)
+    fits = rows > _FEW and across >= 32 and blocks // across <= 8
+    return across, blocks // across if fits else 0
 
 
 def _warps(groups: int) -> int:
@@ -331,9 +532,7 @@ class Output:
         return self.source, self.codes, _bytes(self.scales), self.total, *self._sizes, self._parts
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The constants and what every launch needs."""
-        tall, across = _tile(self._sizes[1], self._per_token)
+    def _constants(self) -> dict[str, Any]:
         per_row = self._per_token or (not self.dynamic and self.total.shape[-1] != 1)
         kind = _GIVEN if not self.dynamic else _TOKEN if self._per_token else _PARTS
         return {
@@ -341,13 +540,40 @@ class Output:
             "PER_ROW": per_row,
             "WEIGHT": self.weight,
             "SWIZZLED": self.layout == formats.SWIZZLED,
-            "ROWS": tall,
-            "BLOCKS": across,
             "PARTS": _launch.power_of_two(self._parts),
             "CONVERT": conversion(self.codes),
-            "num_warps": _warps(tall * across),
             **_launch.options(self.codes),
         }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The constants of ``quantize_tile`` and what every launch needs."""
+        tall, across = _tile(self._sizes[1], self._per_token)
+        warps = _warps(tall * across)
+        return {**self._constants, "ROWS": tall, "BLOCKS": across, "num_warps": warps}
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a kernel that calls ``quantize_row`` is the better choice."""
+        return self._chunks[1] > 0
+
+    @property
+    def _chunks(self) -> tuple[int, int]:
+        blocks = self.codes.shape[-1] // 8
+        return _chunks(blocks, self.codes.numel() // (blocks * 8))
+
+    @property
+    def row_grid(self) -> tuple[int, int, int]:
+        """Programs of a kernel that calls ``quantize_row``."""
+        rows, blocks, high, _ = self._sizes
+        return high, 1, self.codes.numel() // (rows * blocks * 8)
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """The constants of ``quantize_row`` and what every launch needs."""
+        across, chunks = self._chunks
+        sizes = {"BLOCKS": across, "CHUNKS": chunks, "num_warps": _warps(across)}
+        return {**self._constants, **sizes}
 
 
 def quantize_nvfp4(
@@ -360,8 +586,12 @@ def quantize_nvfp4(
     matrix = _rows.as_rows(x)
     if global_scale is None and scaling != "token":
         out = replace(out, source=_partial_amax(matrix, matrix.shape[0] // x.shape[-2]))
+    arguments = (matrix, matrix.stride(0), *out.arguments)
     with _launch.on(x):
-        _nvfp4_kernel[out.grid](matrix, matrix.stride(0), *out.arguments, **out.options)
+        if out.by_row:
+            _nvfp4_row_kernel[out.row_grid](*arguments, **out.row_options)
+        else:
+            _nvfp4_kernel[out.grid](*arguments, **out.options)
     return out.tensors
 
 

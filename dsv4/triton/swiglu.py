@@ -10,8 +10,8 @@ import triton.language as tl
 
 from dsv4.triton import _launch, _rows
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import near_reciprocal, rounded
-from dsv4.triton.quantize import Output, quantize_tile, tile_places
+from dsv4.triton._nvfp4 import narrowed, near_reciprocal, rounded
+from dsv4.triton.quantize import Output, blank_scales, quantize_row, quantize_tile, tile_places
 
 _PIECES = 128
 # log2(e) as a sum of two float32 numbers, and ln(2).
@@ -54,28 +54,26 @@ def _weave(low, high):
 
 @triton.jit
 def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
-    """Gate and up, float32 ``[N, 8]`` each, of the 8 outputs from column ``first [N]`` on.
+    """Gate and up, ``[N, 8]`` each, of the 8 outputs from column ``first [N]`` on; 0 outside.
 
-    ``start [N]`` is where the row begins in ``x``, ``half`` is I; 0 outside. Interleaved, they are
-    16 neighbours, loaded in two halves so that each thread has what it needs.
+    ``start`` is where the row begins in ``x``, ``half`` is I. Interleaved, they are 16 neighbours,
+    loaded in two halves so that each thread has what it needs.
     """
     eight = tl.arange(0, 8)[None, :]
-    place = x + start[:, None]
     inside = inside[:, None]
     if INTERLEAVED:
         N: tl.constexpr = first.shape[0]
         column = 2 * first[:, None] + eight
-        low = tl.load(place + column, mask=inside & (column < 2 * half), other=0.0)
-        high = tl.load(place + column + 8, mask=inside & (column + 8 < 2 * half), other=0.0)
-        low, high = widen(low), widen(high)
+        place = x + (start + 2 * first)[:, None] + eight
+        low = tl.load(place, mask=inside & (column < 2 * half), other=0.0)
+        high = tl.load(place + 8, mask=inside & (column + 8 < 2 * half), other=0.0)
         gate_low, up_low = tl.split(tl.reshape(low, [N, 4, 2]))
         gate_high, up_high = tl.split(tl.reshape(high, [N, 4, 2]))
         return _weave(gate_low, gate_high), _weave(up_low, up_high)
-    column = first[:, None] + eight
-    inside = inside & (column < half)
-    gate = tl.load(place + column, mask=inside, other=0.0)
-    up = tl.load(place + half + column, mask=inside, other=0.0)
-    return widen(gate), widen(up)
+    inside = inside & (first[:, None] + eight < half)
+    place = x + (start + first)[:, None] + eight
+    gate = tl.load(place, mask=inside, other=0.0)
+    return gate, tl.load(place + half, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -101,7 +99,7 @@ def _swiglu_kernel(
     gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
     if WEIGHTED:
         factor = widen(tl.load(weight + row, mask=row < rows, other=0.0))
-    values = _swiglu(gate, up, limit, CLAMPED)
+    values = _swiglu(widen(gate), widen(up), limit, CLAMPED)
     if WEIGHTED:
         values = values * factor[:, None]
     column = first[:, None] + tl.arange(0, 8)[None, :]
@@ -147,8 +145,8 @@ def _swiglu_quantize_kernel(
     gate_last, up_last = _load_pairs(x, start, block * 16 + 8, half, inside, INTERLEAVED)
     if WEIGHTED:
         factor = widen(tl.load(weight + matrix * rows + row, mask=inside, other=0.0))
-    first = _swiglu(gate, up, limit, CLAMPED)
-    last = _swiglu(gate_last, up_last, limit, CLAMPED)
+    first = _swiglu(widen(gate), widen(up), limit, CLAMPED)
+    last = _swiglu(widen(gate_last), widen(up_last), limit, CLAMPED)
     if WEIGHTED:
         first, last = first * factor[:, None], last * factor[:, None]
     first = rounded(first, x.dtype.element_ty)
@@ -174,6 +172,85 @@ def _swiglu_quantize_kernel(
         PARTS,
         CONVERT,
     )
+
+
+@triton.jit
+def _swiglu_quantize_row_kernel(
+    x,
+    weight,
+    stride,
+    limit,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.program_id(2).to(tl.int64) * rows + row
+    if row >= rows:
+        blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
+    else:
+        if WEIGHTED:
+            factor = widen(tl.load(weight + line))
+        pairs = ()
+        for chunk in tl.static_range(CHUNKS):
+            block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            inside = block < blocks
+            for part in tl.static_range(2):
+                column = block * 16 + part * 8
+                half = blocks * 16
+                pairs += (_load_pairs(x + line * stride, 0, column, half, inside, INTERLEAVED),)
+        firsts = ()
+        lasts = ()
+        for part in tl.static_range(2 * CHUNKS):
+            gate, up = pairs[part]
+            values = _swiglu(widen(gate), widen(up), limit, CLAMPED)
+            if WEIGHTED:
+                values = values * factor
+            values = narrowed(values, x.dtype.element_ty)
+            if part % 2 == 0:
+                firsts += (values,)
+            else:
+                lasts += (values,)
+        quantize_row(
+            firsts,
+            lasts,
+            source,
+            codes,
+            scales,
+            total,
+            rows,
+            blocks,
+            scale_rows,
+            scale_columns,
+            parts,
+            SOURCE,
+            PER_ROW,
+            WEIGHT,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            PARTS,
+            CONVERT,
+        )
 
 
 def _flags(
@@ -241,8 +318,10 @@ def swiglu_quantize(
         return out.without_rows()
     x = _rows.as_rows(gate_up)
     bound, flags = _flags(limit, layout, row_weight)
+    arguments = (x, _flat(row_weight), x.stride(0), bound, *out.arguments)
     with _launch.on(x):
-        _swiglu_quantize_kernel[out.grid](
-            x, _flat(row_weight), x.stride(0), bound, *out.arguments, **flags, **out.options
-        )
+        if out.by_row:
+            _swiglu_quantize_row_kernel[out.row_grid](*arguments, **flags, **out.row_options)
+        else:
+            _swiglu_quantize_kernel[out.grid](*arguments, **flags, **out.options)
     return out.tensors
