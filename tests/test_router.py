@@ -18,6 +18,7 @@ from dsv4.testing.assertions import (
     unit_roundoff,
 )
 
+KERNELS = ("triton",)
 U = unit_roundoff(torch.float32)
 
 

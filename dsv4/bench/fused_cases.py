@@ -141,10 +141,10 @@ def moe_gather_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def build(draw: Draw) -> Problem:
         ids = draw.distinct(tokens, k, experts)
-        order, offsets, *_ = ops.moe_permute(ids, experts, backend="reference")
-        args = (draw.normal(tokens, c.hidden_size), order, offsets, k)
+        _, offsets, rows = ops.moe_permute(ids, experts, backend="reference")
+        args = (draw.normal(tokens, c.hidden_size), rows, offsets)
         judge = bitwise(*QUANTIZED)
-        return Problem(ops.moe_gather_quantize, args, {}, judge, nbytes(*args[:3]))
+        return Problem(ops.moe_gather_quantize, args, {}, judge, nbytes(*args))
 
     yield Case("moe_gather_quantize", "", {"H": c.hidden_size, "k": k}, tokens, build)
 

@@ -54,9 +54,10 @@ def _router(function: Any, args: tuple, kwargs: dict[str, Any], reads: int) -> P
 
 
 def _sorted(c: ModelConfig, tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order and offsets of tokens that each chose distinct experts at random."""
+    """Rows and offsets of tokens that each chose distinct experts at random."""
     ids = draw.distinct(tokens, c.num_experts_per_tok, c.n_routed_experts)
-    return ops.moe_permute(ids, c.n_routed_experts, backend="reference")
+    _, offsets, rows = ops.moe_permute(ids, c.n_routed_experts, backend="reference")
+    return rows, offsets
 
 
 def moe_permute(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -65,7 +66,7 @@ def moe_permute(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def build(draw: Draw) -> Problem:
         ids = draw.distinct(tokens, k, experts)
-        judge = bitwise("order", "offsets")
+        judge = bitwise("order", "offsets", "rows")
         return Problem(ops.moe_permute, (ids, experts), {}, judge, nbytes(ids))
 
     yield Case("moe_permute", "", {"E": experts, "k": k}, tokens, build)
@@ -76,8 +77,8 @@ def moe_gather(c: ModelConfig, tokens: int) -> Iterator[Case]:
     k = c.num_experts_per_tok
 
     def build(draw: Draw) -> Problem:
-        x, (order, _) = draw.normal(tokens, c.hidden_size), _sorted(c, tokens, draw)
-        return Problem(ops.moe_gather, (x, order, k), {}, bitwise("rows"), nbytes(x, order))
+        x, (rows, _) = draw.normal(tokens, c.hidden_size), _sorted(c, tokens, draw)
+        return Problem(ops.moe_gather, (x, rows), {}, bitwise("gathered"), nbytes(x, rows))
 
     yield Case("moe_gather", "", {"H": c.hidden_size, "k": k}, tokens, build)
 
@@ -87,11 +88,11 @@ def moe_combine(c: ModelConfig, tokens: int) -> Iterator[Case]:
     k = c.num_experts_per_tok
 
     def build(draw: Draw) -> Problem:
-        order, offsets = _sorted(c, tokens, draw)
+        rows, offsets = _sorted(c, tokens, draw)
         y = draw.normal(tokens * k, c.hidden_size)
         weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1)
         shared = draw.normal(tokens, c.hidden_size)
-        args = (y, order, offsets, weights)
+        args = (y, rows, offsets, weights)
         judge = within(budgets.combination)
         reads = nbytes(*args, shared)
         return Problem(ops.moe_combine, args, {"shared": shared}, judge, reads)

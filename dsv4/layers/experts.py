@@ -77,8 +77,8 @@ class DeepseekV4Experts(FixedDtypeModule):
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
         """
-        order, offsets = moe_permute(top_k_index, self.num_experts)
-        rows = moe_gather(hidden_states, order, top_k_index.shape[1])
+        order, offsets, places = moe_permute(top_k_index, self.num_experts)
+        rows = moe_gather(hidden_states, places)
         gate_up = self._project("gate_up_proj", rows, offsets)
         weights: torch.Tensor | None = top_k_weights
         row_weight = None
@@ -86,7 +86,7 @@ class DeepseekV4Experts(FixedDtypeModule):
             row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
         inner = swiglu(gate_up, self.limit, row_weight=row_weight)
         out = self._project("down_proj", inner, offsets)
-        return moe_combine(out, order, offsets, weights, shared=shared, top_k=top_k_index.shape[1])
+        return moe_combine(out, places, offsets, weights, shared=shared)
 
     def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         if self.observers is not None:

@@ -1,53 +1,71 @@
 """Rows of the routed experts: sort by expert, gather, and combine back per token.
 
-The three agree on one order. Slot ``t * k + j`` is the j-th choice of token t; ``order[r]`` is the
-slot of sorted row r. ``moe_gather`` makes the sorted rows, the grouped GEMM works on
-``offsets[e]:offsets[e + 1]``, ``moe_combine`` brings them back.
+They agree on one order. Slot ``t * k + j`` is the j-th choice of token t; ``order[r]`` is the slot
+of sorted row r, and ``rows[t, j]`` the sorted row of a slot. ``moe_gather`` makes the sorted rows,
+the grouped GEMM works on ``offsets[e]:offsets[e + 1]``, ``moe_combine`` brings them back.
 """
 
 from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops.quantize import fake_nvfp4, positive
+
+Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _fake_permute(
     ids: torch.Tensor, num_experts: int, first_expert: int, num_local_experts: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sorted:
     order = ids.new_empty([ids.shape[0] * ids.shape[1]], dtype=torch.int32)
-    return order, ids.new_empty([num_local_experts + 1], dtype=torch.int32)
+    offsets = ids.new_empty([num_local_experts + 1], dtype=torch.int32)
+    return order, offsets, ids.new_empty(ids.shape, dtype=torch.int32)
 
 
-def _fake_gather(x: torch.Tensor, order: torch.Tensor, top_k: int, backend: str) -> torch.Tensor:
-    return x.new_empty([order.shape[0], x.shape[1]])
+def _fake_gather(x: torch.Tensor, rows: torch.Tensor, backend: str) -> torch.Tensor:
+    return x.new_empty([rows.shape[0] * rows.shape[1], x.shape[1]])
+
+
+def _fake_gather_quantize(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    layout: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return fake_nvfp4(_fake_gather(x, rows, backend), None, "token", layout, backend)
 
 
 def _fake_combine(
     y: torch.Tensor,
-    order: torch.Tensor,
+    rows: torch.Tensor,
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     shared: torch.Tensor | None,
-    top_k: int,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    return y.new_empty([order.shape[0] // top_k, y.shape[1]], dtype=out_dtype)
+    return y.new_empty([rows.shape[0], y.shape[1]], dtype=out_dtype)
 
 
 _moe_permute = define(
     "moe_permute(Tensor ids, int num_experts, int first_expert, int num_local_experts, "
-    "str backend) -> (Tensor, Tensor)",
+    "str backend) -> (Tensor, Tensor, Tensor)",
     _fake_permute,
 )
-_moe_gather = define(
-    "moe_gather(Tensor x, Tensor order, int top_k, str backend) -> Tensor", _fake_gather
+_moe_gather = define("moe_gather(Tensor x, Tensor rows, str backend) -> Tensor", _fake_gather)
+_moe_gather_quantize = define(
+    "moe_gather_quantize(Tensor x, Tensor rows, Tensor offsets, Tensor? input_scale, str layout, "
+    "str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_gather_quantize,
 )
 _moe_combine = define(
-    "moe_combine(Tensor y, Tensor order, Tensor offsets, Tensor? weights, Tensor? shared, "
-    "int top_k, ScalarType out_dtype, str backend) -> Tensor",
+    "moe_combine(Tensor y, Tensor rows, Tensor offsets, Tensor? weights, Tensor? shared, "
+    "ScalarType out_dtype, str backend) -> Tensor",
     _fake_combine,
 )
 
@@ -59,7 +77,7 @@ def moe_permute(
     first_expert: int = 0,
     num_local_experts: int | None = None,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sorted:
     """Counting sort of the chosen experts.
 
     Stable: rows of one expert keep the order of their slots. Slots whose id is no local expert
@@ -74,8 +92,9 @@ def moe_permute(
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``(order [T k] int32, offsets [num_local_experts + 1] int32)``: local expert e owns the
-        sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and ``offsets[0]`` is 0.
+        ``(order [T k] int32, offsets [num_local_experts + 1] int32, rows [T, k] int32)``: local
+        expert e owns the sorted rows ``offsets[e]`` to ``offsets[e + 1]``, and ``offsets[0]`` is 0;
+        ``order[r]`` is the slot of sorted row r, and ``rows`` the inverse, the row of each slot.
 
     Raises:
         TypeError: if ``ids`` is not int32 or int64.
@@ -95,58 +114,100 @@ def moe_permute(
     return _moe_permute(ids, num_experts, first_expert, local, backend)
 
 
-def moe_gather(
-    x: torch.Tensor, order: torch.Tensor, top_k: int, *, backend: str = "auto"
-) -> torch.Tensor:
-    """Copy each slot's token row into sorted order: ``x[order // top_k]``, bit for bit.
+def moe_gather(x: torch.Tensor, rows: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """Copy each token to its sorted rows, bit for bit: ``out[rows[t, j]] = x[t]``.
 
     Args:
         x: ``[T, H]``, bfloat16, float16, float32 or float64.
-        order: ``[T top_k]`` int32 from ``moe_permute``.
-        top_k: Slots per token.
+        rows: ``[T, k]`` int32 from ``moe_permute``: a permutation of the T k rows.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[T top_k, H]`` in ``x.dtype``.
+        ``[T k, H]`` in ``x.dtype``.
 
     Raises:
-        TypeError: if ``x`` is not floating or ``order`` is not int32.
+        TypeError: if ``x`` is not floating or ``rows`` is not int32.
         ValueError: if shapes do not fit or tensors are on different devices.
     """
     _check.floating("moe_gather", "x", x)
     _check.shape("moe_gather", "x", x, [None, None])
-    _check_top_k("moe_gather", top_k)
-    _check_order("moe_gather", order, x.shape[0] * top_k)
-    _check.same_device("moe_gather", x=x, order=order)
-    return _moe_gather(x, order, top_k, backend)
+    _check_rows("moe_gather", rows, x.shape[0])
+    _check.same_device("moe_gather", x=x, rows=rows)
+    return _moe_gather(x, rows, backend)
+
+
+def moe_gather_quantize(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    input_scale: torch.Tensor | None = None,
+    layout: str = LINEAR,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """The sorted rows in NVFP4, one global scale per row, for the first product of the experts.
+
+    ``quantize(moe_gather(x, rows), "nvfp4", ...)``: with ``scaling="token"``, or with ``"static"``
+    and the scale of the expert that owns the row. Rows from ``offsets[-1]`` on, which no local
+    expert owns, are zeros: codes 0, block scales 0, global scale 1.
+
+    Args:
+        x: ``[T, H]``, bfloat16, float16, float32 or float64; H is a multiple of 16.
+        rows: ``[T, k]`` int32 from ``moe_permute``.
+        offsets: ``[E_local + 1]`` int32 from ``moe_permute``.
+        input_scale: float32 ``[E_local]``, finite and above 0, or None for scales from the data. A
+            bad scale on another device than the CPU makes the block scales of its rows NaN.
+        layout: Of the block scales, see ``quantize``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        The matrix ``[T k, H]``; its global scale is ``[T k]``.
+
+    Raises:
+        TypeError: if a dtype does not fit.
+        ValueError: if a shape or ``layout`` does not fit, a tensor is on another device, or (on the
+            CPU) ``input_scale`` is not finite and above 0.
+    """
+    op = "moe_gather_quantize"
+    _check.floating(op, "x", x)
+    _check.shape(op, "x", x, [None, None])
+    _check_rows(op, rows, x.shape[0])
+    _check_offsets(op, offsets)
+    check_layout(NVFP4, layout)
+    _check.same_device(op, x=x, rows=rows, offsets=offsets, input_scale=input_scale)
+    if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
+        raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")
+    if input_scale is not None:
+        _check.dtype(op, "input_scale", input_scale, torch.float32)
+        _check.shape(op, "input_scale", input_scale, [offsets.shape[0] - 1])
+        positive(f"{op}: input_scale", input_scale)
+    codes, scales, total = _moe_gather_quantize(x, rows, offsets, input_scale, layout, backend)
+    return QuantizedTensor(codes, scales, total, NVFP4, layout)
 
 
 def moe_combine(
     y: torch.Tensor,
-    order: torch.Tensor,
+    rows: torch.Tensor,
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     *,
     shared: torch.Tensor | None = None,
-    top_k: int | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Sum each token's expert rows, weighted, then add the shared expert (section 8.2).
 
-    ``out[t] = sum_j weights[t, j] * y[row of slot t k + j] + shared[t]``, in float32 (float64 for
-    float64 ``y``), in slot order j = 0 .. k-1 and the shared expert last: the same bits from run to
-    run, whatever other tokens are in the batch. Sorted rows from ``offsets[-1]`` on belong to no
-    local expert and are skipped whatever they hold, so the results of the ranks add up to the
-    whole.
+    ``out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t]``, in float32 (float64 for float64
+    ``y``), in slot order j = 0 .. k-1 and the shared expert last: the same bits from run to run,
+    whatever other tokens are in the batch. Sorted rows from ``offsets[-1]`` on belong to no local
+    expert and are skipped whatever they hold, so the results of the ranks add up to the whole.
 
     Args:
         y: ``[T k, H]``, floating, in sorted order.
-        order: ``[T k]`` int32 from ``moe_permute``.
+        rows: ``[T, k]`` int32 from ``moe_permute``.
         offsets: ``[E_local + 1]`` int32 from ``moe_permute``.
         weights: ``[T, k]``, floating; None where the rows are weighted already.
         shared: ``[T, H]``, floating, or None.
-        top_k: Slots per token, k; needed only where ``weights`` is None.
         out_dtype: Dtype of the result; None for ``y.dtype``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -155,44 +216,34 @@ def moe_combine(
 
     Raises:
         TypeError: if a dtype does not fit.
-        ValueError: if a shape does not fit, ``top_k`` is missing or contradicts ``weights``, or a
-            tensor is on another device.
+        ValueError: if a shape does not fit or a tensor is on another device.
     """
     _check.floating("moe_combine", "y", y)
-    _check.shape("moe_combine", "y", y, [None, None])
-    _check_order("moe_combine", order, y.shape[0])
-    _check.dtype("moe_combine", "offsets", offsets, torch.int32)
-    _check.shape("moe_combine", "offsets", offsets, [None])
-    _check.same_device("moe_combine", y=y, order=order, offsets=offsets)
-    top_k = _combine_top_k(y, weights, top_k)
+    _check_rows("moe_combine", rows, None)
+    tokens, top_k = rows.shape
+    _check.shape("moe_combine", "y", y, [tokens * top_k, None])
+    _check_offsets("moe_combine", offsets)
+    _check.same_device("moe_combine", y=y, rows=rows, offsets=offsets)
     for name, tensor, width in (("weights", weights, top_k), ("shared", shared, y.shape[1])):
         if tensor is not None:
             _check.floating("moe_combine", name, tensor)
-            _check.shape("moe_combine", name, tensor, [y.shape[0] // top_k, width])
+            _check.shape("moe_combine", name, tensor, [tokens, width])
             _check.same_device("moe_combine", y=y, **{name: tensor})
     out_dtype = y.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"moe_combine: out_dtype is {out_dtype}, wanted a floating type")
-    return _moe_combine(y, order, offsets, weights, shared, top_k, out_dtype, backend)
+    return _moe_combine(y, rows, offsets, weights, shared, out_dtype, backend)
 
 
-def _check_order(op: str, order: torch.Tensor, rows: int) -> None:
-    _check.dtype(op, "order", order, torch.int32)
-    _check.shape(op, "order", order, [rows])
+def _check_rows(op: str, rows: torch.Tensor, tokens: int | None) -> None:
+    _check.dtype(op, "rows", rows, torch.int32)
+    _check.shape(op, "rows", rows, [tokens, None])
+    if not torch.compiler.is_compiling() and rows.shape[1] < 1:
+        raise ValueError(f"{op}: rows has shape {list(rows.shape)}, wanted a slot at least")
 
 
-def _check_top_k(op: str, top_k: int) -> None:
-    if top_k < 1:
-        raise ValueError(f"{op}: top_k is {top_k}, wanted at least 1")
-
-
-def _combine_top_k(y: torch.Tensor, weights: torch.Tensor | None, top_k: int | None) -> int:
-    if weights is not None:
-        _check.shape("moe_combine", "weights", weights, [None, top_k])
-        top_k = weights.shape[1]
-    if top_k is None:
-        raise ValueError("moe_combine: top_k is None, wanted a number where weights is None")
-    _check_top_k("moe_combine", top_k)
-    if not torch.compiler.is_compiling() and y.shape[0] % top_k:
-        raise ValueError(f"moe_combine: y has {y.shape[0]} rows, wanted a multiple of {top_k}")
-    return top_k
+def _check_offsets(op: str, offsets: torch.Tensor) -> None:
+    _check.dtype(op, "offsets", offsets, torch.int32)
+    _check.shape(op, "offsets", offsets, [None])
+    if not torch.compiler.is_compiling() and offsets.shape[0] < 2:
+        raise ValueError(f"{op}: offsets has {offsets.shape[0]} entries, wanted 2 at least")

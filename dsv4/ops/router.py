@@ -167,3 +167,29 @@ def _check_gate(
     if logits_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: logits_dtype is {logits_dtype}, wanted a floating type")
     return torch.float64 if x.dtype == torch.float64 else logits_dtype
+
+
+def check_ids(tid2eid: torch.Tensor, input_ids: torch.Tensor, num_experts: int) -> None:
+    """What ``route_hash`` checks on the CPU: for its implementations, which know the values.
+
+    Does nothing on another device.
+
+    Raises:
+        ValueError: if a token id is not in the table, or an entry of a token is no expert.
+    """
+    if input_ids.device.type != "cpu":
+        return
+    vocabulary = tid2eid.shape[0]
+    good = (input_ids >= 0) & (input_ids < vocabulary)
+    _raise_unless(good, "input_ids", input_ids, f"token ids from 0 to {vocabulary - 1}")
+    ids = tid2eid[input_ids]
+    good = ((ids >= 0) & (ids < num_experts)).all(-1)
+    _raise_unless(good, "tid2eid", ids, f"expert ids from 0 to {num_experts - 1}")
+
+
+def _raise_unless(good: torch.Tensor, name: str, values: torch.Tensor, wanted: str) -> None:
+    if not bool(good.all()):
+        row = int((~good).nonzero()[0])
+        raise ValueError(
+            f"route_hash: {name} of token {row} is {values[row].tolist()}, wanted {wanted}"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.ops.router import check_ids
 from dsv4.reference._precision import compute_dtype
 
 # Keeps a row whose scores all underflow at 0 instead of 0/0 (specification, trap T10).
@@ -66,19 +67,9 @@ def _look_up(
     tid2eid: torch.Tensor, input_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts of each token, and whether token and experts are in range."""
+    check_ids(tid2eid, input_ids, num_experts)
     vocabulary = tid2eid.shape[0]
     token_ok = (input_ids >= 0) & (input_ids < vocabulary)
     ids = tid2eid[input_ids.clamp(0, vocabulary - 1)].long()
     experts_ok = ((ids >= 0) & (ids < num_experts)).all(-1)
-    if input_ids.device.type == "cpu":
-        _raise_unless(token_ok, "input_ids", input_ids, f"token ids from 0 to {vocabulary - 1}")
-        _raise_unless(experts_ok, "tid2eid", ids, f"expert ids from 0 to {num_experts - 1}")
     return ids.clamp(0, num_experts - 1), token_ok & experts_ok
-
-
-def _raise_unless(good: torch.Tensor, name: str, values: torch.Tensor, wanted: str) -> None:
-    if not bool(good.all()):
-        row = int((~good).nonzero()[0])
-        raise ValueError(
-            f"route_hash: {name} of token {row} is {values[row].tolist()}, wanted {wanted}"
-        )

@@ -256,10 +256,10 @@ MUTANTS = (
     Mutant(
         "T12",
         "token ids outside the vocabulary are clamped in silence",
-        REFERENCE + "router.py",
-        '        _raise_unless(token_ok, "input_ids", input_ids, '
-        'f"token ids from 0 to {vocabulary - 1}")\n',
-        "",
+        "dsv4/ops/router.py",
+        '    _raise_unless(good, "input_ids", input_ids, f"token ids from 0 to {vocabulary - 1}")\n'
+        "    ids = tid2eid[input_ids]\n",
+        "    ids = tid2eid[input_ids.clamp(0, vocabulary - 1)]\n",
         ROUTER + "test_token_ids_outside_the_vocabulary",
     ),
     Mutant(

@@ -1,0 +1,29 @@
+"""Asking the L2 cache for weights while the kernel before is still running."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LINE = tl.constexpr(128)
+
+
+@triton.jit
+def prefetch_tile(matrix, stride, row, start, COLUMNS: tl.constexpr):
+    """Prefetch columns ``start`` to ``start + COLUMNS`` of rows ``row [N]``; compiled code only.
+
+    Nothing is read into the kernel, so this is allowed before ``wait_for_inputs``. Addresses must
+    be inside the matrix: the caller clamps ``row`` and ``start``.
+    """
+    BYTES: tl.constexpr = matrix.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = triton.next_power_of_2((COLUMNS * BYTES + 127) // 128)
+    column = tl.minimum(tl.arange(0, LINES) * (_LINE // BYTES), COLUMNS - 1)
+    place = matrix + row[:, None].to(tl.int64) * stride + (start + column)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [place.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,417 @@
+"""Kernels of ``dsv4.ops.router``: one launch for the logits, one that chooses and weighs.
+
+The second launch takes one token per program. What lies between is float32 ``[splits, T, E]``:
+partial sums over slices of the hidden axis, added in the order of the slices. With one slice and
+float32 logits it is the logits themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.router import check_ids
+from dsv4.triton import _launch, _rows
+from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._prefetch import prefetch_tile
+
+_FEW = 4  # tokens up to which products need no matrix instructions
+_PREFETCHED = 64  # tokens up to which reading the weight takes most of the time
+
+_NONE = tl.constexpr(-0x80000000)  # below the key of every score
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of it
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _operand(values, dtype: tl.constexpr):
+    if values.dtype == dtype:
+        return values
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return narrow(widen(values), dtype)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _few_kernel(
+    x,
+    weight,
+    out,
+    x_stride,
+    weight_stride,
+    tokens,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Logits of all TOKENS tokens for COLUMNS experts: their rows of the weight are read once."""
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.minimum(expert, EXPERTS - 1)
+    if PDL:
+        prefetch_tile(weight, weight_stride, row, 0, HIDDEN)
+    wait_for_inputs(PDL)
+    token = tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK)[None, None, :]
+    x += (tl.minimum(token, tokens - 1).to(tl.int64) * x_stride)[:, None, None]
+    weight += (row.to(tl.int64) * weight_stride)[None, :, None]
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for start in tl.static_range(0, HIDDEN, BLOCK):
+        inside = start + column < HIDDEN
+        gate = tl.load(weight + start + column, mask=inside, other=0.0)
+        value = tl.load(x + start + column, mask=inside, other=0.0)
+        product = widen(_operand(value, OPERAND)) * widen(_operand(gate, OPERAND))
+        total += tl.sum(product, 2)
+    place = token[:, None] * EXPERTS + expert[None, :]
+    tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+
+
+@triton.jit
+def _dot(a, b, total):
+    if INTERPRETED or a.dtype == tl.float32:
+        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
+    return tl.dot(a, b, total)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _logits_kernel(
+    x,
+    weight,
+    out,
+    x_stride,
+    weight_stride,
+    tokens,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TOKENS tokens by COLUMNS experts over one slice of LENGTH columns.
+
+    Neighbouring programs take the same tokens, which are then read from memory once.
+    """
+    TILES: tl.constexpr = (EXPERTS + COLUMNS - 1) // COLUMNS
+    first = (tl.program_id(0) // TILES).to(tl.int64) * TOKENS
+    token = first + tl.arange(0, TOKENS)
+    expert = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(1) * LENGTH
+    # Rows past the end repeat the last one; they are not stored.
+    row = tl.minimum(expert, EXPERTS - 1)
+    if PDL and PREFETCH:
+        prefetch_tile(weight, weight_stride, row, tl.minimum(begin, HIDDEN - LENGTH), LENGTH)
+    wait_for_inputs(PDL)
+    column = tl.arange(0, BLOCK)
+    x += (tl.minimum(token, tokens - 1) * x_stride)[:, None] + column[None, :]
+    weight += (row.to(tl.int64) * weight_stride)[None, :] + column[:, None]
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    end = tl.minimum(begin + LENGTH, HIDDEN)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        if HIDDEN % BLOCK == 0:
+            value, gate = tl.load(x + start), tl.load(weight + start)
+        else:
+            inside = start + column < HIDDEN
+            value = tl.load(x + start, mask=inside[None, :], other=0.0)
+            gate = tl.load(weight + start, mask=inside[:, None], other=0.0)
+        total = _dot(_operand(value, OPERAND), _operand(gate, OPERAND), total)
+    place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
+    tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+
+
+@triton.jit
+def _exp_of_minus(a):
+    """``exp(-a)`` for a >= 0, float32 with its subnormal numbers, to 5 units of 2^-24.
+
+    The exponent of 2 is a sum of two numbers: rounded to one, an exponent near 100 would be off by
+    as much as the result has bits. Results that a power instruction would flush to zero are
+    computed at 2^32 times their size.
+    """
+    a = tl.minimum(a, 200.0)
+    high = a * _LOG2E
+    low = tl.fma(a, _LOG2E, -high) + a * _LOG2E_LOW
+    small = high > 100.0
+    power = tl.exp2(tl.where(small, 32.0, 0.0) - high)
+    return tl.fma(power, low * -_LN2, power) * tl.where(small, 2.0**-32, 1.0)
+
+
+@triton.jit
+def _quotient(a, b):
+    """``a / b`` for b that is neither tiny nor huge: an approximate one and its remainder."""
+    inverse = 1.0 / b
+    quotient = a * inverse
+    return tl.fma(tl.fma(-quotient, b, a), inverse, quotient)
+
+
+@triton.jit
+def _log1p(t):
+    """``log(1 + t)`` for t in [0, 1], to 4 units of 2^-24.
+
+    ``2 artanh(t / (2 + t))``, whose series in the square of that quotient, at most 1/9, is cut off
+    below 2^-26.
+    """
+    double = _quotient(t, tl.fma(t, 0.5, 1.0))
+    square = double * double * 0.25
+    series = tl.fma(square, 1.0 / 13.0, 1.0 / 11.0)
+    series = tl.fma(square, series, 1.0 / 9.0)
+    series = tl.fma(square, series, 1.0 / 7.0)
+    series = tl.fma(square, series, 0.2)
+    series = tl.fma(square, series, 1.0 / 3.0)
+    return tl.fma(double, square * series, double)
+
+
+@triton.jit
+def _sqrt_softplus(logit):
+    """``sqrt(log(1 + exp(logit)))``; it underflows where the softplus does in float32.
+
+    The instruction for roots, too, takes subnormal numbers for zero.
+    """
+    soft = _log1p(_exp_of_minus(tl.abs(logit))) + tl.maximum(logit, 0.0)
+    small = soft < 2.0**-64
+    root = tl.sqrt(soft * tl.where(small, 2.0**64, 1.0)) * tl.where(small, 2.0**-32, 1.0)
+    return tl.where(logit != logit, float("nan"), root)
+
+
+@triton.jit
+def _key_of(score):
+    """int32 that orders as float32 does: zeros are equal, every NaN is the highest."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(score != score, 0x7FFFFFFF, key)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
+def _choose_kernel(
+    partials,
+    logits,
+    bias,
+    table,
+    input_ids,
+    weights,
+    ids,
+    tokens,
+    vocabulary,
+    top_k,
+    factor,
+    EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STORED: tl.constexpr,
+    BIASED: tl.constexpr,
+    HASHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token: its logits, experts and weights. Scores and keys stay in registers.
+
+    A round takes the highest key and of those that have it the lowest expert, and removes it.
+    """
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    inside = expert < EXPERTS
+    partials += token * EXPERTS + expert
+    logit = tl.load(partials, mask=inside, other=0.0)
+    for i in tl.static_range(1, SPLITS):
+        logit += tl.load(partials + i * (tokens.to(tl.int64) * EXPERTS), mask=inside, other=0.0)
+    logit = narrow(logit, logits.dtype.element_ty)
+    if not STORED:
+        tl.store(logits + token * EXPERTS + expert, logit, mask=inside)
+    logit = widen(logit)
+    scores = _sqrt_softplus(logit)
+    good = tl.min((tl.abs(logit) < float("inf")).to(tl.int32), 0)
+    biased = scores
+    if BIASED:
+        biased = scores + widen(tl.load(bias + expert, mask=inside, other=0.0))
+    keys = tl.where(inside, _key_of(biased), _NONE)
+    bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)
+    if HASHED:
+        word = tl.load(input_ids + token).to(tl.int64)
+        good = tl.where((word >= 0) & (word < vocabulary), good, 0)
+        table += tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k
+    slot = tl.arange(0, SLOTS)
+    found = tl.zeros([SLOTS], tl.int32)
+    chosen = tl.zeros([SLOTS], tl.float32)
+    total = 0.0
+    for j in range(top_k):
+        if HASHED:
+            entry = tl.load(table + j).to(tl.int64)
+            one = tl.maximum(tl.minimum(entry, EXPERTS - 1), 0).to(tl.int32)
+            good = tl.where(entry == one, good, 0)
+        else:
+            one = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
+            keys = tl.where(expert == one, _NONE, keys)
+        # No score is negative, so that its bits order as it does.
+        score = tl.max(tl.where(expert == one, bits, 0), 0).to(tl.float32, bitcast=True)
+        total += score
+        found = tl.where(slot == j, one, found)
+        chosen = tl.where(slot == j, score, chosen)
+    weight = _quotient(chosen, total + 1e-20) * factor
+    place = token * top_k + slot
+    tl.store(weights + place, tl.where(good == 1, weight, float("nan")), mask=slot < top_k)
+    tl.store(ids + place, found.to(tl.int64), mask=slot < top_k)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Sizes of a program of the logits: tokens, experts, columns at a time, slices and stages."""
+
+    tokens: int
+    columns: int
+    block: int
+    splits: int
+    stages: int
+    warps: int
+
+
+def _tile(tokens: int, experts: int, hidden: int, wide: bool, processors: int) -> _Tile:
+    """Matrix tiles for this many tokens; slices of the hidden axis until every processor works."""
+    if wide:
+        high, across, block, stages, warps = 32, 32, 32, 2, 4
+    elif tokens <= 32:
+        high, across, block, stages, warps = max(16, _launch.power_of_two(tokens)), 32, 128, 3, 4
+    elif tokens <= 1024:
+        high, across, block, stages, warps = 64, 64, 64, 4, 4
+    else:
+        high, across, block, stages, warps = 128, 128, 64, 4, 8
+    steps = triton.cdiv(hidden, block)
+    programs = triton.cdiv(tokens, high) * triton.cdiv(experts, across)
+    splits = max(1, min(processors // programs, steps, 32))
+    return _Tile(high, across, block, triton.cdiv(steps, triton.cdiv(steps, splits)), stages, warps)
+
+
+def _operand_type(x: torch.Tensor, weight: torch.Tensor, logits: torch.dtype) -> torch.dtype:
+    """The type in which products are taken: that of the logits, or a narrower one if exact."""
+    if logits == torch.float32 and x.dtype == weight.dtype:
+        return x.dtype
+    return logits
+
+
+def _partial_logits(
+    x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Launch the products: returns float32 ``[splits, T, E]``, perhaps ``logits`` itself."""
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    if hidden == 0:
+        return x.new_zeros((1, tokens, experts), dtype=torch.float32), 1
+    x, weight = (m if m.stride(1) == 1 else m.contiguous() for m in (x, weight))
+    operand = _operand_type(x, weight, logits.dtype)
+    sizes = {"EXPERTS": experts, "HIDDEN": hidden, "OPERAND": _rows.TYPES[operand]}
+    few = tokens <= _FEW
+    processors = _launch.multiprocessors(x.device)
+    tile = _tile(tokens, experts, hidden, operand == torch.float32, processors)
+    splits = 1 if few else tile.splits
+    stored = splits == 1 and logits.dtype == torch.float32
+    out = logits if stored else x.new_empty((splits, tokens, experts), dtype=torch.float32)
+    args = (x, weight, out, x.stride(0), weight.stride(0), tokens)
+    with _launch.on(x):
+        if few:
+            block = min(_launch.power_of_two(hidden), 8192)
+            _few_kernel[(triton.cdiv(experts, 2),)](
+                *args,
+                **sizes,
+                TOKENS=_launch.power_of_two(tokens),
+                COLUMNS=2,
+                BLOCK=block,
+                # One load per thread and row: the assembler would place a second one behind the
+                # products of the first, which wait for memory.
+                num_warps=max(1, block // 256),
+                **_launch.options(x),
+            )
+            return out, splits
+        steps = triton.cdiv(triton.cdiv(hidden, tile.block), splits)
+        tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(experts, tile.columns)
+        _logits_kernel[(tiles, splits)](
+            *args,
+            **sizes,
+            TOKENS=tile.tokens,
+            COLUMNS=tile.columns,
+            BLOCK=tile.block,
+            LENGTH=steps * tile.block,
+            STAGES=tile.stages,
+            PREFETCH=tokens <= _PREFETCHED and hidden % tile.block == 0,
+            num_warps=tile.warps,
+            **_launch.options(x),
+        )
+    return out, splits
+
+
+def _route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    top_k: int,
+    scaling_factor: float,
+    logits_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, experts = x.shape[0], weight.shape[0]
+    logits = x.new_empty((tokens, experts), dtype=logits_dtype)
+    weights = x.new_empty((tokens, top_k), dtype=torch.float32)
+    ids = x.new_empty((tokens, top_k), dtype=torch.int64)
+    if logits.numel() == 0:
+        return logits, weights, ids
+    partials, splits = _partial_logits(x, weight, logits)
+    block = _launch.power_of_two(experts)
+    with _launch.on(x):
+        _choose_kernel[(tokens,)](
+            partials,
+            logits,
+            None if bias is None else bias.contiguous(),
+            table,
+            input_ids,
+            weights,
+            ids,
+            tokens,
+            0 if table is None else table.shape[0],
+            top_k,
+            scaling_factor,
+            EXPERTS=experts,
+            SPLITS=splits,
+            STORED=partials is logits,
+            BIASED=bias is not None,
+            HASHED=table is not None,
+            BLOCK=block,
+            SLOTS=_launch.power_of_two(top_k),
+            num_warps=min(16, max(1, block // 1024)),
+            **_launch.options(x),
+        )
+    return logits, weights, ids
+
+
+def route_topk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    scaling_factor: float,
+    logits_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.router.route_topk``."""
+    return _route(x, weight, bias, None, None, top_k, scaling_factor, logits_dtype)
+
+
+def route_hash(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tid2eid: torch.Tensor,
+    input_ids: torch.Tensor,
+    scaling_factor: float,
+    logits_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.router.route_hash``."""
+    check_ids(tid2eid, input_ids, weight.shape[0])
+    table, words = tid2eid.contiguous(), input_ids.contiguous()
+    top_k = tid2eid.shape[1]
+    return _route(x, weight, None, table, words, top_k, scaling_factor, logits_dtype)
