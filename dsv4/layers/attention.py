@@ -140,8 +140,8 @@ class DeepseekV4Attention(FixedDtypeModule):
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
         q_residual = self.q_a_norm(q_a)
         q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        tables = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in (cos, sin))
-        head_norm_rope_(q.flatten(0, 1), *tables, self.q_b_norm.eps)
+        cos, sin = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in (cos, sin))
+        head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)
         return q_residual, q, kv
 
     def _attend_paged(

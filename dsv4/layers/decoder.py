@@ -41,11 +41,12 @@ class DeepseekV4DecoderLayer(nn.Module):
             input_ids: ``[B, S]``; needed where the layer routes by hash.
             **kwargs: For ``DeepseekV4Attention.forward``.
         """
-        post, comb, collapsed = self.attn_hc(hidden_states)
-        output, _ = self.self_attn(self.input_layernorm(collapsed), **kwargs)
-        hidden_states = self.attn_hc.spread(output, hidden_states, post, comb)
-        post, comb, collapsed = self.ffn_hc(hidden_states)
-        output = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
+        post, comb, normed = self.attn_hc.collapse(hidden_states, self.input_layernorm)
+        output, _ = self.self_attn(normed, **kwargs)
+        hidden_states, (post, comb, normed) = self.attn_hc.hand_over(
+            output, hidden_states, post, comb, self.ffn_hc, self.post_attention_layernorm
+        )
+        output = self.mlp(normed, input_ids=input_ids)
         return self.ffn_hc.spread(output, hidden_states, post, comb)
 
 

@@ -9,8 +9,15 @@ from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.layers._module import FixedDtypeModule, empty_weight
-from dsv4.layers.norm import DeepseekV4UnweightedRMSNorm
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_pre
+from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+
+Collapsed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _hooked(*modules: nn.Module) -> bool:
+    """Whether someone watches a module, which one launch for several would leave out."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 class DeepseekV4HyperConnection(FixedDtypeModule):
@@ -51,11 +58,53 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
             self.fn,
             self.scale,
             self.base,
-            norm_eps=self.norm_eps,
-            hc_eps=self.hc_eps,
-            iterations=self.hc_sinkhorn_iters,
+            **self._settings(),
         )
         return post, comb, collapsed
+
+    def collapse(self, streams: torch.Tensor, norm: DeepseekV4RMSNorm) -> Collapsed:
+        """``forward``, with the norm that follows: post, comb and ``norm(collapsed)``."""
+        if norm.variance_epsilon != self.norm_eps or _hooked(self, norm):
+            post, comb, collapsed = self(streams)
+            return post, comb, norm(collapsed)
+        normed, post, comb = hc_pre_norm(
+            streams, self.fn, self.scale, self.base, norm.weight, **self._settings()
+        )
+        return post, comb, normed
+
+    def hand_over(
+        self,
+        output: torch.Tensor,
+        streams: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        following: DeepseekV4HyperConnection,
+        norm: DeepseekV4RMSNorm,
+    ) -> tuple[torch.Tensor, Collapsed]:
+        """``spread`` here, then ``following.collapse``: the new streams, and what that returns."""
+        if norm.variance_epsilon != following.norm_eps or _hooked(following, norm):
+            streams = self.spread(output, streams, post, comb)
+            return streams, following.collapse(streams, norm)
+        post, comb = self._rounded(streams, post, comb)
+        parameters = following.fn, following.scale, following.base, norm.weight
+        streams, normed, post, comb = hc_post_pre_norm(
+            output, streams, post, comb, *parameters, **following._settings()
+        )
+        return streams, (post, comb, normed)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "norm_eps": self.norm_eps,
+            "hc_eps": self.hc_eps,
+            "iterations": self.hc_sinkhorn_iters,
+        }
+
+    def _rounded(
+        self, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.numerics == "transformers":
+            return post.to(streams.dtype), comb.to(streams.dtype)
+        return post, comb
 
     def spread(
         self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
@@ -64,9 +113,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
 
         transformers' numerics round post and comb to the dtype of the streams first.
         """
-        if self.numerics == "transformers":
-            post, comb = post.to(streams.dtype), comb.to(streams.dtype)
-        return hc_post(output, streams, post, comb)
+        return hc_post(output, streams, *self._rounded(streams, post, comb))
 
 
 class DeepseekV4HyperHead(FixedDtypeModule):

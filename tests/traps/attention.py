@@ -225,17 +225,17 @@ MUTANTS = (
         "T6",
         "no norm per head",
         LAYERS + "attention.py",
-        "head_norm_rope_(q.flatten(0, 1), *tables, self.q_b_norm.eps)",
-        "q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))",
+        "head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)",
+        "q = rope(q, cos.view(*q.shape[:2], 1, -1), sin.view(*q.shape[:2], 1, -1))",
         FORMULA,
     ),
     Mutant(
         "T6",
         "one norm over all heads",
         LAYERS + "attention.py",
-        "head_norm_rope_(q.flatten(0, 1), *tables, self.q_b_norm.eps)",
+        "head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)",
         "q = self.q_b_norm(q.flatten(-2)).view_as(q)\n"
-        "        q = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2))",
+        "        q = rope(q, cos.view(*q.shape[:2], 1, -1), sin.view(*q.shape[:2], 1, -1))",
         FORMULA,
     ),
     Mutant(

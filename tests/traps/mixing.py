@@ -44,8 +44,8 @@ MUTANTS = (
         "T7",
         "comb transposed twice",
         LAYERS + "hyper_connection.py",
-        "return hc_post(output, streams, post, comb)",
-        "return hc_post(output, streams, post, comb.transpose(-1, -2))",
+        "        return post, comb\n\n    def spread(",
+        "        return post, comb.transpose(-1, -2)\n\n    def spread(",
         TRANSPOSE,
     ),
     Mutant(
