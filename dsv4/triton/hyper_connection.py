@@ -211,7 +211,7 @@ def _split(tokens: int, hidden: int, device: torch.device) -> tuple[int, int, in
     """Tokens of a program, columns of a chunk, chunks of a program: about two programs for each
     multiprocessor, one chunk each while tokens are few."""
     rows = 16 if tokens <= 64 else 64
-    block = 32 if hidden <= 4096 else 64
+    block = 64 if hidden > 4096 and rows == 16 else 32
     chunks = -(-hidden // block)
     groups = -(-tokens // rows)
     splits = max(1, min(chunks, 2 * _launch.multiprocessors(device) // groups))
@@ -253,6 +253,7 @@ def _parts(
             CHUNKS=chunks,
             PREFETCH=whole and chunks == 1,
             num_warps=4 if group == 16 else 8,
+            num_stages=2,
             **_launch.options(x),
         )
     return _Parts(data, rows), out
@@ -364,8 +365,9 @@ def _entry(
         for split in range(splits):
             place = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + INDEX
             total += tl.load(source + place, mask=token < tokens, other=0.0)
-        return total
-    return _pick(source, INDEX)
+    else:
+        total = _pick(source, INDEX)
+    return total
 
 
 @triton.jit
