@@ -79,12 +79,15 @@ def larger(a, b):
 
 @triton.jit
 def largest(values):
-    """Largest magnitude along the last axis; NaN where one is NaN."""
+    """Largest magnitude along the last axis, float32; NaN where one is NaN.
+
+    The values may be of a narrow dtype still, in which two are compared by one instruction.
+    """
     if INTERPRETED:
         # As integers NaN is above Inf; the interpreter's own maximum passes over NaN.
-        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = widen(values).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, len(values.shape) - 1).to(tl.float32, bitcast=True)
-    return tl.reduce(tl.abs(values), len(values.shape) - 1, larger)
+    return widen(tl.reduce(tl.abs(values), len(values.shape) - 1, larger))
 
 
 @triton.jit

@@ -214,8 +214,9 @@ def _code_row(
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         inside = block < blocks
-        first, last = widen(firsts[chunk]), widen(lasts[chunk])
+        first, last = firsts[chunk], lasts[chunk]
         amax, finite = finite_amax(larger(largest(first), largest(last)))
+        first, last = widen(first), widen(last)
         bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
         first = e2m1_codes(first, product, CONVERT, MODERATE)
         last = e2m1_codes(last, product, CONVERT, MODERATE)
@@ -280,8 +281,8 @@ def quantize_row(
     else:
         peak = tl.zeros([BLOCKS], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            first, last = largest(widen(firsts[chunk])), largest(widen(lasts[chunk]))
-            peak = tl.maximum(peak, finite_amax(larger(first, last))[0])
+            both = larger(largest(firsts[chunk]), largest(lasts[chunk]))
+            peak = tl.maximum(peak, finite_amax(both)[0])
         scale = dynamic_scale(tl.max(peak, 0))
     codes += start * blocks * 8
     scales += matrix * scale_rows * scale_columns
@@ -771,11 +772,12 @@ def _e8m0_value(bits):
 
 @triton.jit
 def _scale_value(loaded, E8M0: tl.constexpr):
-    if loaded.dtype == tl.float32:
-        return loaded
+    value = loaded
     if E8M0:
-        return _e8m0_value(loaded)
-    return e4m3_value(loaded)
+        value = _e8m0_value(loaded)
+    elif loaded.dtype == tl.uint8:
+        value = e4m3_value(loaded)
+    return value
 
 
 @triton.jit

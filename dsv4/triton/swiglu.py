@@ -18,32 +18,49 @@ _PIECES = 128
 _LOG2_E = tl.constexpr(1.44269502162933349609375)
 _LOG2_E_REST = tl.constexpr(1.925963033500011e-08)
 _LN_2 = tl.constexpr(0.6931471805599453)
+# The 16 leading bits of log2(e), and the rest times ln(2).
+_SHORT_LOG2_E = tl.constexpr(47274 / 32768)
+_SHORT_REST = tl.constexpr((1.4426950408889634 - 47274 / 32768) * 0.6931471805599453)
 _UNIT = tl.constexpr(2.0**-32)
 
 
 @triton.jit
-def _swiglu(gate, up, limit, CLAMPED: tl.constexpr):
-    """``silu(gate) * up``; NaN where gate or up is no number.
+def _exp_of_minus(x, SHORT: tl.constexpr):
+    """``exp(-x)`` for x from -88.7 to 128, to some units of the last place.
 
-    exp(-gate) is a power of two whose exponent is known to twice the precision: rounded once, an
-    exponent of 100 would be off by 2^-18, and so would the result. The sigmoid's divisor is
-    computed at 2^-32, where neither it nor its reciprocal leaves the normal numbers; and with a
-    zero times gate and up, taken before the clamp makes a number of an infinity. Below -88.7, where
-    exp overflows, the gate counts as -88.7: the result is less than 3e-37 times up.
+    A power of two whose exponent is known to more than float32's precision: rounded once, an
+    exponent of 100 would be off by 2^-18, and so would the result. With 8 bits of x (SHORT) the
+    first part of the exponent is exact.
     """
+    if SHORT:
+        return tl.exp2(x * -_SHORT_LOG2_E) * tl.fma(x, -_SHORT_REST, 1.0)
+    exponent = x * -_LOG2_E
+    rest = tl.fma(x, -_LOG2_E_REST, tl.fma(x, -_LOG2_E, -exponent))
+    return tl.exp2(exponent) * tl.fma(rest, _LN_2, 1.0)
+
+
+@triton.jit
+def _swiglu(gate, up, limit, CLAMPED: tl.constexpr, UNBOUNDED: tl.constexpr):
+    """``silu(gate) * up`` in float32; NaN where gate or up is no number.
+
+    The sigmoid's divisor is computed at 2^-32, where neither it nor its reciprocal leaves the
+    normal numbers; and with a zero times gate and up, taken before the clamp makes a number of an
+    infinity. Below -88.7, where exp overflows, the gate counts as -88.7: the result is less than
+    3e-37 times up. For bfloat16 the reciprocal is the hardware's, one unit of the last place off.
+    """
+    SHORT: tl.constexpr = gate.dtype == tl.bfloat16
+    gate, up = widen(gate), widen(up)
     unit = tl.fma(gate, 0.0, tl.fma(up, 0.0, _UNIT))
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
     gate = tl.maximum(gate, -88.7)
-    bounded = tl.minimum(gate, 128.0)
-    exponent = bounded * -_LOG2_E
-    rest = tl.fma(bounded, -_LOG2_E_REST, tl.fma(bounded, -_LOG2_E, -exponent))
-    exp = tl.exp2(exponent) * tl.fma(rest, _LN_2, 1.0)
+    exp = _exp_of_minus(tl.minimum(gate, 128.0) if UNBOUNDED else gate, SHORT)
     divisor = tl.fma(exp, _UNIT, unit)
-    guess = near_reciprocal(divisor)
-    sigmoid = tl.fma(tl.fma(-divisor, guess, 1.0), guess, guess) * _UNIT
-    return gate * sigmoid * up
+    sigmoid = near_reciprocal(divisor)
+    if not SHORT:
+        sigmoid = tl.fma(tl.fma(-divisor, sigmoid, 1.0), sigmoid, sigmoid)
+    return gate * (sigmoid * _UNIT) * up
 
 
 @triton.jit
@@ -87,6 +104,7 @@ def _swiglu_kernel(
     limit,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -99,7 +117,7 @@ def _swiglu_kernel(
     gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
     if WEIGHTED:
         factor = widen(tl.load(weight + row, mask=row < rows, other=0.0))
-    values = _swiglu(widen(gate), widen(up), limit, CLAMPED)
+    values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
     if WEIGHTED:
         values = values * factor[:, None]
     column = first[:, None] + tl.arange(0, 8)[None, :]
@@ -125,6 +143,7 @@ def _swiglu_quantize_kernel(
     parts,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -145,8 +164,8 @@ def _swiglu_quantize_kernel(
     gate_last, up_last = _load_pairs(x, start, block * 16 + 8, half, inside, INTERLEAVED)
     if WEIGHTED:
         factor = widen(tl.load(weight + matrix * rows + row, mask=inside, other=0.0))
-    first = _swiglu(widen(gate), widen(up), limit, CLAMPED)
-    last = _swiglu(widen(gate_last), widen(up_last), limit, CLAMPED)
+    first = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+    last = _swiglu(gate_last, up_last, limit, CLAMPED, UNBOUNDED)
     if WEIGHTED:
         first, last = first * factor[:, None], last * factor[:, None]
     first = rounded(first, x.dtype.element_ty)
@@ -191,6 +210,7 @@ def _swiglu_quantize_row_kernel(
     parts,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -222,7 +242,7 @@ def _swiglu_quantize_row_kernel(
         lasts = ()
         for part in tl.static_range(2 * CHUNKS):
             gate, up = pairs[part]
-            values = _swiglu(widen(gate), widen(up), limit, CLAMPED)
+            values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
             if WEIGHTED:
                 values = values * factor
             values = narrowed(values, x.dtype.element_ty)
@@ -260,6 +280,7 @@ def _flags(
     options = {
         "INTERLEAVED": layout == "interleaved",
         "CLAMPED": limit is not None,
+        "UNBOUNDED": limit is None or limit > 128,
         "WEIGHTED": weight is not None,
     }
     return float("inf") if limit is None else float(limit), options
