@@ -78,16 +78,26 @@ def larger(a, b):
 
 
 @triton.jit
+def _larger_bits(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def largest(values):
     """Largest magnitude along the last axis, float32; NaN where one is NaN.
 
-    The values may be of a narrow dtype still, in which two are compared by one instruction.
+    The values may be of a narrow dtype still. Of 16 bits, or interpreted, they are compared as
+    integers, among which NaN is above Inf and Inf above every number.
     """
+    AXIS: tl.constexpr = len(values.shape) - 1
     if INTERPRETED:
-        # As integers NaN is above Inf; the interpreter's own maximum passes over NaN.
         bits = widen(values).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        return tl.max(bits, len(values.shape) - 1).to(tl.float32, bitcast=True)
-    return widen(tl.reduce(tl.abs(values), len(values.shape) - 1, larger))
+        return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+    if values.dtype == tl.float32:
+        return tl.reduce(tl.abs(values), AXIS, larger)
+    # Not tl.max, which would widen each of them.
+    bits = tl.reduce(values.to(tl.int16, bitcast=True) & 0x7FFF, AXIS, _larger_bits)
+    return widen(bits.to(values.dtype, bitcast=True))
 
 
 @triton.jit
