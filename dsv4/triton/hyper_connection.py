@@ -26,6 +26,8 @@ from dsv4.triton.norm import inverse_rms
 # From this many tokens on the mixing matrices are made 32 tokens at a time, one to a thread.
 _MANY = 1024
 _LANES = 32
+# Up to this many tokens a program takes one, and the product needs no tensor core.
+_FEW = 4
 
 
 @triton.jit
@@ -171,21 +173,38 @@ def _parts_kernel(
         column = first + chunk * BLOCK + tl.arange(0, BLOCK)
         inside = here & (column < hidden)[None, :]
         place = token * 4 * hidden + column[None, :]
-        weights = (row < ROWS)[:, None] & (column < hidden)[None, :]
+        # All loads before the first product, which has barriers: one latency instead of four.
+        at = fn + row[:, None].to(tl.int64) * (4 * hidden) + column[None, :]
+        f0, f1, f2, f3 = _load_streams(at, 0, hidden, (row < ROWS)[:, None] & (column < hidden))
+        x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
         if WRITE_BACK:
-            x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
             wide = widen(tl.load(y + token * hidden + column[None, :], mask=inside, other=0.0))
-        for k in tl.static_range(4):
-            if WRITE_BACK:
-                mixed = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, k)
-                stored = narrow(mixed, x.dtype.element_ty)
-                tl.store(out + place + k * hidden, stored, mask=inside)
-                stream = tl.where(inside, widen(stored), 0.0)
-            else:
-                stream = widen(tl.load(x + place + k * hidden, mask=inside, other=0.0))
-            at = fn + row[:, None].to(tl.int64) * (4 * hidden) + (k * hidden + column)[None, :]
-            product = _product(stream, tl.load(at, mask=weights, other=0.0), product, EXACT)
-            squares += stream * stream
+            DTYPE: tl.constexpr = x.dtype.element_ty
+            m0 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 0)
+            m1 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 1)
+            m2 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 2)
+            m3 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 3)
+            m0, m1, m2, m3 = (
+                narrow(m0, DTYPE),
+                narrow(m1, DTYPE),
+                narrow(m2, DTYPE),
+                narrow(m3, DTYPE),
+            )
+            tl.store(out + place, m0, mask=inside)
+            tl.store(out + place + hidden, m1, mask=inside)
+            tl.store(out + place + 2 * hidden, m2, mask=inside)
+            tl.store(out + place + 3 * hidden, m3, mask=inside)
+            x0, x1, x2, x3 = widen(m0), widen(m1), widen(m2), widen(m3)
+        squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+        if TOKENS == 1:
+            # Rows by columns, each stream's row of one token along the columns.
+            sums = tl.fma(f3, x3, tl.fma(f2, x2, tl.fma(f1, x1, f0 * x0)))
+            product += tl.sum(sums, 1)[None, :]
+        else:
+            product = _product(x0, f0, product, EXACT)
+            product = _product(x1, f1, product, EXACT)
+            product = _product(x2, f2, product, EXACT)
+            product = _product(x3, f3, product, EXACT)
     total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], product)
     place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
     tl.store(parts + place, total, mask=here)
@@ -210,11 +229,12 @@ class _Parts:
 def _split(tokens: int, hidden: int, device: torch.device) -> tuple[int, int, int]:
     """Tokens of a program, columns of a chunk, chunks of a program: about two programs for each
     multiprocessor, one chunk each while tokens are few."""
-    rows = 16 if tokens <= 64 else 64
-    block = 64 if hidden > 4096 and rows == 16 else 32
+    rows = 1 if tokens <= _FEW else 16 if tokens <= 64 else 64
+    block = 64 if hidden > 4096 and rows == 1 else 32
     chunks = -(-hidden // block)
     groups = -(-tokens // rows)
-    splits = max(1, min(chunks, 2 * _launch.multiprocessors(device) // groups))
+    programs = 2 * _launch.multiprocessors(device) if rows > 1 else chunks * groups
+    splits = max(1, min(chunks, programs // groups))
     return rows, block, -(-chunks // splits)
 
 
@@ -252,8 +272,8 @@ def _parts(
             BLOCK=block,
             CHUNKS=chunks,
             PREFETCH=whole and chunks == 1,
-            num_warps=4 if group == 16 else 8,
-            num_stages=2,
+            num_warps=8 if group == 64 else 4,
+            num_stages=4 if group == 64 else 2,
             **_launch.options(x),
         )
     return _Parts(data, rows), out
@@ -271,11 +291,6 @@ def _summed(parts, token, tokens, splits, SPLITS: tl.constexpr, ROW_BLOCK: tl.co
 def _pick(values, INDEX: tl.constexpr):
     """Entry INDEX of a short vector, in every thread."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == INDEX, values, 0.0), 0)
-
-
-@triton.jit
-def _gate(mix, scale, base, INDEX: tl.constexpr):
-    return tl.sigmoid(tl.fma(mix, scale, widen(tl.load(base + INDEX))))
 
 
 @triton.jit
@@ -355,102 +370,70 @@ def _sinkhorn_and_store(
 
 
 @triton.jit
-def _entry(
-    source, token, tokens, splits, INDEX: tl.constexpr, ROW_BLOCK: tl.constexpr, MANY: tl.constexpr
-):
-    """Entry INDEX of the summed product: of the vector ``source``, or of each of many tokens where
-    ``source`` points at the parts."""
-    if MANY:
-        total = tl.zeros(token.shape, tl.float32)
-        for split in range(splits):
-            place = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + INDEX
-            total += tl.load(source + place, mask=token < tokens, other=0.0)
-    else:
-        total = _pick(source, INDEX)
-    return total
+def _parameters(scale, base, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """Factor and base of each row: the first n make the collapse, n more the write-back."""
+    row = tl.arange(0, ROW_BLOCK)
+    part = tl.minimum(row // 4, 2)
+    factor = widen(tl.load(scale + part, mask=row < ROWS, other=0.0))
+    return factor, widen(tl.load(base + row, mask=row < ROWS, other=0.0))
+
+
+@triton.jit
+def _logits(values, factor, base, hidden, norm_eps, ROWS: tl.constexpr):
+    """``mix * factor + base`` of every row."""
+    inverse = inverse_rms(_pick(values, ROWS), 4 * hidden, norm_eps)
+    return tl.fma(values * inverse, factor, base)
 
 
 @triton.jit
 def _coefficients(
-    source,
-    token,
-    tokens,
-    splits,
-    hidden,
-    scale,
-    base,
-    post,
-    comb,
-    norm_eps,
-    hc_eps,
-    ITERATIONS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    MANY: tl.constexpr,
+    values, factor, base, token, hidden, post, comb, norm_eps, hc_eps, ITERATIONS: tl.constexpr
 ):
-    """Post and comb of one token, or of many, one to a thread."""
-    mask = token < tokens
-    squares = _entry(source, token, tokens, splits, 24, ROW_BLOCK, MANY)
-    inverse = inverse_rms(squares, 4 * hidden, norm_eps)
-    factor = widen(tl.load(scale + 1))
-    for i in tl.static_range(4):
-        mix = _entry(source, token, tokens, splits, 4 + i, ROW_BLOCK, MANY) * inverse
-        tl.store(post + token * 4 + i, 2.0 * _gate(mix, factor, base, 4 + i), mask=mask)
-    factor = widen(tl.load(scale + 2))
-    c0 = _logit(source, token, tokens, splits, inverse, factor, base, 0, ROW_BLOCK, MANY)
-    c1 = _logit(source, token, tokens, splits, inverse, factor, base, 1, ROW_BLOCK, MANY)
-    c2 = _logit(source, token, tokens, splits, inverse, factor, base, 2, ROW_BLOCK, MANY)
-    c3 = _logit(source, token, tokens, splits, inverse, factor, base, 3, ROW_BLOCK, MANY)
-    c4 = _logit(source, token, tokens, splits, inverse, factor, base, 4, ROW_BLOCK, MANY)
-    c5 = _logit(source, token, tokens, splits, inverse, factor, base, 5, ROW_BLOCK, MANY)
-    c6 = _logit(source, token, tokens, splits, inverse, factor, base, 6, ROW_BLOCK, MANY)
-    c7 = _logit(source, token, tokens, splits, inverse, factor, base, 7, ROW_BLOCK, MANY)
-    c8 = _logit(source, token, tokens, splits, inverse, factor, base, 8, ROW_BLOCK, MANY)
-    c9 = _logit(source, token, tokens, splits, inverse, factor, base, 9, ROW_BLOCK, MANY)
-    c10 = _logit(source, token, tokens, splits, inverse, factor, base, 10, ROW_BLOCK, MANY)
-    c11 = _logit(source, token, tokens, splits, inverse, factor, base, 11, ROW_BLOCK, MANY)
-    c12 = _logit(source, token, tokens, splits, inverse, factor, base, 12, ROW_BLOCK, MANY)
-    c13 = _logit(source, token, tokens, splits, inverse, factor, base, 13, ROW_BLOCK, MANY)
-    c14 = _logit(source, token, tokens, splits, inverse, factor, base, 14, ROW_BLOCK, MANY)
-    c15 = _logit(source, token, tokens, splits, inverse, factor, base, 15, ROW_BLOCK, MANY)
+    """Post and comb of one token."""
+    logits = _logits(values, factor, base, hidden, norm_eps, 24)
+    row = tl.arange(0, values.shape[0])
+    tl.store(post + token * 4 + row - 4, 2.0 * tl.sigmoid(logits), mask=(row >= 4) & (row < 8))
     _sinkhorn_and_store(
         comb + token * 16,
-        mask,
-        c0,
-        c1,
-        c2,
-        c3,
-        c4,
-        c5,
-        c6,
-        c7,
-        c8,
-        c9,
-        c10,
-        c11,
-        c12,
-        c13,
-        c14,
-        c15,
+        True,
+        _pick(logits, 8),
+        _pick(logits, 9),
+        _pick(logits, 10),
+        _pick(logits, 11),
+        _pick(logits, 12),
+        _pick(logits, 13),
+        _pick(logits, 14),
+        _pick(logits, 15),
+        _pick(logits, 16),
+        _pick(logits, 17),
+        _pick(logits, 18),
+        _pick(logits, 19),
+        _pick(logits, 20),
+        _pick(logits, 21),
+        _pick(logits, 22),
+        _pick(logits, 23),
         hc_eps,
         ITERATIONS,
     )
 
 
 @triton.jit
-def _logit(
-    source,
-    token,
-    tokens,
-    splits,
-    inverse,
-    factor,
-    base,
-    INDEX: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    MANY: tl.constexpr,
+def _many_rows(parts, token, tokens, splits, ROW: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """Row ROW of the summed product of each of many tokens."""
+    total = tl.zeros(token.shape, tl.float32)
+    for split in range(splits):
+        place = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + ROW
+        total += tl.load(parts + place, mask=token < tokens, other=0.0)
+    return total
+
+
+@triton.jit
+def _many_logits(
+    parts, token, tokens, splits, inverse, scale, base, ROW: tl.constexpr, ROW_BLOCK: tl.constexpr
 ):
-    mix = _entry(source, token, tokens, splits, 8 + INDEX, ROW_BLOCK, MANY) * inverse
-    return tl.fma(mix, factor, widen(tl.load(base + 8 + INDEX)))
+    mix = _many_rows(parts, token, tokens, splits, ROW, ROW_BLOCK) * inverse
+    factor = widen(tl.load(scale + (1 if ROW < 8 else 2)))
+    return tl.fma(mix, factor, widen(tl.load(base + ROW)))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -470,51 +453,37 @@ def _coefficients_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Post and comb of many tokens, one to a thread."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    _coefficients(
-        parts,
-        token,
-        tokens,
-        splits,
-        hidden,
-        scale,
-        base,
-        post,
-        comb,
-        norm_eps,
+    mask = token < tokens
+    squares = _many_rows(parts, token, tokens, splits, 24, ROW_BLOCK)
+    inverse = inverse_rms(squares, 4 * hidden, norm_eps)
+    for i in tl.static_range(4):
+        logit = _many_logits(parts, token, tokens, splits, inverse, scale, base, 4 + i, ROW_BLOCK)
+        tl.store(post + token * 4 + i, 2.0 * tl.sigmoid(logit), mask=mask)
+    _sinkhorn_and_store(
+        comb + token * 16,
+        mask,
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 8, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 9, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 10, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 11, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 12, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 13, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 14, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 15, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 16, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 17, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 18, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 19, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 20, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 21, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 22, ROW_BLOCK),
+        _many_logits(parts, token, tokens, splits, inverse, scale, base, 23, ROW_BLOCK),
         hc_eps,
         ITERATIONS,
-        ROW_BLOCK,
-        True,
     )
-
-
-@triton.jit
-def _collapsed(
-    values,
-    x,
-    scale,
-    base,
-    token,
-    hidden,
-    slice_,
-    norm_eps,
-    hc_eps,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One slice of a token's collapsed streams, float32, and its columns."""
-    inverse = inverse_rms(_pick(values, ROWS), 4 * hidden, norm_eps)
-    factor = widen(tl.load(scale))
-    column = slice_ * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
-    x0, x1, x2, x3 = _load_streams(x, token * 4 * hidden + column, hidden, inside)
-    p0 = _gate(_pick(values, 0) * inverse, factor, base, 0) + hc_eps
-    p1 = _gate(_pick(values, 1) * inverse, factor, base, 1) + hc_eps
-    p2 = _gate(_pick(values, 2) * inverse, factor, base, 2) + hc_eps
-    p3 = _gate(_pick(values, 3) * inverse, factor, base, 3) + hc_eps
-    return tl.fma(p3, x3, tl.fma(p2, x2, tl.fma(p1, x1, p0 * x0))), column
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -545,48 +514,29 @@ def _finish_kernel(
     """A token has ``slices`` programs that collapse and, with COEFFICIENTS, first one that makes
     post and comb: its many dependent steps take as long as the collapse, beside it."""
     wait_for_inputs(PDL)
-    PROGRAMS = slices + COEFFICIENTS
-    token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    part = tl.program_id(0) % PROGRAMS
-    values = _summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
+    programs = slices + COEFFICIENTS
+    token = (tl.program_id(0) // programs).to(tl.int64)
+    part = tl.program_id(0) % programs
+    factor, start = _parameters(scale, base, ROWS, ROW_BLOCK)
     if COEFFICIENTS and part == 0:
+        values = _summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
         _coefficients(
-            values,
-            token,
-            tokens,
-            splits,
-            hidden,
-            scale,
-            base,
-            post,
-            comb,
-            norm_eps,
-            hc_eps,
-            ITERATIONS,
-            ROW_BLOCK,
-            False,
+            values, factor, start, token, hidden, post, comb, norm_eps, hc_eps, ITERATIONS
         )
     else:
-        collapsed, column = _collapsed(
-            values,
-            x,
-            scale,
-            base,
-            token,
-            hidden,
-            part - COEFFICIENTS,
-            norm_eps,
-            hc_eps,
-            ROWS,
-            BLOCK,
-        )
+        column = (part - COEFFICIENTS) * BLOCK + tl.arange(0, BLOCK)
         inside = column < hidden
-        stored = narrow(collapsed, out.dtype.element_ty)
+        x0, x1, x2, x3 = _load_streams(x, token * 4 * hidden + column, hidden, inside)
+        values = _summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
+        gates = tl.sigmoid(_logits(values, factor, start, hidden, norm_eps, ROWS)) + hc_eps
+        total = tl.fma(_pick(gates, 1), x1, _pick(gates, 0) * x0)
+        total = tl.fma(_pick(gates, 3), x3, tl.fma(_pick(gates, 2), x2, total))
+        stored = narrow(total, out.dtype.element_ty)
         if NORM:
             wide = tl.where(inside, widen(stored), 0.0)
             inverse = inverse_rms(tl.sum(wide * wide, 0), hidden, norm_eps)
-            factor = widen(tl.load(weight + column, mask=inside, other=0.0))
-            stored = narrow(factor * (wide * inverse), out.dtype.element_ty)
+            gain = widen(tl.load(weight + column, mask=inside, other=0.0))
+            stored = narrow(gain * (wide * inverse), out.dtype.element_ty)
         tl.store(out + token * hidden + column, stored, mask=inside)
 
 
@@ -744,8 +694,11 @@ def hc_post_pre_norm(
     lead, x = streams.shape[:-2], _flat(streams)
     fn, scale, base = _wide(fn, scale, base)
     parts, mixed = None, torch.empty_like(x)
-    if x.numel():
+    if 0 < x.shape[0] <= _FEW and x.numel():
         parts, mixed = _parts(x, fn, (y.contiguous(), post.contiguous(), comb.contiguous()))
+    elif x.numel():
+        mixed = _flat(hc_post(y, streams, post, comb))
+        parts, _ = _parts(mixed, fn)
     made = _pre(parts, mixed, lead, scale, base, norm_weight, norm_eps, hc_eps, iterations)
     return mixed.view(streams.shape), *made
 
