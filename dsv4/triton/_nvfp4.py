@@ -95,9 +95,10 @@ def largest(values):
         return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
     if values.dtype == tl.float32:
         return tl.reduce(tl.abs(values), AXIS, larger)
-    # Not tl.max, which would widen each of them.
-    bits = tl.reduce(values.to(tl.int16, bitcast=True) & 0x7FFF, AXIS, _larger_bits)
-    return widen(bits.to(values.dtype, bitcast=True))
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        # Not tl.max, which would widen each of them.
+        bits = tl.reduce(values.to(tl.int16, bitcast=True) & 0x7FFF, AXIS, _larger_bits)
+        return widen(bits.to(values.dtype, bitcast=True))
 
 
 @triton.jit
