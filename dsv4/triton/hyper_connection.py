@@ -1,10 +1,11 @@
 """Kernels of ``dsv4.ops.hyper_connection``, for four streams.
 
 A collapse needs the product of ``fn`` with a token's flattened streams before it can begin, so it
-takes two launches. The first spreads the product over the GPU: a program takes some tokens and a
-slice of the hidden dimension, of all streams, and leaves its part of the product and of the sum of
-squares. The second adds the parts in their order and collapses. The streams are read twice: of what
-has to be moved for n = 4, 5 parts in 9. Written back and collapsed at once, 10 parts in 14.
+takes two launches. The first spreads the product over the GPU: a program takes some tokens and some
+columns, and leaves its part of the product and of the sum of squares. The second adds the parts in
+their order and collapses. The streams are read twice: 9 rows of H are moved where 5 would do. For a
+few tokens the write-back of the sublayer before is part of the first launch; for many it is one of
+its own, because a program of the product then wants columns of one stream.
 
 The product is exact up to float32 sums: ``fn`` is cut into three bfloat16 numbers that add up to
 all its 24 bits, and products of bfloat16 are exact.
@@ -48,19 +49,19 @@ def _load_streams(x, place, hidden, mask):
 
 
 @triton.jit
-def _mixed_stream(y, x0, x1, x2, x3, post, comb, token, mask, K: tl.constexpr):
-    """Stream K after the write-back; ``comb[j, K]`` is what stream j gives to it."""
+def _mixed_stream(y, x0, x1, x2, x3, post, comb, token, K: tl.constexpr):
+    """Stream K of a token after the write-back; ``comb[j, K]`` is what stream j gives to it."""
     return _mix(
         y,
         x0,
         x1,
         x2,
         x3,
-        widen(tl.load(post + token * 4 + K, mask=mask, other=0.0)),
-        widen(tl.load(comb + token * 16 + K, mask=mask, other=0.0)),
-        widen(tl.load(comb + token * 16 + 4 + K, mask=mask, other=0.0)),
-        widen(tl.load(comb + token * 16 + 8 + K, mask=mask, other=0.0)),
-        widen(tl.load(comb + token * 16 + 12 + K, mask=mask, other=0.0)),
+        widen(tl.load(post + token * 4 + K)),
+        widen(tl.load(comb + token * 16 + K)),
+        widen(tl.load(comb + token * 16 + 4 + K)),
+        widen(tl.load(comb + token * 16 + 8 + K)),
+        widen(tl.load(comb + token * 16 + 12 + K)),
     )
 
 
@@ -85,7 +86,7 @@ def _post_kernel(
     x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
     DTYPE: tl.constexpr = out.dtype.element_ty
     for k in tl.static_range(4):
-        mixed = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, True, k)
+        mixed = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, k)
         tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
 
 
@@ -119,22 +120,64 @@ def hc_post(
 
 
 @triton.jit
-def _product(x, fn, total, EXACT: tl.constexpr):
-    """``total + x [TOKENS, K] fn [ROWS, K]^T`` for float32 fn; x is exact in bfloat16 if EXACT."""
-    if INTERPRETED or not EXACT:
-        return tl.dot(x, tl.trans(fn), total, input_precision="ieee")
-    part = narrow(x, tl.bfloat16)
-    high = narrow(fn, tl.bfloat16)
-    rest = fn - widen(high)
-    middle = narrow(rest, tl.bfloat16)
-    low = narrow(rest - widen(middle), tl.bfloat16)
-    total = tl.dot(part, tl.trans(low), total)
-    total = tl.dot(part, tl.trans(middle), total)
-    return tl.dot(part, tl.trans(high), total)
+def _product(x, fn, total):
+    """``total + x [TOKENS, K] fn [ROWS, K]^T`` for float32 fn: exact products, float32 sums."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        total = tl.dot(widen(x), tl.trans(fn), total, input_precision="ieee")
+    else:
+        high = narrow(fn, tl.bfloat16)
+        rest = fn - widen(high)
+        middle = narrow(rest, tl.bfloat16)
+        low = narrow(rest - widen(middle), tl.bfloat16)
+        total = tl.dot(x, tl.trans(low), total)
+        total = tl.dot(x, tl.trans(middle), total)
+        total = tl.dot(x, tl.trans(high), total)
+    return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _parts_kernel(
+def _product_kernel(
+    x,
+    fn,
+    parts,
+    tokens,
+    width,
+    splits,
+    ROWS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Parts of the product of many tokens: of columns of the flattened streams, ``width`` in all.
+
+    Columns 0 to ROWS - 1 of a part are the product, column ROWS is the sum of squares.
+    """
+    wait_for_inputs(PDL)
+    split = tl.program_id(0) % splits
+    row = tl.arange(0, ROW_BLOCK)
+    token = (tl.program_id(0) // splits) * TOKENS + tl.arange(0, TOKENS)
+    here = (token < tokens)[:, None]
+    token = token.to(tl.int64)[:, None]
+    product = tl.zeros([TOKENS, ROW_BLOCK], tl.float32)
+    squares = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        column = (split * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = column < width
+        tile = tl.load(x + token * width + column, mask=here & inside, other=0.0)
+        at = fn + row[:, None].to(tl.int64) * width + column
+        weights = tl.load(at, mask=(row < ROWS)[:, None] & inside, other=0.0)
+        product = _product(tile, weights, product)
+        wide = widen(tile)
+        squares += wide * wide
+    total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], product)
+    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
+    tl.store(parts + place, total, mask=here)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _few_kernel(
     x,
     fn,
     parts,
@@ -148,66 +191,47 @@ def _parts_kernel(
     WRITE_BACK: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Parts of the product in columns 0 to ROWS - 1, of the sum of squares in column ROWS."""
+    """The same for one token and a slice of the hidden dimension, of all streams.
+
+    So a write-back can come before it. All loads are issued before the first use: one latency.
+    """
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
-    first = split * (CHUNKS * BLOCK)
     if PREFETCH:
         for k in tl.static_range(4):
-            start = k * hidden + tl.minimum(first, hidden - BLOCK)
+            start = k * hidden + split * BLOCK
             prefetch_tile(fn, 4 * hidden, tl.minimum(row, ROWS - 1), start, BLOCK)
     wait_for_inputs(PDL)
-    token = (tl.program_id(0) // splits) * TOKENS + tl.arange(0, TOKENS)
-    here = (token < tokens)[:, None]
-    token = token.to(tl.int64)[:, None]
-    EXACT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    product = tl.zeros([TOKENS, ROW_BLOCK], tl.float32)
-    squares = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for chunk in range(CHUNKS):
-        column = first + chunk * BLOCK + tl.arange(0, BLOCK)
-        inside = here & (column < hidden)[None, :]
-        place = token * 4 * hidden + column[None, :]
-        # All loads before the first product, which has barriers: one latency instead of four.
-        at = fn + row[:, None].to(tl.int64) * (4 * hidden) + column[None, :]
-        f0, f1, f2, f3 = _load_streams(at, 0, hidden, (row < ROWS)[:, None] & (column < hidden))
-        x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
-        if WRITE_BACK:
-            wide = widen(tl.load(y + token * hidden + column[None, :], mask=inside, other=0.0))
-            DTYPE: tl.constexpr = x.dtype.element_ty
-            m0 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 0)
-            m1 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 1)
-            m2 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 2)
-            m3 = _mixed_stream(wide, x0, x1, x2, x3, post, comb, token, here, 3)
-            m0, m1, m2, m3 = (
-                narrow(m0, DTYPE),
-                narrow(m1, DTYPE),
-                narrow(m2, DTYPE),
-                narrow(m3, DTYPE),
-            )
-            tl.store(out + place, m0, mask=inside)
-            tl.store(out + place + hidden, m1, mask=inside)
-            tl.store(out + place + 2 * hidden, m2, mask=inside)
-            tl.store(out + place + 3 * hidden, m3, mask=inside)
-            x0, x1, x2, x3 = widen(m0), widen(m1), widen(m2), widen(m3)
-        squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
-        if TOKENS == 1:
-            # Rows by columns, each stream's row of one token along the columns.
-            sums = tl.fma(f3, x3, tl.fma(f2, x2, tl.fma(f1, x1, f0 * x0)))
-            product += tl.sum(sums, 1)[None, :]
-        else:
-            product = _product(x0, f0, product, EXACT)
-            product = _product(x1, f1, product, EXACT)
-            product = _product(x2, f2, product, EXACT)
-            product = _product(x3, f3, product, EXACT)
-    total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], product)
-    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
-    tl.store(parts + place, total, mask=here)
+    token = (tl.program_id(0) // splits).to(tl.int64)
+    column = split * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    at = fn + row[:, None].to(tl.int64) * (4 * hidden) + column[None, :]
+    f0, f1, f2, f3 = _load_streams(at, 0, hidden, (row < ROWS)[:, None] & inside[None, :])
+    place = token * 4 * hidden + column
+    x0, x1, x2, x3 = _load_streams(x, place, hidden, inside)
+    if WRITE_BACK:
+        wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        m0 = narrow(_mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 0), DTYPE)
+        m1 = narrow(_mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 1), DTYPE)
+        m2 = narrow(_mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 2), DTYPE)
+        m3 = narrow(_mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 3), DTYPE)
+        tl.store(out + place, m0, mask=inside)
+        tl.store(out + place + hidden, m1, mask=inside)
+        tl.store(out + place + 2 * hidden, m2, mask=inside)
+        tl.store(out + place + 3 * hidden, m3, mask=inside)
+        # Columns outside would be NaN where the coefficients are: 0 instead, as they are not there.
+        x0, x1 = tl.where(inside, widen(m0), 0.0), tl.where(inside, widen(m1), 0.0)
+        x2, x3 = tl.where(inside, widen(m2), 0.0), tl.where(inside, widen(m3), 0.0)
+    squares = tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0)))
+    sums = tl.fma(f1, x1[None, :], f0 * x0[None, :])
+    sums = tl.fma(f3, x3[None, :], tl.fma(f2, x2[None, :], sums))
+    total = tl.where(row == ROWS, tl.sum(squares, 0), tl.sum(sums, 1))
+    tl.store(parts + (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row, total)
 
 
 @dataclass(frozen=True)
@@ -226,57 +250,77 @@ class _Parts:
         return self.data.shape[2]
 
 
-def _split(tokens: int, hidden: int, device: torch.device) -> tuple[int, int, int]:
-    """Tokens of a program, columns of a chunk, chunks of a program: about two programs for each
-    multiprocessor, one chunk each while tokens are few."""
-    rows = 1 if tokens <= _FEW else 16 if tokens <= 64 else 64
-    block = 64 if hidden > 4096 and rows == 1 else 32
-    chunks = -(-hidden // block)
-    groups = -(-tokens // rows)
-    programs = 2 * _launch.multiprocessors(device) if rows > 1 else chunks * groups
-    splits = max(1, min(chunks, programs // groups))
-    return rows, block, -(-chunks // splits)
+def _empty_parts(x: torch.Tensor, fn: torch.Tensor, splits: int) -> _Parts:
+    rows = fn.shape[0]
+    shape = (splits, x.shape[0], _launch.power_of_two(rows + 1))
+    return _Parts(x.new_empty(shape, dtype=torch.float32), rows)
 
 
-def _parts(
+def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
+    """Parts of ``fn`` times the streams ``x [T, 4, H]``: about two programs per multiprocessor."""
+    tokens, width = x.shape[0], fn.shape[1]
+    group, block = (16 if tokens <= 64 else 64), 128
+    groups, chunks = -(-tokens // group), -(-width // block)
+    splits = max(1, min(chunks, 2 * _launch.multiprocessors(x.device) // groups))
+    each = -(-chunks // splits)
+    parts = _empty_parts(x, fn, -(-chunks // each))
+    with _launch.on(x):
+        _product_kernel[(groups * parts.splits,)](
+            x,
+            fn,
+            parts.data,
+            tokens,
+            width,
+            parts.splits,
+            ROWS=parts.rows,
+            ROW_BLOCK=parts.row_block,
+            TOKENS=group,
+            BLOCK=block,
+            CHUNKS=each,
+            num_warps=4,
+            num_stages=3,
+            **_launch.options(x),
+        )
+    return parts
+
+
+def _parts_of_few(
     x: torch.Tensor,
     fn: torch.Tensor,
     write_back: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[_Parts, torch.Tensor]:
-    """Parts of ``fn`` times the streams ``x [T, 4, H]``, and those streams: of the streams after
-    the ``write_back`` of ``(y, post, comb)``, where there is one."""
+    """Parts of ``fn`` times the streams, and those streams: of what the ``write_back`` of ``(y,
+    post, comb)`` makes of ``x``, where there is one."""
     tokens, _, hidden = x.shape
-    rows = fn.shape[0]
-    group, block, chunks = _split(tokens, hidden, x.device)
-    splits = -(-hidden // (block * chunks))
-    data = x.new_empty((splits, tokens, _launch.power_of_two(rows + 1)), dtype=torch.float32)
+    block = 32 if hidden <= 4096 else 64
+    parts = _empty_parts(x, fn, -(-hidden // block))
     y, post, comb = write_back or (None, None, None)
     out = x if write_back is None else torch.empty_like(x)
-    whole = hidden % block == 0 and hidden >= block and x.device.type == "cuda"
     with _launch.on(x):
-        _parts_kernel[(-(-tokens // group) * splits,)](
+        _few_kernel[(tokens * parts.splits,)](
             x,
             fn,
-            data,
+            parts.data,
             y,
             post,
             comb,
             out,
             tokens,
             hidden,
-            splits,
+            parts.splits,
             WRITE_BACK=write_back is not None,
-            ROWS=rows,
-            ROW_BLOCK=data.shape[2],
-            TOKENS=group,
+            ROWS=parts.rows,
+            ROW_BLOCK=parts.row_block,
             BLOCK=block,
-            CHUNKS=chunks,
-            PREFETCH=whole and chunks == 1,
-            num_warps=8 if group == 64 else 4,
-            num_stages=4 if group == 64 else 2,
+            PREFETCH=hidden % block == 0 and x.device.type == "cuda",
+            num_warps=4,
             **_launch.options(x),
         )
-    return _Parts(data, rows), out
+    return parts, out
+
+
+def _parts(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
+    return _parts_of_few(x, fn)[0] if x.shape[0] <= _FEW else _parts_of_many(x, fn)
 
 
 @triton.jit
@@ -584,7 +628,7 @@ def _finish(
             ROWS=parts.rows,
             ROW_BLOCK=parts.row_block,
             BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
+            num_warps=4,
             **_launch.options(x),
         )
         if coefficients is not None and not beside:
@@ -673,7 +717,7 @@ def _collapse(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = streams.shape[:-2], _flat(streams)
     fn, scale, base = _wide(fn, scale, base)
-    parts = _parts(x, fn)[0] if x.numel() else None
+    parts = _parts(x, fn) if x.numel() else None
     return _pre(parts, x, lead, scale, base, weight, norm_eps, hc_eps, iterations)
 
 
@@ -695,10 +739,10 @@ def hc_post_pre_norm(
     fn, scale, base = _wide(fn, scale, base)
     parts, mixed = None, torch.empty_like(x)
     if 0 < x.shape[0] <= _FEW and x.numel():
-        parts, mixed = _parts(x, fn, (y.contiguous(), post.contiguous(), comb.contiguous()))
+        parts, mixed = _parts_of_few(x, fn, (y.contiguous(), post.contiguous(), comb.contiguous()))
     elif x.numel():
         mixed = _flat(hc_post(y, streams, post, comb))
-        parts, _ = _parts(mixed, fn)
+        parts = _parts(mixed, fn)
     made = _pre(parts, mixed, lead, scale, base, norm_weight, norm_eps, hc_eps, iterations)
     return mixed.view(streams.shape), *made
 
@@ -716,5 +760,5 @@ def hc_head(
     if x.numel() == 0:
         return x.new_empty((*lead, x.shape[-1]))
     fn, scale, base = _wide(fn, scale, base)
-    parts, _ = _parts(x, fn)
+    parts = _parts(x, fn)
     return _finish(parts, x, scale, base, None, None, norm_eps, hc_eps, 1).view(*lead, x.shape[2])
