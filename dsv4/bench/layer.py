@@ -142,11 +142,13 @@ def _filled(layer: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """The layer on the device, the parameters of products left out, the others random."""
     small = 1 << 24
     for module in layer.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in list(module.named_parameters(recurse=False)):
             size = parameter.numel()
             values = torch.randn(parameter.shape if size < small else (1,), device=device) * 0.02
             new = torch.nn.Parameter(values.to(parameter.dtype), requires_grad=False)
             setattr(module, name, new)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
     return layer.eval()
 
 
