@@ -353,13 +353,13 @@ def _nvfp4_row_kernel(
         blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
     else:
         x += (tl.program_id(2).to(tl.int64) * rows + row) * stride
-        firsts = ()
-        lasts = ()
+        firsts, lasts = (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
             place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
-            firsts += (tl.load(place, mask=(block < blocks)[:, None], other=0.0),)
-            lasts += (tl.load(place + 8, mask=(block < blocks)[:, None], other=0.0),)
+            inside = (block < blocks)[:, None]
+            firsts += (tl.load(place, mask=inside, other=0.0),)  # type: ignore[assignment]
+            lasts += (tl.load(place + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
@@ -424,10 +424,11 @@ def _tile(blocks: int, whole: bool) -> tuple[int, int]:
 def _chunks(blocks: int, rows: int) -> tuple[int, int]:
     """Blocks of a chunk, and chunks of a program that takes one row: 0 where tiles do better.
 
-    Few rows are better spread over many threads. Else no block may lie past the row, and a thread
-    may hold 8 blocks.
+    Few rows are better spread over many threads. Many are better kept by few threads each, which
+    share what is computed once; but a thread's blocks, at most 8, are in its registers. No block
+    may lie past the row.
     """
-    across = min(_GROUPS, blocks & -blocks)
+    across = min(blocks & -blocks, max(64, _launch.power_of_two(triton.cdiv(blocks, 8))))
     fits = rows > _FEW and across >= 32 and blocks // across <= 8
     return across, blocks // across if fits else 0
 

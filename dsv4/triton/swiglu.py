@@ -237,19 +237,19 @@ def _swiglu_quantize_row_kernel(
             for part in tl.static_range(2):
                 column = block * 16 + part * 8
                 half = blocks * 16
-                pairs += (_load_pairs(x + line * stride, 0, column, half, inside, INTERLEAVED),)
-        firsts = ()
-        lasts = ()
+                pair = _load_pairs(x + line * stride, 0, column, half, inside, INTERLEAVED)
+                pairs += (pair,)  # type: ignore[assignment]
+        firsts, lasts = (), ()
         for part in tl.static_range(2 * CHUNKS):
-            gate, up = pairs[part]
+            gate, up = pairs[part]  # type: ignore[var-annotated]
             values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
             if WEIGHTED:
                 values = values * factor
             values = narrowed(values, x.dtype.element_ty)
             if part % 2 == 0:
-                firsts += (values,)
+                firsts += (values,)  # type: ignore[assignment]
             else:
-                lasts += (values,)
+                lasts += (values,)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
