@@ -36,9 +36,12 @@ def _damaged(op: str):
     """The reference with one value of its result, or of what it changes, off by a little."""
     target = dispatch._load(dispatch.implementations(op)[-1].target)
 
+    arguments = getattr(torch.ops.dsv4, op).default._schema.arguments
+    changed = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+
     def run(*args):
         result = target(*args)
-        tensor = args[0] if result is None else result
+        tensor = args[changed[0]] if result is None else result
         tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
         flat = tensor.view(-1)
         if tensor.dtype.is_floating_point and tensor.element_size() > 1:

@@ -103,11 +103,7 @@ def _pooling_error(slots: int, score: torch.Tensor, largest: torch.Tensor) -> to
 
 def compressor(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """Entries as ``pooled``; state: kv exact, score + ape rounded once; positions exact."""
-    kv, score, ape, state = (widen(value) for value in problem.args[:4])
-    live = torch.where(state.isfinite(), state, 0)
-    largest = torch.maximum(kv.abs().amax(), live.abs().amax())
-    biased = score.abs().amax() + ape.abs().amax() + live.abs().amax()
-    budget = _pooling_error(state.shape[1], biased, largest)
+    budget = pooling_error(problem)
     return combine(
         compare(actual[0], truth[0], budget + storing(truth[0], actual[0].dtype), "entries"),
         same(actual[1], truth[1], "positions"),
@@ -120,6 +116,15 @@ def compressor(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
             "state scores",
         ),
     )
+
+
+def pooling_error(problem: Problem) -> torch.Tensor:
+    """What a pooled value of ``compressor_update`` may be off by."""
+    kv, score, ape, state = (widen(value) for value in problem.args[:4])
+    live = torch.where(state.isfinite(), state, 0)
+    largest = torch.maximum(kv.abs().amax(), live.abs().amax())
+    biased = score.abs().amax() + ape.abs().amax() + live.abs().amax()
+    return _pooling_error(state.shape[1], biased, largest)
 
 
 def routing(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:

@@ -263,6 +263,7 @@ MAKERS: dict[str, Maker] = {
     "hc_pre_norm": fused_cases.hc_pre_norm,
     "pool_windows": sequence_cases.pool_windows,
     "compressor_update": sequence_cases.compressor_update,
+    "compress_write": sequence_cases.compress_write,
     "indexer_rotate_quantize": sequence_cases.indexer_rotate_quantize,
     "indexer_select": sequence_cases.indexer_select,
     "sparse_attention": sequence_cases.sparse_attention,

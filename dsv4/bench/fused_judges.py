@@ -129,6 +129,45 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     )
 
 
+def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """State as ``compressor``; entries as the pooled ones, normed, rotated and stored.
+
+    The error e of a pooled row c passes its norm as in ``hyper_norm``.
+    """
+    head, (weight, pages, table) = problem.args[:7], problem.args[7:]
+    update = dataclasses.replace(
+        problem,
+        function=ops.compressor_update,
+        args=head,
+        kwargs={"overlap": problem.kwargs["overlap"]},
+        mutates=(3,),
+    )
+    oracle = update.widened().run("reference")
+    c, positions, sequence, _ = oracle
+    error = budgets.pooling_error(update) + storing(c, torch.bfloat16)
+    size = c.square().mean(-1, keepdim=True) + problem.kwargs["eps"]
+    carried = c.abs() * (c.abs() * error).mean(-1, keepdim=True) / size
+    weight = widen(weight)
+    normed = weight * c * torch.rsqrt(size)
+    error = weight.abs() * (error + carried) * torch.rsqrt(size) * 1.01
+    error = error + budgets.norm(problem, normed) + storing(normed, torch.bfloat16)
+    cos, sin = ops.rope_tables(positions.clamp(min=0), problem.kwargs["inv_freq"])
+    cos, sin = cos.double(), sin.double()
+    exact = ops.rope(normed, cos, sin, backend="reference")
+    error = _rotated_error(normed, error + 4 * U * normed.abs(), cos, sin)
+    error = error + storing(exact, torch.bfloat16)
+    number = positions.div(problem.args[2].shape[0], rounding_mode="floor")
+    slots = ops.entry_slots(table, pages.page_size, sequence, number, backend="reference")
+    live, budget = slots >= 0, error + _rounding(pages, exact, error)
+    found = ops.read_kv(
+        dataclasses.replace(pages, data=actual[1]), slots, torch.float64, backend="reference"
+    )
+    return combine(
+        compare(found[live], exact[live], budget[live], "entries"),
+        same(actual[0][:, :, 0], truth[0][:, :, 0], "state kv"),
+    )
+
+
 def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     """What storing entries adds to their ``error``."""
     if pages.entry_format == "plain":

@@ -192,7 +192,7 @@ def _widen_named(name: str, value: Any) -> Any:
     if name in _WIDENED_DTYPES and isinstance(value, torch.dtype):
         return torch.float64
     # Scales of quantised activations are float32 by definition.
-    return value if name in ("input_scale", "global_scale") else widen(value)
+    return value if name in ("input_scale", "global_scale", "inv_freq") else widen(value)
 
 
 def _copy(value: Any) -> Any:

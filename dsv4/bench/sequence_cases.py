@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from dsv4 import ops
-from dsv4.bench import budgets
+from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
@@ -84,6 +85,46 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
 
     sizes = {"m": ratio, "d": d, "B": batch}
     return Case("compressor_update", name, sizes, tokens, build)
+
+
+def compress_write(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The same on to the cache: norm, rotation, FP8, pages."""
+    for name, ratio, overlap in _compression(c):
+        yield _compress_write(c, tokens, name, ratio, overlap)
+
+
+def _compress_write(c: ModelConfig, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
+    d, inner = c.head_dim, _update(c.head_dim, tokens, name, ratio, overlap)
+    size = max(1, 256 // ratio)
+
+    def build(draw: Draw) -> Problem:
+        update = inner.build(draw)
+        batch = update.args[6].shape[0]
+        count = -(-(3 + tokens // ratio + 1) // size)
+        table = draw.permutation((batch + 1) * count).view(batch + 1, count)
+        pages = Pages.allocate(table.numel(), size, d, c.qk_rope_head_dim, device=draw.device)
+        weight = draw.normal(d)
+        frequencies = torch.as_tensor(c.rope_compress.inv_freq(), dtype=torch.float32)
+        kwargs = {"overlap": overlap, "eps": 1e-6, "inv_freq": frequencies.to(draw.device)}
+        entry = pages.layout.data_bytes + pages.layout.scale_bytes
+        assert update.writes is not None
+        return Problem(
+            _write_compressed,
+            (*update.args, weight, pages, table),
+            kwargs,
+            fused_judges.compressed_entries,
+            update.reads + nbytes(weight),
+            writes=update.writes + (entry - 4 * d) * (tokens // ratio),
+            mutates=(3, 8),
+        )
+
+    return Case("compress_write", name, inner.shape, tokens, build)
+
+
+def _write_compressed(*args: Any, inv_freq: torch.Tensor, **kwargs: Any) -> None:
+    """``compress_write`` with the frequencies by name: they stay float32 in the oracle."""
+    *inputs, pages, table = args
+    ops.compress_write(*inputs, inv_freq, pages, table, **kwargs)
 
 
 def _state(draw: Draw, rows: int, ratio: int, width: int, overlap: bool) -> torch.Tensor:
