@@ -41,6 +41,27 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
+# Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower.
+_INTERPRETED_SHARE = 4
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fewer examples where kernels are interpreted; the explicit ones all run."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    test = getattr(item, "obj", None)
+    chosen = getattr(test, "_hypothesis_internal_use_settings", None)
+    if chosen is None or not str(params.get("device", "")).startswith("cpu-"):
+        return (yield)
+    function = getattr(test, "__func__", test)
+    fewer = settings(chosen, max_examples=max(1, chosen.max_examples // _INTERPRETED_SHARE))
+    function._hypothesis_internal_use_settings = fewer
+    try:
+        return (yield)
+    finally:
+        function._hypothesis_internal_use_settings = chosen
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _HAS_GPU:
         return
