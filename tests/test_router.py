@@ -353,6 +353,86 @@ def test_logits_dtype(device):
     assert route_topk(x.double(), weight, None, **kwargs)[0].dtype == torch.float64
 
 
+def check_routing(x, weight, bias, top_k):
+    """Logits within the budget of their product; ids and weights follow from these very logits."""
+    logits, weights, ids = route_topk(x, weight, bias, top_k=top_k, scaling_factor=2.5)
+    wide = x.double(), weight.double()
+    assert_within_budget(logits, wide[0] @ wide[1].T, gemm_budget(*wide, torch.float32))
+    own = logits.double()
+    scores = (own.clamp(min=0) + torch.log1p(torch.exp(-own.abs()))).sqrt()
+    biased = scores + bias.double()
+    best = biased.sort(-1, descending=True).values[:, :top_k]
+    slack = 2 * (7 * U * scores + U * biased.abs()).amax(-1, keepdim=True)
+    assert ((biased.gather(1, ids) - best).abs() <= slack).all()
+    assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
+    chosen = scores.gather(1, ids)
+    truth = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * 2.5
+    assert_within_budget(weights, truth, weight_budget(truth, top_k, 2.5))
+    for found, again in zip(
+        (logits, weights, ids),
+        route_topk(x, weight, bias, top_k=top_k, scaling_factor=2.5),
+        strict=True,
+    ):
+        assert_bitwise(found, again, "second run")
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 17, 40, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_slices_of_the_hidden_axis(device, monkeypatch, tokens, dtype):
+    """Sizes that fill no tile, cut in as many slices as a GPU would like."""
+    if device.type == "cpu":
+        launch = pytest.importorskip("dsv4.triton._launch")
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: 16)
+    x = fuzz.normal(0, (tokens, 600), dtype).to(device)
+    weight = (fuzz.normal(1, (40, 600)) / 20).to(dtype).to(device)
+    check_routing(x, weight, fuzz.normal(2, (40,)).to(device), 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("experts", "hidden"), [(256, 4096), (384, 7168)])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 7, 16, 33, 64, 200, 1025, 3000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sizes_of_the_models(experts, hidden, tokens, dtype):
+    device = torch.device("cuda")
+    x = fuzz.normal(0, (tokens, hidden), dtype).to(device)
+    weight = (fuzz.normal(1, (experts, hidden)) * hidden**-0.5).to(dtype).to(device)
+    check_routing(x, weight, fuzz.normal(2, (experts,)).to(device) / 10, 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 24, 300])
+def test_a_graph_replays_with_other_data(tokens):
+    """Captured with one set of tokens, replayed with another, results poisoned in between."""
+    device = torch.device("cuda")
+    weight = fuzz.normal(9, (64, 256), torch.bfloat16).to(device)
+    table = torch.arange(400, device=device).view(100, 4) % 64
+
+    def run(x, bias, words):
+        learned = route_topk(x, weight, bias, top_k=6, scaling_factor=1.5)
+        return *learned, *route_hash(x, weight, table, words, scaling_factor=1.5)
+
+    sets = [
+        (
+            fuzz.normal(seed, (tokens, 256), torch.bfloat16).to(device),
+            fuzz.normal(seed + 1, (64,)).to(device),
+            torch.randint(0, 100, (tokens,), generator=fuzz.generator(seed)).to(device),
+        )
+        for seed in (0, 1)
+    ]
+    held = [t.clone() for t in sets[0]]
+    run(*held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run(*held)
+    for t, new in zip(held, sets[1], strict=True):
+        t.copy_(new)
+    for t in outputs:
+        t.view(torch.uint8).fill_(255)
+    graph.replay()
+    for got, want in zip(outputs, run(*sets[1]), strict=True):
+        assert_bitwise(got, want)
+
+
 def test_strided_input_gives_the_same_result(device):
     x, weight = fixed_logits(fuzz.normal(0, (5, 6)), device)
     bias = fuzz.normal(2, (6,)).to(device)

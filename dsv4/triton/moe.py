@@ -13,11 +13,22 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import block_scales, dynamic_scale, e2m1_codes, finite_amax, larger, largest
-from dsv4.triton.quantize import _load_halves, _store_halves, _store_scales
+from dsv4.triton._nvfp4 import (
+    block_scales,
+    dynamic_scale,
+    e2m1_codes,
+    finite_amax,
+    is_moderate,
+    larger,
+    largest,
+)
+from dsv4.triton.quantize import _store_halves, _store_scales
 
 _COUNTED = 4096  # slots up to which every slot is compared with every other
-_BLOCK = 1024  # slots of one program beyond that
+_QUERIES = 8  # ranks of one program then
+_BLOCK = 256  # slots of one program beyond that
+_APART = 32  # tokens up to which every slot is quantised by a program of its own
+_FEW = 256  # programs that quantise, of which there are enough beyond that
 
 
 @triton.jit
@@ -51,12 +62,11 @@ def _count_kernel(
     own = _local_expert(ids, query, slots, first, EXPERTS)
     ranked = query < slots
     key = tl.where(ranked, own * slots + query, (query - slots) * slots)
-    smaller = tl.zeros([QUERIES, BLOCK], tl.int32)
+    rank = tl.zeros([QUERIES], tl.int32)
     for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         other = _local_expert(ids, slot, slots, first, EXPERTS) * slots + slot
-        smaller += (other[None, :] < key[:, None]).to(tl.int32)
-    rank = tl.sum(smaller, 1)
+        rank += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
     tl.store(order + rank, query, mask=ranked)
     tl.store(rows + query, rank, mask=ranked)
     expert = query - slots
@@ -78,14 +88,38 @@ def _histogram_kernel(
     wait_for_inputs(PDL)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local = _local_expert(ids, slot, slots, first, EXPERTS)
-    place = tl.program_id(0) * BINS + tl.arange(0, BINS)
+    place = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
     tl.store(counts + place, tl.histogram(local, BINS))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _scan_kernel(
+    counts,
+    totals,
+    blocks,
+    BINS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Replace each block's counts of COLUMNS experts by the sums over the blocks before it."""
+    wait_for_inputs(PDL)
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, blocks, CHUNK):
+        block = (start + tl.arange(0, CHUNK))[:, None]
+        place = counts + block.to(tl.int64) * BINS + expert[None, :]
+        count = tl.load(place, mask=block < blocks, other=0)
+        tl.store(place, total[None, :] + tl.cumsum(count, 0) - count, mask=block < blocks)
+        total += tl.sum(count, 0)
+    tl.store(totals + expert, total)
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _scatter_kernel(
     ids,
     counts,
+    totals,
     order,
     offsets,
     rows,
@@ -94,28 +128,22 @@ def _scatter_kernel(
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sort one block of slots; its slots of an expert follow those of the blocks before."""
     wait_for_inputs(PDL)
     block = tl.program_id(0)
-    blocks = tl.num_programs(0)
     expert = tl.arange(0, BINS)
-    everywhere, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
-    for start in range(0, blocks, CHUNK):
-        other = (start + tl.arange(0, CHUNK))[:, None]
-        count = tl.load(counts + other * BINS + expert[None, :], mask=other < blocks, other=0)
-        everywhere += tl.sum(count, 0)
-        before += tl.sum(tl.where(other < block, count, 0), 0)
-    begin = tl.cumsum(everywhere, 0) - everywhere
-    if block == 0:
-        tl.store(offsets + expert, begin, mask=expert <= EXPERTS)
-    own = tl.load(counts + block * BINS + expert)
-    # Where an expert's first slot of this block goes, less where it is in the sorted block.
-    shift = begin + before - (tl.cumsum(own, 0) - own)
+    total = tl.load(totals + expert)
+    before = tl.load(counts + block.to(tl.int64) * BINS + expert)
     place = tl.arange(0, BLOCK)
     local = _local_expert(ids, block * BLOCK + place, slots, first, EXPERTS)
+    begin = tl.cumsum(total, 0) - total
+    if block == 0:
+        tl.store(offsets + expert, begin, mask=expert <= EXPERTS)
+    own = tl.histogram(local, BINS)
+    # Where an expert's first slot of this block goes, less where it is in the sorted block.
+    shift = begin + before - (tl.cumsum(own, 0) - own)
     key = tl.sort(local * BLOCK + place)
     slot = block * BLOCK + key % BLOCK
     row = place + tl.gather(shift, key // BLOCK, 0)
@@ -137,9 +165,9 @@ def moe_permute(
     if slots > _COUNTED:
         _permute_blocks(ids, order, offsets, rows, first_expert)
         return order, offsets, rows
-    queries = 8 if slots <= 64 else 32
+    block = max(16, min(1024, _launch.power_of_two(slots)))
     with _launch.on(ids):
-        _count_kernel[(triton.cdiv(slots + experts + 1, queries),)](
+        _count_kernel[(triton.cdiv(slots + experts + 1, _QUERIES),)](
             ids,
             order,
             offsets,
@@ -147,9 +175,9 @@ def moe_permute(
             slots,
             first_expert,
             EXPERTS=experts,
-            QUERIES=queries,
-            BLOCK=min(256, max(16, _launch.power_of_two(slots))),
-            num_warps=1 if slots <= 64 else 4,
+            QUERIES=_QUERIES,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
             **_launch.options(ids),
         )
     return order, offsets, rows
@@ -161,24 +189,25 @@ def _permute_blocks(
     slots, experts = ids.numel(), offsets.shape[0] - 1
     blocks = triton.cdiv(slots, _BLOCK)
     bins = _launch.power_of_two(experts + 2)
+    columns = min(bins, 32)
     counts = ids.new_empty((blocks, bins), dtype=torch.int32)
+    totals = ids.new_empty((bins,), dtype=torch.int32)
     sizes = {"EXPERTS": experts, "BINS": bins, "BLOCK": _BLOCK}
+    options = _launch.options(ids)
     with _launch.on(ids):
-        _histogram_kernel[(blocks,)](
-            ids, counts, slots, first, **sizes, num_warps=4, **_launch.options(ids)
+        _histogram_kernel[(blocks,)](ids, counts, slots, first, **sizes, num_warps=1, **options)
+        _scan_kernel[(bins // columns,)](
+            counts,
+            totals,
+            blocks,
+            BINS=bins,
+            COLUMNS=columns,
+            CHUNK=min(256, _launch.power_of_two(blocks)),
+            num_warps=8,
+            **options,
         )
         _scatter_kernel[(blocks,)](
-            ids,
-            counts,
-            order,
-            offsets,
-            rows,
-            slots,
-            first,
-            **sizes,
-            CHUNK=max(1, 8192 // bins),
-            num_warps=8,
-            **_launch.options(ids),
+            ids, counts, totals, order, offsets, rows, slots, first, **sizes, num_warps=1, **options
         )
 
 
@@ -248,7 +277,68 @@ def _expert_of(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum((end <= row).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "padded"])
+@triton.jit
+def _store_row(
+    halves,
+    peaks,
+    scale,
+    codes,
+    scales,
+    slots,
+    local,
+    padded,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    """Codes and scale bytes of one token to its rows below ``local``."""
+    line = tl.zeros([BLOCKS], tl.int64)
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = block < COLUMNS // 16
+        amax, finite = finite_amax(peaks[chunk])
+        bits, product = block_scales(amax, finite, scale, False, MODERATE)
+        first = e2m1_codes(widen(halves[2 * chunk]), product, CONVERT, MODERATE)
+        last = e2m1_codes(widen(halves[2 * chunk + 1]), product, CONVERT, MODERATE)
+        for j in range(SLOTS):
+            row = tl.load(slots + j).to(tl.int64)
+            if row < local:
+                _store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
+                _store_scales(
+                    scales, bits, line + row, block, inside, padded, SCALE_COLUMNS, SWIZZLED
+                )
+
+
+@triton.jit
+def _clear_row(
+    codes,
+    scales,
+    row,
+    count,
+    padded,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Zeros in a row; from row ``count`` on there are scale bytes alone."""
+    line = row + tl.zeros([BLOCKS], tl.int64)
+    nothing = tl.zeros([BLOCKS], tl.uint8)
+    empty = tl.zeros([BLOCKS, 4], tl.uint8)
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        real = (block < COLUMNS // 16) & (line < count)
+        _store_halves(codes, line, COLUMNS // 16, block, empty, empty, real)
+        _store_scales(scales, nothing, line, block, real, padded, SCALE_COLUMNS, SWIZZLED)
+
+
+@triton.jit(do_not_specialize=["programs", "count", "padded"])
 def _gather_quantize_kernel(
     x,
     rows,
@@ -258,58 +348,119 @@ def _gather_quantize_kernel(
     scales,
     total,
     stride,
-    tokens,
+    programs,
     count,
     padded,
     COLUMNS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     K: tl.constexpr,
+    SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     STATIC: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token to its K sorted rows of ``count``; programs past the tokens clear padding rows."""
+    """Quantise a token for SLOTS of its K slots, all of them unless experts have scales.
+
+    Programs past the slots clear the padding rows of the scales.
+    """
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    line = tl.zeros([BLOCKS], tl.int64)
-    inside = (block < COLUMNS // 16) & (line + token < tokens)
-    first, last = _load_halves(x + token * stride, 0, line, block, inside)
-    amax, finite = finite_amax(larger(largest(first), largest(last)))
-    if not STATIC:
-        scale = dynamic_scale(tl.max(amax, 0))
-        bits, product = block_scales(amax, finite, scale, False)
-        low, high = e2m1_codes(first, product, CONVERT), e2m1_codes(last, product, CONVERT)
-    local = tl.load(offsets + EXPERTS)
-    repeats = K if token < tokens else 1
-    for j in range(repeats):
-        row = count + token - tokens
-        if token < tokens:
-            row = tl.load(rows + token * K + j).to(tl.int64)
-        used = (line + row) < local
+    program = tl.program_id(0).to(tl.int64)
+    if program < programs:
+        slots = rows + program * SLOTS
+        x += program * SLOTS // K * stride
+        halves = ()
+        for chunk in tl.static_range(CHUNKS):
+            block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+            inside = (block < COLUMNS // 16)[:, None]
+            halves += (tl.load(place, mask=inside, other=0.0),)  # type: ignore[assignment]
+            halves += (tl.load(place + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
+        local = tl.load(offsets + EXPERTS)
         if STATIC:
-            expert = tl.minimum(_expert_of(offsets, row, EXPERTS, EXPERT_BLOCK), EXPERTS - 1)
-            scale = tl.load(given + expert)
-            bits, product = block_scales(amax, finite, scale, False)
-            product = tl.where(used, product, 0.0)
-            low, high = e2m1_codes(first, product, CONVERT), e2m1_codes(last, product, CONVERT)
-        _store_halves(
-            codes,
-            line + row,
-            COLUMNS // 16,
-            block,
-            tl.where(used[:, None], low, 0).to(tl.uint8),
-            tl.where(used[:, None], high, 0).to(tl.uint8),
-            inside,
-        )
-        shown = tl.where(used, bits, 0)
-        _store_scales(scales, shown, line + row, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
-        if token < tokens:
+            expert = _expert_of(offsets, tl.load(slots), EXPERTS, EXPERT_BLOCK)
+            scale = tl.load(given + tl.minimum(expert, EXPERTS - 1))
+        peaks = ()
+        peak = tl.zeros([BLOCKS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            both = larger(largest(halves[2 * chunk]), largest(halves[2 * chunk + 1]))
+            peaks += (both,)  # type: ignore[assignment]
+            peak = tl.maximum(peak, finite_amax(both)[0])
+        if not STATIC:
+            scale = dynamic_scale(tl.max(peak, 0))
+        if is_moderate(scale):
+            _store_row(
+                halves,
+                peaks,
+                scale,
+                codes,
+                scales,
+                slots,
+                local,
+                padded,
+                COLUMNS,
+                SCALE_COLUMNS,
+                SLOTS,
+                SWIZZLED,
+                BLOCKS,
+                CHUNKS,
+                CONVERT,
+                True,
+            )
+        else:
+            _store_row(
+                halves,
+                peaks,
+                scale,
+                codes,
+                scales,
+                slots,
+                local,
+                padded,
+                COLUMNS,
+                SCALE_COLUMNS,
+                SLOTS,
+                SWIZZLED,
+                BLOCKS,
+                CHUNKS,
+                CONVERT,
+                False,
+            )
+        for j in range(SLOTS):
+            row = tl.load(slots + j).to(tl.int64)
             tl.store(total + row, tl.where(row < local, scale, 1.0))
+            if row >= local:
+                _clear_row(
+                    codes,
+                    scales,
+                    row,
+                    count,
+                    padded,
+                    COLUMNS,
+                    SCALE_COLUMNS,
+                    SWIZZLED,
+                    BLOCKS,
+                    CHUNKS,
+                )
+    else:
+        row = count + program - programs
+        _clear_row(
+            codes, scales, row, count, padded, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS
+        )
+
+
+def _blocks(blocks: int, wide: int, programs: int) -> int:
+    """Blocks that a program takes at a time, a thread for each.
+
+    Few programs are better spread over many threads; in many, a thread computes the common once.
+    """
+    whole = _launch.power_of_two(wide)
+    across = min(128, blocks & -blocks)
+    return across if programs > _FEW and across >= 32 and blocks // across <= 8 else whole
 
 
 def moe_gather_quantize(
@@ -320,7 +471,7 @@ def moe_gather_quantize(
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_gather_quantize``."""
-    tokens, columns = x.shape
+    columns = x.shape[1]
     count, blocks, swizzled = rows.numel(), columns // 16, layout == formats.SWIZZLED
     padded = _nvfp4.scale_rows(count, swizzled)
     wide = _nvfp4.scale_columns(blocks, swizzled)
@@ -331,9 +482,11 @@ def moe_gather_quantize(
     if count == 0:
         return codes, scales, total
     source, rows = _rows.as_rows(x), rows.contiguous()
-    experts = offsets.shape[0] - 1
+    experts, top_k = offsets.shape[0] - 1, rows.shape[1]
+    each = top_k if input_scale is None and x.shape[0] > _APART else 1
+    across = _blocks(blocks, wide, count // each)
     with _launch.on(x):
-        _gather_quantize_kernel[(tokens + padded - count,)](
+        _gather_quantize_kernel[(count // each + padded - count,)](
             source,
             rows,
             offsets.contiguous(),
@@ -342,19 +495,21 @@ def moe_gather_quantize(
             scales.view(torch.uint8),
             total,
             source.stride(0),
-            tokens,
+            count // each,
             count,
             padded,
             COLUMNS=columns,
             SCALE_COLUMNS=wide,
-            K=rows.shape[1],
+            K=top_k,
+            SLOTS=each,
             EXPERTS=experts,
             STATIC=input_scale is not None,
             SWIZZLED=swizzled,
-            BLOCKS=_launch.power_of_two(wide),
+            BLOCKS=across,
+            CHUNKS=triton.cdiv(wide, across),
             EXPERT_BLOCK=_launch.power_of_two(experts),
             CONVERT=_nvfp4.conversion(x),
-            num_warps=min(16, max(1, _launch.power_of_two(wide) // 32)),
+            num_warps=min(16, max(1, across // 32)),
             **_launch.options(x),
         )
     return codes, scales, total

@@ -8,20 +8,26 @@ float32 logits it is the logits themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.ops.router import check_ids
 from dsv4.triton import _launch, _rows
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._prefetch import prefetch_tile
 
+_SLICE = 4096  # columns of a program for few tokens
 _FEW = 4  # tokens up to which products need no matrix instructions
+_MANY = 128  # tokens from which tiles are fetched by tensor descriptors
+_MOST_SPLITS = 16
 _PREFETCHED = 64  # tokens up to which reading the weight takes most of the time
 
 _NONE = tl.constexpr(-0x80000000)  # below the key of every score
+_INFINITY = tl.constexpr(0x7F800000)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of it
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -48,27 +54,26 @@ def _few_kernel(
     OPERAND: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Logits of all TOKENS tokens for COLUMNS experts: their rows of the weight are read once."""
+    """All TOKENS tokens by COLUMNS experts over one slice of LENGTH columns."""
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.minimum(expert, EXPERTS - 1)
+    begin = tl.program_id(1) * LENGTH
     if PDL:
-        prefetch_tile(weight, weight_stride, row, 0, HIDDEN)
+        prefetch_tile(weight, weight_stride, row, tl.minimum(begin, HIDDEN - LENGTH), LENGTH)
     wait_for_inputs(PDL)
     token = tl.arange(0, TOKENS)
-    column = tl.arange(0, BLOCK)[None, None, :]
+    column = begin + tl.arange(0, BLOCK)[None, None, :]
+    inside = column < tl.minimum(begin + LENGTH, HIDDEN)
     x += (tl.minimum(token, tokens - 1).to(tl.int64) * x_stride)[:, None, None]
     weight += (row.to(tl.int64) * weight_stride)[None, :, None]
-    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for start in tl.static_range(0, HIDDEN, BLOCK):
-        inside = start + column < HIDDEN
-        gate = tl.load(weight + start + column, mask=inside, other=0.0)
-        value = tl.load(x + start + column, mask=inside, other=0.0)
-        product = widen(_operand(value, OPERAND)) * widen(_operand(gate, OPERAND))
-        total += tl.sum(product, 2)
-    place = token[:, None] * EXPERTS + expert[None, :]
+    gate = tl.load(weight + column, mask=inside, other=0.0)
+    value = tl.load(x + column, mask=inside, other=0.0)
+    total = tl.sum(widen(_operand(value, OPERAND)) * widen(_operand(gate, OPERAND)), 2)
+    place = (tl.program_id(1) * tokens + token)[:, None] * EXPERTS + expert[None, :]
     tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
 
@@ -127,6 +132,51 @@ def _logits_kernel(
         total = _dot(_operand(value, OPERAND), _operand(gate, OPERAND), total)
     place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
     tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _many_kernel(
+    x,
+    weight,
+    rest,
+    out,
+    tokens,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As ``_logits_kernel``, with tensor descriptors: what lies outside the matrices is zero.
+
+    ``rest`` describes the weight in blocks of REST rows: a program may take COLUMNS + REST experts,
+    128 and 64 for one, where a single power of two would leave multiprocessors without work.
+    """
+    WIDTH: tl.constexpr = COLUMNS + REST
+    TILES: tl.constexpr = (EXPERTS + WIDTH - 1) // WIDTH
+    wait_for_inputs(PDL)
+    first = (tl.program_id(0) // TILES) * TOKENS
+    column = tl.program_id(0) % TILES * WIDTH
+    begin = tl.program_id(1) * LENGTH
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    if REST > 0:
+        other = tl.zeros([TOKENS, REST], tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + LENGTH, HIDDEN), BLOCK, num_stages=STAGES):
+        value = x.load([first, start])
+        total = _dot(value, weight.load([column, start]).T, total)
+        if REST > 0:
+            other = _dot(value, rest.load([column + COLUMNS, start]).T, other)
+    token = first.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
+    out += (tl.program_id(1).to(tl.int64) * tokens + token) * EXPERTS
+    expert = column + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + expert, total, mask=(token < tokens) & (expert < EXPERTS))
+    if REST > 0:
+        expert = column + COLUMNS + tl.arange(0, REST)[None, :]
+        tl.store(out + expert, other, mask=(token < tokens) & (expert < EXPERTS))
 
 
 @triton.jit
@@ -229,7 +279,9 @@ def _choose_kernel(
         tl.store(logits + token * EXPERTS + expert, logit, mask=inside)
     logit = widen(logit)
     scores = _sqrt_softplus(logit)
-    good = tl.min((tl.abs(logit) < float("inf")).to(tl.int32), 0)
+    # As integers, magnitudes order with NaN above Inf above every number.
+    largest = tl.max(logit.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    good = tl.where(largest < _INFINITY, 1, 0)
     biased = scores
     if BIASED:
         biased = scores + widen(tl.load(bias + expert, mask=inside, other=0.0))
@@ -264,30 +316,49 @@ def _choose_kernel(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Sizes of a program of the logits: tokens, experts, columns at a time, slices and stages."""
+    """Sizes of a program of the logits: tokens, experts, columns at a time, and what follows."""
 
     tokens: int
     columns: int
     block: int
-    splits: int
     stages: int
     warps: int
+    rest: int = 0
+
+    def programs(self, tokens: int, experts: int) -> int:
+        """Programs that cover the logits."""
+        width = self.columns + self.rest
+        return triton.cdiv(tokens, self.tokens) * triton.cdiv(experts, width)
+
+    def splits(self, tokens: int, experts: int, hidden: int, processors: int) -> int:
+        """Slices of the hidden axis, none of them empty, for which a processor has least to do.
+
+        A slice more costs about half a step: its sums are written and read.
+        """
+        programs, steps = self.programs(tokens, experts), triton.cdiv(hidden, self.block)
+        most = max(1, min(steps, _MOST_SPLITS, 2 * processors // programs))
+
+        def work(splits: int) -> int:
+            waves = triton.cdiv(programs * splits, processors)
+            return 2 * waves * triton.cdiv(steps, splits) + splits
+
+        return triton.cdiv(steps, triton.cdiv(steps, min(range(1, most + 1), key=work)))
 
 
-def _tile(tokens: int, experts: int, hidden: int, wide: bool, processors: int) -> _Tile:
-    """Matrix tiles for this many tokens; slices of the hidden axis until every processor works."""
-    if wide:
-        high, across, block, stages, warps = 32, 32, 32, 2, 4
-    elif tokens <= 32:
-        high, across, block, stages, warps = max(16, _launch.power_of_two(tokens)), 32, 128, 3, 4
-    elif tokens <= 1024:
-        high, across, block, stages, warps = 64, 64, 64, 4, 4
-    else:
-        high, across, block, stages, warps = 128, 128, 64, 4, 8
-    steps = triton.cdiv(hidden, block)
-    programs = triton.cdiv(tokens, high) * triton.cdiv(experts, across)
-    splits = max(1, min(processors // programs, steps, 32))
-    return _Tile(high, across, block, triton.cdiv(steps, triton.cdiv(steps, splits)), stages, warps)
+def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
+    """Tiles for a number of tokens, as they were measured to be fast on an H200."""
+    if operand == torch.float32:
+        return _Tile(32, 32, 32, 2, 4)
+    if tokens <= 32:
+        high = max(16, _launch.power_of_two(tokens))
+        return _Tile(high, 16 if experts <= 256 else 32, 128, 4, 4)
+    if tokens < _MANY:
+        return _Tile(64, 32, 128, 4, 4)
+    if tokens * experts <= 1 << 18:
+        return _Tile(64, 64, 128, 4, 4) if experts <= 256 else _Tile(128, 64, 64, 5, 4)
+    if triton.cdiv(experts, 192) < triton.cdiv(experts, 128):
+        return _Tile(128, 128, 64, 5, 8, 64)
+    return _Tile(128, 128, 64, 6, 8)
 
 
 def _operand_type(x: torch.Tensor, weight: torch.Tensor, logits: torch.dtype) -> torch.dtype:
@@ -297,53 +368,110 @@ def _operand_type(x: torch.Tensor, weight: torch.Tensor, logits: torch.dtype) ->
     return logits
 
 
-def _partial_logits(
-    x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor
-) -> tuple[torch.Tensor, int]:
+def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Launch the products: returns float32 ``[splits, T, E]``, perhaps ``logits`` itself."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if hidden == 0:
-        return x.new_zeros((1, tokens, experts), dtype=torch.float32), 1
+        return x.new_zeros((1, tokens, experts), dtype=torch.float32)
     x, weight = (m if m.stride(1) == 1 else m.contiguous() for m in (x, weight))
     operand = _operand_type(x, weight, logits.dtype)
-    sizes = {"EXPERTS": experts, "HIDDEN": hidden, "OPERAND": _rows.TYPES[operand]}
-    few = tokens <= _FEW
-    processors = _launch.multiprocessors(x.device)
-    tile = _tile(tokens, experts, hidden, operand == torch.float32, processors)
-    splits = 1 if few else tile.splits
-    stored = splits == 1 and logits.dtype == torch.float32
-    out = logits if stored else x.new_empty((splits, tokens, experts), dtype=torch.float32)
-    args = (x, weight, out, x.stride(0), weight.stride(0), tokens)
-    with _launch.on(x):
-        if few:
-            block = min(_launch.power_of_two(hidden), 8192)
-            _few_kernel[(triton.cdiv(experts, 2),)](
-                *args,
+    sizes: dict[str, Any] = {"EXPERTS": experts, "HIDDEN": hidden}
+    if tokens <= _FEW:
+        splits = triton.cdiv(hidden, _SLICE)
+        out = _sums(x, logits, splits)
+        length = min(hidden, 8 * triton.cdiv(hidden, 8 * splits))
+        block = _launch.power_of_two(length)
+        with _launch.on(x):
+            _few_kernel[(triton.cdiv(experts, 2), splits)](
+                x,
+                weight,
+                out,
+                x.stride(0),
+                weight.stride(0),
+                tokens,
                 **sizes,
+                OPERAND=_rows.TYPES[operand],
                 TOKENS=_launch.power_of_two(tokens),
                 COLUMNS=2,
+                LENGTH=length,
                 BLOCK=block,
                 # One load per thread and row: the assembler would place a second one behind the
                 # products of the first, which wait for memory.
                 num_warps=max(1, block // 256),
                 **_launch.options(x),
             )
-            return out, splits
-        steps = triton.cdiv(triton.cdiv(hidden, tile.block), splits)
-        tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(experts, tile.columns)
-        _logits_kernel[(tiles, splits)](
-            *args,
-            **sizes,
-            TOKENS=tile.tokens,
-            COLUMNS=tile.columns,
-            BLOCK=tile.block,
-            LENGTH=steps * tile.block,
-            STAGES=tile.stages,
+        return out
+    tile = _tile(tokens, experts, operand)
+    splits = tile.splits(tokens, experts, hidden, _launch.multiprocessors(x.device))
+    out = _sums(x, logits, splits)
+    sizes |= {
+        "TOKENS": tile.tokens,
+        "COLUMNS": tile.columns,
+        "BLOCK": tile.block,
+        "LENGTH": triton.cdiv(triton.cdiv(hidden, tile.block), splits) * tile.block,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        **_launch.options(x),
+    }
+    grid = (tile.programs(tokens, experts), splits)
+    with _launch.on(x):
+        if tokens >= _MANY and operand != torch.float32:
+            _launch_many(grid, x.to(operand), weight.to(operand), out, tile, sizes)
+            return out
+        _logits_kernel[grid](
+            x,
+            weight,
+            out,
+            x.stride(0),
+            weight.stride(0),
+            tokens,
+            OPERAND=_rows.TYPES[operand],
             PREFETCH=tokens <= _PREFETCHED and hidden % tile.block == 0,
-            num_warps=tile.warps,
-            **_launch.options(x),
+            **sizes,
         )
-    return out, splits
+    return out
+
+
+def _launch_many(
+    grid: tuple[int, int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tile: _Tile,
+    sizes: dict[str, Any],
+) -> None:
+    x, weight = _describable(x), _describable(weight)
+    _many_kernel[grid](
+        TensorDescriptor.from_tensor(x, [tile.tokens, tile.block]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.block]),
+        TensorDescriptor.from_tensor(weight, [tile.rest or tile.columns, tile.block]),
+        out,
+        x.shape[0],
+        REST=tile.rest,
+        **sizes,
+    )
+
+
+def _describable(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a copy, with rows that begin at multiples of 16 bytes."""
+    each = 16 // matrix.element_size()
+    if matrix.stride(0) % each == 0 and matrix.data_ptr() % 16 == 0:
+        return matrix
+    rows, columns = matrix.shape
+    padded = matrix.new_empty((rows, each * triton.cdiv(columns, each)))[:, :columns]
+    return padded.copy_(matrix)
+
+
+def _sums(x: torch.Tensor, logits: torch.Tensor, splits: int) -> torch.Tensor:
+    """Where the products go: float32 ``[splits, T, E]``; ``logits`` itself where it is that."""
+    if splits == 1 and logits.dtype == torch.float32:
+        return logits.unsqueeze(0)
+    return x.new_empty((splits, *logits.shape), dtype=torch.float32)
+
+
+def _choice_warps(block: int, splits: int) -> int:
+    """One warp needs no exchange through shared memory, but must not hold too many logits."""
+    return min(16, max(1, block // 1024))
 
 
 def _route(
@@ -362,7 +490,7 @@ def _route(
     ids = x.new_empty((tokens, top_k), dtype=torch.int64)
     if logits.numel() == 0:
         return logits, weights, ids
-    partials, splits = _partial_logits(x, weight, logits)
+    partials = _partial_logits(x, weight, logits)
     block = _launch.power_of_two(experts)
     with _launch.on(x):
         _choose_kernel[(tokens,)](
@@ -378,13 +506,13 @@ def _route(
             top_k,
             scaling_factor,
             EXPERTS=experts,
-            SPLITS=splits,
-            STORED=partials is logits,
+            SPLITS=partials.shape[0],
+            STORED=partials.data_ptr() == logits.data_ptr(),
             BIASED=bias is not None,
             HASHED=table is not None,
             BLOCK=block,
             SLOTS=_launch.power_of_two(top_k),
-            num_warps=min(16, max(1, block // 1024)),
+            num_warps=_choice_warps(block, partials.shape[0]),
             **_launch.options(x),
         )
     return logits, weights, ids
