@@ -448,3 +448,11 @@ def test_a_difference_in_tokens_or_logits_is_wrong(capsys):
     assert not main_job._agree("x", [1], [2], logits, logits)
     assert not main_job._agree("x", [1], [1], logits * 1.001, logits)
     assert "WRONG" in capsys.readouterr().out
+
+
+KEPT = sorted((Path(__file__).parent.parent / "results").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_kept_results_fit_the_schema(path: Path):
+    results.validate(json.loads(path.read_text()))

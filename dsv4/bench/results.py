@@ -22,7 +22,7 @@ _HEADER: dict[str, Any] = {
     "copy_tbs": _NUMBER,
     "read_tbs": _NUMBER,
     "bf16_tflops": _NUMBER,
-    "node_us": _NUMBER,
+    "node_us": _OPTIONAL_NUMBER,  # None in files from before it was measured
 }
 _ROW: dict[str, Any] = {
     "op": str,
