@@ -30,7 +30,7 @@ from dsv4.triton import _launch
 
 _MULTIPROCESSORS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SIZES = (("flash", 1), ("pro", 1), ("flash", 48), ("pro", 48), ("flash", 2048), ("pro", 512))
+SIZES = (("flash", 1), ("pro", 1), ("flash", 2048))
 
 
 class _Driver:
