@@ -29,6 +29,16 @@ OPCHECKS = (
 COLUMNS = st.integers(1, 96)
 
 
+@pytest.fixture
+def many(monkeypatch):
+    """A few rows take the way of many: some share a program, some have several blocks a thread."""
+    pytest.importorskip("triton")
+    from dsv4.triton import _rows, norm
+
+    monkeypatch.setattr(_rows, "_MANY", 4)
+    monkeypatch.setattr(norm, "_SOME", 4)
+
+
 def oracle(x, weight, eps):
     """Written out in float64, independently of the operator."""
     wide = x.double()
@@ -129,6 +139,17 @@ class TestValues:
         rest = [0, 1, 2, 4]
         assert_bitwise(got[rest], want[rest], "other rows")
 
+    @pytest.mark.parametrize("shape", [(1, 7168), (2, 16384), (3, 1536), (1, 257), (11, 24)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_long_rows_and_many(self, device, many, shape, dtype):
+        """More than a warp to a row, more than a row to a program, and a last one that is alone."""
+        x = strategies.normal(0, shape, dtype).to(device)
+        weight = strategies.normal(1, shape[-1:], dtype).to(device)
+        truth = oracle(x, weight, 1e-6)
+        got = rms_norm(x, weight)
+        assert_within_budget(got, truth, budget(truth, shape[-1], dtype), "norm")
+        assert_bitwise(rms_norm(x, weight), got, "again")
+
     def test_a_row_whose_mean_square_overflows_is_nan(self, device):
         """Not zeros, which would look like a result."""
         x = torch.ones(2, 16, device=device)
@@ -208,6 +229,20 @@ def angles(seed, tokens, half, device):
     return turn.cos().to(device), turn.sin().to(device)
 
 
+def turned_heads(q, cos, sin):
+    """The heads in float64, and how far off they may be."""
+    columns, kept, dtype = q.shape[-1], q.shape[-1] - 2 * cos.shape[-1], q.dtype
+    normed = oracle(q, None, 1e-6) if q.numel() else q.double()
+    error = budget(normed, columns, dtype)
+    cos, sin = cos[:, None].double(), sin[:, None].double()
+    truth = rope(normed, cos, sin)
+    pairs = error[..., kept:].unflatten(-1, (-1, 2))
+    turned = pairs * cos.abs()[..., None] + pairs.flip(-1) * sin.abs()[..., None]
+    turned = turned.flatten(-2) + 3 * unit_roundoff(torch.float32) * normed.abs().amax(-1, True)
+    allowed = torch.cat((error[..., :kept], turned), -1)
+    return truth, allowed + 1.01 * unit_roundoff(dtype) * truth.abs() + 2.0**-126
+
+
 class TestPair:
     @given(
         seed=strategies.seeds(),
@@ -227,6 +262,13 @@ class TestPair:
             assert got.is_contiguous()
             truth = oracle(part, weight, 1e-6) if part.numel() else part.double()
             assert_within_budget(got, truth, budget(truth, part.shape[-1], dtype), "norm")
+
+    def test_many_rows(self, device, many):
+        x = strategies.normal(0, (11, 40)).to(device)
+        first, second = torch.ones(24, device=device), torch.ones(16, device=device)
+        parts = rms_norm(x[:, :24], first), rms_norm(x[:, 24:], second)
+        for got, want in zip(rms_norm_pair(x, first, second), parts, strict=True):
+            assert_ulp(got, want, 4, "norm")
 
     @given(seed=strategies.seeds(), kind=st.sampled_from([float("nan"), float("inf")]))
     def test_a_nan_stays_in_its_part_of_its_row(self, device, seed, kind):
@@ -263,25 +305,44 @@ class TestHeads:
         gaps=st.booleans(),
     )
     @example(0, (2, 2, 8, 0), torch.bfloat16, False)
+    @example(0, (1, 3, 4, 1), torch.bfloat16, False)
     def test_is_the_norm_then_the_rotation(self, device, seed, sizes, dtype, gaps):
-        """Against float64; the norm's error, one rounding of it included, turns along."""
+        """Against float64; the norm's error, one rounding of it included, turns along.
+
+        Also with an odd number of columns before the pairs.
+        """
         tokens, heads, half, kept = sizes
         columns = 2 * half + kept
         q = strategies.normal(seed, (tokens, heads, columns), dtype).to(device)
         if gaps:
             q = torch.cat((q, q), -1)[..., :columns]
         cos, sin = angles(seed, tokens, half, device)
-        normed = oracle(q, None, 1e-6) if q.numel() else q.double()
-        error = budget(normed, columns, dtype)
-        wide_cos, wide_sin = cos[:, None].double(), sin[:, None].double()
-        truth = rope(normed, wide_cos, wide_sin)
-        pairs = error[..., kept:].unflatten(-1, (-1, 2))
-        turned = pairs * wide_cos.abs()[..., None] + pairs.flip(-1) * wide_sin.abs()[..., None]
-        turned = turned.flatten(-2) + 3 * unit_roundoff(torch.float32) * normed.abs().amax(-1, True)
-        allowed = torch.cat((error[..., :kept], turned), -1)
+        truth, allowed = turned_heads(q, cos, sin)
         head_norm_rope_(q, cos, sin, 1e-6)
-        allowed = allowed + 1.01 * unit_roundoff(dtype) * truth.abs() + 2.0**-126
         assert_within_budget(q, truth, allowed, "q")
+
+    @pytest.mark.parametrize("sizes", [(5, 1, 32, 448), (67, 1, 2, 3)])
+    def test_many_heads(self, device, many, sizes):
+        """Several to a program, the last one alone."""
+        tokens, heads, half, kept = sizes
+        q = strategies.normal(0, (tokens, heads, 2 * half + kept), torch.bfloat16).to(device)
+        cos, sin = angles(0, tokens, half, device)
+        truth, allowed = turned_heads(q, cos, sin)
+        head_norm_rope_(q, cos, sin, 1e-6)
+        assert_within_budget(q, truth, allowed, "q")
+
+    @given(seed=strategies.seeds(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+    def test_columns_that_are_not_turned_are_those_of_the_norm(self, device, seed, dtype):
+        """Bit for bit, signs of zeros too; and all columns where the angle is 0."""
+        q = strategies.normal(seed, (3, 2, 16), dtype)
+        q[:, :, ::3] = -0.0
+        q = q.to(device)
+        cos, sin = angles(seed, 3, 4, device)
+        want, turned = rms_norm(q), q.clone()
+        head_norm_rope_(turned, cos, sin)
+        assert_bitwise(turned[..., :8], want[..., :8], "the first columns")
+        head_norm_rope_(q, torch.ones_like(cos), torch.zeros_like(sin))
+        assert_ulp(q, want, 0, "no turn")
 
     @given(seed=strategies.seeds(), kind=st.sampled_from([float("nan"), float("inf")]))
     def test_a_nan_head_is_alone(self, device, seed, kind):
@@ -316,6 +377,17 @@ class TestHeads:
             head_norm_rope_(torch.ones(2, 8, 3).transpose(1, 2), table, table)
 
 
+def assert_norm_and_codes(x, weight, **arguments):
+    y, got = rms_norm_quantize(x, weight, **arguments)
+    truth = oracle(x, weight, 1e-6) if x.numel() else x.double()
+    truth[~x.isfinite().all(-1)] = torch.nan
+    assert_within_budget(y, truth, budget(truth, x.shape[-1], x.dtype), "norm")
+    want = quantize(y, "nvfp4", **{"scaling": "token", **arguments}, backend="reference")
+    assert_bitwise(got.codes, want.codes, "codes")
+    assert_bitwise(got.scales.view(torch.uint8), want.scales.view(torch.uint8), "scales")
+    assert_bitwise(got.global_scale, want.global_scale, "global scale")
+
+
 class TestQuantized:
     @given(
         seed=strategies.seeds(),
@@ -339,14 +411,18 @@ class TestQuantized:
             count = rows if static == "rows" else 1
             scale = strategies.normal(seed, (count,)).abs().to(device) * 0.01 + 1e-3
         arguments = {"scaling": "token" if scale is None else "static", "global_scale": scale}
-        y, got = rms_norm_quantize(x, weight, layout=layout, **arguments)
-        truth = oracle(x, weight, 1e-6) if x.numel() else x.double()
-        truth[~x.isfinite().all(-1)] = torch.nan
-        assert_within_budget(y, truth, budget(truth, x.shape[-1], dtype), "norm")
-        want = quantize(y, "nvfp4", layout=layout, backend="reference", **arguments)
-        assert_bitwise(got.codes, want.codes, "codes")
-        assert_bitwise(got.scales.view(torch.uint8), want.scales.view(torch.uint8), "scales")
-        assert_bitwise(got.global_scale, want.global_scale, "global scale")
+        assert_norm_and_codes(x, weight, layout=layout, **arguments)
+
+    @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
+    @pytest.mark.parametrize("shape", [(2, 8208), (3, 2064)])
+    def test_long_rows_and_many(self, device, many, shape, layout):
+        """Several blocks to a thread, the last ones past the row; a NaN among them."""
+        x = strategies.normal(0, shape, torch.bfloat16).to(device)
+        x[1, shape[1] - 3] = torch.nan
+        weight = strategies.normal(1, shape[1:], torch.bfloat16).to(device)
+        assert_norm_and_codes(x, weight, layout=layout)
+        scale = torch.tensor([2.0**-110], device=device)  # so small that quotients are shifted
+        assert_norm_and_codes(x[:2], weight, layout=layout, scaling="static", global_scale=scale)
 
     def test_wrong_arguments_are_named(self):
         x, weight = torch.ones(2, 32), torch.ones(32)

@@ -9,6 +9,8 @@ from dsv4.triton import _launch
 
 _WARP = 32
 _VECTOR_BYTES = 16
+_PROGRAM_BYTES = 8192
+_MANY = 1024
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -19,7 +21,17 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def warps(columns: int, itemsize: int = 2) -> int:
-    """Warps for one row: each thread loads one vector of 16 bytes, up to 16 warps."""
-    vectors = columns * itemsize // _VECTOR_BYTES
-    return min(16, max(1, _launch.power_of_two(vectors // _WARP)))
+def tile(rows: int, columns: int, itemsize: int = 2) -> dict[str, int]:
+    """Rows of one program, and its warps, for kernels that add up each row in registers.
+
+    Few rows: one to a program, a vector of 16 bytes to a thread. Many: up to 8 KiB to a program,
+    because a GPU starts no more than some 0.8 programs per nanosecond.
+    """
+    width = _launch.power_of_two(columns * itemsize)
+    if rows < _MANY:
+        # A row of 1 KiB or less is left to one warp, whose sum needs no barrier.
+        warps = 1 if width <= 1024 else min(16, width // (_WARP * _VECTOR_BYTES))
+        return {"ROWS": 1, "num_warps": warps}
+    shared = min(max(1, _PROGRAM_BYTES // width), _launch.power_of_two(2 * rows // _MANY))
+    warps = max(4, min(8, width // 1024), width // 4096)
+    return {"ROWS": shared, "num_warps": min(32, warps)}

@@ -14,11 +14,18 @@ from dsv4.triton._nvfp4 import (
     dynamic_scale,
     e2m1_codes,
     finite_amax,
+    is_moderate,
     larger,
     largest,
+    narrowed,
+    rounded,
+    scale_offset,
 )
-from dsv4.triton._rotation import load_angles, rotate
-from dsv4.triton.quantize import Output, _load_halves, _store_halves, _store_scales
+from dsv4.triton._rotation import load_angles, rotate_pairs
+from dsv4.triton.quantize import Output
+
+# From here on, rows or heads share programs or threads.
+_SOME = 2048
 
 
 @triton.jit
@@ -29,32 +36,52 @@ def inverse_rms(total, columns, eps):
 
 
 @triton.jit
-def _norm_row(x, weight, out, columns, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Norm of the row at ``x`` to the row at ``out``."""
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    values = widen(tl.load(x + column, mask=inside, other=0.0))
-    values = values * inverse_rms(tl.sum(values * values, 0), columns, eps)
+def _norm_rows(
+    x,
+    weight,
+    out,
+    stride,
+    row,
+    rows,
+    columns,
+    eps,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Norms of the rows ``row [ROWS, 1]`` (int64) of ``x`` to those of ``out``.
+
+    Rows and weight are loaded before anything is added up: behind the barrier of the sum, the
+    weight would cost a second trip to memory.
+    """
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    values = tl.load(x + row * stride + column, mask=inside, other=0.0)
     if WEIGHTED:
-        values = widen(tl.load(weight + column, mask=inside, other=0.0)) * values
-    tl.store(out + column, narrow(values, out.dtype.element_ty), mask=inside)
+        factor = widen(tl.load(weight + column, mask=column < columns, other=0.0))
+    values = widen(values)
+    values = values * inverse_rms(tl.sum(values * values, 1), columns, eps)[:, None]
+    if WEIGHTED:
+        values = factor * values
+    tl.store(out + row * columns + column, narrow(values, out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x,
     weight,
     out,
     stride,
+    rows,
     columns,
     eps,
     WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    _norm_row(x + row * stride, weight, out + row * columns, columns, eps, WEIGHTED, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    _norm_rows(x, weight, out, stride, row, rows, columns, eps, WEIGHTED, BLOCK)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -63,25 +90,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     if x.numel() == 0:
         return out
     rows = _rows.as_rows(x)
-    columns = rows.shape[1]
+    count, columns = rows.shape
+    tile = _rows.tile(count, columns, x.element_size())
     weight = None if weight is None else weight.contiguous()
     with _launch.on(x):
-        _rms_norm_kernel[(rows.shape[0],)](
+        _rms_norm_kernel[(triton.cdiv(count, tile["ROWS"]),)](
             rows,
             weight,
             out,
             rows.stride(0),
+            count,
             columns,
             eps,
             WEIGHTED=weight is not None,
             BLOCK=_launch.power_of_two(columns),
-            num_warps=_rows.warps(columns, x.element_size()),
+            **tile,
             **_launch.options(x),
         )
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["rows"])
 def _pair_kernel(
     x,
     first_weight,
@@ -89,21 +118,24 @@ def _pair_kernel(
     first,
     second,
     stride,
-    count,
+    rows,
     eps,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 2 r takes the first part of row r, program 2 r + 1 the second."""
+    """Even programs take the first parts of their rows, odd ones the second."""
     wait_for_inputs(PDL)
-    row = (tl.program_id(0) // 2).to(tl.int64)
-    if tl.program_id(0) % 2 == 0:
-        _norm_row(x + row * stride, first_weight, first + row * FIRST, FIRST, eps, True, BLOCK)
+    part = tl.program_id(0) % 2
+    row = (tl.program_id(0) // 2).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    if part == 0:
+        _norm_rows(x, first_weight, first, stride, row, rows, FIRST, eps, True, FIRST_BLOCK)
     else:
-        start = x + row * stride + FIRST
-        _norm_row(start, second_weight, second + row * SECOND, SECOND, eps, True, BLOCK)
+        x += FIRST
+        _norm_rows(x, second_weight, second, stride, row, rows, SECOND, eps, True, SECOND_BLOCK)
 
 
 def rms_norm_pair(
@@ -115,8 +147,9 @@ def rms_norm_pair(
     rows = _rows.as_rows(x)
     if rows.shape[0] == 0 or x.shape[-1] == 0:
         return first, second
+    tile = _rows.tile(rows.shape[0], max(widths), x.element_size())
     with _launch.on(x):
-        _pair_kernel[(2 * rows.shape[0],)](
+        _pair_kernel[(2 * triton.cdiv(rows.shape[0], tile["ROWS"]),)](
             rows,
             first_weight.contiguous(),
             second_weight.contiguous(),
@@ -127,8 +160,9 @@ def rms_norm_pair(
             eps,
             FIRST=widths[0],
             SECOND=widths[1],
-            BLOCK=_launch.power_of_two(max(widths)),
-            num_warps=_rows.warps(max(widths), x.element_size()),
+            FIRST_BLOCK=_launch.power_of_two(widths[0]),
+            SECOND_BLOCK=_launch.power_of_two(widths[1]),
+            **tile,
             **_launch.options(x),
         )
     return first, second
@@ -148,33 +182,48 @@ def _head_kernel(
     KEPT: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Heads in place. The rotated columns are loaded and stored apart from the others, so every
-    address has one reader and one writer, the same program."""
+    """ROWS heads in place. A pair is turned by the thread that loaded it, so every address has one
+    reader and one writer, the same thread.
+
+    Where KEPT is odd, the tile begins one column before the head, so that pairs begin at even ones.
+    """
     wait_for_inputs(PDL)
-    head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    inside = head < count
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     token = (head // heads).to(tl.int64)
-    start = q + token * token_stride + (head % heads).to(tl.int64) * head_stride
-    column, pair = tl.arange(0, 2 * HALF_BLOCK)[None, :], tl.arange(0, HALF_BLOCK)[None, :]
-    turning = inside & (column < 2 * HALF)
-    turned = widen(tl.load(start + KEPT + column, mask=turning, other=0.0))
-    total = tl.sum(turned * turned, 1)
-    c, s = load_angles(cos, sin, token * table_stride, pair, inside & (pair < HALF), False)
-    DTYPE: tl.constexpr = q.dtype.element_ty
-    if KEPT > 0:
-        left = tl.arange(0, KEPT_BLOCK)[None, :]
-        copied = inside & (left < KEPT)
-        kept = widen(tl.load(start + left, mask=copied, other=0.0))
-        scale = inverse_rms(total + tl.sum(kept * kept, 1), KEPT + 2 * HALF, eps)[:, None]
-        tl.store(start + left, narrow(kept * scale, DTYPE), mask=copied)
-    else:
-        scale = inverse_rms(total, 2 * HALF, eps)[:, None]
-    normed = widen(narrow(turned * scale, DTYPE))
-    tl.store(start + KEPT + column, narrow(rotate(normed, c, s), DTYPE), mask=turning)
+    column = tl.arange(0, BLOCK)[None, :] - KEPT % 2
+    pair = tl.arange(0, BLOCK // 2)[None, :] - (KEPT + 1) // 2
+    inside = (head < count) & (column < KEPT + 2 * HALF)
+    if KEPT % 2:
+        inside = inside & (column >= 0)
+    place = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
+    loaded = tl.load(place, mask=inside, other=0.0)
+    turning = (head < count) & (pair >= 0) & (pair < HALF)
+    c, s = load_angles(cos, sin, token * table_stride, pair, turning, False)
+    values = widen(loaded)
+    scale = inverse_rms(tl.sum(values * values, 1), KEPT + 2 * HALF, eps)[:, None]
+    normed = rounded(values * scale, q.dtype.element_ty)
+    even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
+    first, second = rotate_pairs(even, odd, c, s)
+    # A turn of 0 would lose the sign of a zero.
+    turned = tl.join(tl.where(turning, first, even), tl.where(turning, second, odd))
+    turned = narrowed(tl.reshape(turned, [ROWS, BLOCK]), q.dtype.element_ty)
+    tl.store(place, turned, mask=inside)
+
+
+def _head_tile(count: int, width: int) -> dict[str, int]:
+    """Heads of a program, whose width is in bytes, and its warps: no more than 4 KiB to a warp.
+
+    So up to 4 KiB are added up without a barrier. Few heads are spread over more programs.
+    """
+    width = _launch.power_of_two(width)
+    most = 1 if count < _SOME else 2 if count < 16 * _SOME else 4096
+    return {
+        "ROWS": min(most, max(1, 4096 // width)),
+        "num_warps": min(16, max(1, width // 4096)),
+    }
 
 
 def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float) -> None:
@@ -186,8 +235,7 @@ def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: 
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     kept = columns - 2 * half
-    # One head a program while there are few, so that they spread over the GPU.
-    tile = {"ROWS": 1, "num_warps": 2} if count < 4096 else {"ROWS": 8, "num_warps": 4}
+    tile = _head_tile(count, columns * q.element_size())
     with _launch.on(q):
         _head_kernel[(triton.cdiv(count, tile["ROWS"]),)](
             q,
@@ -201,10 +249,166 @@ def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: 
             eps,
             KEPT=kept,
             HALF=half,
-            KEPT_BLOCK=_launch.power_of_two(kept),
-            HALF_BLOCK=_launch.power_of_two(half),
+            BLOCK=_launch.power_of_two(max(2, columns + kept % 2)),
             **tile,
             **_launch.options(q),
+        )
+
+
+@triton.jit
+def _halves(row, chunk, BLOCKS: tl.constexpr):
+    """Where in a row the first 8 columns of a chunk's blocks of 16 are, ``[BLOCKS, 8]``.
+
+    So a thread has whole blocks, in two loads of 16 bytes each.
+    """
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    return row + (block * 16)[:, None] + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _load_chunks(row, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Halves of the blocks of a row, a tuple of ``[BLOCKS, 8]``: two of them for each chunk."""
+    halves = ()
+    for chunk in tl.static_range(CHUNKS):
+        place = _halves(row, chunk, BLOCKS)
+        inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
+        first = tl.load(place, mask=inside, other=0.0)
+        last = tl.load(place + 8, mask=inside, other=0.0)
+        halves += (first, last)  # type: ignore[assignment]
+    return halves
+
+
+@triton.jit
+def _norm_chunks(
+    halves,
+    weights,
+    scale,
+    y,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Store the norm; its halves in the dtype of ``y``, and the largest magnitude of each block."""
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    normed = ()
+    peaks = ()
+    for chunk in tl.static_range(CHUNKS):
+        first = widen(weights[2 * chunk]) * (widen(halves[2 * chunk]) * scale)
+        last = widen(weights[2 * chunk + 1]) * (widen(halves[2 * chunk + 1]) * scale)
+        first, last = narrowed(first, DTYPE), narrowed(last, DTYPE)
+        peak = larger(largest(widen(first)), largest(widen(last)))
+        peaks += (peak,)  # type: ignore[assignment]
+        inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
+        place = _halves(y, chunk, BLOCKS)
+        tl.store(place, first, mask=inside)
+        tl.store(place + 8, last, mask=inside)
+        normed += (first, last)  # type: ignore[assignment]
+    return normed, peaks
+
+
+@triton.jit
+def _code_chunks(
+    normed,
+    peaks,
+    shared,
+    codes,
+    scales,
+    row,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = block < COLUMNS // 16
+        amax, finite = finite_amax(peaks[chunk])
+        bits, product = block_scales(amax, finite, shared, False, MODERATE)
+        first = e2m1_codes(widen(normed[2 * chunk]), product, CONVERT, MODERATE)
+        last = e2m1_codes(widen(normed[2 * chunk + 1]), product, CONVERT, MODERATE)
+        both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [BLOCKS, 8])
+        place = codes + row * (COLUMNS // 2) + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(place, both, mask=inside[:, None])
+        place = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
+        tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
+
+
+@triton.jit
+def _norm_quantize_row(
+    x,
+    weight,
+    source,
+    y,
+    codes,
+    scales,
+    total,
+    row,
+    eps,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    TOKEN: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+):
+    """The norm of the row at ``x`` rounded to the dtype of ``y``, and that quantised."""
+    halves = _load_chunks(x, COLUMNS, BLOCKS, CHUNKS)
+    # Where a row takes many registers, the weight waits until it is used: it is in the cache.
+    if CHUNKS == 1:
+        weights = _load_chunks(weight, COLUMNS, BLOCKS, CHUNKS)
+    if not TOKEN:
+        shared = tl.load(source + (row if PER_ROW else 0))
+    square = tl.zeros([BLOCKS], tl.float32)
+    for half in tl.static_range(2 * CHUNKS):
+        wide = widen(halves[half])
+        square += tl.sum(wide * wide, 1)
+    scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
+    if CHUNKS > 1:
+        weights = _load_chunks(weight, COLUMNS, BLOCKS, CHUNKS)
+    normed, peaks = _norm_chunks(halves, weights, scale, y, COLUMNS, BLOCKS, CHUNKS)
+    if TOKEN:
+        peak = tl.zeros([BLOCKS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            peak = tl.maximum(peak, finite_amax(peaks[chunk])[0])
+        shared = dynamic_scale(tl.max(peak, 0))
+    if PER_ROW or row == 0:
+        tl.store(total + (row if PER_ROW else 0), shared)
+    if is_moderate(shared):
+        _code_chunks(
+            normed,
+            peaks,
+            shared,
+            codes,
+            scales,
+            row,
+            COLUMNS,
+            SCALE_COLUMNS,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            CONVERT,
+            MODERATE=True,
+        )
+    else:
+        _code_chunks(
+            normed,
+            peaks,
+            shared,
+            codes,
+            scales,
+            row,
+            COLUMNS,
+            SCALE_COLUMNS,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            CONVERT,
+            MODERATE=False,
         )
 
 
@@ -219,7 +423,6 @@ def _norm_quantize_kernel(
     total,
     stride,
     rows,
-    scale_rows,
     eps,
     COLUMNS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
@@ -227,37 +430,55 @@ def _norm_quantize_kernel(
     PER_ROW: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: the norm rounded to the dtype of ``y``, and that quantised."""
+    """A row to a program. Rows that only the layout of the scales has get scales 0."""
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64) + tl.zeros([BLOCKS], tl.int64)
-    block = tl.arange(0, BLOCKS)
-    inside = (row < rows) & (block < COLUMNS // 16)
-    first, last = _load_halves(x, stride, row, block, inside)
-    left, right = _load_halves(weight, 0, row, block, inside)
-    square = tl.sum(first * first, 1) + tl.sum(last * last, 1)
-    scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    first, last = narrow(left * (first * scale), DTYPE), narrow(right * (last * scale), DTYPE)
-    place = y + (row * COLUMNS + block * 16)[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(place, first, mask=inside[:, None])
-    tl.store(place + 8, last, mask=inside[:, None])
-    first, last = widen(first), widen(last)
-    amax, finite = finite_amax(larger(largest(first), largest(last)))
-    line = tl.program_id(0).to(tl.int64)
-    if TOKEN:
-        shared = dynamic_scale(tl.max(amax, 0))
-        tl.store(total + line, shared, mask=line < rows)
+    row = tl.program_id(0).to(tl.int64)
+    if row < rows:
+        _norm_quantize_row(
+            x + row * stride,
+            weight,
+            source,
+            y + row * COLUMNS,
+            codes,
+            scales,
+            total,
+            row,
+            eps,
+            COLUMNS,
+            SCALE_COLUMNS,
+            TOKEN,
+            PER_ROW,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            CONVERT,
+        )
     else:
-        shared = tl.load(source + (line if PER_ROW else 0), mask=line < rows, other=1.0)
-        if PER_ROW or line == 0:
-            tl.store(total + line, shared, mask=line < rows)
-    bits, product = block_scales(amax, finite, shared, False)
-    first, last = e2m1_codes(first, product, CONVERT), e2m1_codes(last, product, CONVERT)
-    _store_halves(codes, row, COLUMNS // 16, block, first, last, inside)
-    _store_scales(scales, bits, row, block, inside, scale_rows, SCALE_COLUMNS, SWIZZLED)
+        for chunk in tl.static_range(CHUNKS):
+            block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            place = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
+            tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < SCALE_COLUMNS)
+
+
+def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
+    """Blocks of a chunk, a thread each, and chunks of a row: one while there are few rows.
+
+    Many rows: several blocks to a thread, so that more programs, each at another step, share a
+    multiprocessor; but a thread's blocks are in its registers.
+    """
+    least = _launch.power_of_two(triton.cdiv(blocks, 4))
+    across = min(512, _launch.power_of_two(blocks))
+    if rows >= _SOME // 8:
+        across = min(across, max(128, least))
+    return {
+        "BLOCKS": across,
+        "CHUNKS": triton.cdiv(blocks, across),
+        "num_warps": max(1, across // 32),
+    }
 
 
 def rms_norm_quantize(
@@ -289,16 +510,14 @@ def rms_norm_quantize(
             out.total,
             source.stride(0),
             rows,
-            high,
             eps,
             COLUMNS=columns,
             SCALE_COLUMNS=wide,
             TOKEN=out.source is None,
-            PER_ROW=out.total.shape[0] != 1 or rows == 1,
+            PER_ROW=out.source is None or out.total.shape[0] != 1,
             SWIZZLED=swizzled,
-            BLOCKS=_launch.power_of_two(wide),
             CONVERT=_nvfp4.conversion(x),
-            num_warps=min(16, max(1, _launch.power_of_two(wide) // 32)),
+            **_quantize_tile(rows, wide),
             **_launch.options(x),
         )
     return y, *out.tensors
