@@ -87,7 +87,8 @@ def kv_pages(call: Call) -> str | None:
     if not plain and call.op != "fake_quantize_kv" and pages.data_ptr() % 2:
         return "the pages begin at an odd address"
     if call.op == "norm_rope_write_kv":
-        return _fused_write(*call.args[3:5], 2 * call.args[7].shape[1], plain)
+        head_dim, rope_dim = call.args[3:5]
+        return _fused_write(head_dim, rope_dim, 2 * call.args[7].shape[1], plain)
     return None
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from dsv4 import dispatch  # noqa: E402
+from dsv4 import dispatch
 
 MOST_SHARED = 227 * 1024
 REGISTER_FILE = 65536

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -65,13 +66,8 @@ def rms_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
         return Problem(ops.rms_norm_quantize, args, kwargs, judge, nbytes(*args))
 
     for name, calibrated in (("token", False), ("static", True)):
-        yield Case(
-            "rms_norm_quantize",
-            name,
-            {"D": c.hidden_size},
-            tokens,
-            lambda draw, calibrated=calibrated: build(draw, calibrated),
-        )
+        made = functools.partial(build, calibrated=calibrated)
+        yield Case("rms_norm_quantize", name, {"D": c.hidden_size}, tokens, made)
 
 
 def swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:

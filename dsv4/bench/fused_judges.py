@@ -16,13 +16,13 @@ import torch
 
 from dsv4 import ops
 from dsv4.bench import budgets
-from dsv4.bench.check import FUNCTION, U, combine, compare, same, storing, sum_error
+from dsv4.bench.check import FUNCTION, Judge, U, combine, compare, same, storing, sum_error
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
 from dsv4.pages import Pages
 from dsv4.testing.assertions import unit_roundoff
 
 
-def as_parts(parts: Callable[[Problem], Any], *names: str) -> budgets.Judge:
+def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
     """Every output equals, bit for bit, what ``parts`` of the problem returns."""
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
@@ -77,6 +77,7 @@ def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict
     """The norm as ``rms_norm``; the codes are those of the norm returned."""
     wanted = ops.quantize(actual[0], "nvfp4", backend="reference", **_scaling(problem))
     parts = (wanted.codes, wanted.scales, wanted.global_scale)
+    assert wanted.global_scale is not None
     return combine(
         compare(
             actual[0],
@@ -84,7 +85,11 @@ def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict
             budgets.norm(problem, truth[0]) + storing(truth[0], actual[0].dtype),
             "the norm",
         ),
-        *(same(a, w, n) for a, w, n in zip(actual[1:], parts, QUANTIZED, strict=True)),
+        *(
+            same(a, w, n)
+            for a, w, n in zip(actual[1:], parts, QUANTIZED, strict=True)
+            if w is not None
+        ),
     )
 
 

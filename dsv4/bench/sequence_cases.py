@@ -123,8 +123,8 @@ def _compress_write(c: ModelConfig, tokens: int, name: str, ratio: int, overlap:
 
 def _write_compressed(*args: Any, inv_freq: torch.Tensor, **kwargs: Any) -> None:
     """``compress_write`` with the frequencies by name: they stay float32 in the oracle."""
-    *inputs, pages, table = args
-    ops.compress_write(*inputs, inv_freq, pages, table, **kwargs)
+    write: Any = ops.compress_write
+    write(*args[:-2], inv_freq, *args[-2:], **kwargs)
 
 
 def _state(draw: Draw, rows: int, ratio: int, width: int, overlap: bool) -> torch.Tensor:

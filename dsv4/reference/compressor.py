@@ -209,8 +209,8 @@ def compress_write(
     )
     normed = rms_norm(pooled.to(dtype), norm_weight, eps)
     # A row that is not used holds -1; a position below 0 has no table.
-    tables = (t.to(table_dtype) for t in rope_tables(positions.clamp(min=0), inv_freq))
-    entries = rope(normed, *tables, False)
+    cos, sin = rope_tables(positions.clamp(min=0), inv_freq)
+    entries = rope(normed, cos.to(table_dtype), sin.to(table_dtype), False)
     if rotate_quantize:
         entries = indexer_rotate_quantize(entries)
     number = positions.div(ape.shape[0], rounding_mode="floor")
