@@ -154,6 +154,9 @@ def main(wanted: Sequence[str]) -> int:
         print(f"no mutant for {', '.join(sorted(unknown))}")
         return 2
     os.environ["OMP_NUM_THREADS"] = "1"
+    # What is preloaded imports Triton, whose own functions are interpreted only if this is set
+    # by then; the tests say so too late. Mistakes are watched on the CPU.
+    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     _FORKS.set_forkserver_preload(_PRELOADED)
     jobs = min(8, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
