@@ -142,6 +142,14 @@ def compress_write(call: Call) -> str | None:
     return None
 
 
+def norm(call: Call) -> str | None:
+    """Why the norm kernels cannot run a call, beyond ``triton``, or None."""
+    columns = call.args[0].shape[-1]
+    if columns > LARGEST_ROW:
+        return f"a row has {columns} columns, and a kernel holds at most {LARGEST_ROW}"
+    return quantized(call) if call.op == "rms_norm_quantize" else None
+
+
 def swiglu(call: Call) -> str | None:
     """Why the SwiGLU kernels cannot run a call, or None."""
     return quantized(call) if call.op == "swiglu_quantize" else None

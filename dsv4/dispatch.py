@@ -115,6 +115,7 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
+_NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
 _MOE = ("moe_permute", "moe_gather", "moe_gather_quantize", "moe_combine")
 _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
 
@@ -131,8 +132,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_reference("gemm", "gemm"),
     *_reference("grouped_gemm", "grouped_gemm"),
-    *_triton("norm", "rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize"),
-    *_reference("norm", "rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize"),
+    *_triton("norm", *_NORM, unless=_support.norm),
+    *_reference("norm", *_NORM),
     *_triton("rope", "rope", "rope_quantize", unless=_support.rope),
     *_reference("rope", "rope", "rope_quantize"),
     *_triton("swiglu", "swiglu", "swiglu_quantize", unless=_support.swiglu),

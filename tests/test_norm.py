@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from dsv4.dispatch import explain
 from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.ops.rope import rope
@@ -182,6 +183,10 @@ class TestContract:
     def test_empty(self, device, shape):
         x = torch.empty(shape, device=device)
         assert rms_norm(x, torch.empty(shape[-1:], device=device)).shape == shape
+
+    def test_a_row_too_long_for_a_program_is_left_to_the_reference(self, device):
+        x = torch.ones(1, 65537, device=device)
+        assert explain(rms_norm, x).chosen == "reference"
 
     BAD = (
         ({"x": torch.ones(2, 4).int()}, TypeError, "x has dtype int32"),
