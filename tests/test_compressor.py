@@ -10,12 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.ops.compressor import compressor_update, pool_windows
+from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
+from dsv4.ops.indexer import indexer_rotate_quantize
+from dsv4.ops.kv_cache import Pages, read_kv, write_kv
+from dsv4.ops.norm import rms_norm
+from dsv4.ops.rope import rope, rope_tables
+from dsv4.ops.slots import entry_slots
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
-from dsv4.testing.strategies import normal, partitions, seeds, strided
+from dsv4.testing.strategies import generator, normal, partitions, seeds, strided
 
-# (ratio, overlap): both kinds, also where the ratio is no power of two.
 KERNELS = ("triton",)
+# (ratio, overlap): both kinds, also where the ratio is no power of two.
 KINDS = [(4, True), (8, False), (3, True), (5, False), (1, False), (1, True)]
 kinds = st.sampled_from(KINDS)
 
@@ -523,3 +528,482 @@ def test_same_bits_every_time(device):
     first = compressor_update(*args, overlap=True)[0]
     args[3].copy_(empty_state(3, 4, True, 2, torch.float32, device))
     assert_bitwise(compressor_update(*args, overlap=True)[0], first)
+
+
+@dataclass
+class Ragged:
+    """Arguments of a ragged batch in float32 whose sequences have states that earlier calls left.
+
+    ``pieces`` are (state row, start, length); a row of -1 is padding.
+    """
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    ape: torch.Tensor
+    state: torch.Tensor
+    cu: torch.Tensor
+    starts: torch.Tensor
+    rows: torch.Tensor
+    overlap: bool
+
+    @classmethod
+    def make(cls, seed, kind, d, pieces, device, extra=2):
+        ratio, overlap = kind
+        tokens = sum(n for *_, n in pieces) + extra
+        kv, score, ape = (x.float() for x in inputs(seed, tokens, ratio, overlap, d, device))
+        rows = len(pieces) + 1
+        state = empty_state(rows, ratio, overlap, d, torch.float32, device)
+        filled = normal(seed + 3, state.shape).to(device)
+        for row, start, _ in pieces:
+            # The open window as far as it has come, and the one before it from position 0 on.
+            present = start % ratio
+            if overlap:
+                state[row, ratio : ratio + present] = filled[row, ratio : ratio + present]
+            else:
+                state[row, :present] = filled[row, :present]
+            if overlap and start >= ratio:
+                state[row, :ratio] = filled[row, :ratio]
+            if start == 0:
+                state[row] = torch.nan
+        lengths = torch.tensor([0, *(n for *_, n in pieces)])
+        whole = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 3).to(device)
+        cu = lengths.cumsum(0).to(device)
+        return cls(kv, score, ape, state, cu, whole[:, 1], whole[:, 0], overlap)
+
+    def args(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.kv, self.score, self.ape, state, self.cu, self.starts, self.rows)
+
+    def update(self, dtype=torch.float32, **kwargs):
+        """(state after it, pooled, positions, sequence)."""
+        state = self.state.to(dtype, copy=True)
+        return state, *compressor_update(*self.args(state), overlap=self.overlap, **kwargs)
+
+    def bound(self) -> float:
+        """How far pooled values may be off; see ``test_float32_is_within_its_budget``."""
+        slots = self.ape.shape[0] * (1 + self.overlap)
+        largest = max(
+            float(self.kv.abs().max()), float(self.state[:, :, 0].nan_to_num().abs().max())
+        )
+        return (3 * slots + 8 + 6 * 24) * unit_roundoff(torch.float32) * largest
+
+
+@st.composite
+def pieces(draw: st.DrawFn, longest: int = 23):
+    """Of up to 5 sequences, in any order of state rows, one perhaps padding."""
+    count = draw(st.integers(1, 5))
+    rows = draw(st.permutations(range(count)))
+    starts = [draw(st.integers(0, 40)) for _ in rows]
+    lengths = [draw(st.integers(0, longest)) for _ in rows]
+    if draw(st.booleans()):
+        rows[draw(st.integers(0, count - 1))] = -1
+    return list(zip(rows, starts, lengths, strict=True))
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([*KINDS, (16, False), (12, True)]), seeds(), pieces())
+def test_float32_equals_the_reference(device, kind, seed, batch):
+    ragged = Ragged.make(seed, kind, 5, batch, device)
+    state, pooled, positions, sequence = ragged.update()
+    wanted_state, _, wanted_positions, wanted_sequence = ragged.update(backend="reference")
+    assert_bitwise(positions, wanted_positions)
+    assert_bitwise(sequence, wanted_sequence)
+    assert_bitwise(state, wanted_state, "state")
+    _, truth, *_ = ragged.update(torch.float64, backend="reference")
+    assert_within_budget(pooled, truth, ragged.bound())
+    assert not pooled[positions < 0].any()
+
+
+# (ratio, overlap, channels, pieces): more slots or channels than one tile or one program takes.
+LARGE = [
+    (128, False, 40, [(0, 127, 1), (1, 200, 300), (2, 0, 129), (3, 4, 0)]),
+    (130, False, 130, [(i, 120 + i, 20) for i in range(18)]),
+    (16, True, 512, [(1, 31, 1), (0, 40, 50)]),
+    (4, True, 512, [(1, 3, 1), (0, 4, 1), (2, 0, 1)]),
+    (4, True, 512, [(1, 3, 22), (0, 5, 4)]),
+]
+
+
+@pytest.mark.parametrize(("ratio", "overlap", "d", "batch"), LARGE)
+def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch):
+    ragged = Ragged.make(1, (ratio, overlap), d, batch, device)
+    state, pooled, positions, sequence = ragged.update()
+    wanted_state, *_ = ragged.update(backend="reference")
+    _, truth, wanted_positions, wanted_sequence = ragged.update(torch.float64, backend="reference")
+    assert_bitwise(positions, wanted_positions)
+    assert_bitwise(sequence, wanted_sequence)
+    assert_bitwise(state, wanted_state, "state")
+    assert_within_budget(pooled, truth, ragged.bound())
+
+
+@settings(max_examples=10)
+@given(kinds, seeds(), pieces())
+def test_a_batch_larger_than_one_scan(device, kind, seed, batch):
+    """Entries of the batch are looked at two at a time, here."""
+    kernels = pytest.importorskip("dsv4.triton.compressor")
+    ragged = Ragged.make(seed, kind, 5, batch, device)
+    wanted = ragged.update()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_SCAN", 2)
+        found = ragged.update()
+    for a, b in zip(found, wanted, strict=True):
+        assert_bitwise(a, b)
+
+
+@settings(max_examples=10)
+@given(seeds(), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.booleans())
+def test_a_bad_number_stays_in_its_windows_and_channel(device, seed, bad, in_score):
+    ragged = Ragged.make(seed, (4, True), 6, [(0, 0, 24)], device, extra=0)
+    clean = ragged.update()[1]
+    (ragged.score if in_score else ragged.kv)[9, 6 * (seed % 2) + seed % 6] = bad
+    dirty = ragged.update()[1]
+    wanted = ragged.update(backend="reference")[1]
+    assert_bitwise(dirty.isfinite(), wanted.isfinite())
+    # Token 9 is in window 2, with its first half of columns in window 3.
+    hit = torch.zeros_like(clean, dtype=torch.bool)
+    hit[2 if seed % 2 else 3, seed % 6] = True
+    assert_bitwise(dirty[~hit], clean[~hit])
+
+
+@settings(max_examples=15)
+@given(kinds, seeds(), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_float32_windows_equal_float64(device, kind, seed, given_before, dtype):
+    ratio, overlap = kind
+    c, d = (2 if overlap else 1), 5
+    kv, score = (normal(seed + i, (2, 3, ratio, c * d)).to(dtype).to(device) for i in (0, 1))
+    before = ()
+    if overlap and given_before:
+        before = tuple(normal(seed + i, (2, ratio, d)).to(device) for i in (2, 3))
+    found = pool_windows(kv, score, *before, overlap=overlap)
+    wide = (x.double() for x in (kv, score, *before))
+    truth = pool_windows(*wide, overlap=overlap)
+    slots = 2 * ratio if overlap else ratio
+    bound = (3 * slots + 8 + 6 * 16) * unit_roundoff(torch.float32) * 8
+    assert_within_budget(found, truth, bound)
+
+
+class TestCompressWrite:
+    PAGE = 4
+
+    def finish(self, seed, ragged, rotated, entry_format, rope_dim, dtype=torch.float32):
+        """(norm_weight, inv_freq, pages, page_table), the table with a page of -1."""
+        device, rows = ragged.kv.device, ragged.state.shape[0]
+        d = ragged.kv.shape[1] // (1 + ragged.overlap)
+        weight = normal(seed, (d,)).to(device)
+        frequencies = torch.rand(rotated // 2, generator=generator(seed)).to(device)
+        columns = 18
+        order = torch.randperm(rows * columns, generator=generator(seed)).view(rows, columns)
+        order[1:2, 0] = -1
+        size = (rows * columns, self.PAGE, d, rope_dim, entry_format)
+        pages = Pages.allocate(*size, dtype=dtype, device=device)
+        return weight, frequencies, pages, order.to(device)
+
+    def parts(self, ragged, weight, frequencies, pages, table, eps, rotate_quantize, dtype, tables):
+        """The composition that the operator stands for; the state after it."""
+        state, pooled, positions, sequence = ragged.update(ragged.state.dtype)
+        normed = rms_norm(pooled.to(dtype), weight, eps)
+        cos, sin = rope_tables(positions.clamp(min=0), frequencies)
+        entries = rope(normed, cos.to(tables), sin.to(tables))
+        if rotate_quantize:
+            entries = indexer_rotate_quantize(entries)
+        numbers = positions.div(ragged.ape.shape[0], rounding_mode="floor")
+        write_kv(pages, entries, entry_slots(table, pages.page_size, sequence, numbers))
+        return state
+
+    @settings(max_examples=10)
+    @given(
+        kinds,
+        seeds(),
+        pieces(),
+        st.booleans(),
+        st.sampled_from([torch.bfloat16, torch.float32]),
+        st.sampled_from([torch.bfloat16, torch.float32]),
+    )
+    def test_reference_is_the_composition(self, kind, seed, batch, rotate_quantize, dtype, tables):
+        ragged = Ragged.make(seed, kind, 32, batch, "cpu")
+        *norm, found, table = self.finish(seed, ragged, 10, "fp8", 12)
+        wanted = Pages.allocate(found.num_pages, self.PAGE, 32, 12)
+        rest = (1e-6, rotate_quantize, dtype, tables)
+        state = self.parts(ragged, *norm, wanted, table, *rest)
+        mine = ragged.state.clone()
+        compress_write(
+            *ragged.args(mine),
+            *norm,
+            found,
+            table,
+            overlap=ragged.overlap,
+            rotate_quantize=rotate_quantize,
+            dtype=dtype,
+            table_dtype=tables,
+        )
+        assert_bitwise(found.data, wanted.data)
+        assert_bitwise(mine, state)
+
+    # (ratio, overlap, d, rotated dims, rope_dim of the pages, largest length)
+    SIZES = ((4, True, 128, 64, 64, 23), (8, False, 100, 30, 20, 23), (4, True, 32, 32, 0, 1))
+
+    @settings(max_examples=8)
+    @given(st.sampled_from([*SIZES, (3, True, 70, 10, 24, 9), (16, False, 40, 0, 40, 40)]), seeds())
+    def test_entries_and_their_bytes(self, device, size, seed):
+        """Float32 entries within the budget of float64; bytes of exactly those entries."""
+        ratio, overlap, d, rotated, rope_dim, longest = size
+        lengths = torch.randint(0, longest + 1, (4,), generator=generator(seed)).tolist()
+        starts = torch.randint(0, 40, (4,), generator=generator(seed + 1)).tolist()
+        batch = list(zip((2, 0, -1, 1), starts, lengths, strict=True))
+        ragged = Ragged.make(seed, (ratio, overlap), d, batch, device)
+        *norm, pages, table = self.finish(seed, ragged, rotated, "plain", rope_dim)
+        kwargs = {"overlap": overlap, "dtype": torch.float32}
+        state = ragged.state.clone()
+        compress_write(*ragged.args(state), *norm, pages, table, **kwargs)
+        assert_bitwise(state, ragged.update(backend="reference")[0], "state")
+        slots = torch.arange(pages.num_slots, device=device)
+        entries = read_kv(pages, slots, torch.float32)
+        truth, budget = self.oracle(ragged, norm, table, pages)
+        assert_bitwise(entries.any(1), truth.any(1), "written")
+        assert_within_budget(entries, truth, budget)
+        stored, wanted = (
+            Pages.allocate(pages.num_pages, self.PAGE, d, rope_dim, device=device) for _ in range(2)
+        )
+        compress_write(*ragged.args(ragged.state.clone()), *norm, stored, table, **kwargs)
+        write_kv(wanted, entries, torch.where(entries.any(1), slots, -1), backend="reference")
+        assert_bitwise(stored.data, wanted.data, "bytes")
+
+    def oracle(self, ragged, norm, table, pages):
+        """Entries of every slot in float64, and how far float32 may be off."""
+        weight, frequencies = norm
+        _, pooled, positions, sequence = ragged.update(torch.float64, backend="reference")
+        rms = pooled.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+        u = unit_roundoff(torch.float32)
+        d = pooled.shape[1]
+        # The norm passes an error on twice, directly and through the root mean square, and adds
+        # its own (see test_norm); a rotation mixes two numbers, with tables off by 2^-23 each.
+        off = 2.2 * ragged.bound() + (d / 2 + 8) * u * pooled.abs().amax(-1, keepdim=True)
+        off = weight.double().abs().max() * off / rms
+        cos, sin = rope_tables(positions.clamp(min=0), frequencies)
+        truth = rope(weight.double() * pooled / rms, cos.double(), sin.double())
+        off = 1.5 * off + 2.0**-21 * truth.abs().amax(-1, keepdim=True)
+        numbers = positions.div(ragged.ape.shape[0], rounding_mode="floor")
+        slots = entry_slots(table, self.PAGE, sequence, numbers)
+        every, budget = (truth.new_zeros(pages.num_slots, d) for _ in range(2))
+        live = slots >= 0
+        every[slots[live]], budget[slots[live]] = truth[live], off[live].expand(-1, d)
+        return every, budget
+
+    @settings(max_examples=6)
+    @given(st.sampled_from(SIZES), seeds(), st.sampled_from([torch.bfloat16, torch.float32]))
+    def test_the_indexer_keys_are_rotated_and_rounded_entries(self, device, size, seed, dtype):
+        """Exactly ``indexer_rotate_quantize`` of what the operator stores without it."""
+        ratio, overlap, d, rotated, rope_dim, longest = size
+        d = 64 if d == 100 else d
+        batch = [(1, 5, longest), (0, 3, 1), (2, 0, min(4, longest))]
+        ragged = Ragged.make(seed, (ratio, overlap), d, batch, device)
+        *norm, keys, table = self.finish(seed, ragged, rotated, "plain", rope_dim)
+        *_, plain, _ = self.finish(seed, ragged, rotated, "plain", rope_dim)
+        for pages, rotate in ((keys, True), (plain, False)):
+            compress_write(
+                *ragged.args(ragged.state.clone()),
+                *norm,
+                pages,
+                table,
+                overlap=overlap,
+                rotate_quantize=rotate,
+                dtype=dtype,
+            )
+        wanted = indexer_rotate_quantize(plain.data.to(dtype), backend="reference")
+        assert_bitwise(keys.data, wanted.float())
+
+    @pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16])
+    def test_far_positions_turn_by_their_true_angle(self, device, tables):
+        """A position of a million at frequency 1; the reference's tables round the same angle."""
+        ragged = Ragged.make(0, (4, True), 32, [(0, 1_000_003, 1), (1, 999_999, 1)], device, 0)
+        weight, _, _, _ = self.finish(0, ragged, 32, "plain", 0)
+        frequencies = torch.tensor([1.0, 0.9999, 0.5, 0.013], device=device)
+        table = torch.full((3, 250_001), -1, dtype=torch.int32, device=device)
+        table[0, 250_000], table[1, 249_999] = 0, 1
+        stored = []
+        for backend in ("auto", "reference"):
+            pages = Pages.allocate(2, 1, 32, 0, "plain", torch.float32, device)
+            compress_write(
+                *ragged.args(ragged.state.clone()),
+                weight,
+                frequencies,
+                pages,
+                table,
+                overlap=True,
+                dtype=torch.float32,
+                table_dtype=tables,
+                backend=backend,
+            )
+            stored.append(pages.data)
+        assert bool(stored[1].any(-1).all())
+        # Tables off by 2^-23, which may tip the rounding of one of them.
+        tipped = 2.0**-8 if tables == torch.bfloat16 else 0.0
+        assert_within_budget(stored[0], stored[1].double(), 8 * (2.0**-20 + tipped))
+
+    def test_a_bad_sequence_stays_alone(self, device):
+        ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 7, 6), (2, 3, 1)], device)
+        *norm, clean, table = self.finish(0, ragged, 8, "plain", 8)
+        *_, dirty, _ = self.finish(0, ragged, 8, "plain", 8)
+        table[1, 0] = table.max() - 1
+        compress_write(*ragged.args(ragged.state.clone()), *norm, clean, table, overlap=True)
+        ragged.kv[2, 5] = torch.nan
+        compress_write(*ragged.args(ragged.state.clone()), *norm, dirty, table, overlap=True)
+        kept = ~dirty.data.isnan().any(-1)
+        assert_bitwise(dirty.data[kept], clean.data[kept])
+        pages = (~kept).any(1).nonzero().flatten()
+        assert set(pages.tolist()) <= set(table[1].tolist())
+
+    def test_nothing_to_do(self, device):
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        for batch, num_pages in (([], 2), ([(0, 3, 0)], 2), ([(0, 3, 1)], 0)):
+            ragged = Ragged.make(0, (4, True), 6, batch, device, 0)
+            *norm, _, table = self.finish(0, ragged, 2, "plain", 2)
+            if not batch:
+                table = none.view(0, 0)
+            pages = Pages.allocate(num_pages, 2, 6, 2, device=device)
+            state = ragged.state.clone()
+            compress_write(*ragged.args(state), *norm, pages, table, overlap=True)
+            assert not pages.data.any()
+            wanted = ragged.update(backend="reference")[0]
+            assert_bitwise(state, wanted)
+
+    def test_a_table_that_is_too_short(self, device):
+        """Entries past it are skipped; the state goes on."""
+        ragged = Ragged.make(0, (4, True), 6, [(0, 0, 13)], device, 0)
+        *norm, _, _ = self.finish(0, ragged, 2, "plain", 2)
+        pages = Pages.allocate(3, 1, 6, 2, "plain", torch.float32, device)
+        table = torch.tensor([[2, 1]], device=device)
+        state = ragged.state.clone()
+        compress_write(*ragged.args(state), *norm, pages, table, overlap=True)
+        assert pages.data.any(-1).flatten().tolist() == [False, True, True]
+        assert_bitwise(state, ragged.update(backend="reference")[0])
+
+    @settings(max_examples=5)
+    @given(seeds())
+    def test_strided_input_and_int32(self, device, seed):
+        ragged = Ragged.make(seed, (4, True), 32, [(0, 3, 1), (1, 0, 9)], device)
+        *norm, plain, table = self.finish(seed, ragged, 8, "fp8", 8)
+        *_, gaps, _ = self.finish(seed, ragged, 8, "fp8", 8)
+        states = ragged.state.clone(), ragged.state.clone()
+        compress_write(*ragged.args(states[0]), *norm, plain, table, overlap=True)
+        kv, score, ape, state, cu, starts, rows = ragged.args(states[1])
+        product = torch.cat((kv, torch.full_like(kv, torch.nan), score), 1)
+        views = (product[:, :64], product[:, 128:], strided(ape))
+        index = (strided(cu), starts.int(), rows.int())
+        gapped = (strided(x) for x in (*norm,))
+        compress_write(*views, state, *index, *gapped, gaps, strided(table), overlap=True)
+        assert_bitwise(gaps.data, plain.data)
+        assert_bitwise(states[1], states[0])
+
+    @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (16, False)])
+    def test_same_bits_every_time(self, device, ratio, overlap):
+        ragged = Ragged.make(0, (ratio, overlap), 32, [(0, 15, 1), (1, 3, 40)], device)
+        *norm, pages, table = self.finish(0, ragged, 8, "fp8", 8)
+        results = []
+        for _ in range(3):
+            pages.data.zero_()
+            state = ragged.state.clone()
+            compress_write(*ragged.args(state), *norm, pages, table, overlap=overlap)
+            results.append((pages.data.clone(), state))
+        for data, state in results[1:]:
+            assert_bitwise(data, results[0][0])
+            assert_bitwise(state, results[0][1])
+
+    def test_opcheck(self, device):
+        ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 0, 9)], device)
+        *norm, pages, table = self.finish(0, ragged, 8, "fp8", 8)
+        fields = (pages.data, pages.page_size, pages.entry_format, 32, 8)
+        rest = (True, 1e-6, False, torch.bfloat16, torch.float32, "auto")
+        args = (*ragged.args(ragged.state), *norm, *fields, table, *rest)
+        torch.library.opcheck(torch.ops.dsv4.compress_write.default, args, test_utils=_TESTS)
+
+    def test_compiles_whole(self, device):
+        ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 0, 9)], device)
+        *norm, wanted, table = self.finish(0, ragged, 8, "fp8", 8)
+        *_, found, _ = self.finish(0, ragged, 8, "fp8", 8)
+        states = ragged.state.clone(), ragged.state.clone()
+        compress_write(*ragged.args(states[0]), *norm, wanted, table, overlap=True)
+        compiled = torch.compile(compress_write, fullgraph=True, backend="aot_eager")
+        compiled(*ragged.args(states[1]), *norm, found, table, overlap=True)
+        assert_bitwise(found.data, wanted.data)
+        assert_bitwise(states[1], states[0])
+
+    @pytest.mark.parametrize(
+        ("name", "change", "error", "words"),
+        [
+            ("kv", lambda x: x[0], ValueError, "kv has shape"),
+            ("norm_weight", lambda x: x[:5], ValueError, r"norm_weight has shape \[5\], wanted"),
+            ("inv_freq", lambda x: x.double(), TypeError, "inv_freq has dtype float64"),
+            ("inv_freq", lambda x: x.repeat(9), ValueError, "R <= 32"),
+            ("page_table", lambda x: x[0], ValueError, "page_table has shape"),
+            ("page_table", lambda x: x.float(), TypeError, "page_table has dtype float32"),
+            ("dtype", lambda x: torch.float16, TypeError, "dtype is torch.float16"),
+            ("table_dtype", lambda x: torch.int8, TypeError, "table_dtype is torch.int8"),
+            ("pages", lambda x: Pages.allocate(2, 4, 16, 8), ValueError, "head_dim 16, wanted 32"),
+        ],
+    )
+    def test_bad_input_is_named_and_changes_nothing(self, name, change, error, words):
+        ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 0, 9)], "cpu")
+        weight, frequencies, pages, table = self.finish(0, ragged, 8, "fp8", 8)
+        state = ragged.state.clone()
+        names = ("kv", "score", "ape", "state", "cu_seqlens", "starts", "sequences")
+        args = dict(zip(names, ragged.args(state), strict=True))
+        args |= {"norm_weight": weight, "inv_freq": frequencies, "pages": pages}
+        args |= {"page_table": table, "dtype": torch.bfloat16, "table_dtype": torch.float32}
+        args[name] = change(args[name])
+        with pytest.raises(error, match=words):
+            compress_write(**args, overlap=True)
+        assert not pages.data.any()
+        assert_bitwise(state, ragged.state)
+
+    def test_fp4_needs_a_power_of_two(self):
+        ragged = Ragged.make(0, (4, True), 40, [(0, 3, 1)], "cpu")
+        *norm, pages, table = self.finish(0, ragged, 8, "plain", 8)
+        with pytest.raises(ValueError, match="entries have 40 dims, wanted a power of two >= 32"):
+            compress_write(
+                *ragged.args(ragged.state),
+                *norm,
+                pages,
+                table,
+                overlap=True,
+                rotate_quantize=True,
+            )
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("kind", [(4, True), (128, False)])
+    def test_a_captured_graph_follows_its_inputs(self, kind):
+        """One token each of five sequences, at positions where other windows close each time."""
+        ratio, overlap = kind
+        made = [
+            Ragged.make(
+                seed,
+                kind,
+                128,
+                [(row, 128 * row + (seed + row * (seed % 2)) % ratio, 1) for row in range(5)],
+                "cuda",
+            )
+            for seed in (ratio - 1, 1, 2, 2 * ratio - 1)
+        ]
+        *norm, pages, table = self.finish(0, made[0], 64, "fp8", 64)
+        table = torch.arange(6 * 200, device="cuda").view(6, 200)
+        pages = Pages.allocate(1200, self.PAGE, 128, 64, device="cuda")
+        buffers = Ragged.make(9, kind, 128, [(row, 9, 1) for row in range(5)], "cuda")
+
+        def run():
+            compress_write(*buffers.args(buffers.state), *norm, pages, table, overlap=overlap)
+
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for ragged in made:
+            for name in ("kv", "score", "ape", "starts", "rows", "cu", "state"):
+                getattr(buffers, name).copy_(getattr(ragged, name))
+            pages.data.fill_(0xA5)
+            graph.replay()
+            replayed = pages.data.clone(), buffers.state.clone()
+            buffers.state.copy_(ragged.state)
+            pages.data.fill_(0xA5)
+            run()
+            assert_bitwise(replayed[0], pages.data)
+            assert_bitwise(replayed[1], buffers.state)
+            assert_bitwise(buffers.state, ragged.update(backend="reference")[0])
