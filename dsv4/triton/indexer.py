@@ -19,15 +19,21 @@ from dsv4.triton import _launch, _rows
 from dsv4.triton._hadamard import rotate_quantize_row
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 
-_TILE = 256  # values of one program of the query kernel
+_TILE = 256  # values of one program of the query kernel, or four times as many
+_FEW = 1 << 20  # values up to which programs are small
 _SCORE_BYTES = 64 << 20  # of keys of scores at a time
 _DIRECT = 16384  # entries among which one program chooses without narrowing
-_LARGEST = 32768  # keys of one program
+_SMALLEST, _LARGEST = 128, 32768  # keys of one program
 _GROUP = 16  # entries per group
 _SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
 _COLUMNS = 256  # heads of all tokens that share a tile
 
-_NONE = tl.constexpr(-0x80000000)  # below the key of every score
+# Of the score kernel by whether tokens share tiles, None for float32 operands: entries per tile,
+# tiles in flight, warps, programs for each multiprocessor.
+_SHAPES = {False: (64, 3, 4, 4), True: (64, 3, 8, 4), None: (32, 2, 4, 4)}
+
+_LOWEST = tl.constexpr(-0x80000000)  # flipped in a key, makes the order unsigned: 0 is none
+_BASE = tl.constexpr(8388608.0)  # 2^23: integers added to it stay in the low bits
 
 
 @triton.jit
@@ -114,7 +120,8 @@ def _launch_queries(
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
     block = _launch.power_of_two(d)
-    rows = max(1, _TILE // block)
+    few = tokens * heads * block <= _FEW
+    rows = max(1, (_TILE if few else 4 * _TILE) // block)
     with _launch.on(q):
         _queries_kernel[(triton.cdiv(tokens * heads, rows),)](
             q,
@@ -231,13 +238,14 @@ def _score_tokens(
         dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
         key = _key_of(tl.sum(tl.reshape(dots, [BLOCK, TOKENS, HEADS]), 2))
         seen = entry[:, None] < shown[None, :]
-        tl.store(scores + (of * score_stride)[None, :] + entry[:, None], key, mask=seen)
+        out = scores + (of * score_stride)[None, :] + entry[:, None]
+        tl.store(out, key ^ _LOWEST, mask=seen)
         if GROUP > 0:
-            highest = tl.reshape(tl.where(seen, key, _NONE), [BLOCK // GROUP, GROUP, TOKENS])
+            highest = tl.reshape(tl.where(seen, key, _LOWEST), [BLOCK // GROUP, GROUP, TOKENS])
             group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             tl.store(
                 maxima + (of * maxima_stride)[None, :] + group[:, None],
-                tl.max(highest, 1),
+                tl.max(highest, 1) ^ _LOWEST,
                 mask=group[:, None] * GROUP < shown[None, :],
             )
 
@@ -359,50 +367,167 @@ def _score_kernel(
 
 
 @triton.jit
-def _kth_largest(keys, real, k):
-    """The k-th largest of the real keys, or any key that exactly k of them reach, int32."""
-    low = tl.min(tl.where(real, keys, 0x7FFFFFFF), 0).to(tl.int64)
-    high = tl.max(keys, 0).to(tl.int64)
+def _above(digit, bound):
+    """1.0 where an integer in float32 exceeds another, else 0.0.
+
+    One instruction of the float pipe, which issues twice as often as the integer pipe: distinct
+    integers are at least 1 apart, where the subtraction saturates.
+    """
+    if INTERPRETED:
+        return tl.where(digit > bound, 1.0, 0.0)
+    bound = tl.zeros_like(digit) + bound
+    return tl.inline_asm_elementwise(
+        "sub.sat.f32 $0, $1, $2;", "=f,f,f", [digit, bound], tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _count(flag):
+    # Sum of flags. Four of a thread at a time in float32, then integers, which a warp adds in one
+    # instruction.
+    part = tl.sum(tl.reshape(flag, [flag.shape[0] // 4, 4]), 1)
+    return tl.sum((part + _BASE).to(tl.int32, bitcast=True) - 0x4B000000, 0)
+
+
+@triton.jit
+def _number_before(flag):
+    """How many flags stand before each, float32.
+
+    In rows that one warp holds, and then over the rows by a triangular sum: a scan of the whole
+    would have every thread read the totals of all warps one after the other.
+    """
+    BLOCK: tl.constexpr = flag.shape[0]
+    COLUMNS: tl.constexpr = min(128, BLOCK)
+    ROWS: tl.constexpr = BLOCK // COLUMNS
+    tile = tl.reshape(flag, [ROWS, COLUMNS])
+    row = tl.arange(0, ROWS)
+    earlier = row[:, None] > row[None, :]
+    above = tl.sum(tl.where(earlier, tl.sum(tile, 1)[None, :], 0.0), 1)
+    return tl.reshape(tl.cumsum(tile, 1) - tile + above[:, None], [BLOCK])
+
+
+@triton.jit
+def _store_where(pointer, value, flag):
+    """Store where the flag is 1.0. ``tl.store`` would move the operands to another layout first."""
+    if INTERPRETED:
+        tl.store(pointer, value, mask=flag > 0)
+    elif value.dtype == tl.int64:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p st.global.b64 [$1], $2; "
+            "mov.b32 $0, 0; }",
+            "=r,l,l,f",
+            [pointer.to(tl.int64), value, flag],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p st.global.b32 [$1], $2; "
+            "mov.b32 $0, 0; }",
+            "=r,l,r,f",
+            [pointer.to(tl.int64), value, flag],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _search(digit, low, high, up, down, k):
+    """Largest threshold in ``low .. high`` that k digits reach, and how many reach it.
+
+    Exact integers in float32. Ends early at a threshold that exactly k reach. At least k digits
+    must reach ``low``; if nothing above does, the number is not known and given as 0. Bisection,
+    but no further than ``up`` from the lower end or ``down`` from the upper end, each doubled as
+    long as it leads nowhere: the wanted threshold may be known to be near one of them.
+    """
+    low, high = tl.full([], low, tl.float32), tl.full([], high, tl.float32)
+    up, down = tl.full([], up, tl.float32), tl.full([], down, tl.float32)
+    reached = 0
     while low < high:
-        middle = low + ((high - low + 1) >> 1)
-        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count == k, middle, tl.where(count > k, high, middle - 1))
-    return low.to(tl.int32)
+        half = low + tl.floor((high - low + 1) * 0.5)
+        middle = tl.minimum(tl.maximum(half, high - down), low + up)
+        count = _count(_above(digit, middle - 1))
+        enough = count >= k
+        reached = tl.where(enough, count, reached)
+        low = tl.where(enough, middle, low)
+        high = tl.where(count == k, middle, tl.where(enough, high, middle - 1))
+        up = tl.where(enough, up * 2, 65536.0)
+        down = tl.where(enough, 65536.0, down * 2)
+    return low, reached
 
 
 @triton.jit
-def _store_highest(keys, real, ids, out, k):
-    # The ids of the k highest of the real keys, in the order of the places: one scan counts the
-    # keys above the k-th in the low half and those equal to it in the high half.
-    kth = _kth_largest(keys, real, k)
-    above, equal = keys > kth, real & (keys == kth)
-    counts = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    wanted = k - tl.sum(above.to(tl.int32), 0)
-    before = tl.cumsum(counts, 0) - counts
-    equal_before = (before >> 16) & 0xFFFF
-    chosen = above | (equal & (equal_before < wanted))
-    place = (before & 0xFFFF) + tl.minimum(equal_before, wanted)
-    tl.store(out + place, ids.to(out.dtype.element_ty), mask=chosen)
+def _digit(half):
+    # 2^23 + half, by its bits, for 0 <= half < 2^16.
+    return (half | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _choose(
-    keys,
-    groups,
-    out,
-    count,
-    shown,
-    k,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STREAM: tl.constexpr,
-):
-    """The k highest of ``count > k`` items to ``out``, ascending.
+def _highest(keys, least, k):
+    """The k highest keys, of equal ones the first; at least k have an upper half >= ``least``.
 
-    Item i has the id i; with GROUP, id ``i % GROUP`` of its group, and ids from ``shown`` on do not
-    count. With STREAM there may be more items than fit: what was chosen so far comes before the
-    next items, in the same order.
+    Returns 1.0 for them and 0.0 for others, and the lowest upper half among them, as a digit.
+    The k highest of many scores have few of all possible exponents, near the highest; or, where
+    ``least`` comes from the maxima of groups, near that.
+    """
+    upper = _digit((keys >> 16) & 0xFFFF)
+    digit = upper
+    near = least > _BASE + 1
+    up, down = tl.where(near, 1.0, 65536.0), tl.where(near, 65536.0, 127.0)
+    threshold, reached = _search(digit, least, tl.max(upper, 0), up, down, k)
+    lowest = threshold
+    if reached != k:
+        lower = _digit(keys & 0xFFFF)
+        others = tl.where(upper > threshold, _BASE + 65536, _BASE - 1)
+        digit = tl.where(upper == threshold, lower, others)
+        threshold, reached = _search(digit, _BASE + 0, _BASE + 65535, 65536.0, 65536.0, k)
+    flag = _above(digit, threshold - 1)
+    if reached != k:
+        equal = flag - _above(digit, threshold)
+        wanted = k - _count(_above(digit, threshold))
+        flag = tl.where(_number_before(equal) >= wanted, flag - equal, flag)
+    return flag, lowest
+
+
+@triton.jit
+def _store_ids(keys, ids, out, least, k):
+    # The ids of the k highest keys in the order of their places, counted in float32: exact.
+    flag, lowest = _highest(keys, least, k)
+    # 2^23 + number has the number in its low bits.
+    place = (_number_before(flag) + _BASE).to(tl.int32, bitcast=True).to(tl.int64) - 0x4B000000
+    _store_where(out + place, ids.to(out.dtype.element_ty), flag)
+    return lowest
+
+
+@triton.jit
+def _choose(keys, out, count, k, BLOCK: tl.constexpr):
+    """The k highest of the first ``count`` keys, ``k < count <= BLOCK``, ascending, to ``out``.
+
+    Returns the lowest upper half of their keys, as a digit.
+    """
+    ids = tl.arange(0, BLOCK)
+    keys = tl.where(ids < count, tl.load(keys + ids), 0)
+    return _store_ids(keys, ids, out, _BASE + 1, k)
+
+
+@triton.jit
+def _choose_within(keys, groups, out, shown, least, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """As ``_choose``, of the entries below ``shown`` of k groups; k of them are >= ``least``."""
+    place = tl.arange(0, BLOCK // GROUP)
+    group = tl.load(groups + place, mask=place < k, other=0)[:, None] * GROUP
+    ids = group + tl.arange(0, GROUP)[None, :]
+    real = (ids < shown) & (place < k)[:, None]
+    values = tl.where(real, tl.load(keys + ids), 0)
+    _store_ids(tl.reshape(values, [BLOCK]), tl.reshape(ids, [BLOCK]), out, least, k)
+
+
+@triton.jit
+def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """As ``_choose`` (GROUP 0) or ``_choose_within``, for more items than fit.
+
+    What was chosen so far comes before the next items, in the same order.
     """
     place = tl.arange(0, BLOCK)
     start = 0
@@ -414,12 +539,11 @@ def _choose(
         if GROUP > 0:
             group = tl.load(groups + item // GROUP, mask=new, other=0)
             ids = group * GROUP + item % GROUP
-        if STREAM:
-            before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
-            ids = tl.where(place < kept, before, ids)
-            new = new | (place < kept)
-        real = new & (ids < shown)
-        _store_highest(tl.load(keys + ids, mask=real, other=_NONE), real, ids, out, k)
+        before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
+        ids = tl.where(place < kept, before, ids)
+        real = (new | (place < kept)) & (ids < shown)
+        tl.debug_barrier()
+        _store_ids(tl.load(keys + ids, mask=real, other=0), ids, out, _BASE + 1, k)
         tl.debug_barrier()
         start += BLOCK - kept
         kept = k
@@ -439,7 +563,7 @@ def _select_kernel(
     TOP: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    STREAM: tl.constexpr,
+    PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -451,14 +575,19 @@ def _select_kernel(
         place = tl.arange(0, TOP)
         tl.store(out + place, tl.where(place < shown, place, -1).to(tl.int64), mask=place < k)
     elif shown <= BLOCK:
-        _choose(scores, groups, out, shown, shown, k, 0, BLOCK, False)
+        _choose(scores, out, shown, k, BLOCK)
     else:
         if GROUP > 0:
             groups += token * k
             maxima += token * maxima_stride
             number = tl.cdiv(shown, GROUP)
-            _choose(maxima, groups, groups, number, number, k, 0, BLOCK, STREAM)
-            _choose(scores, groups, out, k * GROUP, shown, k, GROUP, BLOCK, STREAM)
+            if PIECES:
+                _choose_in_pieces(maxima, groups, groups, number, number, k, 0, BLOCK)
+                _choose_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, BLOCK)
+            else:
+                least = _choose(maxima, groups, number, k, BLOCK)
+                tl.debug_barrier()
+                _choose_within(scores, groups, out, shown, least, k, GROUP, BLOCK)
 
 
 def indexer_select(
@@ -485,11 +614,12 @@ def indexer_select(
     weights, page_table = weights.contiguous(), page_table.contiguous()
     sequences, visible = sequence_of_token.contiguous(), visible.contiguous()
     group, block = _selection_sizes(capacity, k)
-    width = -(-capacity // 64) * 64
+    # Rows as long as the blocks that are loaded from them, whatever they hold past the end.
+    width = triton.cdiv(capacity, block) * block
     step = max(1, _SCORE_BYTES // (4 * width))
     size = min(step, tokens)
     scores = _scratch(q, size, width if k < capacity else 0)
-    maxima = _scratch(q, size, width // group if group else 0)
+    maxima = _scratch(q, size, triton.cdiv(width, group * block) * block if group else 0)
     groups = _scratch(q, size, k if group else 0)
     for begin in range(0, tokens, step):
         part = slice(begin, begin + step)
@@ -518,9 +648,9 @@ def _scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
 def _selection_sizes(capacity: int, k: int) -> tuple[int, int]:
     """Entries per group (0: no narrowing) and keys of one program."""
     if k == capacity:
-        return 0, _launch.power_of_two(k)
+        return 0, _SMALLEST
     if capacity <= _DIRECT:
-        return 0, _launch.power_of_two(capacity)
+        return 0, max(_SMALLEST, _launch.power_of_two(capacity))
     group = max(1, min(_GROUP, _LARGEST // _launch.power_of_two(k)))
     return group, max(_DIRECT, group * _launch.power_of_two(k))
 
@@ -543,9 +673,9 @@ def _launch_scores(
     narrow_types = q.dtype == data.dtype and q.dtype != torch.float32
     padded = max(16, _launch.power_of_two(heads))
     shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
-    block = 64 if narrow_types else 32
+    block, stages, warps, resident = _SHAPES[shared > 1 if narrow_types else None]
     programs = triton.cdiv(tokens, shared)
-    splits = triton.cdiv(4 * _launch.multiprocessors(q.device), programs)
+    splits = max(1, resident * _launch.multiprocessors(q.device) // programs)
     with _launch.on(q):
         _score_kernel[(programs, min(splits, triton.cdiv(capacity, block)))](
             q,
@@ -576,8 +706,8 @@ def _launch_scores(
             DIMS=max(16, _launch.power_of_two(d)),
             BLOCK=block,
             GROUP=group,
-            STAGES=3,
-            num_warps=8 if shared > 1 else 4,
+            STAGES=stages,
+            num_warps=warps,
             **_launch.options(q),
         )
 
@@ -607,7 +737,7 @@ def _launch_selection(
             TOP=_launch.power_of_two(k),
             GROUP=group,
             BLOCK=block,
-            STREAM=bool(group) and max(triton.cdiv(capacity, group), k * group) > block,
+            PIECES=bool(group) and max(triton.cdiv(capacity, group), k * group) > block,
             num_warps=min(32, max(4, block // 512)),
             **_launch.options(out),
         )
