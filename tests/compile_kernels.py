@@ -4,7 +4,7 @@
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
-which of the instructions of interest its assembly has.
+which of the instructions of interest it has.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def _report(op: str, name: str, kernel) -> dict:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
-        sass = _tool("nvdisasm", "-c", file.name)
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return {
         "op": op,
@@ -98,8 +97,6 @@ def _report(op: str, name: str, kernel) -> dict:
         "threads": 32 * kernel.metadata.num_warps,
         "waits": "griddepcontrol.wait" in kernel.asm["ptx"],
         "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
-        "wide loads": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
-        "loads": len(re.findall(r"\bLDG\.", sass)),
     }
 
 
