@@ -530,7 +530,7 @@ def test_post_pre_norm_is_its_parts(device, case, dtype):
     assert_is_pre_then_norm(got, mixed, fn, scale, base, weight, dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 64, 65, 90])
+@pytest.mark.parametrize("tokens", [1, 4, 17, 65])
 @pytest.mark.parametrize("hidden", [96, 520])
 def test_every_way_to_split_the_work(device, tokens, hidden):
     """Programs of 16 and of 64 tokens, slices with and without a rest: in budget of float64."""

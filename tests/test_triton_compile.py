@@ -24,34 +24,24 @@ E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rot
 E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4"}
 
 
-@pytest.fixture(scope="module", params=[90, 100])
-def kernels(request):
+def compiled(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_kernels", str(request.param)]
+    command = [sys.executable, "-m", "tests.compile_kernels", str(arch)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return request.param, [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
-class TestCompiled:
-    def test_every_kernel_was_compiled(self, kernels):
-        assert {kernel["op"] for kernel in kernels[1]} == KERNEL_OPS
-
-    def test_nothing_lives_in_local_memory(self, kernels):
-        spilling = [k for k in kernels[1] if k["stack"] or k["local"]]
-        assert not spilling
-
-    def test_resources_fit(self, kernels):
-        for kernel in kernels[1]:
-            assert kernel["shared"] <= MOST_SHARED, kernel
-            assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
-
-    def test_every_kernel_waits_for_the_one_before(self, kernels):
-        """Without the wait, programmatic launch would read what is still being written."""
-        assert all(kernel["waits"] for kernel in kernels[1])
-
-    def test_blackwell_rounds_to_e2m1_by_instruction(self, kernels):
-        arch, reports = kernels
-        having = {k["op"] for k in reports if k["e2m1"]}
-        assert having == (E2M1_OPS if arch >= 100 else set())
+@pytest.mark.parametrize("arch", [90, 100])
+def test_every_kernel_compiles_and_fits(arch):
+    """One test, because compiling takes minutes: no local memory, resources, the wait, E2M1."""
+    kernels = compiled(arch)
+    assert {kernel["op"] for kernel in kernels} == KERNEL_OPS
+    assert not [k for k in kernels if k["stack"] or k["local"]]
+    for kernel in kernels:
+        assert kernel["shared"] <= MOST_SHARED, kernel
+        assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
+        # Without the wait, programmatic launch would read what is still being written.
+        assert kernel["waits"], kernel
+    assert {k["op"] for k in kernels if k["e2m1"]} == (E2M1_OPS if arch >= 100 else set())
