@@ -60,8 +60,11 @@ def rms_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def build(draw: Draw, calibrated: bool) -> Problem:
         args = (draw.normal(tokens, c.hidden_size), draw.normal(c.hidden_size))
-        scaling = {"scaling": "static", "global_scale": 0.003} if calibrated else {}
-        kwargs = {**_EPS, **scaling}
+        kwargs: dict[str, object] = dict(_EPS)
+        if calibrated:
+            # A tensor, as a layer holds it: a number would be copied to the GPU by every call.
+            scale = torch.full((1,), 0.003, device=draw.device)
+            kwargs |= {"scaling": "static", "global_scale": scale}
         judge = fused_judges.norm_quantized
         return Problem(ops.rms_norm_quantize, args, kwargs, judge, nbytes(*args))
 
