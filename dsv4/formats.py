@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dsv4 import fragments
 from dsv4.elements import mxfp4_as_nvfp4
 from dsv4.scales import (
     e8m0_from_bytes,
@@ -29,6 +30,7 @@ from dsv4.scales import (
 __all__ = [
     "FORMATS",
     "FP8_BLOCK",
+    "FRAGMENTS",
     "LAYOUTS",
     "LINEAR",
     "MXFP4",
@@ -59,7 +61,8 @@ E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9
 LINEAR = "linear"
 SWIZZLED = "swizzled_128x4"
-LAYOUTS = (LINEAR, SWIZZLED)
+FRAGMENTS = "fragments_16x64"
+LAYOUTS = (LINEAR, SWIZZLED, FRAGMENTS)
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,13 @@ class QuantizedTensor:
         codes: uint8 ``[*batch, N, K/2]`` for 4-bit formats, else float8_e4m3fn ``[*batch, N, K]``.
         scales: Block scales. Linear: ``[*batch, N, K/16]`` float8_e4m3fn (NVFP4), ``[*batch, N,
             K/32]`` float8_e8m0fnu (MXFP4), ``[*batch, ceil(N/128), ceil(K/128)]`` float8_e8m0fnu
-            or float32 (FP8). Swizzled: ``[*batch, bytes]``, see ``swizzle_scales``.
+            or float32 (FP8). Swizzled: ``[*batch, bytes]``, see ``swizzle_scales``. Fragments:
+            uint8 ``[*batch, N, K/16]``, see ``dsv4.fragments``; the codes are moved too.
         global_scale: float32 ``[*batch, G]`` or None. It multiplies. G is 1, the number of
             ``segments``, or N (one per row).
         format: What the bytes mean.
-        layout: ``"linear"`` or ``"swizzled_128x4"``.
+        layout: ``"linear"``, ``"swizzled_128x4"`` (scales moved) or ``"fragments_16x64"`` (codes
+            and scales moved for Hopper's tensor cores, NVFP4 only).
         segments: Row counts that sum to N, one global scale each; ``()`` is one segment. A fused
             matrix keeps the global scale of each part: their maximum would mis-scale the others.
     """
@@ -209,14 +214,23 @@ class QuantizedTensor:
         return replace(self, codes=self.codes[index], scales=self.scales[index], global_scale=scale)
 
     def with_layout(self, layout: str) -> QuantizedTensor:
-        """The same matrix with its block scales in ``layout``.
+        """The same matrix, bit for bit, in ``layout``.
 
         Raises:
-            ValueError: if the layout is unknown, or swizzled for a format with 128x128 blocks.
+            ValueError: if the layout is unknown, or not one of the format's, or the matrix is not a
+                whole number of its tiles, or (fragments) a block scale is negative.
         """
         check_layout(self.format, layout)
         if layout == self.layout:
             return self
+        if self.layout == FRAGMENTS:
+            codes, scales = fragments.unpack(self.codes, self.scales)
+            linear = replace(self, codes=codes, scales=scales, layout=LINEAR)
+            return linear.with_layout(layout)
+        if layout == FRAGMENTS:
+            linear = self.with_layout(LINEAR)
+            codes, scales = fragments.pack(linear.codes, linear.scales)
+            return replace(self, codes=codes, scales=scales, layout=FRAGMENTS)
         if layout == SWIZZLED:
             scales = swizzle_scales(self.scales)
         else:
@@ -252,8 +266,9 @@ def _check_storage(q: QuantizedTensor) -> None:
     name = q.format.name
     if q.codes.dtype != q.format.codes_dtype:
         raise TypeError(f"{name}: codes have dtype {q.codes.dtype}, wanted {q.format.codes_dtype}")
-    if q.scales.dtype not in q.format.scale_dtypes:
-        wanted = " or ".join(map(str, q.format.scale_dtypes))
+    scale_dtypes = (torch.uint8,) if q.layout == FRAGMENTS else q.format.scale_dtypes
+    if q.scales.dtype not in scale_dtypes:
+        wanted = " or ".join(map(str, scale_dtypes))
         raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {wanted}")
     if q.codes.dim() < 2:
         raise ValueError(f"{name}: codes have shape {list(q.codes.shape)}, wanted [..., N, bytes]")
@@ -298,13 +313,15 @@ def check_layout(fmt: Format, layout: str) -> None:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(map(repr, LAYOUTS))}")
     if layout == SWIZZLED and not fmt.packed:
         raise ValueError(f"layout is {SWIZZLED!r}, wanted 'linear': {fmt.name} has no swizzled one")
+    if layout == FRAGMENTS and fmt != NVFP4:
+        raise ValueError(f"layout is {FRAGMENTS!r}, wanted 'linear': only nvfp4 has that one")
 
 
 def check_scale_values(q: QuantizedTensor) -> None:
     """Raise ValueError if a global scale is not finite and above 0, or a block scale is NaN."""
     if q.global_scale is not None:
         check_positive("global_scale", q.global_scale)
-    wide = scales_to_float(q.scales)
+    wide = scales_to_float(q.with_layout(LINEAR).scales if q.layout == FRAGMENTS else q.scales)
     bad = ~torch.isfinite(wide) | (wide < 0)
     if bool(bad.any()):
         raise ValueError(

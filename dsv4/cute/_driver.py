@@ -1,0 +1,133 @@
+"""Loading and launching of compiled kernels through the CUDA driver, with ``ctypes`` alone.
+
+A cubin is loaded once per process, for all GPUs; a launch costs a few microseconds. Nothing here
+needs CuTeDSL, so a process whose kernels are on disk starts without importing it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MAX_DYNAMIC_SHARED = 8
+_CLUSTER_DIMENSION = 4
+_PROGRAMMATIC_LAUNCH = 6
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_uint),
+        ("value", ctypes.c_uint * 16),
+    )
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        message = (text.value or b"unknown error").decode()
+        raise RuntimeError(f"{what}: CUDA error {status}, {message}")
+
+
+@dataclass(frozen=True)
+class Image:
+    """A compiled kernel and what its launch needs.
+
+    Attributes:
+        cubin: The machine code.
+        name: Name of the entry.
+        threads: Threads of a block.
+        cluster: Blocks of a cluster.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    cubin: bytes
+    name: str
+    threads: int
+    cluster: int
+    shared_bytes: int
+
+
+class Kernel:
+    """A loaded ``Image``."""
+
+    def __init__(self, image: Image) -> None:
+        self.image = image
+        library, handle = ctypes.c_void_p(), ctypes.c_void_p()
+        load = _driver().cuLibraryLoadData
+        _check(
+            load(ctypes.byref(library), image.cubin, None, None, 0, None, None, 0),
+            f"loading {image.name}",
+        )
+        find = _driver().cuLibraryGetKernel
+        _check(find(ctypes.byref(handle), library, image.name.encode()), f"finding {image.name}")
+        self._handle = handle
+        self._attributes = (_Attribute * 2)()
+        self._attributes[0].id = _PROGRAMMATIC_LAUNCH
+        self._attributes[0].value[0] = 1
+        self._attributes[1].id = _CLUSTER_DIMENSION
+        self._attributes[1].value[0:3] = (image.cluster, 1, 1)
+        self._clusters: dict[int, int] = {}
+
+    def clusters(self, device: int) -> int:
+        """How many clusters are resident on a GPU at once; prepares the kernel for that GPU.
+
+        Args:
+            device: Index of the current CUDA device.
+        """
+        found = self._clusters.get(device)
+        if found is None:
+            found = self._clusters[device] = self._prepare(device)
+        return found
+
+    def _prepare(self, device: int) -> int:
+        driver, name = _driver(), self.image.name
+        handle, count = ctypes.c_int(), ctypes.c_int()
+        _check(driver.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")
+        size = ctypes.c_int(self.image.shared_bytes)
+        set_attribute = driver.cuKernelSetAttribute
+        _check(set_attribute(_MAX_DYNAMIC_SHARED, size, self._handle, handle), f"memory of {name}")
+        config = self._config(self.image.cluster, 0)
+        ask = driver.cuOccupancyMaxActiveClusters
+        _check(ask(ctypes.byref(count), self._handle, ctypes.byref(config)), f"clusters of {name}")
+        if not count.value:
+            raise RuntimeError(f"{name}: no block of {self.image.shared_bytes} bytes fits the GPU")
+        return count.value
+
+    def _config(self, blocks: int, stream: int) -> _Config:
+        config = _Config()
+        config.grid[0:3] = (blocks, 1, 1)
+        config.block[0:3] = (self.image.threads, 1, 1)
+        config.shared_bytes = self.image.shared_bytes
+        config.stream = stream
+        config.attributes = self._attributes
+        config.attribute_count = 2
+        return config
+
+    def launch(self, blocks: int, stream: int, arguments: Sequence[ctypes._SimpleCData]) -> None:  # type: ignore[type-arg]
+        """Launch ``blocks`` blocks on a stream of the current device."""
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        config = self._config(blocks, stream)
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), self._handle, pointers, None
+        )
+        _check(status, f"launching {self.image.name}")

@@ -1,0 +1,188 @@
+"""PTX instructions that CuTeDSL has no plain word for, as functions on DSL values.
+
+Shared-memory addresses are 32-bit integers, global ones 64-bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+Value = Any  # a DSL scalar
+
+
+def _asm(code: str, outputs: Sequence[Any] = (), inputs: Sequence[Value] = ()) -> Any:
+    return cute.arch.inline_ptx(
+        code, write_only_types=list(outputs) or None, read_only_args=list(inputs)
+    )
+
+
+def _outs(count: int) -> str:
+    return "{" + ", ".join(f"{{$w{i}}}" for i in range(count)) + "}"
+
+
+def _ins(first: int, count: int) -> str:
+    return "{" + ", ".join(f"{{$r{i}}}" for i in range(first, first + count)) + "}"
+
+
+def load_shared(address: Value, words: int) -> tuple[Value, ...]:
+    """``words`` (2 or 4) 32-bit words from shared memory."""
+    return _asm(f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}];", [Uint32] * words, [address])
+
+
+def load_shared_float4(address: Value) -> tuple[Value, ...]:
+    """Four float32 from shared memory."""
+    return _asm(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
+
+
+def float_bits(value: Value) -> Value:
+    """The bits of a float32."""
+    return _asm("mov.b32 {$w0}, {$r0};", [Uint32], [value])
+
+
+def store_shared4(address: Value, words: Sequence[Value]) -> None:
+    """Four 32-bit words to shared memory."""
+    _asm(f"st.shared.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
+
+
+def load_matrices4(address: Value) -> tuple[Value, ...]:
+    """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` gives the address of row r of the i-th.
+
+    Lane ``l`` gets row ``l // 4``, columns ``2 (l % 4)`` and the next, of each.
+    """
+    return _asm(
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {_outs(4)}, [{{$r0}}];", [Uint32] * 4, [address]
+    )
+
+
+def load_global(address: Value) -> Value:
+    """One 32-bit word."""
+    return _asm("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
+
+
+def load_global4(address: Value) -> tuple[Value, ...]:
+    """Four 32-bit words from a 16-byte aligned address."""
+    return _asm(f"ld.global.v4.u32 {_outs(4)}, [{{$r0}}];", [Uint32] * 4, [address])
+
+
+def load_global_float(address: Value) -> Value:
+    """One float32."""
+    return _asm("ld.global.f32 {$w0}, [{$r0}];", [Float32], [address])
+
+
+def store_global4(address: Value, words: Sequence[Value]) -> None:
+    """Four 32-bit words to a 16-byte aligned address."""
+    _asm(f"st.global.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
+
+
+def store_shared_float(address: Value, value: Value) -> None:
+    """One float32 to shared memory."""
+    _asm("st.shared.f32 [{$r0}], {$r1};", (), [address, value])
+
+
+def store_shared_bfloat16(address: Value, value: Value) -> None:
+    """One float32 to shared memory, rounded to nearest even."""
+    _asm(
+        "{ .reg .b16 h; cvt.rn.bf16.f32 h, {$r1}; st.shared.b16 [{$r0}], h; }",
+        (),
+        [address, value],
+    )
+
+
+def multiply_by_half(a: Value, b: Value, half: int) -> Value:
+    """Both bfloat16 of ``a`` times the low (0) or high (1) one of ``b``; subnormals are kept."""
+    one = "lh"[half]
+    return _asm(
+        "{ .reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, {$r1}; "
+        f"mov.b32 d, {{{one}, {one}}}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, d; }}",
+        [Uint32],
+        [a, b],
+    )
+
+
+def multiply_add(a: Value, b: Value, c: Value) -> Value:
+    """``a b + c``, 32 bits."""
+    return _asm("mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], [a, b, c])
+
+
+def permute_bytes(word: Value, selector: int) -> Value:
+    """Bytes of ``word`` (0 to 3) and zeros (4), four of them named by the selector's nibbles."""
+    return _asm("prmt.b32 {$w0}, {$r0}, 0, " + f"{selector:#x};", [Uint32], [word])
+
+
+def mma_m16n8k16(d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """``d + a b``: bfloat16 fragments, float32 sums."""
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        f"{_outs(4)}, {_ins(0, 4)}, {_ins(4, 2)}, {_ins(6, 4)};"
+    )
+    return list(_asm(code, [Float32] * 4, [*a, *b, *d]))
+
+
+def barrier_init(barrier: Value, arrivals: int) -> None:
+    """Make a shared-memory barrier that a phase of so many arrivals completes."""
+    _asm("mbarrier.init.shared::cta.b64 [{$r0}], " + f"{arrivals};", (), [barrier])
+
+
+def fence_barrier_init() -> None:
+    """Make initialised barriers visible to the cluster and to asynchronous copies."""
+    _asm("fence.mbarrier_init.release.cluster;")
+
+
+def arrive(barrier: Value) -> None:
+    """Arrive; what this thread read or wrote before comes before the phase ends."""
+    _asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
+
+
+def expect_bytes(barrier: Value, count: Any) -> None:
+    """Arrive, and let the phase wait for so many bytes as well."""
+    _asm(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", (), [barrier, Int32(count)]
+    )
+
+
+def wait(barrier: Value, parity: Value) -> None:
+    """Wait until the phase of that parity has ended."""
+    _asm(
+        "{ .reg .pred p; AGAIN: "
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}, 0x989680; "
+        "@!p bra AGAIN; }",
+        (),
+        [barrier, parity],
+    )
+
+
+def remote(address: Value, rank: Value) -> Value:
+    """The cluster-wide address of a shared-memory address in the block of that rank."""
+    return _asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Uint32], [address, rank])
+
+
+def arrive_remote(barrier: Value) -> None:
+    """Arrive at a barrier given by its cluster-wide address; orders no other memory operation.
+
+    A releasing arrival would wait a microsecond for stores to global memory to be acknowledged.
+    """
+    _asm("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", (), [barrier])
+
+
+def store_remote4(address: Value, values: Sequence[Value], barrier: Value) -> None:
+    """Write four float32 to a block of the cluster, counted there by its barrier."""
+    _asm(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        f"[{{$r0}}], {_ins(1, 4)}, [{{$r5}}];",
+        (),
+        [address, *values, barrier],
+    )
+
+
+def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
+    """Copy bytes (a multiple of 16) from global to shared memory, counted by the barrier."""
+    _asm(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        (),
+        [target, source, Int32(count), barrier],
+    )

@@ -1,0 +1,1 @@
+"""NVFP4 products on Hopper: weights expanded to bfloat16 in registers."""

@@ -1,0 +1,497 @@
+"""NVFP4 product for few tokens: bound by reading the weights, once, at the speed of memory.
+
+``out[m, n] = sum_k x[m, k] w[n, k]`` as ``mma.m16n8k16`` with the weights as left operand, so 16
+rows of weights and 8 tokens are one instruction.
+
+* A warp computes one row tile (16 rows) over its block's part of K. The blocks of a cluster have
+  the parts between them; a block's warps have neighbouring row tiles. So the sums of a warp meet
+  only those of the same warp of the other blocks.
+* Every warp has a ring of ``depth`` stages of its own, 16 rows by ``64 step`` columns, that bulk
+  copies fill. It asks for the first round itself, before the producer of X has ended (programmatic
+  launch: weights must not be what that kernel writes); one more warp asks for the others, so that
+  those who multiply, bound by the rate at which instructions issue, need not.
+* The block's part of X is copied to shared memory once, rows padded so that eight of them meet
+  eight groups of banks. Rows of tokens that do not exist hold what was there: a column of the
+  product depends on its own token alone.
+* The block whose turn a row tile is adds the parts in ascending order, applies the global scale and
+  stores. The bits of a token depend on the shape of the weight and on ``blocks``, not on the other
+  tokens.
+
+A result that is infinite is looked at again: if the token's input held an infinity, it is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+
+Value = Any
+_CODE_BYTES, _SCALE_BYTES = 512, 64
+_PARTIAL = 512
+_ROOM = 112 * 1024  # of one block, so that two fit an SM: the next kernel's first copies run early
+
+
+@dataclass(frozen=True)
+class Few:
+    """One configuration of the kernel.
+
+    Attributes:
+        columns: K.
+        blocks: Blocks of a cluster, 1 to 8; ``columns / 64`` is a multiple of it.
+        warps: Warps of a block.
+        token_tiles: Tiles of 8 tokens.
+        float32_out: Whether the result is float32, else bfloat16.
+        row_scaled: Whether every token has a scale of its own (quantised activations).
+    """
+
+    columns: int
+    blocks: int
+    warps: int
+    token_tiles: int
+    float32_out: bool
+    row_scaled: bool
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 columns of a block's part of K."""
+        return self.columns // 64 // self.blocks
+
+    @property
+    def step(self) -> int:
+        """Tiles of a stage: as many as leave room for four stages."""
+        room = self.ring_room // (4 * self.warps * (_CODE_BYTES + _SCALE_BYTES))
+        return next((n for n in (4, 3, 2) if self.tiles % n == 0 and n <= room), 1)
+
+    @property
+    def ring_room(self) -> int:
+        """Bytes for the rings of a block."""
+        return _ROOM - self.x_bytes - self.parts_bytes - 1024
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one stage of one warp."""
+        return self.step * (_CODE_BYTES + _SCALE_BYTES)
+
+    @property
+    def x_row_bytes(self) -> int:
+        """Bytes from one token's part of X to the next in shared memory."""
+        return self.tiles * 128 + 16
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of the block's part of X."""
+        return self.token_tiles * 8 * self.x_row_bytes
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a warp's sums."""
+        return _PARTIAL * self.token_tiles
+
+    @property
+    def parts_bytes(self) -> int:
+        """Room for the sums that other blocks, and this one, send to this one."""
+        return 0 if self.blocks == 1 else self.warps * self.partial_bytes + self.partial_bytes * 8
+
+    @property
+    def depth(self) -> int:
+        """Stages of a warp's ring."""
+        room = self.ring_room // (self.warps * self.stage_bytes)
+        return min(self.stages, 8, room)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warps that multiply and the one that asks."""
+        return 32 * (self.warps + 1)
+
+    @property
+    def stages(self) -> int:
+        """Stages of a row tile."""
+        return self.tiles // self.step
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        rings = self.warps * self.depth * self.stage_bytes
+        barriers = 8 * (2 * self.warps * self.depth + self.warps + 1)
+        return rings + self.x_bytes + self.parts_bytes + barriers
+
+    @cute.jit
+    def __call__(
+        self,
+        codes: Int64,
+        scales: Int64,
+        global_scale: Int64,
+        x: Int64,
+        token_scale: Int64,
+        out: Int64,
+        tokens: Int32,
+        row_tiles: Int32,
+        group_tiles: Int32,
+        token_stride: Int64,
+        group_stride: Int64,
+        cut0: Int32,
+        cut1: Int32,
+        cut2: Int32,
+        scale_rows: Int32,
+        sixteen: Int32,
+        clusters: Int32,
+        stream: CUstream,
+    ) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        self.kernel(
+            codes,
+            scales,
+            global_scale,
+            x,
+            token_scale,
+            out,
+            tokens,
+            row_tiles,
+            group_tiles,
+            token_stride,
+            group_stride,
+            cut0,
+            cut1,
+            cut2,
+            scale_rows,
+            sixteen,
+        ).launch(
+            grid=[clusters * self.blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.blocks, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        codes: Int64,
+        scales: Int64,
+        global_scale: Int64,
+        x: Int64,
+        token_scale: Int64,
+        out: Int64,
+        tokens: Int32,
+        row_tiles: Int32,
+        group_tiles: Int32,
+        token_stride: Int64,
+        group_stride: Int64,
+        cut0: Int32,
+        cut1: Int32,
+        cut2: Int32,
+        scale_rows: Int32,
+        sixteen: Int32,
+    ) -> None:
+        """See the module.
+
+        Args:
+            codes: Address of the packed codes.
+            scales: Address of the packed scales.
+            global_scale: Address of float32 global scales.
+            x: Address of bfloat16 ``[tokens, groups, K]``.
+            token_scale: Address of float32 ``[tokens]``, where ``row_scaled``.
+            out: Address of ``[tokens, rows]``.
+            tokens: 1 to 8 ``token_tiles``.
+            row_tiles: Rows of the weight / 16.
+            group_tiles: Row tiles that share an input; a multiple of ``warps``.
+            token_stride: Elements between tokens of x.
+            group_stride: Elements between groups of x.
+            cut0: First row of the second segment; ``cut1``, ``cut2`` of the third and fourth.
+            cut1: See ``cut0``.
+            cut2: See ``cut0``.
+            scale_rows: 1 where every row has its own global scale, else 0.
+            sixteen: 16, of which the compiler must not know.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        rank = block % self.blocks
+        tile = block // self.blocks * self.warps + warp
+        ring, shared_x, parts, full, x_full, arrived = self._shared(warp)
+        if lane == 0:
+            if warp < self.warps:
+                # A warp alone uses its ring, so it need not wait for the others to be set up.
+                for i in cutlass.range_constexpr(2 * self.depth):
+                    ptx.barrier_init(full + i * 8, 1)
+                ptx.barrier_init(arrived, 1)
+                ptx.fence_barrier_init()
+                if tile < row_tiles:
+                    for i in cutlass.range_constexpr(self.depth):
+                        self._ask(codes, scales, ring, full, tile, rank, Int32(i), Int32(i))
+            else:
+                ptx.barrier_init(x_full, 1)
+                ptx.fence_barrier_init()
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_arrive()
+        else:
+            cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        group = block // self.blocks * self.warps // group_tiles
+        if warp == self.warps and lane == 0:
+            self._ask_x(x + group * group_stride * 2, shared_x, x_full, tokens, token_stride, rank)
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_wait()
+        if warp == self.warps:
+            if cutlass.const_expr(self.stages > self.depth):
+                first = block // self.blocks * self.warps
+                if lane < self.warps and first + lane < row_tiles:
+                    self._ask_again(codes, scales, first + lane, rank, lane)
+        elif tile < row_tiles:
+            ptx.wait(x_full, Int32(0))
+            sums = self._multiply(ring, full, shared_x, lane, Uint32(sixteen))
+            mine = True
+            if cutlass.const_expr(self.blocks > 1):
+                owner = tile % self.blocks
+                place = parts + Uint32(warp // self.blocks * self.blocks * self.partial_bytes)
+                self._send(sums, place, arrived, owner, rank, lane)
+                mine = owner == rank
+                if mine:
+                    sums = self._collect(place, arrived, lane)
+            if mine:
+                rules = (cut0, cut1, cut2, scale_rows)
+                factors = self._factors(global_scale, tile * 16 + lane // 4, rules)
+                cute.arch.sync_warp()
+                self._store(
+                    sums,
+                    factors,
+                    (ring, token_scale, out, x + group * group_stride * 2),
+                    (tile, lane, tokens, row_tiles, token_stride),
+                )
+
+    def _shared(self, warp: Value) -> tuple[Value, ...]:
+        """Addresses of the warp's ring, X, the parts, and the barriers of stages, X and parts.
+
+        A ring's barriers are those of full stages, then those of stages that have been read.
+        """
+        base = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+        shared_x = base + self.warps * self.depth * self.stage_bytes
+        parts = shared_x + self.x_bytes
+        barriers = parts + self.parts_bytes
+        arrived = barriers + 16 * self.warps * self.depth
+        return (
+            base + Uint32(warp * (self.depth * self.stage_bytes)),
+            shared_x,
+            parts,
+            barriers + Uint32(warp * (16 * self.depth)),
+            arrived + 8 * self.warps,
+            arrived + Uint32(warp * 8),
+        )
+
+    @cute.jit
+    def _ask(
+        self,
+        codes: Int64,
+        scales: Int64,
+        ring: Uint32,
+        full: Uint32,
+        tile: Int32,
+        rank: Int32,
+        number: Int32,
+        stage: Int32,
+    ) -> None:
+        """Start the copies of stage ``number`` of the row tile into place ``stage`` of the ring."""
+        index = Int64(tile) * (self.columns // 64) + rank * self.tiles + number * self.step
+        place = ring + Uint32(stage * self.stage_bytes)
+        barrier = full + Uint32(stage * 8)
+        count = self.step * _CODE_BYTES
+        ptx.expect_bytes(barrier, self.stage_bytes)
+        ptx.copy_bulk(place, codes + index * _CODE_BYTES, count, barrier)
+        ptx.copy_bulk(
+            place + count, scales + index * _SCALE_BYTES, self.step * _SCALE_BYTES, barrier
+        )
+
+    @cute.jit
+    def _ask_x(
+        self,
+        x: Int64,
+        shared_x: Uint32,
+        barrier: Uint32,
+        tokens: Int32,
+        token_stride: Int64,
+        rank: Int32,
+    ) -> None:
+        """Start the copies of the block's part of X."""
+        count = self.tiles * 128
+        ptx.expect_bytes(barrier, tokens * count)
+        for token in cutlass.range(tokens, unroll=1):
+            ptx.copy_bulk(
+                shared_x + Uint32(token * self.x_row_bytes),
+                x + (token * token_stride + rank * (self.tiles * 64)) * 2,
+                count,
+                barrier,
+            )
+
+    @cute.jit
+    def _ask_again(  # type: ignore[no-untyped-def]
+        self, codes, scales, tile, rank, warp
+    ) -> None:
+        """Refill the rings, one lane for each warp, all in step."""
+        ring, _, _, full, _, _ = self._shared(warp)
+        stage, parity = Int32(0), Int32(0)
+        for number in cutlass.range(self.depth, self.stages, unroll=1):
+            ptx.wait(full + Uint32((self.depth + stage) * 8), parity)
+            self._ask(codes, scales, ring, full, tile, rank, number, stage)
+            stage += 1
+            if stage == self.depth:
+                stage = Int32(0)
+                parity = parity ^ 1
+
+    @cute.jit
+    def _multiply(self, ring, full, shared_x, lane, sixteen):  # type: ignore[no-untyped-def]
+        """The warp's sums, one fragment of 16 rows by 8 tokens per tile of tokens."""
+        sums = [[Float32(0.0)] * 4 for _ in range(2 * self.token_tiles)]
+        rows = shared_x + Uint32(lane % 8 * self.x_row_bytes + lane // 8 * 16)
+        codes, scales = ring + Uint32(lane * 16), ring + Uint32(lane // 4 * 8)
+        stage, parity = Int32(0), Int32(0)
+        ptx.wait(full, parity)
+        loaded = self._load(codes, scales, rows, 0)
+        for _ in cutlass.range(self.stages - 1, unroll=1):
+            sums, loaded = self._stage(sums, loaded, codes, scales, rows, stage, sixteen)
+            before = full + Uint32((self.depth + stage) * 8)
+            stage += 1
+            if stage == self.depth:
+                stage = Int32(0)
+                parity = parity ^ 1
+            rows += self.step * 128
+            ptx.wait(full + Uint32(stage * 8), parity)
+            place = Uint32(stage * self.stage_bytes)
+            following = self._load(codes + place, scales + place, rows, 0)
+            sums = self._product(sums, loaded, sixteen)
+            if cutlass.const_expr(self.stages > self.depth):
+                # A copy could overtake loads that still stand in the load unit's queue, so leave
+                # to write waits for sums made of them all; the compiler does not know it adds 0.
+                bits = ptx.float_bits(sums[0][0]) ^ ptx.float_bits(sums[self.token_tiles][0])
+                if lane == 0:
+                    ptx.arrive(before + (bits & (sixteen - Uint32(16))))
+            loaded = following
+        sums, loaded = self._stage(sums, loaded, codes, scales, rows, stage, sixteen)
+        sums = self._product(sums, loaded, sixteen)
+        return [
+            [sums[n][i] + sums[n + self.token_tiles][i] for i in range(4)]
+            for n in range(self.token_tiles)
+        ]
+
+    def _load(self, codes: Value, scales: Value, rows: Value, tile: int) -> list[Value]:
+        """Operands of one tile of 64 columns: 4 words of codes, 2 of scales, 8 of X per 8 tokens."""
+        offset = self.step * _CODE_BYTES + tile * _SCALE_BYTES
+        loaded = [
+            *ptx.load_shared(codes + tile * _CODE_BYTES, 4),
+            *ptx.load_shared(scales + offset, 2),
+        ]
+        for n in range(self.token_tiles):
+            at = rows + (n * 8 * self.x_row_bytes + tile * 128)
+            loaded += [*ptx.load_matrices4(at), *ptx.load_matrices4(at + 64)]
+        return loaded
+
+    def _stage(self, sums, loaded, codes, scales, rows, stage, sixteen):  # type: ignore[no-untyped-def]
+        """Add all tiles of a stage but the last; gives back the operands of that."""
+        place = Uint32(stage * self.stage_bytes)
+        for t in range(1, self.step):
+            following = self._load(codes + place, scales + place, rows, t)
+            sums = self._product(sums, loaded, sixteen)
+            loaded = following
+        return sums, loaded
+
+    def _product(
+        self, sums: list[list[Value]], loaded: list[Value], sixteen: Value
+    ) -> list[list[Value]]:
+        """Add a tile; even and odd steps of k have sums of their own, two chains."""
+        sums = [list(s) for s in sums]
+        for j in range(4):
+            left = fragment(loaded[j], scales_to_bfloat16(loaded[4:6], j, sixteen))
+            for n in range(self.token_tiles):
+                chain = n + j % 2 * self.token_tiles
+                at = 6 + 8 * n + 2 * j
+                sums[chain] = ptx.mma_m16n8k16(sums[chain], left, loaded[at : at + 2])
+        return sums
+
+    @cute.jit
+    def _send(self, sums, place, arrived, owner, rank, lane) -> None:  # type: ignore[no-untyped-def]
+        """Write the warp's sums to the block whose turn the row tile is."""
+        if lane == 0 and owner == rank:
+            ptx.expect_bytes(arrived, self.blocks * self.partial_bytes)
+        mine = place + Uint32(rank * self.partial_bytes + lane * 16)
+        target, barrier = ptx.remote(mine, owner), ptx.remote(arrived, owner)
+        for n in cutlass.range_constexpr(self.token_tiles):
+            ptx.store_remote4(target + n * _PARTIAL, sums[n], barrier)
+
+    @cute.jit
+    def _collect(self, place, arrived, lane):  # type: ignore[no-untyped-def]
+        """The sum of the blocks' parts, in ascending order."""
+        ptx.wait(arrived, Int32(0))
+        sums = []
+        for n in cutlass.range_constexpr(self.token_tiles):
+            total = [Float32(0.0)] * 4
+            for r in cutlass.range_constexpr(self.blocks):
+                at = place + Uint32(lane * 16 + (r * self.partial_bytes + n * _PARTIAL))
+                more = ptx.load_shared_float4(at)
+                total = [total[i] + more[i] for i in range(4)]
+            sums.append(total)
+        return sums
+
+    @cute.jit
+    def _factors(self, global_scale, row, rules):  # type: ignore[no-untyped-def]
+        """Global scale times 2^7 of the lane's two rows."""
+        cut0, cut1, cut2, scale_rows = rules
+        factors = []
+        for h in cutlass.range_constexpr(2):
+            at = row + h * 8
+            index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
+            if scale_rows == 1:
+                index = at
+            factors.append(ptx.load_global_float(global_scale + Int64(index) * 4) * Float32(128.0))
+        return factors
+
+    @cute.jit
+    def _store(self, sums, factors, places, sizes) -> None:  # type: ignore[no-untyped-def]
+        """Scale, turn in shared memory so that a token's rows are whole sectors, and store."""
+        room, token_scale, out, x = places
+        tile, lane, tokens, row_tiles, token_stride = sizes
+        width = 4 if self.float32_out else 2
+        for n in cutlass.range_constexpr(self.token_tiles):
+            for i in cutlass.range_constexpr(4):
+                token = n * 8 + lane % 4 * 2 + i % 2
+                if token < tokens:
+                    factor = factors[i // 2]
+                    if cutlass.const_expr(self.row_scaled):
+                        factor = factor * ptx.load_global_float(token_scale + token * 4)
+                    value = sums[n][i] * factor
+                    if value == Float32(float("inf")) or value == Float32(float("-inf")):
+                        value = self._unless_infinite(value, x + token * token_stride * 2)
+                    at = room + Uint32((token * 16 + lane // 4 + i // 2 * 8) * width)
+                    if cutlass.const_expr(self.float32_out):
+                        ptx.store_shared_float(at, value)
+                    else:
+                        ptx.store_shared_bfloat16(at, value)
+        cute.arch.sync_warp()
+        vectors = width  # of 16 bytes, of a token
+        for i in cutlass.range_constexpr(max(1, self.token_tiles * 8 * vectors // 32)):
+            number = i * 32 + lane
+            token, vector = number // vectors, number % vectors
+            if token < tokens and token < self.token_tiles * 8:
+                place = (Int64(token) * row_tiles + tile) * (16 * width) + vector * 16
+                ptx.store_global4(out + place, ptx.load_shared(room + Uint32(number * 16), 4))
+
+    @cute.jit
+    def _unless_infinite(self, value: Float32, start: Int64) -> Float32:
+        """NaN if the token's input holds an infinity or a NaN, else the value."""
+        result = value
+        for i in cutlass.range(self.columns // 2, unroll=1):
+            word = ptx.load_global(start + i * 4)
+            low, high = word & Uint32(0x7F80), word & Uint32(0x7F800000)
+            if low == Uint32(0x7F80) or high == Uint32(0x7F800000):
+                result = Float32(float("nan"))
+        return result
