@@ -1,4 +1,4 @@
-"""Kernels of ``dsv4.ops.slots``: one lookup per slot, a program per block of one token's slots."""
+"""Kernels of ``dsv4.ops.slots``: one lookup per slot, a program per block of some tokens' slots."""
 
 from __future__ import annotations
 
@@ -9,50 +9,65 @@ import triton.language as tl
 from dsv4.triton import _launch
 from dsv4.triton._numerics import wait_for_inputs
 
-_BLOCK = 1024
+_FEW = 1 << 16  # slots up to which a thread has one
+_NARROW = 128  # slots of a program then, else
+_WIDE = 512
 
 
-@triton.jit
-def _slots_of(table, stride, pages, page_size, sequence, entry, inside):
-    # A page may be any number, so its product with the page size is 64 bits wide. The sequence is
-    # one number for the block: the interpreter turns a mask & such a condition into no mask.
-    entry = tl.where(sequence < 0, -1, entry)
-    inside = inside & (entry >= 0) & (entry < pages * page_size)
-    entry = tl.where(inside, entry, 0)
-    page = tl.load(table + sequence * stride + entry // page_size, mask=inside, other=0)
-    return tl.where(inside, page.to(tl.int64) * page_size + entry % page_size, -1)
-
-
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["tokens", "width", "blocks", "pages"])
 def _slots_kernel(
     table,
     sequences,
     numbers,
     out,
     stride,
-    pages,
-    page_size,
+    tokens,
     width,
     blocks,
+    pages,
     KIND: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    RING: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A tile is ROWS tokens' slots, BLOCK of each, in one row: as a matrix, tables would be read in
+    another layout than slots are stored in.
+    """
     wait_for_inputs(PDL)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    sequence = tl.load(sequences + token).to(tl.int64)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
+    i = tl.arange(0, ROWS * BLOCK)
+    token = i // BLOCK
+    column = (tl.program_id(0) % blocks) * BLOCK + i % BLOCK
+    inside = (token < tokens - first) & (column < width)
+    sequence = tl.load(sequences + first + token, mask=inside, other=-1).to(tl.int64)
+    place = first * width + (token * width + column)
+    # An entry of a sequence is a number of 64 bits; a negative one is too large without its sign.
     if KIND == "entry":
-        entry = tl.load(numbers + token * width + column, mask=inside, other=-1).to(tl.int64)
-    elif KIND == "prefix":
-        count = tl.load(numbers + token).to(tl.int64)
-        entry = tl.where(column < count, column.to(tl.int64), -1)
+        entry = tl.load(numbers + place, mask=inside, other=-1).to(tl.int64)
     else:
-        position = tl.load(numbers + token).to(tl.int64) + (column - width + 1)
-        entry = tl.where(position < 0, -1, position % (pages * page_size))
-    slots = _slots_of(table, stride, pages, page_size, sequence, entry, inside)
-    tl.store(out + token * width + column, slots, mask=inside)
+        number = tl.load(numbers + first + token, mask=inside, other=-1).to(tl.int64)
+        if KIND == "prefix":
+            entry = tl.where(column < number, column, -1).to(tl.int64)
+        else:
+            entry = _ring(number, width - 1 - column, RING)
+    entry = entry.to(tl.uint64, bitcast=True)
+    size = pages.to(tl.uint64) * PAGE_SIZE
+    found = inside & (sequence >= 0) & (entry < size)
+    page = table + sequence * stride + (entry // PAGE_SIZE).to(tl.int64)
+    page = tl.load(page, mask=found, other=0).to(tl.int64)
+    slots = page * PAGE_SIZE + (entry % PAGE_SIZE).to(tl.int64)
+    tl.store(out + place, tl.where(found, slots, -1), mask=inside)
+
+
+@triton.jit
+def _ring(position, back, RING: tl.constexpr):
+    """Entry of the token ``back`` before each position in a ring; -1 of one before the first."""
+    last = (position.to(tl.uint64, bitcast=True) % RING).to(tl.int64)
+    entry = last - back % RING
+    entry = tl.where(entry < 0, entry + RING, entry)
+    return tl.where(position < back, -1, entry)
 
 
 def _launch_slots(
@@ -69,23 +84,28 @@ def _launch_slots(
     if table.numel() == 0:
         return out.fill_(-1)
     tokens, width = shape[0], out.numel() // shape[0]
-    block = min(_BLOCK, _launch.power_of_two(width))
-    blocks = -(-width // block)
+    tile = _NARROW if out.numel() <= _FEW else _WIDE
+    block = min(tile, _launch.power_of_two(width))
+    rows = min(tile // block, _launch.power_of_two(tokens))
+    blocks = triton.cdiv(width, block)
     table = table if table.stride(1) == 1 else table.contiguous()
     with _launch.on(out):
-        _slots_kernel[(tokens * blocks,)](
+        _slots_kernel[(triton.cdiv(tokens, rows) * blocks,)](
             table,
             sequences.contiguous(),
             numbers.contiguous(),
             out,
             table.stride(0),
-            table.shape[1],
-            page_size,
+            tokens,
             width,
             blocks,
+            table.shape[1],
             KIND=kind,
+            PAGE_SIZE=page_size,
+            RING=table.shape[1] * page_size if kind == "window" else 0,
+            ROWS=rows,
             BLOCK=block,
-            num_warps=max(1, block // 256),
+            num_warps=4,
             **_launch.options(out),
         )
     return out
