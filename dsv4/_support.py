@@ -79,6 +79,8 @@ def kv_pages(call: Call) -> str | None:
     if any(a == torch.float64 for a in call.args if isinstance(a, torch.dtype)):
         return "the result is float64, which only the reference computes in"
     plain = any(a == "plain" for a in call.args if isinstance(a, str))
+    if any(isinstance(a, str) and a.startswith("index_") for a in call.args):
+        return "compact index keys are written by 'compress_write' and read by 'indexer_select'"
     if not plain and call.device.type == "cuda" and _capability(call.device) < (8, 9):
         return "the GPU has no E4M3 conversions, which need compute capability 8.9"
     pages = next(a for a in call.args if isinstance(a, torch.Tensor))
@@ -92,14 +94,34 @@ def kv_pages(call: Call) -> str | None:
     return None
 
 
+def _no_e4m3(call: Call) -> str | None:
+    if call.device.type == "cuda" and _capability(call.device) < (8, 9):
+        return "the GPU has no E4M3 conversions, which need compute capability 8.9"
+    return None
+
+
+def index_queries(call: Call) -> str | None:
+    """Why the kernel of ``quantize_index_queries`` cannot run a call, beyond ``triton``, or None.
+
+    Whatever the format: codes of E2M1 come out of instructions as new as those of E4M3.
+    """
+    return _no_e4m3(call)
+
+
 LARGEST_SELECTION = 4096
 
 
 def index_pages(call: Call) -> str | None:
     """Why the selection kernels cannot run a call of ``indexer_select``, or None."""
-    _, _, _, page_size, entry_format, _, table, _, _, top_k = call.args
+    q, _, data, page_size, entry_format, _, table, _, _, top_k, _ = call.args
     if entry_format == "fp8":
         return "the keys are 'fp8' entries, which only the reference reads as index keys"
+    if entry_format == "index_fp8" and (data.stride(0) % 4 or data.data_ptr() % 4):
+        return "the pages do not begin at multiples of 4 bytes, where their scales need to be"
+    if entry_format == "index_fp8" or q.dtype == torch.float8_e4m3fn:
+        objection = _no_e4m3(call)
+        if objection:
+            return objection
     if LARGEST_SELECTION < top_k < table.shape[1] * page_size:
         return f"top_k is {top_k}, and a kernel chooses at most {LARGEST_SELECTION}"
     return None
@@ -126,6 +148,19 @@ def quantized(call: Call) -> str | None:
 
 def compress_write(call: Call) -> str | None:
     """Why the kernel of ``compress_write`` cannot run a call, or None."""
+    if call.args[11].startswith("index_"):
+        return "compact index keys have a kernel of their own"
+    return _compressed(call)
+
+
+def compress_write_keys(call: Call) -> str | None:
+    """Why the kernel for compact index keys cannot run a call of ``compress_write``, or None."""
+    if not call.args[11].startswith("index_"):
+        return "it writes compact index keys alone"
+    return _compressed(call)
+
+
+def _compressed(call: Call) -> str | None:
     data, entry_format, dims = call.args[9], call.args[11], call.args[12]
     rotate_quantize, dtypes = call.args[17], call.args[18:20]
     if torch.float64 in dtypes:
@@ -134,11 +169,14 @@ def compress_write(call: Call) -> str | None:
         return f"the pages have strides {data.stride()}, wanted contiguous ones"
     if dims % 2:
         return f"entries have {dims} dims, wanted an even number"
-    if entry_format == "fp8":
-        if call.device.type == "cuda" and _capability(call.device) < (8, 9):
-            return "the GPU has no E4M3 conversions, which need compute capability 8.9"
-        if rotate_quantize:
-            return "rounding to FP4 before 'fp8' entries is left to the reference"
+    if entry_format != "plain":
+        objection = _no_e4m3(call)
+        if objection:
+            return objection
+    if entry_format == "fp8" and rotate_quantize:
+        return "rounding to FP4 before 'fp8' entries is left to the reference"
+    if entry_format == "index_fp8" and data.data_ptr() % 4:
+        return "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 
 from dsv4.config import CSA, ModelConfig
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
-from dsv4.pages import ENTRY_FORMATS, Pages
+from dsv4.pages import COMPACT_FORMATS, ENTRY_FORMATS, Pages
 
 WINDOW_PAGE = 64  # entries per page of raw key-values
 BLOCK = 256  # tokens that one page of compressed entries stands for
@@ -200,6 +200,7 @@ class PagedCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         entry_format: str | None = None,
+        index_format: str = "plain",
     ) -> None:
         """Allocate everything.
 
@@ -211,9 +212,14 @@ class PagedCache:
             device: Where.
             dtype: Of plain pages; float64 also makes the compressor state float64.
             entry_format: ``"fp8"`` or ``"plain"``; None: what ``config.numerics`` calls for.
+            index_format: Of the indexer's keys: ``"plain"``, which holds what ``config.numerics``
+                calls for; ``"index_mxfp4"``, the same values in a quarter of bfloat16's bytes with
+                ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either of these, queries are
+                rounded to the same format.
 
         Raises:
-            ValueError: if a number is below 1 or the format is neither.
+            ValueError: if a number is below 1, or a format is none of these or does not fit the
+                dims of the indexer's keys.
         """
         max_chunk = max_tokens if max_chunk is None else max_chunk
         for name, value in (
@@ -229,11 +235,16 @@ class PagedCache:
             raise ValueError(
                 f"PagedCache: entry_format is {entry_format!r}, wanted 'fp8' or 'plain'"
             )
+        if index_format not in ("plain", *COMPACT_FORMATS):
+            words = ", ".join(map(repr, COMPACT_FORMATS))
+            raise ValueError(
+                f"PagedCache: index_format is {index_format!r}, wanted 'plain', {words}"
+            )
         self.config = config
         self.max_sequences = max_sequences
         self.max_tokens = max_tokens
         self.max_chunk = min(max_chunk, max_tokens)
-        build = _Builder(config, max_sequences, entry_format, dtype, device)
+        build = _Builder(config, max_sequences, entry_format, index_format, dtype, device)
         self.lengths = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self.layers = build.layers(max_tokens, self.max_chunk)
         self._free = list(range(max_sequences))
@@ -339,6 +350,7 @@ class _Builder:
     config: ModelConfig
     sequences: int
     entry_format: str
+    index_format: str
     dtype: torch.dtype
     device: torch.device | str | None
 
@@ -375,11 +387,11 @@ class _Builder:
         )
         if not overlap:
             return layer
-        # Index keys are plain also with "deepseek" numerics: after rounding to FP4 every model
+        # Index keys may be plain also with "deepseek" numerics: after rounding to FP4 every model
         # dtype holds them exactly.
         return replace(
             layer,
-            indexer_pages=self._pages(table, size, config.index_head_dim, "plain"),
+            indexer_pages=self._pages(table, size, config.index_head_dim, self.index_format),
             indexer_state=self._state(ratio, overlap, config.index_head_dim),
         )
 

@@ -147,7 +147,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.logits(hidden), streams
 
     def new_cache(
-        self, max_sequences: int, max_tokens: int, max_chunk: int | None = None
+        self,
+        max_sequences: int,
+        max_tokens: int,
+        max_chunk: int | None = None,
+        index_format: str = "plain",
     ) -> PagedCache:
         """An empty cache for this model, on its device.
 
@@ -155,6 +159,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             max_sequences: Sequences held at once.
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one step.
+            index_format: Of the indexer's keys, see ``PagedCache``.
         """
         return PagedCache(
             self.config,
@@ -163,6 +168,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             max_chunk=max_chunk,
             device=self.device,
             dtype=self.dtype,
+            index_format=index_format,
         )
 
     @torch.inference_mode()

@@ -1,6 +1,13 @@
 """Pages of cache entries: the byte layout that every implementation shares.
 
 A slot is a global entry number, ``page * page_size + entry``; -1 stands for no entry.
+
+| format | entry | bytes of an entry |
+|---|---|---|
+| ``"plain"`` | a row of floats | by its dtype |
+| ``"fp8"`` | key-value: E4M3, bfloat16, E8M0 scales (``EntryLayout``) | 584 of 448 + 64 dims |
+| ``"index_fp8"`` | index key: E4M3, one float32 scale (``IndexLayout``) | 132 of 128 dims |
+| ``"index_mxfp4"`` | index key: E2M1 pairs, E8M0 scales (``IndexLayout``) | 68 of 128 dims |
 """
 
 from __future__ import annotations
@@ -9,8 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-ENTRY_FORMATS = ("fp8", "plain")
+ENTRY_FORMATS = ("fp8", "plain")  # of key-values
+COMPACT_FORMATS = ("index_fp8", "index_mxfp4")  # of index keys, which may be "plain" as well
+PAGE_FORMATS = (*ENTRY_FORMATS, *COMPACT_FORMATS)
 GROUP = 64  # NoPE dims that share one E8M0 scale
+FP4_GROUP = 32  # dims of an index key that share one E8M0 scale
 
 
 @dataclass(frozen=True)
@@ -62,15 +72,54 @@ class EntryLayout:
         return -(-used // self.data_bytes) * self.data_bytes
 
 
+@dataclass(frozen=True)
+class IndexLayout:
+    """Where the bytes of a compact index key lie (specification section 6).
+
+    A page holds first the codes of all its entries, then the scales of all its entries.
+
+    Attributes:
+        head_dim: Dims per entry, a multiple of 4 (``"index_fp8"``) or 32 (``"index_mxfp4"``).
+        entry_format: ``"index_fp8"``: a byte of E4M3 for each dim, and a float32 power of two;
+            ``"index_mxfp4"``: a nibble of E2M1 for each dim, even dims low, and an E8M0 byte for
+            each 32 dims.
+    """
+
+    head_dim: int
+    entry_format: str
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of one entry's codes."""
+        return self.head_dim if self.entry_format == "index_fp8" else self.head_dim // 2
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one entry's scales."""
+        return 4 if self.entry_format == "index_fp8" else self.head_dim // FP4_GROUP
+
+    def data_offset(self, entry: int) -> int:
+        """Byte of the page at which the codes of ``entry`` begin."""
+        return entry * self.data_bytes
+
+    def scale_offset(self, entry: int, page_size: int) -> int:
+        """Byte of the page at which the scales of ``entry`` begin: after all codes of the page."""
+        return page_size * self.data_bytes + entry * self.scale_bytes
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page (64 entries of 128 dims: 8448 or 4352)."""
+        return page_size * (self.data_bytes + self.scale_bytes)
+
+
 @dataclass(frozen=True, eq=False)
 class Pages:
     """A pool of pages.
 
     Attributes:
-        data: ``"fp8"``: uint8 ``[P, page_bytes]``, see ``EntryLayout``; ``"plain"``: float
-            ``[P, page_size, head_dim]``.
+        data: ``"plain"``: float ``[P, page_size, head_dim]``; else uint8 ``[P, page_bytes]``, see
+            ``EntryLayout`` and ``IndexLayout``.
         page_size: Entries per page.
-        entry_format: ``"fp8"`` or ``"plain"``.
+        entry_format: ``"fp8"``, ``"plain"``, ``"index_fp8"`` or ``"index_mxfp4"``.
         head_dim: Dims per entry.
         rope_dim: How many of them, at the end, stay bfloat16 in the ``"fp8"`` format.
     """
@@ -99,8 +148,8 @@ class Pages:
             page_size: Entries per page.
             head_dim: Dims per entry.
             rope_dim: Trailing dims that carry the rotary embedding, ``0 <= rope_dim <= head_dim``.
-            entry_format: ``"fp8"`` or ``"plain"``.
-            dtype: Of ``"plain"`` entries; ``"fp8"`` pages are bytes whatever it is.
+            entry_format: ``"fp8"``, ``"plain"``, ``"index_fp8"`` or ``"index_mxfp4"``.
+            dtype: Of ``"plain"`` entries; pages of other formats are bytes whatever it is.
             device: Where.
 
         Raises:
@@ -110,7 +159,7 @@ class Pages:
         if entry_format == "plain":
             data = torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device)
         else:
-            page_bytes = EntryLayout(head_dim, rope_dim).page_bytes(page_size)
+            page_bytes = entry_layout(entry_format, head_dim, rope_dim).page_bytes(page_size)
             data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
         return cls(data, page_size, entry_format, head_dim, rope_dim)
 
@@ -118,6 +167,11 @@ class Pages:
     def layout(self) -> EntryLayout:
         """Byte layout of an ``"fp8"`` entry of these dimensions."""
         return EntryLayout(self.head_dim, self.rope_dim)
+
+    @property
+    def index_layout(self) -> IndexLayout:
+        """Byte layout of an ``"index_fp8"`` or ``"index_mxfp4"`` entry of these dimensions."""
+        return IndexLayout(self.head_dim, self.entry_format)
 
     @property
     def num_pages(self) -> int:
@@ -133,14 +187,28 @@ class Pages:
         """Bytes of one page."""
         if self.entry_format == "plain":
             return self.page_size * self.head_dim * self.data.element_size()
-        return self.layout.page_bytes(self.page_size)
+        layout = entry_layout(self.entry_format, self.head_dim, self.rope_dim)
+        return layout.page_bytes(self.page_size)
+
+
+def dims_multiple(entry_format: str) -> int:
+    """What the dims of an entry have to be a multiple of: whole scales, at their own alignment."""
+    return {"index_fp8": 4, "index_mxfp4": FP4_GROUP}.get(entry_format, 1)
+
+
+def entry_layout(entry_format: str, head_dim: int, rope_dim: int) -> EntryLayout | IndexLayout:
+    """Byte layout of entries of any format but ``"plain"``."""
+    if entry_format == "fp8":
+        return EntryLayout(head_dim, rope_dim)
+    return IndexLayout(head_dim, entry_format)
 
 
 def _check_sizes(
     num_pages: int, page_size: int, head_dim: int, rope_dim: int, entry_format: str
 ) -> None:
-    if entry_format not in ENTRY_FORMATS:
-        raise ValueError(f"Pages: entry_format is {entry_format!r}, wanted 'fp8' or 'plain'")
+    if entry_format not in PAGE_FORMATS:
+        words = ", ".join(map(repr, PAGE_FORMATS))
+        raise ValueError(f"Pages: entry_format is {entry_format!r}, wanted one of {words}")
     if num_pages < 0 or page_size < 1:
         raise ValueError(
             f"Pages: num_pages is {num_pages} and page_size {page_size}, wanted >= 0 and >= 1"
@@ -149,4 +217,9 @@ def _check_sizes(
         raise ValueError(
             f"Pages: head_dim is {head_dim} and rope_dim {rope_dim}, "
             "wanted 0 <= rope_dim <= head_dim"
+        )
+    if head_dim % dims_multiple(entry_format):
+        raise ValueError(
+            f"Pages: head_dim is {head_dim}, wanted a multiple of {dims_multiple(entry_format)} "
+            f"for {entry_format!r}"
         )

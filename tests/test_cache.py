@@ -402,6 +402,8 @@ def test_limits_are_named():
             make(**{name: 0})
     with pytest.raises(ValueError, match="entry_format is 'fp4'"):
         make(entry_format="fp4")
+    with pytest.raises(ValueError, match="index_format is 'fp8', wanted 'plain', 'index_fp8'"):
+        make(index_format="fp8")
     with pytest.raises(ValueError, match="a sliding-window layer has no compressed entries"):
         cache.layers[0].compressed_write_slots(tensor([0]), tensor([0]))
 
@@ -422,6 +424,11 @@ def test_format_follows_numerics_and_dtypes():
         "fp8"
     }
     assert deepseek.layers[1].indexer_pages.entry_format == "plain"
+    for name in ("index_fp8", "index_mxfp4"):
+        compact = PagedCache(CONFIG, max_sequences=1, max_tokens=64, index_format=name)
+        assert compact.layers[1].indexer_pages.entry_format == name
+        assert compact.layers[1].compressed.entry_format == "fp8"
+        assert compact.nbytes() < deepseek.nbytes()
     other = PagedCache(
         CONFIG.replace(numerics="transformers"), max_sequences=1, max_tokens=64, dtype=torch.float32
     )

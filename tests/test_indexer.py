@@ -14,12 +14,28 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsv4._support import interpret_triton
 from dsv4.dispatch import explain
-from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
-from dsv4.ops.kv_cache import Pages, fake_quantize_kv, write_kv
+from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
+from dsv4.ops.indexer import (
+    QUERY_FORMATS,
+    indexer_queries,
+    indexer_rotate_quantize,
+    indexer_select,
+    quantize_index_queries,
+)
+from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
+from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope
+from dsv4.pages import COMPACT_FORMATS, IndexLayout
 from dsv4.reference import indexer as reference
 from dsv4.testing.assertions import assert_bitwise, assert_pure
-from dsv4.testing.strategies import finite_draws, normal, seeds, small_integers, strided
+from dsv4.testing.strategies import (
+    finite_draws,
+    generator,
+    normal,
+    seeds,
+    small_integers,
+    strided,
+)
 
 KERNELS = ("triton",)
 widths = st.sampled_from([32, 64, 128, 256])
@@ -243,6 +259,246 @@ def test_float16_queries_are_not_rotated():
         indexer_queries(q, table, table, rotate_quantize=True)
 
 
+def fp8_oracle(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 bytes of rows through ml_dtypes, scales by exact arithmetic."""
+    scales = np.empty(x.shape[:-1], np.float32)
+    for i in np.ndindex(scales.shape):
+        amax = max(Fraction(float(np.abs(x[i]).max())), Fraction(float(np.float32(1e-4))))
+        e = -40
+        while Fraction(2) ** e * 448 < amax:
+            e += 1
+        scales[i] = np.float32(2.0) ** e
+    codes = (x / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    return codes.view(np.uint8), scales
+
+
+def values_of(queries: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+    """float32 values that codes stand for, without a scale that is in the weights."""
+    if isinstance(queries, QuantizedTensor):
+        return dequantize(queries, backend="reference")
+    return queries.float()
+
+
+@given(
+    st.sampled_from([(32, 32), (64, 0), (128, 64)]),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    seeds(),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.booleans(),
+    st.integers(-20, 20),
+)
+def test_fp8_queries_and_their_weights(device, dims, tokens, heads, seed, dtype, rotate, exponent):
+    q, cos, sin = queries_of(seed, tokens, heads, *dims, dtype, device)
+    q = (q * 2.0**exponent).to(dtype)
+    weights = normal(seed + 2, (tokens, heads), dtype).to(device)
+    codes, folded = quantize_index_queries(
+        q, cos, sin, weights, rotate=rotate, query_format="fp8", weight_scale=0.0078125
+    )
+    assert codes.dtype == torch.float8_e4m3fn
+    turned = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
+    turned = reference.rotated(turned) if rotate else turned
+    wanted, scale = fp8_oracle(turned.float().cpu().numpy())
+    assert_bitwise(codes.view(torch.uint8).cpu(), torch.from_numpy(wanted))
+    assert_bitwise(folded.cpu(), weights.float().cpu() * 0.0078125 * torch.from_numpy(scale))
+
+
+@given(
+    st.sampled_from([(32, 32), (64, 0), (128, 64), (96, 10)]),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    seeds(),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_mxfp4_queries_have_the_values_of_rounded_ones(device, dims, tokens, heads, seed, dtype):
+    """And the bytes of ``quantize`` where nothing is transformed."""
+    q, cos, sin = queries_of(seed, tokens, heads, *dims, dtype, device)
+    weights = normal(seed + 2, (tokens, heads), dtype).to(device)
+    args, kwargs = (q, cos, sin, weights), {"query_format": "mxfp4", "weight_scale": 0.3}
+    turned = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
+    found, folded = quantize_index_queries(*args, rotate=False, **kwargs)
+    wanted = quantize(turned, "mxfp4", backend="reference")
+    assert_bitwise(found.codes, wanted.codes)
+    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8))
+    assert_bitwise(folded, weights.float() * 0.3)
+    if dims[0] & (dims[0] - 1) == 0:
+        found, folded = quantize_index_queries(*args, rotate=True, **kwargs)
+        rounded = indexer_queries(q, cos, sin, rotate_quantize=True, backend="reference")
+        assert_bitwise(values_of(found), rounded.float())
+        assert_bitwise(folded, weights.float() * 0.3)
+
+
+@pytest.mark.parametrize("query_format", QUERY_FORMATS)
+@given(seeds(), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.booleans())
+def test_a_bad_query_is_nan_in_its_own_head(device, query_format, seed, bad, rotate):
+    q, cos, sin = queries_of(seed, 3, 2, 64, 16, torch.bfloat16, device)
+    weights = normal(seed, (3, 2)).to(device)
+    kwargs = {"rotate": rotate, "query_format": query_format}
+    clean = quantize_index_queries(q, cos, sin, weights, **kwargs)
+    q[1, 1, seed % 48] = bad
+    dirty = quantize_index_queries(q, cos, sin, weights, **kwargs)
+    broken = values_of(dirty[0]).isnan()
+    assert not bool(broken[0].any() | broken[2].any() | broken[1, 0].any())
+    assert bool(broken[1, 1].all() if rotate or query_format == "fp8" else broken[1, 1].any())
+    assert_bitwise(values_of(dirty[0])[~broken], values_of(clean[0])[~broken])
+    kept = ~dirty[1].isnan()
+    assert kept.flatten().tolist() == [True] * 3 + [query_format == "mxfp4"] + [True] * 2
+    assert_bitwise(dirty[1][kept], clean[1][kept])
+
+
+@pytest.mark.parametrize("query_format", QUERY_FORMATS)
+@pytest.mark.parametrize("rotate", [False, True])
+def test_quantized_queries_contract(device, query_format, rotate):
+    q, cos, sin = queries_of(0, 3, 2, 64, 16, torch.bfloat16, device)
+    weights = normal(1, (3, 2), torch.bfloat16).to(device)
+    op = torch.ops.dsv4.quantize_index_queries.default
+    args = (q, cos, sin, weights, rotate, query_format, 0.25, "auto")
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, args, test_utils=tests)
+    assert_pure(op, *args)
+
+    def call(q, cos, sin, weights):
+        found, folded = quantize_index_queries(
+            q, cos, sin, weights, rotate=rotate, query_format=query_format, weight_scale=0.25
+        )
+        if isinstance(found, QuantizedTensor):
+            return found.codes, found.scales.view(torch.uint8), folded
+        return found.view(torch.uint8), folded
+
+    expected = call(q, cos, sin, weights)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for other in (
+        compiled(q, cos, sin, weights),
+        call(strided(q), strided(cos), strided(sin), strided(weights)),
+    ):
+        for a, b in zip(other, expected, strict=True):
+            assert_bitwise(a, b)
+    assert call(q[:0], cos[:0], sin[:0], weights[:0])[-1].shape == (0, 2)
+    double = quantize_index_queries(
+        q.double(), cos, sin, weights.double(), rotate=rotate, query_format=query_format
+    )
+    assert double[1].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "words"),
+    [
+        ({"q": (3, 32)}, {}, ValueError, r"q has shape \[3, 32\]"),
+        ({"weights": (3, 3)}, {}, ValueError, r"weights has shape \[3, 3\], wanted \[3, 2\]"),
+        ({"sin": (3, 5)}, {}, ValueError, r"sin has shape \[3, 5\], wanted \[3, 4\]"),
+        ({"q": (3, 2, 48)}, {}, ValueError, "last axis of q is 48, wanted a power of two"),
+        ({"q": (3, 2, 48)}, {"rotate": False}, ValueError, "q has 48 dims, wanted a multiple"),
+        ({}, {"query_format": "nvfp4"}, ValueError, "query_format is 'nvfp4', wanted one of 'fp8'"),
+    ],
+)
+def test_bad_queries_to_quantize_are_named(change, options, error, words):
+    shapes = {"q": (3, 2, 32), "cos": (3, 4), "sin": (3, 4), "weights": (3, 2)} | change
+    options = {"rotate": True, "query_format": "mxfp4"} | options
+    with pytest.raises(error, match=words):
+        quantize_index_queries(**{k: torch.zeros(v) for k, v in shapes.items()}, **options)
+
+
+def test_dtypes_of_queries_to_quantize():
+    q, table, weights = torch.zeros(1, 1, 32).half(), torch.zeros(1, 4), torch.zeros(1, 1)
+    with pytest.raises(TypeError, match="q has dtype float16, wanted bfloat16"):
+        quantize_index_queries(q, table, table, weights, rotate=True, query_format="fp8")
+    with pytest.raises(TypeError, match="weights has dtype int64"):
+        quantize_index_queries(q, table, table, weights.long(), rotate=False, query_format="fp8")
+
+
+@given(st.sampled_from([4, 32, 96, 128]), st.integers(1, 5), seeds(), st.integers(-30, 30))
+def test_bytes_of_fp8_keys(d, page_size, seed, exponent):
+    """Codes of all entries of a page, then their scales (specification section 6)."""
+    count = 3 * page_size
+    x = normal(seed, (count, d)) * 2.0**exponent
+    pages = Pages.allocate(3, page_size, d, 0, "index_fp8")
+    write_kv(pages, x, torch.arange(count))
+    codes, scales = fp8_oracle(x.numpy())
+    wanted = torch.cat(
+        (
+            torch.from_numpy(codes).view(3, -1),
+            torch.from_numpy(scales).view(3, -1).view(torch.uint8),
+        ),
+        1,
+    )
+    assert_bitwise(pages.data, wanted)
+    assert pages.page_bytes() == page_size * (d + 4)
+    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
+    read = read_kv(pages, torch.arange(count), torch.float32)
+    assert_bitwise(read, values * torch.from_numpy(scales)[:, None])
+
+
+@given(st.sampled_from([32, 96, 128]), st.integers(1, 5), seeds(), st.integers(-30, 30))
+def test_bytes_of_mxfp4_keys(d, page_size, seed, exponent):
+    count = 3 * page_size
+    x = normal(seed, (count, d)) * 2.0**exponent
+    pages = Pages.allocate(3, page_size, d, 0, "index_mxfp4")
+    write_kv(pages, x, torch.arange(count))
+    wanted = quantize(x, "mxfp4")
+    assert_bitwise(pages.data[:, : page_size * d // 2], wanted.codes.view(3, -1))
+    scales = wanted.scales.view(torch.uint8).view(3, -1)
+    assert_bitwise(pages.data[:, page_size * d // 2 :], scales)
+    assert_bitwise(
+        read_kv(pages, torch.arange(count), torch.float32), torch.from_numpy(fp4_oracle(x.numpy()))
+    )
+
+
+def test_compact_pages_have_the_sizes_of_the_specification():
+    for name, size in (("index_fp8", 132), ("index_mxfp4", 68)):
+        layout = IndexLayout(128, name)
+        assert layout.data_bytes + layout.scale_bytes == size
+        assert layout.page_bytes(64) == 64 * size
+        assert layout.data_offset(3) == 3 * layout.data_bytes
+        assert layout.scale_offset(3, 64) == 64 * layout.data_bytes + 3 * layout.scale_bytes
+        assert Pages.allocate(2, 64, 128, 64, name).data.shape == (2, 64 * size)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("entry_format", COMPACT_FORMATS)
+def test_a_bad_key_reads_back_as_nan_alone(entry_format, bad):
+    x = normal(0, (4, 64))
+    clean, dirty = (Pages.allocate(2, 2, 64, 0, entry_format) for _ in range(2))
+    write_kv(clean, x, torch.arange(4))
+    x[2, 40] = bad
+    write_kv(dirty, x, torch.arange(4))
+    found, wanted = (read_kv(pages, torch.arange(4), torch.float32) for pages in (dirty, clean))
+    broken = torch.zeros_like(x, dtype=torch.bool)
+    broken[2, 0 if entry_format == "index_fp8" else 32 :] = True
+    assert_bitwise(found.isnan(), broken)
+    assert_bitwise(found[~broken], wanted[~broken])
+
+
+def test_skipped_slots_and_empty_pools_of_compact_keys():
+    for name in COMPACT_FORMATS:
+        pages = Pages.allocate(2, 2, 32, 0, name)
+        pages.data.fill_(0x35)
+        before = pages.data.clone()
+        write_kv(pages, normal(0, (2, 32)), torch.tensor([-1, -1]))
+        assert_bitwise(pages.data, before)
+        assert not read_kv(pages, torch.tensor([-1])).any()
+        write_kv(Pages.allocate(0, 2, 32, 0, name), normal(0, (1, 32)), torch.tensor([-1]))
+
+
+def test_bad_compact_pages_are_named():
+    with pytest.raises(ValueError, match="head_dim is 6, wanted a multiple of 4 for 'index_fp8'"):
+        Pages.allocate(1, 1, 6, 0, "index_fp8")
+    with pytest.raises(ValueError, match="head_dim is 48, wanted a multiple of 32"):
+        Pages.allocate(1, 1, 48, 0, "index_mxfp4")
+    bad = Pages(torch.zeros(1, 25, dtype=torch.uint8), 1, "index_mxfp4", 48, 0)
+    with pytest.raises(ValueError, match=r"pages\.head_dim is 48, wanted a multiple of 32"):
+        write_kv(bad, torch.zeros(1, 48), torch.tensor([0]))
+    short = Pages(torch.zeros(1, 67, dtype=torch.uint8), 1, "index_mxfp4", 128, 0)
+    with pytest.raises(ValueError, match=r"pages\.data has shape \[1, 67\], wanted \[any, 68\]"):
+        read_kv(short, torch.tensor([0]))
+    wide = Pages(torch.zeros(1, 68), 1, "index_mxfp4", 128, 0)
+    with pytest.raises(TypeError, match=r"pages\.data has dtype float32, wanted uint8"):
+        read_kv(wide, torch.tensor([0]))
+    keys, row = Pages.allocate(1, 1, 32, 0, "index_fp8"), torch.zeros(1, 32)
+    table = torch.zeros(1, 0)
+    with pytest.raises(ValueError, match="entry_format is 'index_fp8', wanted one of 'fp8'"):
+        norm_rope_write_kv(keys, row, row[0], table, table, torch.tensor([0]))
+
+
 class Case:
     """Small integers, so that scores are exact in float32 and ties are common."""
 
@@ -257,21 +513,47 @@ class Case:
         d=4,
         heads=2,
         dtype=torch.float32,
+        entry_format="plain",
     ):
         gen = torch.Generator().manual_seed(seed)
         self.capacity = pages * page_size
         order = torch.randperm(sequences * pages + 1, generator=gen)[: sequences * pages]
         self.table = order.view(sequences, pages).to(device)
-        self.keys = Pages.allocate(sequences * pages + 1, page_size, d, 0, "plain", dtype, device)
-        self.keys.data.copy_(small_integers(seed, self.keys.data.shape, limit=2))
+        self.keys = Pages.allocate(
+            sequences * pages + 1, page_size, d, 0, entry_format, dtype, device
+        )
+        self.fill(small_integers(seed, (self.keys.num_slots, d), limit=2))
         self.q = small_integers(seed + 1, (tokens, heads, d), dtype, limit=2).to(device)
         self.weights = small_integers(seed + 2, (tokens, heads), limit=2).to(device)
         self.sequence = torch.randint(0, sequences, (tokens,), generator=gen).to(device)
         self.visible = torch.randint(0, self.capacity + 1, (tokens,), generator=gen).to(device)
 
+    def fill(self, values):
+        """Set every key; codes hold small integers exactly."""
+        slots = torch.arange(self.keys.num_slots, device=self.keys.data.device)
+        write_kv(self.keys, values.to(slots.device), slots, backend="reference")
+
+    def quantize(self, query_format):
+        """Replace queries and weights by codes."""
+        none = self.weights.new_empty((self.q.shape[0], 0))
+        self.q, self.weights = quantize_index_queries(
+            self.q,
+            none,
+            none,
+            self.weights,
+            rotate=False,
+            query_format=query_format,
+            backend="reference",
+        )
+
+    def queries(self, rows):
+        if isinstance(self.q, QuantizedTensor):
+            return QuantizedTensor(self.q.codes[rows], self.q.scales[rows], None, MXFP4)
+        return self.q[rows]
+
     def arguments(self, top_k, rows=slice(None)):
         return {
-            "q": self.q[rows],
+            "q": self.queries(rows),
             "weights": self.weights[rows],
             "keys": self.keys,
             "page_table": self.table,
@@ -286,20 +568,21 @@ class Case:
     def key(self, token: int, entry: int) -> torch.Tensor:
         size = self.keys.page_size
         page = int(self.table[self.sequence[token], entry // size])
-        return self.keys.data[page, entry % size]
+        slot = torch.tensor(page * size + entry % size, device=self.keys.data.device)
+        return read_kv(self.keys, slot, torch.float32, backend="reference")
 
     def oracle(self, top_k: int) -> torch.Tensor:
         k = min(top_k, self.capacity)
-        out = []
-        for t in range(self.q.shape[0]):
+        out, values = [], values_of(self.q)
+        for t in range(values.shape[0]):
             scores = []
             for c in range(int(self.visible[t])):
-                dots = [float(q @ self.key(t, c)) for q in self.q[t]]
+                dots = [float(q @ self.key(t, c)) for q in values[t]]
                 pairs = zip(self.weights[t].tolist(), dots, strict=True)
                 scores.append((-sum(w * max(x, 0.0) for w, x in pairs), c))
             ids = sorted(c for _, c in sorted(scores)[:k])
             out.append(ids + [-1] * (k - len(ids)))
-        return torch.tensor(out, dtype=torch.int64, device=self.q.device).view(-1, k)
+        return torch.tensor(out, dtype=torch.int64, device=values.device).view(-1, k)
 
 
 @st.composite
@@ -317,6 +600,61 @@ def cases(draw: st.DrawFn):
 def test_selects_as_a_sort_does(device, drawn, top_k):
     case = Case(*drawn, device=device)
     assert_bitwise(case.run(top_k), case.oracle(top_k))
+
+
+key_formats = st.sampled_from(["plain", *COMPACT_FORMATS])
+query_formats = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, *QUERY_FORMATS])
+
+
+def compact_case(drawn, key_format, query_format, device, d=32, dtype=torch.bfloat16, heads=2):
+    """A case of these formats; a dtype as the format of queries stands for itself."""
+    case = Case(*drawn, device=device, d=d, heads=heads, dtype=dtype, entry_format=key_format)
+    if isinstance(query_format, str):
+        case.quantize(query_format)
+    else:
+        case.q = case.q.to(query_format)
+    return case
+
+
+@given(cases(), st.integers(1, 14), key_formats, query_formats, st.sampled_from([32, 96]))
+def test_codes_are_selected_as_a_sort_does(device, drawn, top_k, key_format, query_format, d):
+    """Codes hold the small integers exactly, so the oracle is that of plain entries."""
+    case = compact_case(drawn, key_format, query_format, device, d)
+    assert_bitwise(case.run(top_k), case.oracle(top_k))
+
+
+@given(cases(), st.integers(1, 14), st.sampled_from(COMPACT_FORMATS), st.data())
+def test_hidden_codes_have_no_effect(device, drawn, top_k, key_format, data):
+    """Bytes of NaN in every page that a token may not see, and pages that are not there."""
+    case = compact_case(drawn, key_format, torch.bfloat16, device)
+    if not case.q.shape[0]:
+        return
+    token = data.draw(st.integers(0, case.q.shape[0] - 1))
+    expected = case.run(top_k)[token : token + 1]
+    size, shown, row = case.keys.page_size, int(case.visible[token]), int(case.sequence[token])
+    used = -(-shown // size)
+    kept = case.table[row, :used].tolist()
+    other = [p for p in range(case.keys.num_pages) if p not in kept]
+    case.keys.data[other] = 0xFF
+    if shown % size:
+        nan = torch.full((size, 32), torch.nan, device=device)
+        slots = kept[-1] * size + torch.arange(size, device=device)
+        slots[: shown % size] = -1
+        write_kv(case.keys, nan, slots, backend="reference")
+    case.table[row, used:] = -1
+    assert_bitwise(case.run(top_k, slice(token, token + 1)), expected)
+
+
+@settings(max_examples=10)
+@given(seeds(), st.sampled_from(COMPACT_FORMATS), st.sampled_from(QUERY_FORMATS))
+def test_a_nan_code_ranks_first(device, seed, key_format, query_format):
+    case = compact_case((seed, 2, 1, 2, 4), key_format, query_format, device)
+    case.visible.fill_(8)
+    bad = torch.full((1, 32), torch.nan, device=device)
+    entry = seed % 8
+    slot = case.table[0, entry // 4 : entry // 4 + 1] * 4 + entry % 4
+    write_kv(case.keys, bad, slot, backend="reference")
+    assert case.run(1).tolist() == [[entry], [entry]]
 
 
 @given(cases(), st.integers(1, 14))
@@ -429,7 +767,7 @@ def test_trap_t21_selecting_all_still_scores(seed, visible):
     rest = (case.keys.data, 2, "plain", 0, case.table, case.sequence)
 
     def call(shown):
-        return reference.indexer_select(case.q, case.weights, *rest, shown, 3)
+        return reference.indexer_select(case.q, case.weights, *rest, shown, 3, None)
 
     trace = make_fx(call)(torch.full((3,), 2))
     case.visible.fill_(visible)
@@ -472,15 +810,54 @@ def test_every_way_to_a_long_row(device, small_limits, seed, tokens, table, top_
     assert_bitwise(case.run(top_k), case.run(top_k, backend="reference"))
 
 
+@settings(max_examples=10)
+@given(
+    seeds(),
+    st.integers(1, 5),
+    st.sampled_from([(1, 40, 4), (2, 20, 8), (1, 3, 50)]),
+    st.integers(1, 12),
+    key_formats,
+    query_formats,
+)
+def test_every_way_to_a_long_row_of_codes(
+    device, small_limits, seed, tokens, table, top_k, key_format, query_format
+):
+    case = compact_case((seed, tokens, *table), key_format, query_format, device)
+    assert_bitwise(case.run(top_k), case.run(top_k, backend="reference"))
+
+
 @settings(max_examples=20)
 @given(seeds(), st.integers(1, 4), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_no_entry_left_out_is_better(device, small_limits, seed, tokens, dtype):
-    """Random values: the float64 scores tell, up to twice the error of two nested sums."""
-    heads, d, k = 5, 24, 9
+    heads, d = 5, 24
     case = Case(seed, tokens, 2, 10, 8, device=device, d=d, heads=heads, dtype=dtype)
-    case.keys.data.copy_(normal(seed, case.keys.data.shape))
+    case.fill(normal(seed, (case.keys.num_slots, d)))
     case.q = normal(seed + 1, case.q.shape, dtype).to(device)
     case.weights = normal(seed + 2, case.weights.shape).to(device)
+    check_best(case, 9)
+
+
+@settings(max_examples=15)
+@given(seeds(), st.integers(1, 4), key_formats, query_formats)
+def test_no_code_left_out_is_better(device, small_limits, seed, tokens, key_format, query_format):
+    """Keys of very different sizes, so that their scales matter."""
+    heads, d = 5, 64
+    case = compact_case((seed, tokens, 2, 10, 8), key_format, torch.float32, device, d, heads=heads)
+    spread = torch.randint(-3, 4, (case.keys.num_slots, 1), generator=generator(seed))
+    case.fill(normal(seed, (case.keys.num_slots, d)) * torch.exp2(spread))
+    case.q = normal(seed + 1, case.q.shape).to(device)
+    case.weights = normal(seed + 2, case.weights.shape).to(device)
+    if isinstance(query_format, str):
+        case.quantize(query_format)
+    else:
+        case.q = case.q.to(query_format)
+    check_best(case, 9)
+
+
+def check_best(case, k):
+    """The float64 scores tell, up to twice the error of two nested sums."""
+    values, device = values_of(case.q), case.weights.device
+    tokens, heads, d = values.shape
     ids = case.run(k)
     for t in range(tokens):
         shown = int(case.visible[t])
@@ -490,7 +867,7 @@ def test_no_entry_left_out_is_better(device, small_limits, seed, tokens, dtype):
         if shown <= k:
             continue
         keys = torch.stack([case.key(t, c) for c in range(shown)]).double()
-        q, w = case.q[t].double(), case.weights[t].double()
+        q, w = values[t].double(), case.weights[t].double()
         scores = (torch.relu(keys @ q.T) * w).sum(1)
         sizes = (keys.abs() @ q.abs().T * w.abs()).sum(1)
         error = 2 * (d + heads + 2) * 2.0**-24 * float(sizes.max())
@@ -532,10 +909,29 @@ def test_too_large_a_selection_is_left_to_the_reference():
         assert_bitwise(case.run(4500), case.oracle(4500))
 
 
-def test_two_runs_have_the_same_bits(device):
-    case = Case(7, 4, 2, 10, 8, device=device)
-    case.keys.data.copy_(normal(7, case.keys.data.shape))
+@pytest.mark.parametrize("key_format", ["plain", *COMPACT_FORMATS])
+def test_two_runs_have_the_same_bits(device, key_format):
+    case = Case(7, 4, 2, 10, 8, device=device, d=32, entry_format=key_format)
+    case.fill(normal(7, (case.keys.num_slots, 32)))
     assert_bitwise(case.run(9), case.run(9))
+
+
+@pytest.mark.parametrize("key_format", COMPACT_FORMATS)
+def test_compact_pages_with_strides(device, key_format):
+    """Pages further apart than their bytes; at odd addresses only the reference reads FP8."""
+    case = Case(5, 3, 2, 4, 2, device=device, d=32, entry_format=key_format)
+    expected, packed = case.run(3), case.keys.data
+    size = packed.shape[1]
+    for begin in (4, 3):
+        wide = torch.full((packed.shape[0], size + 8), 0xFF, dtype=torch.uint8, device=device)
+        data = wide[:, begin : begin + size]
+        data.copy_(packed)
+        case.keys = Pages(data, 2, key_format, 32, 0)
+        assert_bitwise(case.run(3), expected)
+    if device.type == "cuda" or key_format == "index_mxfp4":
+        return
+    with interpret_triton():
+        assert "multiples of 4 bytes" in str(explain(indexer_select, **case.arguments(3)))
 
 
 @pytest.mark.gpu
@@ -550,6 +946,38 @@ def test_a_graph_replays_with_other_lengths(capacity):
     def step():
         case.q = indexer_queries(q, cos, sin, rotate_quantize=True)
         return case.q, case.run(512)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for lengths in ([0, 0, 0], [capacity, 600, 512], [7, capacity - 1, capacity // 2]):
+        case.visible.copy_(torch.tensor(lengths))
+        q.copy_(normal(lengths[0], q.shape))
+        for x in outputs:
+            x.fill_(-7)
+        graph.replay()
+        replayed = [x.clone() for x in outputs]
+        for a, b in zip(replayed, step(), strict=True):
+            assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("key_format", "query_format"), [*zip(COMPACT_FORMATS, QUERY_FORMATS, strict=True)]
+)
+def test_a_graph_of_codes_replays(key_format, query_format):
+    device, capacity = torch.device("cuda"), 4096
+    case = Case(0, 3, 2, 64, 64, device=device, d=128, heads=64, entry_format=key_format)
+    q, cos, sin = queries_of(1, 3, 64, 128, 64, torch.bfloat16, device)
+    weights = case.weights
+    case.visible.fill_(5)
+
+    def step():
+        case.q, case.weights = quantize_index_queries(
+            q, cos, sin, weights, rotate=True, query_format=query_format
+        )
+        return case.weights, case.run(512)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -604,7 +1032,7 @@ def test_select_contract(device):
     args = (case.q, case.weights, keys.data, 4, "plain", 0, case.table, case.sequence, case.visible)
     op = torch.ops.dsv4.indexer_select.default
     for top_k in (3, 100):
-        torch.library.opcheck(op, (*args, top_k, "auto"), test_utils=tests)
+        torch.library.opcheck(op, (*args, top_k, None, "auto"), test_utils=tests)
     expected = case.run(3)
 
     def call(q, weights):
@@ -617,6 +1045,60 @@ def test_select_contract(device):
     case.visible = case.visible.int()
     assert_bitwise(case.run(3), expected)
     assert case.run(3, slice(0, 0)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("key_format", "query_format"),
+    [("plain", "fp8"), ("index_fp8", "fp8"), ("index_mxfp4", "mxfp4"), ("index_fp8", None)],
+)
+def test_select_contract_of_codes(device, key_format, query_format):
+    torch.compiler.reset()
+    query_format = query_format or torch.bfloat16
+    case = compact_case((0, 4, 2, 2, 4), key_format, query_format, device)
+    parts = case.q, None
+    if isinstance(case.q, QuantizedTensor):
+        parts = case.q.codes, case.q.scales
+    keys, rest = case.keys, (case.table, case.sequence, case.visible)
+    args = (parts[0], case.weights, keys.data, 4, key_format, 0, *rest, 3, parts[1], "auto")
+    op = torch.ops.dsv4.indexer_select.default
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, args, test_utils=tests)
+    assert_pure(op, *args)
+    expected = case.run(3)
+
+    def call(weights):
+        return indexer_select(case.q, weights, keys, *rest, top_k=3)
+
+    assert_bitwise(torch.compile(call, fullgraph=True, backend="aot_eager")(case.weights), expected)
+    assert case.run(3, slice(0, 0)).shape == (0, 3)
+    if isinstance(case.q, QuantizedTensor):
+        case.q = QuantizedTensor(*map(strided, parts), None, MXFP4)
+    elif case.q.dtype == torch.float8_e4m3fn:
+        case.q = strided(case.q.view(torch.uint8)).view(case.q.dtype)
+    else:
+        case.q = strided(case.q)
+    assert_bitwise(case.run(3), expected)
+
+
+def test_bad_codes_are_named():
+    case = compact_case((0, 4, 2, 2, 4), "index_mxfp4", "mxfp4", "cpu")
+    case.q = QuantizedTensor(case.q.codes[..., :8], case.q.scales, None, MXFP4)
+    with pytest.raises(
+        ValueError, match=r"q\.codes has shape \[4, 2, 8\], wanted \[any, any, 16\]"
+    ):
+        case.run(3)
+    other = {"q": quantize(torch.zeros(4, 2, 32), NVFP4)}
+    with pytest.raises(ValueError, match="q is a linear nvfp4 matrix, wanted a linear mxfp4 one"):
+        indexer_select(**(case.arguments(3) | other))
+    case.q = torch.zeros(4, 2, 16, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="q has dtype uint8, wanted bfloat16"):
+        case.run(3)
+    case.q = torch.zeros(4, 2, 28).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"q has shape \[4, 2, 28\], wanted \[any, any, 32\]"):
+        case.run(3)
+    case.keys = Pages(case.keys.data, 4, "index_int8", 32, 0)
+    with pytest.raises(ValueError, match=r"keys\.entry_format is 'index_int8', wanted one of"):
+        case.run(3)
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,14 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def run_chunks(
-    model: DeepseekV4ForCausalLM, prompts: list[list[int]], chunks: list[list[int]]
+    model: DeepseekV4ForCausalLM,
+    prompts: list[list[int]],
+    chunks: list[list[int]],
+    index_format: str = "plain",
 ) -> list[torch.Tensor]:
     """Logits of every token of every prompt; prompt b enters in pieces of ``chunks[b]``."""
     longest = max(map(len, prompts))
-    cache = model.new_cache(len(prompts), longest, longest)
+    cache = model.new_cache(len(prompts), longest, longest, index_format)
     rows = torch.tensor([cache.allocate() for _ in prompts], device=model.device)
     at = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -126,6 +129,43 @@ def _chunkings_agree(config: ModelConfig, data: st.DataObject, seed: int) -> Non
             dense = model(torch.tensor([prompt]))[0]
             assert distance(in_pieces, dense) < EXACT
             assert distance(single, dense) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@given(seed=st.integers(0, 2**31), data=st.data())
+@settings(max_examples=5)
+def test_mxfp4_index_keys_change_no_bit(dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
+    """DeepSeek's numerics round index queries and keys to MXFP4 whatever holds them."""
+    config = ModelConfig.tiny(layer_types=(CSA,), index_topk=3, numerics="deepseek")
+    model, ids = random_model(config, seed, dtype), tokens(config, seed, LENGTH).tolist()
+    chunks = [data.draw(chunkings(LENGTH))]
+    with torch.no_grad():
+        plain, compact = (
+            run_chunks(model, [ids], chunks, name)[0] for name in ("plain", "index_mxfp4")
+        )
+    assert torch.equal(plain, compact)
+
+
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+@pytest.mark.parametrize("index_format", ["index_fp8", "index_mxfp4"])
+def test_the_index_format_matters_only_where_entries_are_chosen(
+    numerics: str, index_format: str
+) -> None:
+    """Logits are those of plain keys while all entries are taken, and chunks agree beyond."""
+    config = ModelConfig.tiny(layer_types=(CSA,), index_topk=3, numerics=numerics)
+    model, ids = random_model(config, 0, torch.float32), tokens(config, 0, LENGTH).tolist()
+    with torch.no_grad():
+        plain, compact, single = (
+            run_chunks(model, [ids], [chunks], name)[0]
+            for name, chunks in (
+                ("plain", [LENGTH]),
+                (index_format, [LENGTH]),
+                (index_format, [1] * LENGTH),
+            )
+        )
+    every = 3 * config.compress_rates.csa
+    assert torch.equal(plain[:every], compact[:every])
+    assert distance(single, compact) < 1e-4
 
 
 @given(config=tiny_configs(), seed=st.integers(0, 2**31), cut=st.integers(1, LENGTH - 1))

@@ -21,7 +21,7 @@ REGISTER_FILE = 65536
 KERNEL_OPS = {row.op for row in dispatch.IMPLEMENTATIONS if row.name == "triton"}
 # Operators whose launchers write NVFP4 codes, which Blackwell converts by an instruction.
 E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rotate_quantize"}
-E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4"}
+E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4", "quantize_index_queries", "compress_write"}
 
 
 def compiled(arch):

@@ -21,7 +21,7 @@ from dsv4.bench.check import (
 )
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
 from dsv4.formats import QuantizedTensor
-from dsv4.ops import read_kv
+from dsv4.ops import dequantize, read_kv
 from dsv4.pages import Pages
 
 _CHUNK = 64 << 20  # bytes of gathered entries at a time
@@ -271,7 +271,7 @@ def rotated_fp4(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     group's largest value lies within d of a border between two scales, of either.
     """
     x = widen(problem.args[0])
-    exact = x @ _hadamard(x.shape[-1]).to(x.device)
+    exact = x @ hadamard(x.shape[-1]).to(x.device)
     summed = sum_error(x.shape[-1].bit_length()) * x.abs().sum(-1, keepdim=True)
     slack = summed * x.shape[-1] ** -0.5 + storing(exact, problem.args[0].dtype)
     groups, loose = exact.unflatten(-1, (-1, 32)).abs(), slack.unflatten(-1, (-1, 32))
@@ -297,7 +297,8 @@ def _nearest_fp4(x: torch.Tensor) -> torch.Tensor:
     return ((size / step).round() * step * scale).copysign(groups).flatten(-2)
 
 
-def _hadamard(d: int) -> torch.Tensor:
+def hadamard(d: int) -> torch.Tensor:
+    """Sylvester's matrix times ``d^-0.5``, float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < d:
         top = torch.cat((matrix, matrix), 1)
@@ -308,7 +309,9 @@ def _hadamard(d: int) -> torch.Tensor:
 def selection(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """Ids exact but for ties within the error of two nested sums."""
     q, weights, pages, table, sequence, visible = problem.args
-    q, weights, size = widen(q), widen(weights), pages.page_size
+    if isinstance(q, QuantizedTensor):
+        q = dequantize(q, torch.float64, backend="reference")
+    q, weights, size = q.to(torch.float64), widen(weights), pages.page_size
     slots = table.long()[:, :, None] * size + torch.arange(size, device=q.device)
     keys = read_kv(pages, slots.flatten(1), torch.float64, backend="reference")
     tokens, capacity = q.shape[0], keys.shape[1]

@@ -272,6 +272,7 @@ MAKERS: dict[str, Maker] = {
     "window_slots": sequence_cases.window_slots,
     "norm_rope_write_kv": fused_cases.norm_rope_write_kv,
     "indexer_queries": fused_cases.indexer_queries,
+    "quantize_index_queries": fused_cases.quantize_index_queries,
     "write_kv": sequence_cases.write_kv,
     "read_kv": sequence_cases.read_kv,
     "fake_quantize_kv": sequence_cases.fake_quantize_kv,

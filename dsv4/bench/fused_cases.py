@@ -13,6 +13,7 @@ from dsv4.bench.check import bitwise
 from dsv4.bench.fused_judges import QUANTIZED, as_parts
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.ops.indexer import QUERY_FORMATS
 from dsv4.pages import Pages
 
 _EPS = {"eps": 1e-6}
@@ -211,3 +212,23 @@ def indexer_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     sizes = {"h": heads, "d": d, "R": c.qk_rope_head_dim}
     yield Case("indexer_queries", "", sizes, tokens, build)
+
+
+def quantize_index_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The same to codes; scales go with them or into the heads' weights."""
+    heads, d = c.index_n_heads, c.index_head_dim
+
+    def build(draw: Draw, query_format: str) -> Problem:
+        args = (
+            draw.normal(tokens, heads, d),
+            *_tables(c, tokens, draw),
+            draw.normal(tokens, heads),
+        )
+        kwargs = {"rotate": True, "query_format": query_format, "weight_scale": (d * heads) ** -0.5}
+        judge = fused_judges.as_reference
+        return Problem(ops.quantize_index_queries, args, kwargs, judge, nbytes(*args))
+
+    sizes = {"h": heads, "d": d, "R": c.qk_rope_head_dim}
+    for name in QUERY_FORMATS:
+        made = functools.partial(build, query_format=name)
+        yield Case("quantize_index_queries", name, sizes, tokens, made)

@@ -18,7 +18,7 @@ from dsv4 import ops
 from dsv4.bench import budgets
 from dsv4.bench.check import FUNCTION, Judge, U, combine, compare, same, storing, sum_error
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
-from dsv4.pages import Pages
+from dsv4.pages import FP4_GROUP, Pages
 from dsv4.testing.assertions import unit_roundoff
 
 
@@ -31,6 +31,14 @@ def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
         return combine(*(same(a, w, n) for a, w, n in zip(actual, wanted, names, strict=True)))
 
     return judge
+
+
+def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Every output equals, bit for bit, what the reference gives for the same inputs."""
+    wanted = problem.run("reference")
+    return combine(
+        *(same(a, w, f"output {i}") for i, (a, w) in enumerate(zip(actual, wanted, strict=True)))
+    )
 
 
 QUANTIZED = ("codes", "scales", "global scale")
@@ -161,6 +169,11 @@ def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Ver
     exact = ops.rope(normed, cos, sin, backend="reference")
     error = _rotated_error(normed, error + 4 * U * normed.abs(), cos, sin)
     error = error + storing(exact, torch.bfloat16)
+    if problem.kwargs.get("rotate_quantize"):
+        matrix = budgets.hadamard(exact.shape[-1]).to(exact.device)
+        exact, error = exact @ matrix, error @ matrix.abs()
+        error = error + sum_error(exact.shape[-1].bit_length()) * exact.abs().amax(-1, keepdim=True)
+        error = error + storing(exact, torch.bfloat16)
     number = positions.div(problem.args[2].shape[0], rounding_mode="floor")
     slots = ops.entry_slots(table, pages.page_size, sequence, number, backend="reference")
     live, budget = slots >= 0, error + _rounding(pages, exact, error)
@@ -177,6 +190,15 @@ def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.T
     """What storing entries adds to their ``error``."""
     if pages.entry_format == "plain":
         return storing(exact, pages.data.dtype)
+    if pages.entry_format == "index_fp8":
+        size = exact.abs() + error
+        return _half_step(size, size.amax(-1, keepdim=True))
+    if pages.entry_format == "index_mxfp4":
+        groups = (exact.abs() + error).unflatten(-1, (-1, FP4_GROUP))
+        scale = torch.exp2(torch.ceil(torch.log2(groups.amax(-1, keepdim=True) / 6)))
+        # Half the distance of E2M1 values around each.
+        binade = torch.exp2(torch.floor(torch.log2(groups / scale)).clamp(min=0))
+        return (binade * scale * 0.25).flatten(-2)
     kept = pages.layout.nope_dim
     size = (exact.abs() + error)[..., :kept]
     groups = torch.nn.functional.pad(size, (0, -kept % 64)).unflatten(-1, (-1, 64))

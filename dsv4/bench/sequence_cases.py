@@ -12,7 +12,8 @@ from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
-from dsv4.pages import Pages
+from dsv4.ops.indexer import QUERY_FORMATS
+from dsv4.pages import COMPACT_FORMATS, Pages, entry_layout
 
 _PAGE = 64
 _SEQUENCES = 4  # at most: tokens share sequences, as in a prefill
@@ -88,13 +89,24 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
 
 
 def compress_write(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """The same on to the cache: norm, rotation, FP8, pages."""
+    """The same on to the cache: norm, rotation, FP8, pages; and to compact index keys."""
     for name, ratio, overlap in _compression(c):
-        yield _compress_write(c, tokens, name, ratio, overlap)
+        yield _compress_write(c, c.head_dim, tokens, name, ratio, overlap, "fp8")
+    for name in COMPACT_FORMATS:
+        ratio, d = c.compress_rates.csa, c.index_head_dim
+        yield _compress_write(c, d, tokens, name, ratio, True, name)
 
 
-def _compress_write(c: ModelConfig, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
-    d, inner = c.head_dim, _update(c.head_dim, tokens, name, ratio, overlap)
+def _compress_write(
+    c: ModelConfig,
+    d: int,
+    tokens: int,
+    name: str,
+    ratio: int,
+    overlap: bool,
+    entry_format: str,
+) -> Case:
+    inner = _update(d, tokens, name, ratio, overlap)
     size = max(1, 256 // ratio)
 
     def build(draw: Draw) -> Problem:
@@ -102,11 +114,16 @@ def _compress_write(c: ModelConfig, tokens: int, name: str, ratio: int, overlap:
         batch = update.args[6].shape[0]
         count = -(-(3 + tokens // ratio + 1) // size)
         table = draw.permutation((batch + 1) * count).view(batch + 1, count)
-        pages = Pages.allocate(table.numel(), size, d, c.qk_rope_head_dim, device=draw.device)
+        pages = Pages.allocate(
+            table.numel(), size, d, c.qk_rope_head_dim, entry_format, device=draw.device
+        )
         weight = draw.normal(d)
         frequencies = torch.as_tensor(c.rope_compress.inv_freq(), dtype=torch.float32)
-        kwargs = {"overlap": overlap, "eps": 1e-6, "inv_freq": frequencies.to(draw.device)}
-        entry = pages.layout.data_bytes + pages.layout.scale_bytes
+        kwargs: dict[str, Any] = {"overlap": overlap, "eps": 1e-6}
+        kwargs["inv_freq"] = frequencies.to(draw.device)
+        if entry_format in COMPACT_FORMATS:
+            kwargs["rotate_quantize"] = True
+        entry = _entry_bytes(pages)
         assert update.writes is not None
         return Problem(
             _write_compressed,
@@ -149,28 +166,46 @@ def indexer_rotate_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 def indexer_select(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Entries of a few sequences; the first token sees fewer than it wants."""
+    for name in ("", *QUERY_FORMATS):
+        yield _select(c, tokens, name)
+
+
+def _select(c: ModelConfig, tokens: int, name: str) -> Case:
+    """Queries and keys in the same format, bfloat16 if it has no name."""
     h, d = c.index_n_heads, c.index_head_dim
     per_sequence = -(-_context(c) // c.compress_rates.csa // _PAGE)
     batch, capacity = min(tokens, _SEQUENCES), per_sequence * _PAGE
 
     def build(draw: Draw) -> Problem:
-        data = draw.normal(batch * per_sequence, _PAGE, d)
-        pages = Pages(data, _PAGE, "plain", d, c.qk_rope_head_dim)
+        pages = _index_keys(draw, batch * per_sequence, d, f"index_{name}" if name else "plain")
         table = draw.permutation(batch * per_sequence).view(batch, per_sequence).to(torch.int32)
         sequence = torch.arange(tokens, device=draw.device) % batch
         visible = draw.integers(capacity - _PAGE, capacity + 1, (tokens,))
         visible[0] = visible[0] if tokens == 1 else c.index_topk // 2
-        q = draw.normal(tokens, h, d)
+        q: Any = draw.normal(tokens, h, d)
         weights = draw.normal(tokens, h, dtype=torch.float32, scale=(d * h) ** -0.5)
+        if name:
+            none = q.new_empty((tokens, 0))
+            q, weights = ops.quantize_index_queries(
+                q, none, none, weights, rotate=False, query_format=name, backend="reference"
+            )
         args = (q, weights, pages, table, sequence, visible)
         flops = 2 * h * d * int(visible.sum())
-        reads = nbytes(data, q, weights, table)
+        reads = nbytes(pages.data, q, weights, table)
         return Problem(
             ops.indexer_select, args, {"top_k": c.index_topk}, budgets.selection, reads, flops
         )
 
     sizes = {"h": h, "d": d, "C": capacity, "k": c.index_topk}
-    yield Case("indexer_select", "", sizes, tokens, build)
+    return Case("indexer_select", name, sizes, tokens, build)
+
+
+def _index_keys(draw: Draw, count: int, d: int, entry_format: str) -> Pages:
+    """Pages that hold random keys."""
+    pages = Pages.allocate(count, _PAGE, d, 0, entry_format, device=draw.device)
+    slots = torch.arange(pages.num_slots, device=draw.device)
+    ops.write_kv(pages, draw.normal(pages.num_slots, d), slots, backend="reference")
+    return pages
 
 
 def _paging(c: ModelConfig, tokens: int, draw: Draw, pages: int) -> tuple:
@@ -223,7 +258,8 @@ def window_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def _entry_bytes(pages: Pages) -> int:
-    return pages.layout.data_bytes + pages.layout.scale_bytes
+    layout = entry_layout(pages.entry_format, pages.head_dim, pages.rope_dim)
+    return layout.data_bytes + layout.scale_bytes
 
 
 def _filled(c: ModelConfig, entries: int, draw: Draw) -> Pages:

@@ -9,9 +9,16 @@ from torch import nn
 
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, ModelConfig
+from dsv4.formats import QuantizedTensor
 from dsv4.layers._pooling import PoolingModule, plain_pages
 from dsv4.layers.linear import Linear
-from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
+from dsv4.ops.indexer import (
+    indexer_queries,
+    indexer_rotate_quantize,
+    indexer_select,
+    quantize_index_queries,
+)
+from dsv4.pages import COMPACT_FORMATS
 
 
 class DeepseekV4IndexerScorer(nn.Module):
@@ -28,7 +35,12 @@ class DeepseekV4IndexerScorer(nn.Module):
         """``[..., H]`` to ``[..., heads]`` float32, both scales included."""
         weights = self.weights_proj(hidden_states)
         wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        return wide * (self.softmax_scale * self.weights_scaling)
+        return wide * self.scale
+
+    @property
+    def scale(self) -> float:
+        """Both scales of the weights (specification section 6, step 4)."""
+        return self.softmax_scale * self.weights_scaling
 
     def forward(
         self, q: torch.Tensor, compressed_kv: torch.Tensor, hidden_states: torch.Tensor
@@ -60,14 +72,39 @@ class DeepseekV4Indexer(PoolingModule):
 
     def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Index queries ``[..., heads, d]``: projected, rotated, quantised; no norm per head."""
+        q, cos, sin = self._project_queries(q_residual, position_ids)
+        rotate_quantize = self.numerics == "deepseek"
+        rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
+        return rotated.view(q.shape)
+
+    def _project_queries(
+        self, q_residual: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[..., heads, d]`` before rotation, and a row of tables for each token."""
         q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
         cos, sin = (
             table.expand(*q.shape[:-2], -1).flatten(0, -2)
             for table in self.rotary_emb(q, position_ids, self.rope_layer_type)
         )
-        rotate_quantize = self.numerics == "deepseek"
-        rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
-        return rotated.view(q.shape)
+        return q, cos, sin
+
+    def _weighted_queries(
+        self,
+        hidden_states: torch.Tensor,
+        q_residual: torch.Tensor,
+        positions: torch.Tensor,
+        entry_format: str,
+    ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
+        """Queries and weights of a flat batch, in codes if keys are."""
+        if entry_format not in COMPACT_FORMATS:
+            return self.queries(q_residual, positions), self.scorer.weights(hidden_states)
+        return quantize_index_queries(
+            *self._project_queries(q_residual, positions),
+            self.scorer.weights_proj(hidden_states),
+            rotate=self.numerics == "deepseek",
+            query_format=entry_format.removeprefix("index_"),
+            weight_scale=self.scorer.scale,
+        )
 
     def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
         """Update the indexer's state and store the keys that closed."""
@@ -91,10 +128,10 @@ class DeepseekV4Indexer(PoolingModule):
         layer, batch = step.cache.layers[layer_idx], step.batch
         assert layer.indexer_pages is not None
         assert layer.compressed_table is not None
+        pages = layer.indexer_pages
         return indexer_select(
-            self.queries(q_residual, batch.positions),
-            self.scorer.weights(hidden_states),
-            layer.indexer_pages,
+            *self._weighted_queries(hidden_states, q_residual, batch.positions, pages.entry_format),
+            pages,
             layer.compressed_table,
             batch.sequence_of_token,
             self.visible(batch.positions),

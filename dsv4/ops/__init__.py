@@ -11,7 +11,12 @@ from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
-from dsv4.ops.indexer import indexer_queries, indexer_rotate_quantize, indexer_select
+from dsv4.ops.indexer import (
+    indexer_queries,
+    indexer_rotate_quantize,
+    indexer_select,
+    quantize_index_queries,
+)
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute
 from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
@@ -47,6 +52,7 @@ __all__ = [
     "pool_windows",
     "prefix_slots",
     "quantize",
+    "quantize_index_queries",
     "read_kv",
     "rms_norm",
     "rms_norm_pair",

@@ -7,7 +7,7 @@ import torch
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops.kv_cache import check_pages
-from dsv4.pages import Pages
+from dsv4.pages import PAGE_FORMATS, Pages
 
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -229,6 +229,9 @@ def compress_write(
     where ``entry_slots`` finds it; one whose page is negative or that lies past the table is
     skipped. Mutates ``state`` in the rows ``sequences``, and the pages.
 
+    Before ``"index_fp8"`` and ``"index_mxfp4"`` pages ``rotate_quantize`` asks for the Hadamard
+    transform alone, rounded to ``dtype``: they round by themselves, the latter to the same values.
+
     Args:
         kv: ``[T, c*d]``; see ``compressor_update``, as for the six that follow.
         score: ``[T, c*d]``, WITHOUT ape.
@@ -243,7 +246,8 @@ def compress_write(
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on of a sequence.
         overlap: Whether windows overlap.
         eps: Of the norm.
-        rotate_quantize: Whether the Hadamard transform and the rounding to FP4 follow.
+        rotate_quantize: Whether the Hadamard transform and the rounding to FP4 follow; the latter
+            not in compact index pages.
         dtype: Of the entries before they are stored: bfloat16, float32 or float64.
         table_dtype: What cosines and sines are rounded to; transformers takes the model's dtype.
         backend: Implementation name, see ``dsv4.dispatch``.
@@ -260,7 +264,7 @@ def compress_write(
     _check.floating(op, "norm_weight", norm_weight)
     _check.dtype(op, "inv_freq", inv_freq, torch.float32)
     _check.integer(op, "page_table", page_table)
-    check_pages(op, "pages", pages)
+    check_pages(op, "pages", pages, PAGE_FORMATS)
     width = kv.shape[1] // 2 if overlap else kv.shape[1]
     _check.shape(op, "norm_weight", norm_weight, [width])
     _check.shape(op, "inv_freq", inv_freq, [None])

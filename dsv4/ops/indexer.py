@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR, MXFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops.kv_cache import check_pages
-from dsv4.pages import Pages
+from dsv4.pages import FP4_GROUP, PAGE_FORMATS, Pages
+
+QUERY_FORMATS = ("fp8", "mxfp4")
 
 
 def _rotate_fake(x: torch.Tensor, backend: str) -> torch.Tensor:
@@ -18,6 +21,27 @@ def _queries_fake(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool, backend: str
 ) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _quantize_fake(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weights: torch.Tensor,
+    rotate: bool,
+    query_format: str,
+    weight_scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, heads, d = q.shape
+    wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    folded = weights.new_empty((tokens, heads), dtype=wide)
+    if query_format == "mxfp4":
+        codes = q.new_empty((tokens, heads, d // 2), dtype=torch.uint8)
+    else:
+        codes = q.new_empty((tokens, heads, d), dtype=torch.float8_e4m3fn)
+    groups = d // FP4_GROUP if query_format == "mxfp4" else 0
+    return codes, q.new_empty((tokens, heads, groups), dtype=torch.float8_e8m0fnu), folded
 
 
 def _select_fake(
@@ -31,6 +55,7 @@ def _select_fake(
     sequence_of_token: torch.Tensor,
     visible: torch.Tensor,
     top_k: int,
+    query_scales: torch.Tensor | None,
     backend: str,
 ) -> torch.Tensor:
     k = torch.sym_min(top_k, page_table.shape[1] * page_size)
@@ -45,10 +70,15 @@ _indexer_queries = define(
     "-> Tensor",
     _queries_fake,
 )
+_quantize_index_queries = define(
+    "quantize_index_queries(Tensor q, Tensor cos, Tensor sin, Tensor weights, bool rotate, "
+    "str query_format, float weight_scale, str backend) -> (Tensor, Tensor, Tensor)",
+    _quantize_fake,
+)
 _indexer_select = define(
     "indexer_select(Tensor q, Tensor weights, Tensor data, int page_size, str entry_format, "
     "int rope_dim, Tensor page_table, Tensor sequence_of_token, Tensor visible, SymInt top_k, "
-    "str backend) -> Tensor",
+    "Tensor? query_scales, str backend) -> Tensor",
     _select_fake,
 )
 
@@ -108,10 +138,74 @@ def indexer_queries(
         ValueError: if a shape differs, d is odd, or with ``rotate_quantize`` is not a power of two
             of at least 32, or the tensors are on different devices.
     """
-    op = "indexer_queries"
+    _check_queries("indexer_queries", q, cos, sin, rotate_quantize)
+    return _indexer_queries(q, cos, sin, rotate_quantize, backend)
+
+
+def quantize_index_queries(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    rotate: bool,
+    query_format: str,
+    weight_scale: float = 1.0,
+    backend: str = "auto",
+) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
+    """Index queries in 8 or 4 bits, and the weights to go with them (section 6).
+
+    ``rope`` on the last R dims, then if asked the Hadamard transform, each rounded to ``q.dtype``,
+    then rounding to codes. ``"fp8"``: E4M3 with one scale ``2 ^ ceil(log2(max(amax, 1e-4) / 448))``
+    per token and head, which is multiplied into the weight, because ``w * relu(s q . k) = w s *
+    relu(q . k)``. ``"mxfp4"``: MXFP4 as ``quantize`` makes it; its scales stay with the codes. The
+    values are then those of ``indexer_queries`` with ``rotate_quantize``.
+
+    A head with a NaN or an Inf has NaN codes and a NaN weight, or NaN scales.
+
+    Args:
+        q: ``[T, h, d]``, d even; float16 only without ``rotate``.
+        cos: ``[T, R/2]`` with ``R <= d``, one row for all heads of a token.
+        sin: As ``cos``.
+        weights: ``[T, h]``, of the heads.
+        rotate: Whether the Hadamard transform is made; keys must agree.
+        query_format: ``"fp8"`` or ``"mxfp4"``; any goes with keys of any format.
+        weight_scale: Multiplied into the weights: ``d^-0.5 * h^-0.5`` unless they have it.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(queries, weights)`` for ``indexer_select``: queries ``[T, h, d]`` in float8_e4m3fn, or
+        as a linear MXFP4 matrix; weights ``[T, h]`` in float32 (float64 if they were).
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits, or ``q`` is float16 and
+            ``rotate`` is set.
+        ValueError: if a shape differs, d is odd, with ``rotate`` not a power of two of at least
+            32 or for ``"mxfp4"`` no multiple of 32, the format is neither, or the tensors are on
+            different devices.
+    """
+    op = "quantize_index_queries"
+    _check.one_of(op, "query_format", query_format, QUERY_FORMATS)
+    _check.floating(op, "weights", weights)
+    _check_queries(op, q, cos, sin, rotate)
+    _check.shape(op, "weights", weights, list(q.shape[:2]))
+    _check.same_device(op, q=q, weights=weights)
+    if query_format == "mxfp4" and q.shape[-1] % FP4_GROUP:
+        raise ValueError(f"{op}: q has {q.shape[-1]} dims, wanted a multiple of {FP4_GROUP}")
+    codes, scales, folded = _quantize_index_queries(
+        q, cos, sin, weights, rotate, query_format, weight_scale, backend
+    )
+    if query_format == "fp8":
+        return codes, folded
+    return QuantizedTensor(codes, scales, None, MXFP4), folded
+
+
+def _check_queries(
+    op: str, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate: bool
+) -> None:
     for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
         _check.floating(op, name, tensor)
-    if rotate_quantize:
+    if rotate:
         _check.dtype(op, "q", q, torch.bfloat16, torch.float32, torch.float64)
     _check.shape(op, "q", q, [None, None, None])
     _check.shape(op, "cos", cos, [q.shape[0], None])
@@ -123,9 +217,8 @@ def indexer_queries(
             f"{op}: q has {d} dims and cos {cos.shape[-1]}, wanted an even number and at most "
             "half of it"
         )
-    if rotate_quantize:
+    if rotate:
         _check_power(op, "q", d)
-    return _indexer_queries(q, cos, sin, rotate_quantize, backend)
 
 
 def _check_power(op: str, name: str, d: int) -> None:
@@ -134,7 +227,7 @@ def _check_power(op: str, name: str, d: int) -> None:
 
 
 def indexer_select(
-    q: torch.Tensor,
+    q: torch.Tensor | QuantizedTensor,
     weights: torch.Tensor,
     keys: Pages,
     page_table: torch.Tensor,
@@ -151,11 +244,12 @@ def indexer_select(
     goes first. A NaN score counts as the highest, so that a NaN goes on to the attention of its own
     token; ids are in range whatever the input holds. Whether a token can take every entry it sees
     depends on ``visible``, which is read on the device: a captured graph may later run with more.
+    Queries and keys in 8 or 4 bits count as the values they stand for, which products hold exactly.
 
     Args:
-        q: ``[T, h, d]``.
-        weights: ``[T, h]``, already scaled by ``d^-0.5 * h^-0.5``.
-        keys: Pages of key entries of d dims.
+        q: ``[T, h, d]``, floating, or what ``quantize_index_queries`` returned.
+        weights: ``[T, h]``, already scaled by ``d^-0.5 * h^-0.5``; of FP8 queries, by theirs too.
+        keys: Pages of key entries of d dims, of any format.
         page_table: ``[S, P]`` int: page ``c // page_size`` of a sequence holds its entry c. Pages
             that hold no visible entry may have any number that is a page, or -1.
         sequence_of_token: ``[T]`` int, row of the table.
@@ -169,13 +263,13 @@ def indexer_select(
 
     Raises:
         TypeError: if a dtype is none of these.
-        ValueError: if a shape differs, the tensors are on different devices, or ``top_k < 1``.
+        ValueError: if a shape or a format differs, the tensors are on different devices, or
+            ``top_k < 1``.
     """
     op = "indexer_select"
-    _check.floating(op, "q", q)
     _check.floating(op, "weights", weights)
-    check_pages(op, "keys", keys)
-    _check.shape(op, "q", q, [None, None, keys.head_dim])
+    check_pages(op, "keys", keys, PAGE_FORMATS)
+    q, scales = _parts(op, q, keys.head_dim)
     _check.shape(op, "weights", weights, list(q.shape[:2]))
     _check.shape(op, "page_table", page_table, [None, None])
     for name, tensor in (("sequence_of_token", sequence_of_token), ("visible", visible)):
@@ -197,5 +291,24 @@ def indexer_select(
         sequence_of_token,
         visible,
         top_k,
+        scales,
         backend,
     )
+
+
+def _parts(
+    op: str, q: torch.Tensor | QuantizedTensor, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries, or their codes, and the scales of those."""
+    if isinstance(q, torch.Tensor):
+        _check.dtype(op, "q", q, *_check.FLOATS, torch.float8_e4m3fn)
+        _check.shape(op, "q", q, [None, None, head_dim])
+        return q, None
+    if q.format != MXFP4 or q.layout != LINEAR:
+        raise ValueError(
+            f"{op}: q is a {q.layout} {q.format.name} matrix, wanted a {LINEAR} {MXFP4.name} one"
+        )
+    _check.shape(op, "q.codes", q.codes, [None, None, head_dim // 2])
+    _check.shape(op, "q.scales", q.scales, [*q.codes.shape[:2], head_dim // FP4_GROUP])
+    _check.same_device(op, q=q.codes, scales=q.scales)
+    return q.codes, q.scales

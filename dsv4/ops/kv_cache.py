@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
-from dsv4.pages import ENTRY_FORMATS, EntryLayout, Pages
+from dsv4.pages import ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages, dims_multiple
 
 __all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "norm_rope_write_kv", "read_kv", "write_kv"]
 
@@ -81,9 +83,18 @@ _norm_rope_write_kv = define(
 )
 
 
-def check_pages(op: str, name: str, pages: Pages) -> None:
-    """Raise unless ``pages.data`` has the shape and dtype that the fields of ``pages`` call for."""
-    _check.one_of(op, f"{name}.entry_format", pages.entry_format, ENTRY_FORMATS)
+def check_pages(op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS) -> None:
+    """Raise unless ``pages.data`` has the shape and dtype that the fields of ``pages`` call for.
+
+    ``formats``: those that the operator takes.
+    """
+    _check.one_of(op, f"{name}.entry_format", pages.entry_format, formats)
+    multiple = dims_multiple(pages.entry_format)
+    if pages.head_dim % multiple:
+        raise ValueError(
+            f"{op}: {name}.head_dim is {pages.head_dim}, wanted a multiple of {multiple} for "
+            f"{pages.entry_format!r}"
+        )
     if pages.entry_format == "plain":
         _check.floating(op, f"{name}.data", pages.data)
         _check.shape(op, f"{name}.data", pages.data, [None, pages.page_size, pages.head_dim])
@@ -104,6 +115,11 @@ def write_kv(
     reads back as NaN; other groups and entries are unaffected. A NaN in the RoPE dims is
     stored as 0x7FC0. ``"plain"``: cast to the pages' dtype.
 
+    Index keys (section 6), rounded to float32 first: ``"index_fp8"`` is E4M3 with one scale ``2 ^
+    ceil(log2(max(amax, 1e-4) / 448))``; an entry with a NaN or an Inf is code 0x7F and scale NaN.
+    ``"index_mxfp4"`` is MXFP4 as ``quantize`` makes it, whose groups of 32 with a NaN or an Inf
+    have codes 0 and scale byte 255. All of them read back as NaN.
+
     Args:
         pages: Where to.
         entries: ``[M, D]``, bfloat16, float32 or float64, after RMS norm and RoPE.
@@ -118,7 +134,7 @@ def write_kv(
     """
     _check.dtype("write_kv", "entries", entries, *_ENTRY_FLOATS)
     _check.integer("write_kv", "slots", slots)
-    check_pages("write_kv", "pages", pages)
+    check_pages("write_kv", "pages", pages, PAGE_FORMATS)
     _check.shape("write_kv", "entries", entries, [None, pages.head_dim])
     _check.shape("write_kv", "slots", slots, [entries.shape[0]])
     _check.same_device("write_kv", pages=pages.data, entries=entries, slots=slots)
@@ -143,7 +159,7 @@ def read_kv(
 ) -> torch.Tensor:
     """Load the entries of the given slots (specification section 7).
 
-    An ``"fp8"`` value is ``E4M3 code * 2^(byte - 127)``, exact in every result dtype but for
+    A value of a byte format is its code times its scale, exact in every result dtype but for
     underflow; scale byte 255 gives NaN.
 
     Args:
@@ -161,7 +177,7 @@ def read_kv(
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
     _check.integer("read_kv", "slots", slots)
-    check_pages("read_kv", "pages", pages)
+    check_pages("read_kv", "pages", pages, PAGE_FORMATS)
     _check.same_device("read_kv", pages=pages.data, slots=slots)
     if dtype not in _ENTRY_FLOATS:
         raise TypeError(f"read_kv: dtype is {dtype}, wanted bfloat16, float32 or float64")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.ops.rope import rope_tables
+from dsv4.pages import COMPACT_FORMATS
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._scatter import put_rows
-from dsv4.reference.indexer import indexer_rotate_quantize
+from dsv4.reference.indexer import indexer_rotate_quantize, rotated
 from dsv4.reference.kv_cache import write_kv
 from dsv4.reference.norm import rms_norm
 from dsv4.reference.rope import rope
@@ -212,7 +213,8 @@ def compress_write(
     cos, sin = rope_tables(positions.clamp(min=0), inv_freq)
     entries = rope(normed, cos.to(table_dtype), sin.to(table_dtype), False)
     if rotate_quantize:
-        entries = indexer_rotate_quantize(entries)
+        compact = entry_format in COMPACT_FORMATS
+        entries = rotated(entries) if compact else indexer_rotate_quantize(entries)
     number = positions.div(ape.shape[0], rounding_mode="floor")
     slots = entry_slots(page_table, page_size, sequence, number)
     write_kv(data, page_size, entry_format, head_dim, rope_dim, entries, slots)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR
 from dsv4.reference._exponent import ceil_log2, power_of_two
+from dsv4.reference._index_entries import decode_fp4_rows, quantize_fp8_rows
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.kv_cache import read_kv
+from dsv4.reference.quantize import quantize_mxfp4
 from dsv4.reference.rope import rope
 
 _FP4_GROUP = 32
@@ -17,13 +20,17 @@ _WORK_BYTES = 64 << 20  # of gathered keys and of per-head scores at a time
 def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
     wide = compute_dtype(x)
-    rotated = _hadamard(x.to(wide)).to(x.dtype)
-    groups = rotated.to(wide).unflatten(-1, (-1, _FP4_GROUP))
+    groups = rotated(x).to(wide).unflatten(-1, (-1, _FP4_GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     exponent = ceil_log2(amax.clamp(_FP4_MAX * 2.0**-126) / _FP4_MAX)
     exponent = torch.where(amax.isfinite(), exponent, 0)
     value = _round_e2m1(groups * power_of_two(-exponent, wide)) * power_of_two(exponent, wide)
     return value.masked_fill(~amax.isfinite(), float("nan")).flatten(-2).to(x.dtype)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """The Hadamard transform alone, rounded to ``x.dtype``."""
+    return _hadamard(x.to(compute_dtype(x))).to(x.dtype)
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -52,6 +59,26 @@ def indexer_queries(
     return indexer_rotate_quantize(turned) if rotate_quantize else turned
 
 
+def quantize_index_queries(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weights: torch.Tensor,
+    rotate: bool,
+    query_format: str,
+    weight_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.indexer.quantize_index_queries``."""
+    turned = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2), False)
+    if rotate:
+        turned = rotated(turned)
+    folded = weights.to(compute_dtype(weights)) * weight_scale
+    if query_format == "mxfp4":
+        return *quantize_mxfp4(turned, LINEAR), folded
+    codes, scale = quantize_fp8_rows(turned)
+    return codes, torch.empty_like(codes[..., :0], dtype=torch.float8_e8m0fnu), folded * scale
+
+
 def indexer_select(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -63,8 +90,11 @@ def indexer_select(
     sequence_of_token: torch.Tensor,
     visible: torch.Tensor,
     top_k: int,
+    query_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
+    if query_scales is not None:
+        q = decode_fp4_rows(q, query_scales)
     tokens, heads, d = q.shape
     capacity = page_table.shape[1] * page_size
     k = min(top_k, capacity)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dsv4.pages import GROUP, EntryLayout
+from dsv4.pages import GROUP, EntryLayout, IndexLayout, entry_layout
 from dsv4.reference._exponent import ceil_log2, power_of_two
+from dsv4.reference._index_entries import decode_keys, encode_keys
 from dsv4.reference._scatter import merge_skipped, put_rows
 from dsv4.reference.norm import rms_norm
 from dsv4.reference.rope import rope
@@ -30,7 +31,7 @@ def write_kv(
     if entry_format == "plain":
         put_rows(data.view(-1, head_dim), slots, entries.to(data.dtype))
         return
-    layout = EntryLayout(head_dim, rope_dim)
+    layout = entry_layout(entry_format, head_dim, rope_dim)
     zero = torch.zeros(1, dtype=torch.int64, device=slots.device)
     page, column = _bytes_of(layout, page_size, zero)
     place, rows = merge_skipped(slots, _encode(entries, layout), data[page, column])
@@ -54,7 +55,7 @@ def read_kv(
     if entry_format == "plain":
         out = data[place // page_size, place % page_size].to(dtype)
     else:
-        layout = EntryLayout(head_dim, rope_dim)
+        layout = entry_layout(entry_format, head_dim, rope_dim)
         page, column = _bytes_of(layout, page_size, place)
         out = _decode(data[page, column], layout).to(dtype)
     return out.masked_fill((slots < 0).unsqueeze(-1), 0)
@@ -85,7 +86,7 @@ def norm_rope_write_kv(
 
 
 def _bytes_of(
-    layout: EntryLayout, page_size: int, slots: torch.Tensor
+    layout: EntryLayout | IndexLayout, page_size: int, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Page and byte within the page of every byte of the entries: data, then scales. Never one flat
     # byte number: that would need the product of page and page size to fit.
@@ -103,8 +104,10 @@ def _bytes_of(
     return page.unsqueeze(-1), column
 
 
-def _encode(x: torch.Tensor, layout: EntryLayout) -> torch.Tensor:
+def _encode(x: torch.Tensor, layout: EntryLayout | IndexLayout) -> torch.Tensor:
     # [..., D] -> the bytes of each entry, [..., data_bytes + scale_bytes]
+    if isinstance(layout, IndexLayout):
+        return encode_keys(x, layout)
     nope, rope = x.split((layout.nope_dim, layout.rope_dim), dim=-1)
     padded = F.pad(nope.to(torch.float32), (0, layout.groups * GROUP - layout.nope_dim))
     groups = padded.unflatten(-1, (layout.groups, GROUP))
@@ -129,8 +132,10 @@ def _bfloat16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).masked_fill(x.isnan(), float("nan"))
 
 
-def _decode(entries: torch.Tensor, layout: EntryLayout) -> torch.Tensor:
+def _decode(entries: torch.Tensor, layout: EntryLayout | IndexLayout) -> torch.Tensor:
     # Inverse of _encode, float32.
+    if isinstance(layout, IndexLayout):
+        return decode_keys(entries, layout)
     codes, rope, scales = entries.split(
         (layout.nope_dim, 2 * layout.rope_dim, layout.scale_bytes), dim=-1
     )

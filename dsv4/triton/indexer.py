@@ -15,9 +15,21 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch, _rows
-from dsv4.triton._hadamard import rotate_quantize_row
+from dsv4.triton import _launch, _rows, compressor
+from dsv4.triton._angles import cos_sin
+from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
+from dsv4.triton._index_entries import (
+    e4m3_rows,
+    e4m3_values,
+    load_keys,
+    mxfp4_rows,
+    mxfp4_values,
+    store_keys,
+)
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import conversion
+from dsv4.triton._rotation import rotate
+from dsv4.triton.norm import inverse_rms
 
 _TILE = 256  # values of one program of the query kernel, or four times as many
 _FEW = 1 << 20  # values up to which programs are small
@@ -90,6 +102,59 @@ def _queries_kernel(
     tl.store(out + row[:, None] * D + column[None, :], values, mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _codes_kernel(
+    x,
+    cos,
+    sin,
+    weights,
+    codes,
+    scales,
+    folded,
+    rows,
+    token_stride,
+    head_stride,
+    cos_stride,
+    weight_scale,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTATE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CONVERT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = row < rows
+    token = row // HEADS
+    place = x + (token * token_stride + row % HEADS * head_stride)[:, None] + column
+    values = tl.load(place, mask=inside[:, None] & (column < D), other=0.0)
+    weight = widen(tl.load(weights + row, mask=inside, other=0.0)) * weight_scale
+    if HALF > 0:
+        values = _turn(values, cos, sin, token, inside, cos_stride, D, HALF)
+    dtype: tl.constexpr = values.dtype
+    values = widen(values)
+    if ROTATE:
+        values = widen(narrow(hadamard_row(values, D), dtype))
+    if FORMAT == "fp8":
+        bits, scale = e4m3_rows(values)
+        tl.store(codes + row[:, None] * D + column, bits, mask=inside[:, None] & (column < D))
+        weight = weight * scale
+    else:
+        packed, byte = mxfp4_rows(values, CONVERT)
+        pair = tl.arange(0, BLOCK // 2)[None, :]
+        place = codes + row[:, None] * (D // 2) + pair
+        tl.store(place, packed, mask=inside[:, None] & (pair < D // 2))
+        group = tl.arange(0, BLOCK // 32)[None, :]
+        place = scales + row[:, None] * (D // 32) + group
+        tl.store(place, byte, mask=inside[:, None] & (group < D // 32))
+    tl.store(folded + row, weight, mask=inside)
+
+
 def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
     rows = _rows.as_rows(x)
@@ -108,6 +173,172 @@ def indexer_queries(
     return out
 
 
+def quantize_index_queries(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weights: torch.Tensor,
+    rotate: bool,
+    query_format: str,
+    weight_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.indexer.quantize_index_queries``."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    tokens, heads, d = q.shape
+    fp8 = query_format == "fp8"
+    codes = q.new_empty((tokens, heads, d if fp8 else d // 2), dtype=torch.uint8)
+    scales = q.new_empty((tokens, heads, 0 if fp8 else d // 32), dtype=torch.uint8)
+    folded = q.new_empty((tokens, heads), dtype=torch.float32)
+    if folded.numel():
+        block, rows = _query_tile(tokens * heads, d)
+        with _launch.on(q):
+            _codes_kernel[(triton.cdiv(tokens * heads, rows),)](
+                q,
+                cos.contiguous(),
+                sin.contiguous(),
+                weights.contiguous(),
+                codes,
+                scales,
+                folded,
+                tokens * heads,
+                q.stride(0),
+                q.stride(1),
+                cos.shape[1],
+                weight_scale,
+                HEADS=heads,
+                D=d,
+                HALF=cos.shape[1],
+                ROTATE=rotate,
+                FORMAT=query_format,
+                CONVERT=conversion(q),
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=1,
+                **_without_contraction(q),
+            )
+    if fp8:
+        codes = codes.view(torch.float8_e4m3fn)
+    return codes, scales.view(torch.float8_e8m0fnu), folded
+
+
+@triton.jit
+def _keys_kernel(
+    pooled,
+    positions,
+    owners,
+    weight,
+    frequencies,
+    eps,
+    data,
+    data_stride,
+    table,
+    table_stride,
+    table_pages,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CONVERT: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TABLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm, rotation, Hadamard transform if asked, and storage of one pooled key."""
+    wait_for_inputs(PDL)
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(owners + program)
+    position = tl.load(positions + program)
+    column = tl.arange(0, BLOCK)[None, :]
+    # Frequencies of 0 leave the pairs before the rotated dims alone.
+    pair = tl.arange(0, BLOCK // 2)[None, :] - (D - ROTATED) // 2
+    turning = (pair >= 0) & (pair < ROTATED // 2)
+    values = tl.load(pooled + program * D + column, mask=column < D, other=0.0)
+    scale = widen(tl.load(weight + column, mask=column < D, other=0.0))
+    frequency = tl.load(frequencies + pair, mask=turning, other=0.0)
+    if row >= 0:
+        number = position // RATIO
+        page = number // PAGE_SIZE + tl.arange(0, 1)
+        inside = page < table_pages
+        place = tl.load(table + row * table_stride + page, mask=inside, other=-1).to(tl.int64)
+        slots = tl.where(inside, place * PAGE_SIZE + number % PAGE_SIZE, -1)
+        c, s = cos_sin(frequency * position.to(tl.float32))
+        c, s = widen(narrow(c, TABLE)), widen(narrow(s, TABLE))
+        values = widen(narrow(values, DTYPE))
+        rms = inverse_rms(tl.sum(values * values, 1), D, eps)
+        normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
+        turned = tl.where(column < D - ROTATED, normed, rotate(normed, c, s))
+        key = widen(narrow(turned, DTYPE))
+        if HADAMARD:
+            key = widen(narrow(hadamard_row(key, D), DTYPE))
+        store_keys(data, data_stride, slots, key, D, PAGE_SIZE, FORMAT, CONVERT)
+
+
+def compress_write(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    norm_weight: torch.Tensor,
+    inv_freq: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    head_dim: int,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    overlap: bool,
+    eps: float,
+    rotate_quantize: bool,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+) -> None:
+    """See ``dsv4.ops.compressor.compress_write``; for compact index keys."""
+    tokens = (kv, score, ape, state, cu_seqlens, starts, sequences)
+    pooled, positions, owners = compressor.compressor_update(*tokens, overlap)
+    if pooled.shape[0] == 0:
+        return
+    table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    with _launch.on(pooled):
+        _keys_kernel[(pooled.shape[0],)](
+            pooled,
+            positions,
+            owners,
+            norm_weight.contiguous(),
+            inv_freq.contiguous(),
+            eps,
+            data,
+            data.stride(0),
+            table,
+            table.stride(0),
+            table.shape[1] if data.shape[0] else 0,
+            RATIO=ape.shape[0],
+            D=head_dim,
+            ROTATED=2 * inv_freq.shape[0],
+            BLOCK=_launch.power_of_two(head_dim),
+            PAGE_SIZE=page_size,
+            FORMAT=entry_format,
+            CONVERT=conversion(data),
+            HADAMARD=rotate_quantize,
+            DTYPE=_rows.TYPES[dtype],
+            TABLE=_rows.TYPES[table_dtype],
+            num_warps=1,
+            **_launch.options(pooled),
+        )
+
+
+def _query_tile(rows: int, d: int) -> tuple[int, int]:
+    """Columns of a program of the query kernels, and its rows."""
+    block = _launch.power_of_two(d)
+    few = rows * block <= _FEW
+    return block, max(1, (_TILE if few else 4 * _TILE) // block)
+
+
 def _launch_queries(
     q: torch.Tensor,
     cos: torch.Tensor | None,
@@ -119,9 +350,7 @@ def _launch_queries(
         return
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
-    block = _launch.power_of_two(d)
-    few = tokens * heads * block <= _FEW
-    rows = max(1, (_TILE if few else 4 * _TILE) // block)
+    block, rows = _query_tile(tokens * heads, d)
     with _launch.on(q):
         _queries_kernel[(triton.cdiv(tokens * heads, rows),)](
             q,
@@ -165,14 +394,62 @@ def _shown(visible, token, inside, capacity, k):
 
 
 @triton.jit
-def _key_tile(keys, table, entry, end, size, page_stride, entry_stride, D, DIMS: tl.constexpr):
-    # Entries of one sequence, [BLOCK, DIMS]; zeros past `end`, where there need not be a page.
+def _key_tile(
+    keys,
+    table,
+    entry,
+    end,
+    size,
+    page_stride,
+    entry_stride,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    KEYS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    # Entries of one sequence, [BLOCK, DIMS]; zeros past `end`, where there need not be a page. And
+    # by what their scores are to be multiplied.
     seen = entry < end
     page = tl.load(table + entry // size, mask=seen, other=0).to(tl.int64)
-    place = tl.maximum(page, 0) * page_stride + entry % size * entry_stride
-    dim = tl.arange(0, DIMS)
-    mask = seen[:, None] & (dim < D)[None, :]
-    return tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0.0)
+    start = tl.maximum(page, 0) * page_stride
+    if KEYS == "plain":
+        place = start + entry % size * entry_stride
+        dim = tl.arange(0, DIMS)
+        mask = seen[:, None] & (dim < D)[None, :]
+        tile = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        return tile, tl.full(seen.shape, 1.0, tl.float32)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return load_keys(keys, start, entry % size, size, seen, D, DIMS, KEYS, OPERAND)
+
+
+@triton.jit
+def _query_tile_of(
+    q,
+    q_scales,
+    token,
+    head,
+    real,
+    token_stride,
+    head_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    # Queries of some heads of some tokens, [N, DIMS]; zeros where they are not real.
+    COLUMNS: tl.constexpr = D // 2 if QUERIES == "mxfp4" else D
+    column = tl.arange(0, DIMS // 2 if QUERIES == "mxfp4" else DIMS)[None, :]
+    place = q + (token * token_stride + head * head_stride)[:, None] + column
+    tile = tl.load(place, mask=real[:, None] & (column < COLUMNS), other=0)
+    if QUERIES == "fp8":
+        tile = e4m3_values(tile, OPERAND)
+    elif QUERIES == "mxfp4":
+        group = tl.arange(0, DIMS // 32)[None, :]
+        place = q_scales + (token * H + head)[:, None] * (D // 32) + group
+        scales = tl.load(place, mask=real[:, None] & (group < D // 32), other=0)
+        tile = mxfp4_values(tile, scales, OPERAND)
+    return tile
 
 
 @triton.jit
@@ -185,6 +462,7 @@ def _dot(a, b, OPERAND: tl.constexpr):
 @triton.jit
 def _score_tokens(
     q,
+    q_scales,
     weights,
     keys,
     table,
@@ -208,6 +486,8 @@ def _score_tokens(
     H: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
     OPERAND: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -220,10 +500,10 @@ def _score_tokens(
     column = tl.arange(0, TOKENS * HEADS)
     token, head = first + column // HEADS, column % HEADS
     real = (token < tokens) & (head < H)
-    dim = tl.arange(0, DIMS)
-    place = token * token_stride + head * head_stride
-    mask = real[:, None] & (dim < D)[None, :]
-    query = tl.trans(tl.load(q + place[:, None] + dim[None, :], mask=mask, other=0.0))
+    query = _query_tile_of(
+        q, q_scales, token, head, real, token_stride, head_stride, H, D, DIMS, QUERIES, OPERAND
+    )
+    query = tl.trans(query)
     weight = widen(tl.load(weights + token * H + head, mask=real, other=0.0))
     of = first + tl.arange(0, TOKENS)
     shown = _shown(visible, of, of < tokens, capacity, k)
@@ -233,10 +513,16 @@ def _score_tokens(
         tl.program_id(1), tl.cdiv(end, BLOCK), tl.num_programs(1), num_stages=STAGES
     ):
         entry = block * BLOCK + tl.arange(0, BLOCK)
-        tile = _key_tile(keys, table, entry, end, size, page_stride, entry_stride, D, DIMS)
+        tile, scale = _key_tile(
+            keys, table, entry, end, size, page_stride, entry_stride, D, DIMS, KEYS, OPERAND
+        )
         dots = _dot(tile, query, OPERAND)
         dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
-        key = _key_of(tl.sum(tl.reshape(dots, [BLOCK, TOKENS, HEADS]), 2))
+        score = tl.sum(tl.reshape(dots, [BLOCK, TOKENS, HEADS]), 2)
+        if KEYS == "index_fp8":
+            # A power of two, by which no sum and no maximum would round otherwise.
+            score = score * scale[:, None]
+        key = _key_of(score)
         seen = entry[:, None] < shown[None, :]
         out = scores + (of * score_stride)[None, :] + entry[:, None]
         tl.store(out, key ^ _LOWEST, mask=seen)
@@ -253,6 +539,7 @@ def _score_tokens(
 @triton.jit(do_not_specialize=["tokens", "k", "page_size"])
 def _score_kernel(
     q,
+    q_scales,
     weights,
     keys,
     table,
@@ -274,6 +561,8 @@ def _score_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
     OPERAND: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -297,6 +586,7 @@ def _score_kernel(
         if TOKENS == 1 or lowest == highest:
             _score_tokens(
                 q,
+                q_scales,
                 weights,
                 keys,
                 table,
@@ -320,6 +610,8 @@ def _score_kernel(
                 H,
                 D,
                 PAGE,
+                KEYS,
+                QUERIES,
                 OPERAND,
                 TOKENS,
                 HEADS,
@@ -333,6 +625,7 @@ def _score_kernel(
                 one = token == first + i
                 _score_tokens(
                     q,
+                    q_scales,
                     weights,
                     keys,
                     table,
@@ -356,6 +649,8 @@ def _score_kernel(
                     H,
                     D,
                     PAGE,
+                    KEYS,
+                    QUERIES,
                     OPERAND,
                     1,
                     HEADS,
@@ -601,6 +896,7 @@ def indexer_select(
     sequence_of_token: torch.Tensor,
     visible: torch.Tensor,
     top_k: int,
+    query_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
     tokens = q.shape[0]
@@ -626,9 +922,11 @@ def indexer_select(
         if k < capacity:
             _launch_scores(
                 q[part],
+                None if query_scales is None else query_scales[part],
                 weights[part],
                 data,
                 page_size,
+                entry_format,
                 page_table,
                 sequences[part],
                 visible[part],
@@ -655,11 +953,31 @@ def _selection_sizes(capacity: int, k: int) -> tuple[int, int]:
     return group, max(_DIRECT, group * _launch.power_of_two(k))
 
 
+_CODES = {torch.float8_e4m3fn: "fp8", torch.uint8: "mxfp4"}
+# Narrow types of operands that hold every value of a format; the others are multiplied in float32.
+_EXACT: dict[Any, tuple[torch.dtype, ...]] = {
+    torch.bfloat16: (torch.bfloat16,),
+    torch.float16: (torch.float16,),
+    torch.float32: (),
+    "fp8": (torch.float16, torch.bfloat16),
+    "index_fp8": (torch.float16, torch.bfloat16),
+    "mxfp4": (torch.bfloat16,),
+    "index_mxfp4": (torch.bfloat16,),
+}
+
+
+def _operand(queries: Any, keys: Any) -> torch.dtype:
+    """In which type queries and keys are multiplied; each is a dtype or a format."""
+    return next((x for x in _EXACT[queries] if x in _EXACT[keys]), torch.float32)
+
+
 def _launch_scores(
     q: torch.Tensor,
+    query_scales: torch.Tensor | None,
     weights: torch.Tensor,
     data: torch.Tensor,
     page_size: int,
+    entry_format: str,
     page_table: torch.Tensor,
     sequences: torch.Tensor,
     visible: torch.Tensor,
@@ -669,8 +987,15 @@ def _launch_scores(
     group: int,
 ) -> None:
     tokens, heads, d = q.shape
+    queries = _CODES.get(q.dtype, "plain")
+    if query_scales is not None:
+        d, query_scales = 2 * d, query_scales.contiguous().view(torch.uint8)
     capacity = page_table.shape[1] * page_size
-    narrow_types = q.dtype == data.dtype and q.dtype != torch.float32
+    operand = _operand(
+        q.dtype if queries == "plain" else queries,
+        data.dtype if entry_format == "plain" else entry_format,
+    )
+    narrow_types = operand != torch.float32
     padded = max(16, _launch.power_of_two(heads))
     shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
     block, stages, warps, resident = _SHAPES[shared > 1 if narrow_types else None]
@@ -678,7 +1003,8 @@ def _launch_scores(
     splits = max(1, resident * _launch.multiprocessors(q.device) // programs)
     with _launch.on(q):
         _score_kernel[(programs, min(splits, triton.cdiv(capacity, block)))](
-            q,
+            q.view(torch.uint8) if queries == "fp8" else q,
+            query_scales,
             weights,
             data,
             page_table,
@@ -700,7 +1026,9 @@ def _launch_scores(
             H=heads,
             D=d,
             PAGE=page_size if page_size == _launch.power_of_two(page_size) else 0,
-            OPERAND=_rows.TYPES[q.dtype] if narrow_types else tl.float32,
+            KEYS=entry_format,
+            QUERIES=queries,
+            OPERAND=_rows.TYPES[operand],
             TOKENS=shared,
             HEADS=padded,
             DIMS=max(16, _launch.power_of_two(d)),
