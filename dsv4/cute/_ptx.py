@@ -68,6 +68,12 @@ def load_global4(address: Value) -> tuple[Value, ...]:
     return _asm(f"ld.global.v4.u32 {_outs(4)}, [{{$r0}}];", [Uint32] * 4, [address])
 
 
+def load_streamed(address: Value, words: int) -> tuple[Value, ...]:
+    """``words`` (2 or 4) 32-bit words that are read once and never written."""
+    code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}];"
+    return _asm(code, [Uint32] * words, [address])
+
+
 def load_global_float(address: Value) -> Value:
     """One float32."""
     return _asm("ld.global.f32 {$w0}, [{$r0}];", [Float32], [address])

@@ -6,10 +6,10 @@ rows of weights and 8 tokens are one instruction.
 * A warp computes one row tile (16 rows) over its block's part of K. The blocks of a cluster have
   the parts between them; a block's warps have neighbouring row tiles. So the sums of a warp meet
   only those of the same warp of the other blocks.
-* Every warp has a ring of ``depth`` stages of its own, 16 rows by ``64 step`` columns, that bulk
-  copies fill. It asks for the first round itself, before the producer of X has ended (programmatic
-  launch: weights must not be what that kernel writes); one more warp asks for the others, so that
-  those who multiply, bound by the rate at which instructions issue, need not.
+* Every lane loads its own 24 bytes of a tile of 64 columns straight into registers, ``depth`` tiles
+  ahead: no barrier, no shared memory, two instructions, because the kernel is bound by issuing
+  instructions almost as much as by memory. The first of them are asked for before the producer of X
+  has ended (programmatic launch: weights must not be what that kernel writes).
 * The block's part of X is copied to shared memory once, rows padded so that eight of them meet
   eight groups of banks. Rows of tokens that do not exist hold what was there: a column of the
   product depends on its own token alone.
@@ -36,7 +36,6 @@ from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 Value = Any
 _CODE_BYTES, _SCALE_BYTES = 512, 64
 _PARTIAL = 512
-_ROOM = 112 * 1024  # of one block, so that two fit an SM: the next kernel's first copies run early
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Few:
         token_tiles: Tiles of 8 tokens.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
+        depth: Tiles that are loaded ahead into registers, six each; a divisor of ``tiles``.
     """
 
     columns: int
@@ -58,27 +58,12 @@ class Few:
     token_tiles: int
     float32_out: bool
     row_scaled: bool
+    depth: int
 
     @property
     def tiles(self) -> int:
         """Tiles of 64 columns of a block's part of K."""
         return self.columns // 64 // self.blocks
-
-    @property
-    def step(self) -> int:
-        """Tiles of a stage: as many as leave room for four stages."""
-        room = self.ring_room // (4 * self.warps * (_CODE_BYTES + _SCALE_BYTES))
-        return next((n for n in (4, 3, 2) if self.tiles % n == 0 and n <= room), 1)
-
-    @property
-    def ring_room(self) -> int:
-        """Bytes for the rings of a block."""
-        return _ROOM - self.x_bytes - self.parts_bytes - 1024
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of one stage of one warp."""
-        return self.step * (_CODE_BYTES + _SCALE_BYTES)
 
     @property
     def x_row_bytes(self) -> int:
@@ -101,27 +86,19 @@ class Few:
         return 0 if self.blocks == 1 else self.warps * self.partial_bytes + self.partial_bytes * 8
 
     @property
-    def depth(self) -> int:
-        """Stages of a warp's ring."""
-        room = self.ring_room // (self.warps * self.stage_bytes)
-        return min(self.stages, 8, room)
-
-    @property
     def threads(self) -> int:
-        """Threads of a block: the warps that multiply and the one that asks."""
-        return 32 * (self.warps + 1)
+        """Threads of a block."""
+        return 32 * self.warps
 
     @property
-    def stages(self) -> int:
-        """Stages of a row tile."""
-        return self.tiles // self.step
+    def turned_bytes(self) -> int:
+        """Room in which the warps turn their results."""
+        return self.warps * self.partial_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        rings = self.warps * self.depth * self.stage_bytes
-        barriers = 8 * (2 * self.warps * self.depth + self.warps + 1)
-        return rings + self.x_bytes + self.parts_bytes + barriers
+        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 1)
 
     @cute.jit
     def __call__(
@@ -169,7 +146,7 @@ class Few:
             cluster=[self.blocks, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=2 if self.warps <= 12 else 1,
             preferred_smem_carveout=100,
         )
 
@@ -219,20 +196,17 @@ class Few:
         warp = cute.arch.make_warp_uniform(thread // 32)
         rank = block % self.blocks
         tile = block // self.blocks * self.warps + warp
-        ring, shared_x, parts, full, x_full, arrived = self._shared(warp)
+        shared_x, parts, turned, x_full, arrived = self._shared(warp)
+        safe = cutlass.min(tile, row_tiles - 1)
+        index = Int64(safe) * (self.columns // 64) + rank * self.tiles
+        codes += index * _CODE_BYTES + lane * 16
+        scales += index * _SCALE_BYTES + lane // 4 * 8
+        ahead = [self._fetch(codes, scales, t) for t in range(self.depth)]
         if lane == 0:
-            if warp < self.warps:
-                # A warp alone uses its ring, so it need not wait for the others to be set up.
-                for i in cutlass.range_constexpr(2 * self.depth):
-                    ptx.barrier_init(full + i * 8, 1)
-                ptx.barrier_init(arrived, 1)
-                ptx.fence_barrier_init()
-                if tile < row_tiles:
-                    for i in cutlass.range_constexpr(self.depth):
-                        self._ask(codes, scales, ring, full, tile, rank, Int32(i), Int32(i))
-            else:
+            ptx.barrier_init(arrived, 1)
+            if warp == 0:
                 ptx.barrier_init(x_full, 1)
-                ptx.fence_barrier_init()
+            ptx.fence_barrier_init()
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.blocks > 1):
             cute.arch.cluster_arrive()
@@ -240,18 +214,14 @@ class Few:
             cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         group = block // self.blocks * self.warps // group_tiles
-        if warp == self.warps and lane == 0:
+        if warp == 0 and lane == 0:
             self._ask_x(x + group * group_stride * 2, shared_x, x_full, tokens, token_stride, rank)
         if cutlass.const_expr(self.blocks > 1):
             cute.arch.cluster_wait()
-        if warp == self.warps:
-            if cutlass.const_expr(self.stages > self.depth):
-                first = block // self.blocks * self.warps
-                if lane < self.warps and first + lane < row_tiles:
-                    self._ask_again(codes, scales, first + lane, rank, lane)
-        elif tile < row_tiles:
+        if tile < row_tiles:
             ptx.wait(x_full, Int32(0))
-            sums = self._multiply(ring, full, shared_x, lane, Uint32(sixteen))
+            rows = shared_x + Uint32(lane % 8 * self.x_row_bytes + lane // 8 * 16)
+            sums = self._multiply(codes, scales, ahead, rows, Uint32(sixteen))
             mine = True
             if cutlass.const_expr(self.blocks > 1):
                 owner = tile % self.blocks
@@ -267,51 +237,30 @@ class Few:
                 self._store(
                     sums,
                     factors,
-                    (ring, token_scale, out, x + group * group_stride * 2),
+                    (turned, token_scale, out, x + group * group_stride * 2),
                     (tile, lane, tokens, row_tiles, token_stride),
                 )
 
     def _shared(self, warp: Value) -> tuple[Value, ...]:
-        """Addresses of the warp's ring, X, the parts, and the barriers of stages, X and parts.
-
-        A ring's barriers are those of full stages, then those of stages that have been read.
-        """
-        base = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-        shared_x = base + self.warps * self.depth * self.stage_bytes
+        """Addresses of X, the parts, the warp's room, and the barriers of X and of the parts."""
+        shared_x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         parts = shared_x + self.x_bytes
-        barriers = parts + self.parts_bytes
-        arrived = barriers + 16 * self.warps * self.depth
+        turned = parts + self.parts_bytes
+        barriers = turned + self.turned_bytes
         return (
-            base + Uint32(warp * (self.depth * self.stage_bytes)),
             shared_x,
             parts,
-            barriers + Uint32(warp * (16 * self.depth)),
-            arrived + 8 * self.warps,
-            arrived + Uint32(warp * 8),
+            turned + Uint32(warp * self.partial_bytes),
+            barriers,
+            barriers + Uint32(warp * 8 + 8),
         )
 
-    @cute.jit
-    def _ask(
-        self,
-        codes: Int64,
-        scales: Int64,
-        ring: Uint32,
-        full: Uint32,
-        tile: Int32,
-        rank: Int32,
-        number: Int32,
-        stage: Int32,
-    ) -> None:
-        """Start the copies of stage ``number`` of the row tile into place ``stage`` of the ring."""
-        index = Int64(tile) * (self.columns // 64) + rank * self.tiles + number * self.step
-        place = ring + Uint32(stage * self.stage_bytes)
-        barrier = full + Uint32(stage * 8)
-        count = self.step * _CODE_BYTES
-        ptx.expect_bytes(barrier, self.stage_bytes)
-        ptx.copy_bulk(place, codes + index * _CODE_BYTES, count, barrier)
-        ptx.copy_bulk(
-            place + count, scales + index * _SCALE_BYTES, self.step * _SCALE_BYTES, barrier
-        )
+    def _fetch(self, codes: Value, scales: Value, tile: int) -> list[Value]:
+        """The lane's 4 words of codes and 2 of scales of a tile."""
+        return [
+            *ptx.load_streamed(codes + tile * _CODE_BYTES, 4),
+            *ptx.load_streamed(scales + tile * _SCALE_BYTES, 2),
+        ]
 
     @cute.jit
     def _ask_x(
@@ -335,87 +284,47 @@ class Few:
             )
 
     @cute.jit
-    def _ask_again(  # type: ignore[no-untyped-def]
-        self, codes, scales, tile, rank, warp
-    ) -> None:
-        """Refill the rings, one lane for each warp, all in step."""
-        ring, _, _, full, _, _ = self._shared(warp)
-        stage, parity = Int32(0), Int32(0)
-        for number in cutlass.range(self.depth, self.stages, unroll=1):
-            ptx.wait(full + Uint32((self.depth + stage) * 8), parity)
-            self._ask(codes, scales, ring, full, tile, rank, number, stage)
-            stage += 1
-            if stage == self.depth:
-                stage = Int32(0)
-                parity = parity ^ 1
-
-    @cute.jit
-    def _multiply(self, ring, full, shared_x, lane, sixteen):  # type: ignore[no-untyped-def]
+    def _multiply(self, codes, scales, ahead, rows, sixteen):  # type: ignore[no-untyped-def]
         """The warp's sums, one fragment of 16 rows by 8 tokens per tile of tokens."""
         sums = [[Float32(0.0)] * 4 for _ in range(2 * self.token_tiles)]
-        rows = shared_x + Uint32(lane % 8 * self.x_row_bytes + lane // 8 * 16)
-        codes, scales = ring + Uint32(lane * 16), ring + Uint32(lane // 4 * 8)
-        stage, parity = Int32(0), Int32(0)
-        ptx.wait(full, parity)
-        loaded = self._load(codes, scales, rows, 0)
-        for _ in cutlass.range(self.stages - 1, unroll=1):
-            sums, loaded = self._stage(sums, loaded, codes, scales, rows, stage, sixteen)
-            before = full + Uint32((self.depth + stage) * 8)
-            stage += 1
-            if stage == self.depth:
-                stage = Int32(0)
-                parity = parity ^ 1
-            rows += self.step * 128
-            ptx.wait(full + Uint32(stage * 8), parity)
-            place = Uint32(stage * self.stage_bytes)
-            following = self._load(codes + place, scales + place, rows, 0)
-            sums = self._product(sums, loaded, sixteen)
-            if cutlass.const_expr(self.stages > self.depth):
-                # A copy could overtake loads that still stand in the load unit's queue, so leave
-                # to write waits for sums made of them all; the compiler does not know it adds 0.
-                bits = ptx.float_bits(sums[0][0]) ^ ptx.float_bits(sums[self.token_tiles][0])
-                if lane == 0:
-                    ptx.arrive(before + (bits & (sixteen - Uint32(16))))
-            loaded = following
-        sums, loaded = self._stage(sums, loaded, codes, scales, rows, stage, sixteen)
-        sums = self._product(sums, loaded, sixteen)
+        right = self._load_x(rows, 0)
+        for _ in cutlass.range(self.tiles // self.depth - 1, unroll=1):
+            codes += self.depth * _CODE_BYTES
+            scales += self.depth * _SCALE_BYTES
+            for t in cutlass.range_constexpr(self.depth):
+                following = self._load_x(rows, t + 1)
+                sums = self._product(sums, ahead[t], right, sixteen)
+                ahead[t] = self._fetch(codes, scales, t)
+                right = following
+            rows += self.depth * 128
+        for t in cutlass.range_constexpr(self.depth):
+            following = self._load_x(rows, min(t + 1, self.depth - 1))
+            sums = self._product(sums, ahead[t], right, sixteen)
+            right = following
         return [
             [sums[n][i] + sums[n + self.token_tiles][i] for i in range(4)]
             for n in range(self.token_tiles)
         ]
 
-    def _load(self, codes: Value, scales: Value, rows: Value, tile: int) -> list[Value]:
-        """Operands of one tile of 64 columns: 4 words of codes, 2 of scales, 8 of X per 8 tokens."""
-        offset = self.step * _CODE_BYTES + tile * _SCALE_BYTES
-        loaded = [
-            *ptx.load_shared(codes + tile * _CODE_BYTES, 4),
-            *ptx.load_shared(scales + offset, 2),
-        ]
+    def _load_x(self, rows: Value, tile: int) -> list[Value]:
+        """Right operands of a tile of 64 columns: 8 words per 8 tokens."""
+        words: list[Value] = []
         for n in range(self.token_tiles):
             at = rows + (n * 8 * self.x_row_bytes + tile * 128)
-            loaded += [*ptx.load_matrices4(at), *ptx.load_matrices4(at + 64)]
-        return loaded
-
-    def _stage(self, sums, loaded, codes, scales, rows, stage, sixteen):  # type: ignore[no-untyped-def]
-        """Add all tiles of a stage but the last; gives back the operands of that."""
-        place = Uint32(stage * self.stage_bytes)
-        for t in range(1, self.step):
-            following = self._load(codes + place, scales + place, rows, t)
-            sums = self._product(sums, loaded, sixteen)
-            loaded = following
-        return sums, loaded
+            words += [*ptx.load_matrices4(at), *ptx.load_matrices4(at + 64)]
+        return words
 
     def _product(
-        self, sums: list[list[Value]], loaded: list[Value], sixteen: Value
+        self, sums: list[list[Value]], left: list[Value], right: list[Value], sixteen: Value
     ) -> list[list[Value]]:
         """Add a tile; even and odd steps of k have sums of their own, two chains."""
         sums = [list(s) for s in sums]
         for j in range(4):
-            left = fragment(loaded[j], scales_to_bfloat16(loaded[4:6], j, sixteen))
+            weights = fragment(left[j], scales_to_bfloat16(left[4:6], j, sixteen))
             for n in range(self.token_tiles):
                 chain = n + j % 2 * self.token_tiles
-                at = 6 + 8 * n + 2 * j
-                sums[chain] = ptx.mma_m16n8k16(sums[chain], left, loaded[at : at + 2])
+                at = 8 * n + 2 * j
+                sums[chain] = ptx.mma_m16n8k16(sums[chain], weights, right[at : at + 2])
         return sums
 
     @cute.jit
