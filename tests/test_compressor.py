@@ -625,10 +625,15 @@ LARGE = [
 ]
 
 
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize(("ratio", "overlap", "d", "batch"), LARGE)
-def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch):
+def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, few):
+    """However many rows a batch is said to have: programs share them out in two ways."""
     ragged = Ragged.make(1, (ratio, overlap), d, batch, device)
-    state, pooled, positions, sequence = ragged.update()
+    kernels = pytest.importorskip("dsv4.triton.compressor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_WARPS", 1 << 30 if few else 0)
+        state, pooled, positions, sequence = ragged.update()
     wanted_state, *_ = ragged.update(backend="reference")
     _, truth, wanted_positions, wanted_sequence = ragged.update(torch.float64, backend="reference")
     assert_bitwise(positions, wanted_positions)
