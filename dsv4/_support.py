@@ -146,6 +146,14 @@ def quantized(call: Call) -> str | None:
     return None
 
 
+def hyper_quantize(call: Call) -> str | None:
+    """Why the kernels of ``hc_post_pre_norm_quantize`` cannot run a call, or None."""
+    columns = call.args[1].shape[-1]
+    if columns > LARGEST_ROW:
+        return f"a row has {columns} columns, and a kernel holds at most {LARGEST_ROW}"
+    return not_four_streams(call) or _no_e4m3(call)
+
+
 def compress_write(call: Call) -> str | None:
     """Why the kernel of ``compress_write`` cannot run a call, or None."""
     if call.args[11].startswith("index_"):

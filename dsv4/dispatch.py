@@ -154,6 +154,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference(
         "hyper_connection", "hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm"
     ),
+    *_triton("hyper_connection", "hc_post_pre_norm_quantize", unless=_support.hyper_quantize),
+    *_reference("hyper_connection", "hc_post_pre_norm_quantize"),
     *_triton("compressor", "pool_windows", "compressor_update"),
     *_triton("compressor", "compress_write", unless=_support.compress_write),
     *_triton("indexer", "compress_write", unless=_support.compress_write_keys),

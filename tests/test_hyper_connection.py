@@ -9,10 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection import (
+    hc_head,
+    hc_post,
+    hc_post_pre_norm,
+    hc_post_pre_norm_quantize,
+    hc_pre,
+    hc_pre_norm,
+)
 from dsv4.ops.norm import rms_norm
+from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies as fuzz
-from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.assertions import (
+    assert_bitwise,
+    assert_pure,
+    assert_within_budget,
+    unit_roundoff,
+)
 
 KERNELS = ("triton",)
 U = unit_roundoff(torch.float32)
@@ -530,6 +543,46 @@ def test_post_pre_norm_is_its_parts(device, case, dtype):
     assert_is_pre_then_norm(got, mixed, fn, scale, base, weight, dtype)
 
 
+def assert_quantized(found, normed, scaling="token", **given):
+    wanted = quantize(normed, "nvfp4", scaling=scaling, backend="reference", **given)
+    assert found.layout == wanted.layout == "linear"
+    assert_bitwise(found.codes, wanted.codes, "codes")
+    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
+    assert_bitwise(found.global_scale, wanted.global_scale, "global scale")
+
+
+@given(
+    seed=fuzz.seeds(),
+    tokens=st.integers(0, 9),
+    hidden=st.sampled_from([16, 48, 128, 272]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scaling=st.sampled_from(["token", "one", "rows"]),
+    exponent=st.sampled_from([-40, -4, 0, 6, 40]),
+)
+def test_post_pre_norm_quantize_is_its_parts(
+    device, seed, tokens, hidden, dtype, scaling, exponent
+):
+    """The codes are those of the norm that is returned; that and the rest as without them."""
+    case = {"seed": seed, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
+    streams, fn, scale, base = build(case, device, dtype)
+    weight = (fuzz.normal(seed + 9, (hidden,)) * 2.0**exponent).to(dtype).to(device)
+    back = write_back(case, device, dtype)
+    args = (back[0], streams, *back[1:], fn, scale, base, weight)
+    settings = {"scaling": "token"}
+    if scaling != "token":
+        # Some of them saturate, some leave all codes 0.
+        steps = torch.randint(-6, 3, (1 if scaling == "one" else tokens,)).double()
+        given = torch.exp2(steps + exponent).float().to(device)
+        settings = {"scaling": "static", "global_scale": given}
+    mixed, normed, codes, *rest = hc_post_pre_norm_quantize(*args, **PRE, **settings)
+    assert_bitwise(mixed, hc_post(back[0], streams, *back[1:]), "streams")
+    assert_is_pre_then_norm([normed, *rest], mixed, fn, scale, base, weight, dtype)
+    assert_quantized(codes, normed, **settings)
+    if device.type == "cpu":
+        for got, want in zip((mixed, normed, *rest), hc_post_pre_norm(*args, **PRE), strict=True):
+            assert_bitwise(got, want)
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 17, 65])
 @pytest.mark.parametrize("hidden", [96, 520])
 def test_every_way_to_split_the_work(device, tokens, hidden):
@@ -574,6 +627,40 @@ def test_a_bad_row_stays_alone_between_sublayers(device, bad):
         assert name == "streams" or a[2].isnan().all(), name
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("scaling", ["token", "static"])
+def test_a_bad_row_of_codes_stays_alone(device, bad, scaling):
+    """Scales of the bad row are NaN; a row of zeros has codes 0."""
+    case = {"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 48}
+    streams, fn, scale, base = build(case, device, torch.float32)
+    weight = torch.ones(48, device=device)
+    y, post, comb = write_back(case, device, torch.float32)
+    streams[2, 1, 3] = bad
+    streams[3], y[3] = 0, 0
+    settings = {"scaling": scaling} | ({"global_scale": 0.01} if scaling == "static" else {})
+    args = (y, streams, post, comb, fn, scale, base, weight)
+    _, normed, codes, *_ = hc_post_pre_norm_quantize(*args, **PRE, **settings)
+    assert_quantized(codes, normed, **settings)
+    broken = codes.scales.float().isnan().all(1)
+    assert broken.tolist() == [False, False, True, False, False]
+    assert not bool(codes.codes[2:4].any())
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_parameters_beyond_bfloat16(device, tokens, sign):
+    """A float32 parameter above the largest bfloat16 is a number like any other."""
+    case = {"seed": 0, "exponent": 0, "tokens": tokens, "n": 4, "hidden": 64}
+    streams, fn, scale, base = build(case, device, torch.bfloat16)
+    fn = fn.float() / 16
+    fn[:, 5] = sign * 3.4e38
+    streams[:, 0, 5] = 2.0**-128
+    got, truth = (hc_pre(x, fn, scale, base, **PRE) for x in (streams, streams.double()))
+    for name, a, b in zip(("collapsed", "post", "comb"), got, truth, strict=True):
+        assert bool(a.isfinite().all()), name
+        assert_within_budget(a, b, 0.02 * b.abs() + 1e-4, name)
+
+
 def fused_arguments(device, dtype=torch.bfloat16, tokens=3):
     case = {"seed": 0, "exponent": 0, "tokens": tokens, "n": 4, "hidden": 48}
     streams, fn, scale, base = build(case, device, dtype)
@@ -601,6 +688,66 @@ def test_fused_compiles_without_graph_breaks(device):
             assert_bitwise(got, want)
 
 
+def quantize_arguments(device, scaling, dtype=torch.bfloat16, tokens=3):
+    args = fused_arguments(device, dtype, tokens)
+    given = torch.full((1,), 0.01, device=device) if scaling == "static" else None
+    return (*args[:8], given, *args[8:11], scaling, "auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scaling", ["token", "static"])
+def test_opcheck_of_quantize(device, dtype, scaling):
+    op = torch.ops.dsv4.hc_post_pre_norm_quantize.default
+    args = quantize_arguments(device, scaling, dtype)
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, args, test_utils=tests)
+    assert_pure(op, *args)
+
+
+def test_quantize_compiles_without_graph_breaks(device):
+    def between(*args):
+        mixed, normed, codes, *rest = hc_post_pre_norm_quantize(*args[:8], **PRE)
+        return mixed, normed, codes.codes, codes.scales.view(torch.uint8), *rest
+
+    compiled = torch.compile(between, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (2, 3):
+        args = fused_arguments(device, tokens=tokens)
+        for got, want in zip(compiled(*args), between(*args), strict=True):
+            assert_bitwise(got, want)
+
+
+def test_fused_take_strided_input(device):
+    """The product with ``fn`` may be added up in another order."""
+    args = fused_arguments(device)[:8]
+    gapped = tuple(map(fuzz.strided, args))
+    mixed, normed, post, comb = hc_post_pre_norm(*args, **PRE)
+    for found in (hc_post_pre_norm(*gapped, **PRE), hc_post_pre_norm_quantize(*gapped, **PRE)):
+        assert_bitwise(found[0], mixed)
+        for got, want in zip((found[1], *found[-2:]), (normed, post, comb), strict=True):
+            assert_within_budget(got, want.double(), 2 * unit_roundoff(got.dtype) * 8)
+    assert_quantized(found[2], found[1])
+
+
+def test_bad_arguments_of_quantize_are_named():
+    args = list(fused_arguments(torch.device("cpu"))[:8])
+    call = hc_post_pre_norm_quantize
+    with pytest.raises(ValueError, match=r"streams has shape \[1, 3, 4, 48\], wanted \[any, any"):
+        call(args[0], args[1][None], *args[2:], **PRE)
+    with pytest.raises(ValueError, match="scaling is 'tensor', wanted one of 'token', 'static'"):
+        call(*args, **PRE, scaling="tensor")
+    with pytest.raises(ValueError, match="scaling is 'static' and global_scale is None"):
+        call(*args, **PRE, scaling="static")
+    with pytest.raises(ValueError, match="global_scale is given, but scaling 'token'"):
+        call(*args, **PRE, global_scale=1.0)
+    with pytest.raises(TypeError, match="global_scale has dtype float64, wanted float32"):
+        call(*args, **PRE, scaling="static", global_scale=torch.ones(1, dtype=torch.float64))
+    narrow = [args[0][:, :40], args[1][..., :40], *args[2:4], args[4][:, :160], *args[5:7]]
+    with pytest.raises(ValueError, match="streams has 40 columns, wanted a positive multiple"):
+        call(*narrow, args[7][:40], **PRE)
+    with pytest.raises(ValueError, match=r"norm_weight has shape \[47\], wanted \[48\]"):
+        call(*args[:7], args[7][:47], **PRE)
+
+
 def test_bad_arguments_of_fused_are_named():
     args = list(fused_arguments(torch.device("cpu"))[:8])
     with pytest.raises(ValueError, match=r"norm_weight has shape \[47\], wanted \[48\]"):
@@ -620,7 +767,10 @@ def test_a_captured_graph_follows_its_inputs():
     back = write_back(case, device, torch.bfloat16)
 
     def chain():
-        return hc_post_pre_norm(back[0], streams, *back[1:], fn, scale, base, weight, **PRE)
+        args = (back[0], streams, *back[1:], fn, scale, base, weight)
+        mixed, normed, codes, post, comb = hc_post_pre_norm_quantize(*args, **PRE)
+        parts = codes.codes, codes.scales.view(torch.uint8), codes.global_scale
+        return *hc_post_pre_norm(*args, **PRE), mixed, normed, *parts, post, comb
 
     chain()
     graph = torch.cuda.CUDAGraph()

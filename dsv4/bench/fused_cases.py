@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -191,6 +192,27 @@ def hc_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
         return Problem(ops.hc_post_pre_norm, args, _hyper_kwargs(c), judge, nbytes(*args), flops)
 
     yield Case("hc_post_pre_norm", "", {"n": n, "H": hidden}, tokens, build)
+
+
+def hc_post_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Between two sublayers, with the quantised input of the second."""
+
+    def build(draw: Draw, calibrated: bool) -> Problem:
+        [case] = hc_post_pre_norm(c, tokens)
+        problem = case.build(draw)
+        kwargs = dict(problem.kwargs)
+        if calibrated:
+            scale = torch.full((1,), 0.003, device=draw.device)
+            kwargs |= {"scaling": "static", "global_scale": scale}
+        judge = fused_judges.hyper_post_norm_quantized
+        return dataclasses.replace(
+            problem, function=ops.hc_post_pre_norm_quantize, kwargs=kwargs, judge=judge
+        )
+
+    for name, calibrated in (("token", False), ("static", True)):
+        made = functools.partial(build, calibrated=calibrated)
+        sizes = {"n": c.hc_mult, "H": c.hidden_size}
+        yield Case("hc_post_pre_norm_quantize", name, sizes, tokens, made)
 
 
 def indexer_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:

@@ -239,3 +239,21 @@ def hyper_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
         compare(actual[0], truth[0], allowed, "streams"),
         hyper_norm(after, actual[1:4], after.widened().run("reference")),
     )
+
+
+def hyper_post_norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """As ``hyper_post_norm``; the codes are those of the norm returned."""
+    names = ("norm_eps", "hc_eps", "iterations")
+    plain = dataclasses.replace(
+        problem,
+        function=ops.hc_post_pre_norm,
+        kwargs={name: problem.kwargs[name] for name in names},
+    )
+    rest = (actual[0], actual[1], *actual[5:])
+    wanted = ops.quantize(actual[1], "nvfp4", backend="reference", **_scaling(problem))
+    assert wanted.global_scale is not None
+    parts = (wanted.codes, wanted.scales, wanted.global_scale)
+    return combine(
+        hyper_post_norm(plain, rest, (truth[0], truth[1], *truth[5:])),
+        *(same(a, w, n) for a, w, n in zip(actual[2:5], parts, QUANTIZED, strict=True)),
+    )

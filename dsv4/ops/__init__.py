@@ -10,7 +10,14 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
-from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection import (
+    hc_head,
+    hc_post,
+    hc_post_pre_norm,
+    hc_post_pre_norm_quantize,
+    hc_pre,
+    hc_pre_norm,
+)
 from dsv4.ops.indexer import (
     indexer_queries,
     indexer_rotate_quantize,
@@ -38,6 +45,7 @@ __all__ = [
     "hc_head",
     "hc_post",
     "hc_post_pre_norm",
+    "hc_post_pre_norm_quantize",
     "hc_pre",
     "hc_pre_norm",
     "head_norm_rope_",

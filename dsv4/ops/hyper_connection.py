@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 Pre = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -67,6 +69,27 @@ def _fake_post_pre_norm(
     return mixed, *_fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
 
 
+def _fake_quantize(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    scaling: str,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    mixed = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    normed, *made = _fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+    return mixed, normed, *fake_nvfp4(normed, global_scale, scaling, LINEAR, backend), *made
+
+
 def _fake_head(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -98,6 +121,13 @@ _hc_post_pre_norm = define(
     "Tensor scale, Tensor base, Tensor norm_weight, float norm_eps, float hc_eps, "
     "int iterations, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_post_pre_norm,
+)
+_hc_post_pre_norm_quantize = define(
+    "hc_post_pre_norm_quantize(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, "
+    "Tensor scale, Tensor base, Tensor norm_weight, Tensor? global_scale, float norm_eps, "
+    "float hc_eps, int iterations, str scaling, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_quantize,
 )
 _hc_head = define(
     "hc_head(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float hc_eps, "
@@ -278,6 +308,82 @@ def hc_post_pre_norm(
         iterations,
         backend,
     )
+
+
+def hc_post_pre_norm_quantize(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    global_scale: torch.Tensor | float | None = None,
+    scaling: str = "token",
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor, torch.Tensor, torch.Tensor]:
+    """``hc_post_pre_norm``, and the norm in NVFP4 for the sublayer's projections.
+
+    ``quantize(normed, "nvfp4", ...)`` with linear scales, bit for bit of the norm that is returned,
+    which the router and the compressors read.
+
+    Args:
+        y: ``[T, H]``, the output of the sublayer before; H is a multiple of 16.
+        streams: ``[T, n, H]`` that its ``hc_pre`` saw.
+        post: ``[T, n]`` from there.
+        comb: ``[T, n, n]`` from there.
+        fn: ``[(2 + n) n, n H]`` of the next sublayer; so are the others.
+        scale: ``[3]``.
+        base: ``[(2 + n) n]``.
+        norm_weight: ``[H]``.
+        norm_eps: As in ``hc_pre_norm``.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations in total.
+        global_scale: As in ``quantize``, for ``scaling="static"``.
+        scaling: ``"token"`` or ``"static"``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(streams [T, n, H], normed [T, H], QuantizedTensor [T, H], post [T, n],
+        comb [T, n, n])``, all new.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape, ``scaling`` or the global scale does not fit, ``iterations`` is
+            below 1, or a tensor is on another device.
+    """
+    op = "hc_post_pre_norm_quantize"
+    _check.shape(op, "streams", streams, [None, None, None])
+    _check_post(op, y, streams, post, comb)
+    _check_pre(op, streams, fn, scale, base, iterations)
+    _check_norm(op, streams, norm_weight)
+    _check.one_of(op, "scaling", scaling, ("token", "static"))
+    hidden = streams.shape[-1]
+    if not torch.compiler.is_compiling() and (hidden == 0 or hidden % 16):
+        raise ValueError(f"{op}: streams has {hidden} columns, wanted a positive multiple of 16")
+    given = given_scale(op, y, global_scale, scaling)
+    mixed, normed, codes, scales, total, post, comb = _hc_post_pre_norm_quantize(
+        y,
+        streams,
+        post,
+        comb,
+        fn,
+        scale,
+        base,
+        norm_weight,
+        given,
+        norm_eps,
+        hc_eps,
+        iterations,
+        scaling,
+        backend,
+    )
+    return mixed, normed, QuantizedTensor(codes, scales, total, NVFP4), post, comb
 
 
 def hc_head(

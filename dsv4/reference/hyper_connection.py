@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._rms import inverse_rms
 from dsv4.reference.norm import rms_norm
+from dsv4.reference.quantize import quantize_nvfp4
 
 
 def hc_pre(
@@ -73,6 +75,27 @@ def hc_post_pre_norm(
     mixed = hc_post(y, streams, post, comb)
     pre = hc_pre_norm(mixed, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
     return mixed, *pre
+
+
+def hc_post_pre_norm_quantize(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    scaling: str,
+) -> tuple[torch.Tensor, ...]:
+    """See ``dsv4.ops.hyper_connection.hc_post_pre_norm_quantize``."""
+    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    mixed, normed, post, comb = hc_post_pre_norm(y, streams, post, comb, *parameters)
+    return mixed, normed, *quantize_nvfp4(normed, global_scale, scaling, LINEAR), post, comb
 
 
 def hc_head(

@@ -19,10 +19,23 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.formats import LINEAR
 from dsv4.triton import _launch
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import (
+    block_scales,
+    conversion,
+    dynamic_scale,
+    e2m1_codes,
+    finite_amax,
+    is_moderate,
+    largest,
+)
 from dsv4.triton._prefetch import prefetch_tile
 from dsv4.triton.norm import inverse_rms
+from dsv4.triton.quantize import Output
+
+_LARGEST = tl.constexpr(3.3895313892515355e38)  # finite bfloat16
 
 # From this many tokens on the mixing matrices are made 32 tokens at a time, one to a thread.
 _MANY = 1024
@@ -125,7 +138,9 @@ def _product(x, fn, total):
     if INTERPRETED or x.dtype != tl.bfloat16:
         total = tl.dot(widen(x), tl.trans(fn), total, input_precision="ieee")
     else:
-        high = narrow(fn, tl.bfloat16)
+        # What exceeds the largest bfloat16 is left to the other parts; NaN stays.
+        near = tl.clamp(fn, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        high = narrow(near, tl.bfloat16)
         rest = fn - widen(high)
         middle = narrow(rest, tl.bfloat16)
         low = narrow(rest - widen(middle), tl.bfloat16)
@@ -530,6 +545,46 @@ def _coefficients_kernel(
     )
 
 
+@triton.jit
+def _store_codes(
+    values,
+    shared,
+    codes,
+    scales,
+    blocks,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    """A row ``[BLOCKS, 16]`` in NVFP4."""
+    amax, finite = finite_amax(largest(values))
+    bits, product = block_scales(amax, finite, shared, False, MODERATE)
+    packed = e2m1_codes(widen(values), product, CONVERT, MODERATE)
+    block = tl.arange(0, values.shape[0])
+    place = codes + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(place, packed, mask=(block < blocks)[:, None])
+    tl.store(scales + block, bits, mask=block < blocks)
+
+
+@triton.jit
+def _quantize_row(
+    row, source, codes, scales, total, token, hidden, SCALE: tl.constexpr, CONVERT: tl.constexpr
+):
+    """A row ``[BLOCK]`` in NVFP4, with its own global scale or one from ``source``."""
+    values = tl.reshape(row, [row.shape[0] // 16, 16])
+    if SCALE == "token":
+        shared = dynamic_scale(tl.max(finite_amax(largest(values))[0], 0))
+    else:
+        shared = tl.load(source + (token if SCALE == "row" else 0))
+    if SCALE != "one" or token == 0:
+        tl.store(total + (0 if SCALE == "one" else token), shared)
+    codes += token * (hidden // 2)
+    scales += token * (hidden // 16)
+    if is_moderate(shared):
+        _store_codes(values, shared, codes, scales, hidden // 16, CONVERT, True)
+    else:
+        _store_codes(values, shared, codes, scales, hidden // 16, CONVERT, False)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
     parts,
@@ -540,6 +595,10 @@ def _finish_kernel(
     out,
     post,
     comb,
+    source,
+    codes,
+    scales,
+    total_scale,
     tokens,
     hidden,
     splits,
@@ -549,6 +608,8 @@ def _finish_kernel(
     ITERATIONS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     NORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    CONVERT: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
@@ -556,7 +617,8 @@ def _finish_kernel(
     PDL: tl.constexpr,
 ):
     """A token has ``slices`` programs that collapse and, with COEFFICIENTS, first one that makes
-    post and comb: its many dependent steps take as long as the collapse, beside it."""
+    post and comb: its many dependent steps take as long as the collapse, beside it. The norm is
+    quantised too, with the global scale of SCALE: ``"token"``, ``"one"`` or ``"row"`` given."""
     wait_for_inputs(PDL)
     programs = slices + COEFFICIENTS
     token = (tl.program_id(0) // programs).to(tl.int64)
@@ -582,6 +644,8 @@ def _finish_kernel(
             gain = widen(tl.load(weight + column, mask=inside, other=0.0))
             stored = narrow(gain * (wide * inverse), out.dtype.element_ty)
         tl.store(out + token * hidden + column, stored, mask=inside)
+        if SCALE is not None:
+            _quantize_row(stored, source, codes, scales, total_scale, token, hidden, SCALE, CONVERT)
 
 
 def _finish(
@@ -594,8 +658,12 @@ def _finish(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    quantized: Output | None = None,
 ) -> torch.Tensor:
-    """The collapsed streams ``[T, H]``, normed if there is a ``weight``; fills ``coefficients``."""
+    """The collapsed streams ``[T, H]``, normed if there is a ``weight``; fills ``coefficients``.
+
+    And ``quantized``, the norm in NVFP4.
+    """
     tokens, _, hidden = x.shape
     out = x.new_empty((tokens, hidden))
     post, comb = coefficients or (None, None)
@@ -606,6 +674,15 @@ def _finish(
         else min(1024, _launch.power_of_two(hidden))
     )
     slices = -(-hidden // block)
+    outputs: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    scale_of, warps = None, 4
+    if quantized is not None:
+        codes, scales, total = quantized.tensors
+        outputs = (quantized.source, codes, scales.view(torch.uint8), total)
+        given = "one" if total.shape[0] == 1 else "row"
+        scale_of = "token" if quantized.source is None else given
+        # No more than 32 numbers to a thread, which has all of a block or half of it.
+        warps = min(32, max(4, block // 1024))
     common = (norm_eps, hc_eps, iterations)
     with _launch.on(x):
         _finish_kernel[(tokens * (slices + beside),)](
@@ -613,10 +690,11 @@ def _finish(
             x,
             scale,
             base,
-            weight,
+            None if weight is None else weight.contiguous(),
             out,
             post,
             comb,
+            *outputs,
             tokens,
             hidden,
             parts.splits,
@@ -624,11 +702,13 @@ def _finish(
             *common,
             COEFFICIENTS=int(beside),
             NORM=weight is not None,
+            SCALE=scale_of,
+            CONVERT=conversion(x),
             SPLITS=_launch.power_of_two(parts.splits),
             ROWS=parts.rows,
             ROW_BLOCK=parts.row_block,
             BLOCK=block,
-            num_warps=4,
+            num_warps=warps,
             **_launch.options(x),
         )
         if coefficients is not None and not beside:
@@ -668,13 +748,15 @@ def _pre(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    quantized: Output | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     post = x.new_empty((x.shape[0], 4), dtype=torch.float32)
     comb = x.new_empty((x.shape[0], 4, 4), dtype=torch.float32)
     if parts is None:
         out = x.new_empty((x.shape[0], x.shape[2]))
     else:
-        out = _finish(parts, x, scale, base, weight, (post, comb), norm_eps, hc_eps, iterations)
+        settings = (norm_eps, hc_eps, iterations)
+        out = _finish(parts, x, scale, base, weight, (post, comb), *settings, quantized)
     return out.view(*lead, x.shape[2]), post.view(*lead, 4), comb.view(*lead, 4, 4)
 
 
@@ -735,6 +817,48 @@ def hc_post_pre_norm(
     iterations: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.hyper_connection.hc_post_pre_norm``."""
+    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    return _hand_over(y, streams, post, comb, *parameters, None)
+
+
+def hc_post_pre_norm_quantize(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    scaling: str,
+) -> tuple[torch.Tensor, ...]:
+    """See ``dsv4.ops.hyper_connection.hc_post_pre_norm_quantize``."""
+    # In the dtype of the streams, which is that of the norm; y may have another.
+    out = Output.empty(streams[:, 0], streams.shape[-1], global_scale, scaling, LINEAR)
+    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    mixed, normed, post, comb = _hand_over(y, streams, post, comb, *parameters, out)
+    made = out.tensors if streams.shape[0] else out.without_rows()
+    return mixed, normed, *made, post, comb
+
+
+def _hand_over(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    quantized: Output | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = streams.shape[:-2], _flat(streams)
     fn, scale, base = _wide(fn, scale, base)
     parts, mixed = None, torch.empty_like(x)
@@ -743,7 +867,8 @@ def hc_post_pre_norm(
     elif x.numel():
         mixed = _flat(hc_post(y, streams, post, comb))
         parts = _parts(mixed, fn)
-    made = _pre(parts, mixed, lead, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    settings = (norm_eps, hc_eps, iterations)
+    made = _pre(parts, mixed, lead, scale, base, norm_weight, *settings, quantized)
     return mixed.view(streams.shape), *made
 
 
