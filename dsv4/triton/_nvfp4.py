@@ -23,6 +23,7 @@ import triton.language as tl
 
 from dsv4.triton import _launch
 from dsv4.triton._numerics import INTERPRETED, e4m3_bits, e4m3_value, narrow, widen
+from dsv4.triton._words import divided_words, scaled_words
 
 _INTEGERS = tl.constexpr(0)
 _THROUGH_E5M2 = tl.constexpr(1)
@@ -254,8 +255,8 @@ def _round(x, shift, high, low, bound, sign, CONVERT: tl.constexpr):
     magnitude = tl.minimum(quotient(x, shift, high, low), bound)
     if CONVERT != _BY_INSTRUCTION:
         power = tl.maximum(magnitude, _UNIT).to(tl.int32, bitcast=True) & _INFINITY
-        large = power.to(tl.float32, bitcast=True) * 4194304.0
-        magnitude = (magnitude + large) - large
+        power = power.to(tl.float32, bitcast=True)
+        magnitude = tl.fma(power, -4194304.0, tl.fma(power, 4194304.0, magnitude))
     signed = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & sign)
     return signed.to(tl.float32, bitcast=True)
 
@@ -331,15 +332,34 @@ def divided_codes(values, shift, high, low, bound, CONVERT: tl.constexpr):
 def e2m1_codes(values, product, CONVERT: tl.constexpr, MODERATE: tl.constexpr = False):
     """Packed codes ``[..., n / 2]`` (uint8) of ``values [..., n] / product [...]``.
 
-    To nearest even, saturating at 6; the even column is the low nibble. Blocks whose product is 0
-    get codes 0. A part of a block may be coded alone, ``n = 8`` say.
+    The values may be of a narrow dtype still. To nearest even, saturating at 6; the even column is
+    the low nibble. Blocks whose product is 0 get codes 0. A part of a block may be coded alone,
+    ``n = 8`` say.
     """
-    shift, high, low = divisor(product, MODERATE)
-    bound = tl.full(product.shape, 6.0, tl.float32)
-    if not MODERATE:
-        # Divided by an infinity all is 0, but for the sign.
-        bound = tl.where(product < float("inf"), 6.0, 2.0**-100)
-    return divided_codes(values, shift, high, low, tl.where(product > 0, bound, 0.0), CONVERT)
+    if MODERATE and CONVERT == _THROUGH_E5M2 and values.dtype == tl.bfloat16:
+        _, high, low = divisor(tl.where(product > 0, product, 1.0), MODERATE)
+        return divided_words(values, product, high, low)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        shift, high, low = divisor(product, MODERATE)
+        bound = tl.full(product.shape, 6.0, tl.float32)
+        if not MODERATE:
+            # Divided by an infinity all is 0, but for the sign.
+            bound = tl.where(product < float("inf"), 6.0, 2.0**-100)
+        bound = tl.where(product > 0, bound, 0.0)
+        return divided_codes(widen(values), shift, high, low, bound, CONVERT)
+
+
+@triton.jit
+def scaled_codes(values, factor, bound, CONVERT: tl.constexpr):
+    """Packed codes ``[..., n / 2]`` (uint8) of ``values [..., n] * factor [...]``, powers of two.
+
+    ``bound`` is 6, or 0 where the codes must be 0. The values may be of a narrow dtype still.
+    """
+    if CONVERT == _THROUGH_E5M2 and values.dtype == tl.bfloat16:
+        return scaled_words(values, factor, bound)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        one = tl.full(factor.shape, 1.0, tl.float32)
+        return divided_codes(widen(values), factor, one, one * 0.0, bound, CONVERT)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from dsv4.triton.quantize import Output
 
 # From here on, rows or heads share programs or threads.
 _SOME = 2048
+_WIDE = 64
 
 
 @triton.jit
@@ -296,7 +297,7 @@ def _norm_chunks(
         first = widen(weights[2 * chunk]) * (widen(halves[2 * chunk]) * scale)
         last = widen(weights[2 * chunk + 1]) * (widen(halves[2 * chunk + 1]) * scale)
         first, last = narrowed(first, DTYPE), narrowed(last, DTYPE)
-        peak = larger(largest(widen(first)), largest(widen(last)))
+        peak = larger(largest(first), largest(last))
         peaks += (peak,)  # type: ignore[assignment]
         inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
         place = _halves(y, chunk, BLOCKS)
@@ -327,8 +328,8 @@ def _code_chunks(
         inside = block < COLUMNS // 16
         amax, finite = finite_amax(peaks[chunk])
         bits, product = block_scales(amax, finite, shared, False, MODERATE)
-        first = e2m1_codes(widen(normed[2 * chunk]), product, CONVERT, MODERATE)
-        last = e2m1_codes(widen(normed[2 * chunk + 1]), product, CONVERT, MODERATE)
+        first = e2m1_codes(normed[2 * chunk], product, CONVERT, MODERATE)
+        last = e2m1_codes(normed[2 * chunk + 1], product, CONVERT, MODERATE)
         both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [BLOCKS, 8])
         place = codes + row * (COLUMNS // 2) + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(place, both, mask=inside[:, None])
@@ -473,7 +474,7 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     least = _launch.power_of_two(triton.cdiv(blocks, 4))
     across = min(512, _launch.power_of_two(blocks))
     if rows >= _SOME // 8:
-        across = min(across, max(128, least))
+        across = min(across, max(_WIDE, least))
     return {
         "BLOCKS": across,
         "CHUNKS": triton.cdiv(blocks, across),

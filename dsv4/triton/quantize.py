@@ -19,7 +19,6 @@ from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, wait_for_inputs
 from dsv4.triton._nvfp4 import (
     block_scales,
     conversion,
-    divided_codes,
     divisor,
     dynamic_scale,
     e2m1_codes,
@@ -27,10 +26,10 @@ from dsv4.triton._nvfp4 import (
     is_moderate,
     larger,
     largest,
-    quotient,
     scale_columns,
     scale_offset,
     scale_rows,
+    scaled_codes,
 )
 
 # Where the global scale comes from: it is given, from the row, or from partial maxima of a matrix.
@@ -46,6 +45,7 @@ _FLOOR_OF_448 = tl.constexpr(0x04E00000)
 _GROUPS = 128
 _FEW = 256
 _TILE = tl.constexpr(128)
+_SIGN = tl.constexpr(-0x80000000)
 
 
 @triton.jit
@@ -60,10 +60,10 @@ def _load_halves(x, stride, row, block, inside):
 
 @triton.jit
 def _store_halves(codes, row, blocks, block, first, last, inside):
-    """Codes ``[N, 4]`` of both halves, as 8 bytes of each block."""
+    """Codes ``[N, 4]`` of both halves, as 8 bytes of each block; ``inside`` may be None."""
     both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [first.shape[0], 8])
     place = codes + ((row * blocks + block) * 8)[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(place, both, mask=inside[:, None])
+    tl.store(place, both, mask=None if inside is None else inside[:, None])
 
 
 @triton.jit
@@ -114,8 +114,9 @@ def quantize_tile(
 ):
     """Quantise and store this program's blocks, whose halves are float32 ``[ROWS * BLOCKS, 8]``.
 
-    ``source`` holds the given global scales or ``parts`` partial maxima of each matrix. The other
-    arguments are ``Output.arguments`` and ``Output.options``.
+    ``source`` holds the given global scales or ``parts`` partial maxima of each matrix; ``parts``
+    is 0 where all matrices share one given scale. The other arguments are ``Output.arguments`` and
+    ``Output.options``.
     """
     matrix, row, block = tile_places(ROWS, BLOCKS)
     inside = (row < rows) & (block < blocks)
@@ -125,7 +126,7 @@ def quantize_tile(
         scale = tl.load(source + start + row, mask=row < rows, other=1.0)
         each = tl.load(source + start + line, mask=line < rows, other=1.0)
     elif SOURCE == _GIVEN:
-        scale = tl.load(source + matrix)
+        scale = tl.load(source + matrix * parts)
     elif SOURCE == _PARTS:
         part = tl.arange(0, PARTS)
         peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
@@ -199,6 +200,7 @@ def _nvfp4_kernel(
 def _code_row(
     firsts,
     lasts,
+    places,
     scale,
     codes,
     scales,
@@ -206,22 +208,19 @@ def _code_row(
     blocks,
     WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
     for chunk in tl.static_range(CHUNKS):
-        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        inside = block < blocks
+        block = places[chunk]
         first, last = firsts[chunk], lasts[chunk]
         amax, finite = finite_amax(larger(largest(first), largest(last)))
-        first, last = widen(first), widen(last)
         bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
         first = e2m1_codes(first, product, CONVERT, MODERATE)
         last = e2m1_codes(last, product, CONVERT, MODERATE)
-        _store_halves(codes, 0, blocks, block, first, last, inside)
-        tl.store(scales + scale_offset(row, block, blocks, SWIZZLED), bits, mask=inside)
+        _store_halves(codes, 0, blocks, block, first, last, None)
+        tl.store(scales + scale_offset(row, block, blocks, SWIZZLED), bits)
 
 
 @triton.jit
@@ -246,6 +245,7 @@ def blank_scales(
 def quantize_row(
     firsts,
     lasts,
+    places,
     source,
     codes,
     scales,
@@ -266,14 +266,15 @@ def quantize_row(
 ):
     """``quantize_tile`` of one row, whose CHUNKS times BLOCKS blocks are tuples of halves.
 
-    The halves may still be of a narrow dtype. A thread has CHUNKS blocks, which share what is
+    ``places`` is a tuple too: which block of the row each one is. The halves may still be of a
+    narrow dtype. A thread has CHUNKS blocks, which share what is
     computed once for a row; and whether its global scale is moderate is asked once. BLOCKS is a
     multiple of 4, so that scales have no padding but whole rows: see ``blank_scales``.
     """
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = matrix * rows + row
     if SOURCE == _GIVEN:
-        scale = tl.load(source + (start if PER_ROW else matrix))
+        scale = tl.load(source + (start if PER_ROW else matrix * parts))
     elif SOURCE == _PARTS:
         part = tl.arange(0, PARTS)
         peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
@@ -290,6 +291,7 @@ def quantize_row(
         _code_row(
             firsts,
             lasts,
+            places,
             scale,
             codes,
             scales,
@@ -297,7 +299,6 @@ def quantize_row(
             blocks,
             WEIGHT,
             SWIZZLED,
-            BLOCKS,
             CHUNKS,
             CONVERT,
             True,
@@ -306,6 +307,7 @@ def quantize_row(
         _code_row(
             firsts,
             lasts,
+            places,
             scale,
             codes,
             scales,
@@ -313,7 +315,6 @@ def quantize_row(
             blocks,
             WEIGHT,
             SWIZZLED,
-            BLOCKS,
             CHUNKS,
             CONVERT,
             False,
@@ -353,16 +354,17 @@ def _nvfp4_row_kernel(
         blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
     else:
         x += (tl.program_id(2).to(tl.int64) * rows + row) * stride
-        firsts, lasts = (), ()
+        firsts, lasts, places = (), (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            places += (block,)  # type: ignore[assignment]
             place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
-            inside = (block < blocks)[:, None]
-            firsts += (tl.load(place, mask=inside, other=0.0),)  # type: ignore[assignment]
-            lasts += (tl.load(place + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
+            firsts += (tl.load(place),)  # type: ignore[assignment]
+            lasts += (tl.load(place + 8),)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
+            places,
             source,
             codes,
             scales,
@@ -421,14 +423,15 @@ def _tile(blocks: int, whole: bool) -> tuple[int, int]:
     return max(1, _GROUPS // wide), wide
 
 
-def _chunks(blocks: int, rows: int) -> tuple[int, int]:
+def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     """Blocks of a chunk, and chunks of a program that takes one row: 0 where tiles do better.
 
     Few rows are better spread over many threads. Many are better kept by few threads each, which
-    share what is computed once; but a thread's blocks, at most 8, are in its registers. No block
-    may lie past the row.
+    share what is computed once: by two warps, or one (``by_warp``). A thread's blocks, at most 8,
+    are in its registers. No block may lie past the row.
     """
-    across = min(blocks & -blocks, max(64, _launch.power_of_two(triton.cdiv(blocks, 8))))
+    wide = 32 if by_warp else 64
+    across = min(blocks & -blocks, max(wide, _launch.power_of_two(triton.cdiv(blocks, 8))))
     fits = rows > _FEW and across >= 32 and blocks // across <= 8
     return across, blocks // across if fits else 0
 
@@ -462,10 +465,12 @@ class Output:
         codes: ``[*batch, N, K / 2]``, to be written.
         scales: Block scales, to be written, padding included.
         total: Global scales, to be written.
-        source: Contiguous: the given global scales, or partial maxima; None for one per token.
+        source: The given global scales or partial maxima, contiguous but for a single scale that is
+            expanded to all matrices; None for one per token.
         dynamic: Whether the global scale follows from ``source`` or, without it, from the row.
         weight: Whether block scales are those of weights.
         layout: Layout of ``scales``.
+        by_warp: Whether ``quantize_row`` leaves a row to one warp.
     """
 
     codes: torch.Tensor
@@ -475,6 +480,7 @@ class Output:
     dynamic: bool
     weight: bool
     layout: str
+    by_warp: bool = False
 
     @staticmethod
     def empty(
@@ -493,7 +499,8 @@ class Output:
             total = x.new_empty((*batch, rows if scaling == "token" else 1), dtype=torch.float32)
             return Output(codes, scales, total, None, True, weight, layout)
         total = torch.empty_like(global_scale, memory_format=torch.contiguous_format)
-        given = global_scale.contiguous()
+        shared = total.shape[-1] == 1 and not any(global_scale.stride()[:-1])
+        given = global_scale if shared else global_scale.contiguous()
         return Output(codes, scales, total, given, False, weight, layout)
 
     @property
@@ -518,7 +525,10 @@ class Output:
 
     @property
     def _parts(self) -> int:
-        return self.source.shape[-1] if self.source is not None and self.dynamic else 1
+        """From the source of one matrix to that of the next."""
+        if self.source is None or self.source.dim() == 1:
+            return 1
+        return self.source.shape[-1] if self.dynamic else self.source.stride(-2)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -562,7 +572,7 @@ class Output:
     @property
     def _chunks(self) -> tuple[int, int]:
         blocks = self.codes.shape[-1] // 8
-        return _chunks(blocks, self.codes.numel() // (blocks * 8))
+        return _chunks(blocks, self.codes.numel() // (blocks * 8), self.by_warp)
 
     @property
     def row_grid(self) -> tuple[int, int, int]:
@@ -654,22 +664,26 @@ def _mxfp4_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A thread takes a block of 32, in four loads of 8 columns."""
     wait_for_inputs(PDL)
-    matrix = tl.program_id(2).to(tl.int64)
-    group = tl.arange(0, ROWS * BLOCKS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
-    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    matrix, row, block = tile_places(ROWS, BLOCKS)
     inside = (row < rows) & (block < blocks)
     start = matrix * rows
-    place = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 32)[None, :]
-    values = widen(tl.load(place, mask=inside[:, None], other=0.0))
-    amax, finite = finite_amax(largest(values))
+    place = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 8)[None, :]
+    a = tl.load(place, mask=inside[:, None], other=0.0)
+    b = tl.load(place + 8, mask=inside[:, None], other=0.0)
+    c = tl.load(place + 16, mask=inside[:, None], other=0.0)
+    d = tl.load(place + 24, mask=inside[:, None], other=0.0)
+    peak = larger(larger(largest(a), largest(b)), larger(largest(c), largest(d)))
+    amax, finite = finite_amax(peak)
     byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
-    one = tl.full(amax.shape, 1.0, tl.float32)
-    bound = tl.where(finite, 6.0, 0.0)
-    packed = divided_codes(values, _inverse_of_byte(byte), one, one * 0.0, bound, CONVERT)
+    factor, bound = _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0)
+    a, b = scaled_codes(a, factor, bound, CONVERT), scaled_codes(b, factor, bound, CONVERT)
+    c, d = scaled_codes(c, factor, bound, CONVERT), scaled_codes(d, factor, bound, CONVERT)
+    # Byte 8 i + 4 j + k is byte k of the half j of a and c (i = 0, 1).
+    packed = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     place = codes + (((start + row) * blocks + block) * 16)[:, None] + tl.arange(0, 16)[None, :]
-    tl.store(place, packed, mask=inside[:, None])
+    tl.store(place, tl.reshape(packed, [ROWS * BLOCKS, 16]), mask=inside[:, None])
     bits = tl.where(finite, byte, 255)
     scales += matrix * scale_rows * scale_columns
     _store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
@@ -686,6 +700,7 @@ def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     blocks, swizzled = columns // 32, layout == formats.SWIZZLED
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
     tall, across = _tile(blocks, False)
+    tall *= 2 if rows > _FEW else 1
     with _launch.on(x):
         _mxfp4_kernel[
             (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
@@ -702,25 +717,57 @@ def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
             ROWS=tall,
             BLOCKS=across,
             CONVERT=conversion(x),
-            num_warps=2 * _warps(tall * across),
+            num_warps=_warps(tall * across),
             **_launch.options(x),
         )
     return codes, scales
 
 
 @triton.jit
-def _fp8_block_kernel(x, codes, scales, stride, rows, columns, PDL: tl.constexpr):
-    """One tile of 128 rows by 128 columns."""
+def _fp8_codes(values, shift, high, low, EXACT: tl.constexpr):
+    """E4M3 bytes of ``values / scale``, see ``divisor``; EXACT: of ``values * shift``.
+
+    A value times 0 is added, which makes NaN of an infinity. ``low`` may be negative: then a zero
+    would lose its sign.
+    """
+    if EXACT:
+        return e4m3_bits(tl.fma(values, shift, values * 0.0))
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        scaled = values * shift
+        quotients = tl.fma(scaled, high, tl.fma(values, 0.0, scaled * low))
+        magnitude = quotients.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        sign = values.to(tl.int32, bitcast=True) & _SIGN
+        return e4m3_bits((magnitude | sign).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _load_tile(place, inside, WHOLE: tl.constexpr):
+    return tl.load(place) if WHOLE else tl.load(place, mask=inside, other=0.0)
+
+
+@triton.jit
+def _fp8_block_kernel(
+    x, codes, scales, stride, rows, columns, WHOLE: tl.constexpr, PDL: tl.constexpr
+):
+    """One tile of 128 rows by 128 columns; what is not finite is looked for once.
+
+    It is read twice, because between the two it is as well kept by the cache as by registers, and
+    then more programs share a multiprocessor. WHOLE: no tile is ragged.
+    """
     wait_for_inputs(PDL)
-    matrix = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)[:, None]
-    column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[None, :]
-    inside = (row < rows) & (column < columns)
-    row_of_all = matrix * rows + row
-    values = widen(tl.load(x + row_of_all * stride + column, mask=inside, other=0.0))
-    magnitude = tl.abs(values)
-    amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
-    if scales.dtype.element_ty == tl.uint8:
+    E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    first = tl.program_id(0) * _TILE
+    start = tl.program_id(2).to(tl.int64) * rows + first
+    row, column = tl.arange(0, _TILE)[:, None], tl.program_id(1) * _TILE
+    inside = (row < rows - first) & (tl.arange(0, _TILE)[None, :] < columns - column)
+    x += start * stride + column
+    place = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
+    loaded = _load_tile(place, inside, WHOLE)
+    amax = largest(tl.reshape(loaded, [_TILE * _TILE], can_reorder=True))
+    if not amax < float("inf"):
+        magnitude = tl.abs(widen(_load_tile(place, inside, WHOLE)))
+        amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
+    if E8M0:
         byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
         stored = byte.to(tl.uint8)
         shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
@@ -728,13 +775,13 @@ def _fp8_block_kernel(x, codes, scales, stride, rows, columns, PDL: tl.constexpr
         stored = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-126)
         stored = tl.where(amax == 0, 1.0, stored)
         shift, high, low = divisor(stored)
-    magnitude = tl.minimum(quotient(values, shift, high, low), 448.0)
-    sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
-    # Not below infinity: an infinity or a NaN.
-    bits = tl.where(tl.abs(values) < float("inf"), e4m3_bits(magnitude) | sign, 0x7F)
-    tl.store(codes + row_of_all * columns + column, bits.to(tl.uint8), mask=inside)
-    tile = matrix * tl.num_programs(0) + tl.program_id(0)
+    tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
+    values = widen(_load_tile(place, inside, WHOLE))
+    bits = _fp8_codes(values, shift, high, low, E8M0)
+    codes += start * columns + column
+    place = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
+    tl.store(place, bits, mask=None if WHOLE else inside)
 
 
 def quantize_fp8_block(
@@ -757,7 +804,8 @@ def quantize_fp8_block(
             matrix.stride(0),
             rows,
             columns,
-            num_warps=16,
+            WHOLE=rows % 128 == 0 and columns % 128 == 0,
+            num_warps=16 if scale_dtype == torch.float32 else 8,
             **_launch.options(x),
         )
     return codes, scales

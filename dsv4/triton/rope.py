@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import rounded
+from dsv4.triton._nvfp4 import narrowed
 from dsv4.triton._rotation import load_angles, rotate
-from dsv4.triton.quantize import Output, quantize_tile, tile_places
+from dsv4.triton.quantize import (
+    Output,
+    blank_scales,
+    quantize_row,
+    quantize_tile,
+    tile_places,
+)
+
+# Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
+_REGISTERS = 128
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -101,7 +112,8 @@ def _load_turned(
 ):
     """First (HALF 0) or last 8 columns of blocks of 16 of a token's heads, turned: ``[N, 8]``.
 
-    A block lies in one head, and pairs begin at even columns: DIM is a multiple of 16, KEPT of 2.
+    In the dtype of ``x``. A block lies in one head, and pairs begin at even columns: DIM is a
+    multiple of 16, KEPT of 2.
     """
     eight, four = tl.arange(0, 8)[None, :], tl.arange(0, 4)[None, :]
     column = block[:, None] * 16 + HALF * 8 + eight
@@ -109,9 +121,9 @@ def _load_turned(
     in_head = (block % (DIM // 16)).to(tl.int32)[:, None]
     pair = in_head * 8 + (HALF * 4 - KEPT // 2) + four
     c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
-    turned = rounded(rotate(widen(values), c, s), x.dtype.element_ty)
+    turned = narrowed(rotate(widen(values), c, s), x.dtype.element_ty)
     # A zero's sign could change by a turn of 0.
-    return tl.where(in_head * 16 + HALF * 8 + eight >= KEPT, turned, widen(values))
+    return tl.where(in_head * 16 + HALF * 8 + eight >= KEPT, turned, values)
 
 
 @triton.jit
@@ -152,8 +164,8 @@ def _rope_quantize_kernel(
     first = _load_turned(x, cos, sin, block, inside, 0, DIM, KEPT, INVERSE)
     last = _load_turned(x, cos, sin, block, inside, 1, DIM, KEPT, INVERSE)
     quantize_tile(
-        first,
-        last,
+        widen(first),
+        widen(last),
         source,
         codes,
         scales,
@@ -174,6 +186,97 @@ def _rope_quantize_kernel(
     )
 
 
+@triton.jit
+def _kept_first(place, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
+    """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
+
+    So most programs' chunks have blocks that do not turn, and no warp waits for a turn of few.
+    """
+    if KEPT == 0 or KEPT == ALL:
+        return place
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        turned = place - heads * KEPT
+        kept = place // KEPT * ALL + place % KEPT
+        other = turned // (ALL - KEPT) * ALL + KEPT + turned % (ALL - KEPT)
+        return tl.where(turned < 0, kept, other)
+
+
+@triton.jit
+def _rope_quantize_row_kernel(
+    x,
+    stride,
+    cos,
+    sin,
+    table_stride,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    DIM: tl.constexpr,
+    KEPT: tl.constexpr,
+    INVERSE: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One group (row) of one token (matrix)."""
+    wait_for_inputs(PDL)
+    row, token = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    if row >= rows:
+        blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
+    else:
+        HEADS: tl.constexpr = BLOCKS * CHUNKS // (DIM // 16)
+        x += token * stride + row.to(tl.int64) * (HEADS * DIM)
+        cos, sin = cos + token * table_stride, sin + token * table_stride
+        firsts, lasts, places = (), (), ()
+        for chunk in tl.static_range(CHUNKS):
+            place = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            block = _kept_first(place, HEADS, KEPT // 16, DIM // 16)
+            inside = block < blocks
+            if (chunk + 1) * BLOCKS > HEADS * (KEPT // 16):
+                first = _load_turned(x, cos, sin, block, inside, 0, DIM, KEPT, INVERSE)
+                last = _load_turned(x, cos, sin, block, inside, 1, DIM, KEPT, INVERSE)
+            else:
+                start = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+                first, last = tl.load(start), tl.load(start + 8)
+            firsts += (first,)  # type: ignore[assignment]
+            lasts += (last,)  # type: ignore[assignment]
+            places += (block,)  # type: ignore[assignment]
+        quantize_row(
+            firsts,
+            lasts,
+            places,
+            source,
+            codes,
+            scales,
+            total,
+            rows,
+            blocks,
+            scale_rows,
+            scale_columns,
+            parts,
+            SOURCE,
+            PER_ROW,
+            WEIGHT,
+            SWIZZLED,
+            BLOCKS,
+            CHUNKS,
+            PARTS,
+            CONVERT,
+        )
+
+
 def rope_quantize(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -190,19 +293,18 @@ def rope_quantize(
     out = Output.empty(x.new_empty((tokens, groups, 0)), columns, global_scale, scaling, layout)
     if out.codes.numel() == 0:
         return out.without_rows()
+    # Only where a chunk is no wider than a warp are there chunks without a turn.
+    out = replace(out, by_warp=True)
     rows = _rows.as_rows(x.reshape(tokens, heads * dims))
     cos, sin, _ = _rotation.tables(rows, cos, sin)
+    tables = (cos, sin, cos.stride(0))
+    options = {"DIM": dims, "KEPT": dims - 2 * cos.shape[1], "INVERSE": inverse}
+    arguments = (rows, rows.stride(0), *tables, *out.arguments)
     with _launch.on(x):
-        _rope_quantize_kernel[out.grid](
-            rows,
-            rows.stride(0),
-            cos,
-            sin,
-            cos.stride(0),
-            *out.arguments,
-            DIM=dims,
-            KEPT=dims - 2 * cos.shape[1],
-            INVERSE=inverse,
-            **out.options,
-        )
+        if out.by_row:
+            _rope_quantize_row_kernel[out.row_grid](
+                *arguments, **options, **out.row_options, maxnreg=_REGISTERS
+            )
+        else:
+            _rope_quantize_kernel[out.grid](*arguments, **options, **out.options)
     return out.tensors

@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rows
-from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed, near_reciprocal, rounded
 from dsv4.triton.quantize import Output, blank_scales, quantize_row, quantize_tile, tile_places
 
 _PIECES = 128
+# Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would
+# fit.
+_REGISTERS = 72
 # log2(e) as a sum of two float32 numbers, and ln(2).
 _LOG2_E = tl.constexpr(1.44269502162933349609375)
 _LOG2_E_REST = tl.constexpr(1.925963033500011e-08)
@@ -25,18 +28,28 @@ _UNIT = tl.constexpr(2.0**-32)
 
 
 @triton.jit
-def _exp_of_minus(x, SHORT: tl.constexpr):
-    """``exp(-x)`` for x from -88.7 to 128, to some units of the last place.
+def _exp2(x):
+    """``2 ** x``; 0 where that is subnormal."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
-    A power of two whose exponent is known to more than float32's precision: rounded once, an
-    exponent of 100 would be off by 2^-18, and so would the result. With 8 bits of x (SHORT) the
+
+@triton.jit
+def _exp_of_minus(x, UNIT: tl.constexpr, SHORT: tl.constexpr):
+    """``(power, factor)`` whose product is ``exp(-x) * UNIT``, to some units of the last place.
+
+    For x from -88.7 to 128. The exponent is known to more than float32's precision: rounded once,
+    an exponent of 100 would be off by 2^-18, and so would the result. With 8 bits of x (SHORT) the
     first part of the exponent is exact.
     """
     if SHORT:
-        return tl.exp2(x * -_SHORT_LOG2_E) * tl.fma(x, -_SHORT_REST, 1.0)
+        return _exp2(x * -_SHORT_LOG2_E), tl.fma(x, -_SHORT_REST * UNIT, UNIT)
     exponent = x * -_LOG2_E
     rest = tl.fma(x, -_LOG2_E_REST, tl.fma(x, -_LOG2_E, -exponent))
-    return tl.exp2(exponent) * tl.fma(rest, _LN_2, 1.0)
+    return _exp2(exponent), tl.fma(rest, _LN_2 * UNIT, UNIT)
 
 
 @triton.jit
@@ -55,8 +68,8 @@ def _swiglu(gate, up, limit, CLAMPED: tl.constexpr, UNBOUNDED: tl.constexpr):
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
     gate = tl.maximum(gate, -88.7)
-    exp = _exp_of_minus(tl.minimum(gate, 128.0) if UNBOUNDED else gate, SHORT)
-    divisor = tl.fma(exp, _UNIT, unit)
+    power, factor = _exp_of_minus(tl.minimum(gate, 128.0) if UNBOUNDED else gate, _UNIT, SHORT)
+    divisor = tl.fma(power, factor, unit)
     sigmoid = near_reciprocal(divisor)
     if not SHORT:
         sigmoid = tl.fma(tl.fma(-divisor, sigmoid, 1.0), sigmoid, sigmoid)
@@ -73,24 +86,33 @@ def _weave(low, high):
 def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
     """Gate and up, ``[N, 8]`` each, of the 8 outputs from column ``first [N]`` on; 0 outside.
 
-    ``start`` is where the row begins in ``x``, ``half`` is I. Interleaved, they are 16 neighbours,
-    loaded in two halves so that each thread has what it needs.
+    ``start`` is where the row begins in ``x``, ``half`` is I; ``inside`` may be None, for all. If
+    interleaved, they are 16 neighbours, loaded in two halves so that each thread has what it needs.
     """
     eight = tl.arange(0, 8)[None, :]
-    inside = inside[:, None]
     if INTERLEAVED:
         N: tl.constexpr = first.shape[0]
         column = 2 * first[:, None] + eight
         place = x + (start + 2 * first)[:, None] + eight
-        low = tl.load(place, mask=inside & (column < 2 * half), other=0.0)
-        high = tl.load(place + 8, mask=inside & (column + 8 < 2 * half), other=0.0)
+        low = _load_some(place, column, inside, 2 * half)
+        high = _load_some(place + 8, column + 8, inside, 2 * half)
         gate_low, up_low = tl.split(tl.reshape(low, [N, 4, 2]))
         gate_high, up_high = tl.split(tl.reshape(high, [N, 4, 2]))
         return _weave(gate_low, gate_high), _weave(up_low, up_high)
-    inside = inside & (first[:, None] + eight < half)
-    place = x + (start + first)[:, None] + eight
-    gate = tl.load(place, mask=inside, other=0.0)
-    return gate, tl.load(place + half, mask=inside, other=0.0)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        column = first[:, None] + eight
+        place = x + (start + first)[:, None] + eight
+        gate = _load_some(place, column, inside, half)
+        return gate, _load_some(place + half, column, inside, half)
+
+
+@triton.jit
+def _load_some(place, column, inside, columns):
+    """What lies at ``place [N, 8]``; 0 where not ``inside [N]``, or past ``columns``."""
+    if inside is None:
+        return tl.load(place)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.load(place, mask=inside[:, None] & (column < columns), other=0.0)
 
 
 @triton.jit
@@ -230,14 +252,14 @@ def _swiglu_quantize_row_kernel(
     else:
         if WEIGHTED:
             factor = widen(tl.load(weight + line))
-        pairs = ()
+        pairs, places = (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            inside = block < blocks
+            places += (block,)  # type: ignore[assignment]
             for part in tl.static_range(2):
                 column = block * 16 + part * 8
                 half = blocks * 16
-                pair = _load_pairs(x + line * stride, 0, column, half, inside, INTERLEAVED)
+                pair = _load_pairs(x + line * stride, 0, column, half, None, INTERLEAVED)
                 pairs += (pair,)  # type: ignore[assignment]
         firsts, lasts = (), ()
         for part in tl.static_range(2 * CHUNKS):
@@ -253,6 +275,7 @@ def _swiglu_quantize_row_kernel(
         quantize_row(
             firsts,
             lasts,
+            places,
             source,
             codes,
             scales,
@@ -342,7 +365,10 @@ def swiglu_quantize(
     arguments = (x, _flat(row_weight), x.stride(0), bound, *out.arguments)
     with _launch.on(x):
         if out.by_row:
-            _swiglu_quantize_row_kernel[out.row_grid](*arguments, **flags, **out.row_options)
+            constants = out.row_options
+            if constants["CHUNKS"] <= 2:
+                constants["maxnreg"] = _REGISTERS
+            _swiglu_quantize_row_kernel[out.row_grid](*arguments, **flags, **constants)
         else:
             _swiglu_quantize_kernel[out.grid](*arguments, **flags, **out.options)
     return out.tensors
