@@ -12,12 +12,11 @@ from dsv4.triton._entries import (
     decode_groups,
     encode_groups,
     load_entries,
-    store_entries,
     store_nope,
     store_rope,
 )
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import rounded
+from dsv4.triton._nvfp4 import narrowed, rounded
 from dsv4.triton._rotation import load_angles, rotate
 from dsv4.triton.norm import inverse_rms
 
@@ -235,28 +234,40 @@ def _norm_rope_write_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = kv.dtype.element_ty
     first = tl.program_id(0) * ROWS
-    values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
-    # One copy of the weight per row: held once, it would lie in other threads than the values.
-    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], [ROWS, BLOCK])
-    scale = widen(tl.load(weight + column, mask=column < NOPE + ROPE, other=0.0))
-    # Pairs line up with the columns because NOPE is even; those before it do not turn.
-    row = (first + tl.arange(0, ROWS))[:, None]
-    pair = tl.arange(0, BLOCK // 2)[None, :] - NOPE // 2
-    turning = (row < count) & (pair >= 0) & (pair < ROPE // 2)
-    c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
     where = load_slots(slots, first, count, ROWS)
+    values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
+    factor = _load_weight(weight, NOPE, ROWS, BLOCK)
+    if ROPE > 0:
+        # The columns that turn once more, so that no other runs the rotation.
+        rope = load_rows(kv + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
+        rope_factor = _load_weight(weight + NOPE, ROPE, ROWS, ROPE_BLOCK)
+        row = (first + tl.arange(0, ROWS))[:, None]
+        pair = tl.arange(0, ROPE_BLOCK // 2)[None, :]
+        turning = (row < count) & (pair < ROPE // 2)
+        c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
 
     values = widen(values)
-    rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)
-    values = rounded(scale * (values * rms[:, None]), DTYPE)
-    # A pair that holds an Inf would become NaN by a turn of 0.
-    values = tl.where(column < NOPE, values, rounded(rotate(values, c, s), DTYPE))
-    store_entries(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
+    rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)[:, None]
+    values = narrowed(factor * (values * rms), DTYPE)
+    store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
+    if ROPE > 0:
+        turned = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
+        turned = narrowed(turned, DTYPE)
+        dim = tl.arange(0, ROPE_BLOCK)[None, :]
+        store_rope(data, data_stride, where, turned, dim, NOPE, ROPE, PAGE_SIZE)
+
+
+@triton.jit
+def _load_weight(weight, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One copy ``[ROWS, BLOCK]`` per row: held once, it would lie in other threads."""
+    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], [ROWS, BLOCK])
+    return widen(tl.load(weight + column, mask=column < columns, other=0.0))
 
 
 def norm_rope_write_kv(
@@ -280,7 +291,7 @@ def norm_rope_write_kv(
     cos, sin, _ = _rotation.tables(kv, cos, sin)
     # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
     rotated = 2 * cos.shape[1]
-    tile = _tile(count)
+    tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
     with _launch.on(data):
         _norm_rope_write_kernel[_programs(count, tile)](
             data,
@@ -298,6 +309,7 @@ def norm_rope_write_kv(
             ROPE=rotated,
             PAGE_SIZE=page_size,
             BLOCK=_entries.block(head_dim),
+            ROPE_BLOCK=_launch.power_of_two(rotated),
             **tile,
             **_launch.options(data),
         )
