@@ -338,16 +338,25 @@ class TestHeads:
 
     @given(seed=strategies.seeds(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
     def test_columns_that_are_not_turned_are_those_of_the_norm(self, device, seed, dtype):
-        """Bit for bit, signs of zeros too; and all columns where the angle is 0."""
+        """Whatever the angles, bit for bit, signs of zeros too; and all columns where they are 0.
+
+        Two kernels may add up a row in two orders, which shows in float32: there the norm is that
+        of float64, within the budget of any order.
+        """
         q = strategies.normal(seed, (3, 2, 16), dtype)
         q[:, :, ::3] = -0.0
         q = q.to(device)
         cos, sin = angles(seed, 3, 4, device)
-        want, turned = rms_norm(q), q.clone()
+        still, turned = q.clone(), q.clone()
         head_norm_rope_(turned, cos, sin)
-        assert_bitwise(turned[..., :8], want[..., :8], "the first columns")
-        head_norm_rope_(q, torch.ones_like(cos), torch.zeros_like(sin))
-        assert_ulp(q, want, 0, "no turn")
+        head_norm_rope_(still, torch.ones_like(cos), torch.zeros_like(sin))
+        assert_bitwise(turned[..., :8], still[..., :8], "the first columns")
+        assert bool((q == 0).logical_or(still != 0).all())
+        assert_bitwise(still[..., :8].signbit(), q[..., :8].signbit(), "signs")
+        truth = oracle(q, None, 1e-6)
+        assert_within_budget(still, truth, budget(truth, 16, dtype), "no turn")
+        if dtype == torch.bfloat16:
+            assert_ulp(still, rms_norm(q), 0, "no turn")
 
     @given(seed=strategies.seeds(), kind=st.sampled_from([float("nan"), float("inf")]))
     def test_a_nan_head_is_alone(self, device, seed, kind):
