@@ -299,7 +299,7 @@ class TestNvfp4:
         draw=strategies.finite_draws(-5, 5),
         batch=st.sampled_from([(1,), (3,), (2, 2)]),
         scaling=st.sampled_from(["tensor", "token", "weight"]),
-        layout=st.sampled_from(formats.LAYOUTS),
+        layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
     )
     def test_batches_are_quantised_matrix_by_matrix(self, device, draw, batch, scaling, layout):
         _, x = build(draw, (*batch, 5, 32), device)
@@ -384,7 +384,7 @@ class TestContract:
         with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
             dequantize(q, torch.int8)
 
-    @pytest.mark.parametrize("layout", formats.LAYOUTS)
+    @pytest.mark.parametrize("layout", [formats.LINEAR, formats.SWIZZLED])
     def test_opcheck(self, device, layout):
         x = strategies.normal(0, (3, 64)).to(device)
         ops = torch.ops.dsv4

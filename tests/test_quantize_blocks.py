@@ -45,7 +45,10 @@ class TestMxfp4:
         want = torch.from_numpy(np.tile(values, 2) * byte[:, None])
         assert_bitwise(got.cpu(), want, "value")
 
-    @given(draw=strategies.finite_draws(-90, 90), layout=st.sampled_from(formats.LAYOUTS))
+    @given(
+        draw=strategies.finite_draws(-90, 90),
+        layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
+    )
     def test_never_saturates_and_is_idempotent(self, device, draw, layout):
         assume(draw.special != "huge")  # 4 * 2^126 overflows float32 when it is dequantised
         x, on_device = build(draw, (4, 64), device)
