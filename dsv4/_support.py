@@ -156,19 +156,6 @@ def hyper_quantize(call: Call) -> str | None:
 
 def compress_write(call: Call) -> str | None:
     """Why the kernel of ``compress_write`` cannot run a call, or None."""
-    if call.args[11].startswith("index_"):
-        return "compact index keys have a kernel of their own"
-    return _compressed(call)
-
-
-def compress_write_keys(call: Call) -> str | None:
-    """Why the kernel for compact index keys cannot run a call of ``compress_write``, or None."""
-    if not call.args[11].startswith("index_"):
-        return "it writes compact index keys alone"
-    return _compressed(call)
-
-
-def _compressed(call: Call) -> str | None:
     data, entry_format, dims = call.args[9], call.args[11], call.args[12]
     rotate_quantize, dtypes = call.args[17], call.args[18:20]
     if torch.float64 in dtypes:

@@ -158,7 +158,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("hyper_connection", "hc_post_pre_norm_quantize"),
     *_triton("compressor", "pool_windows", "compressor_update"),
     *_triton("compressor", "compress_write", unless=_support.compress_write),
-    *_triton("indexer", "compress_write", unless=_support.compress_write_keys),
     *_reference("compressor", "pool_windows", "compressor_update", "compress_write"),
     *_triton("indexer", "indexer_rotate_quantize", "indexer_queries"),
     *_triton("indexer", "quantize_index_queries", unless=_support.index_queries),

@@ -18,11 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.pages import COMPACT_FORMATS
 from dsv4.triton import _entries, _launch, _rows
 from dsv4.triton._angles import cos_sin
 from dsv4.triton._entries import store_entries
-from dsv4.triton._hadamard import rotate_quantize_row
+from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
+from dsv4.triton._index_entries import store_keys
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import conversion
 from dsv4.triton._rotation import rotate
 from dsv4.triton.norm import inverse_rms
 
@@ -518,6 +521,8 @@ def _entry_kernel(
     ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    COMPACT: tl.constexpr,
+    CONVERT: tl.constexpr,
     ROTATE_QUANTIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     TABLE: tl.constexpr,
@@ -525,6 +530,7 @@ def _entry_kernel(
 ):
     """Norm, rotation, rounding to FP4 if asked, and storage of one pooled row.
 
+    COMPACT: the format of pages that round index keys by themselves, else None.
     Angles are those of all pairs; frequencies of 0 leave the ones before the rotated dims alone.
     """
     wait_for_inputs(PDL)
@@ -546,9 +552,15 @@ def _entry_kernel(
         rms = inverse_rms(tl.sum(values * values, 1), DIM, eps)
         normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
         entry = narrow(tl.where(column < KEPT, normed, rotate(normed, c, s)), DTYPE)
-        if ROTATE_QUANTIZE:
-            entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
-        store_entries(data, data_stride, slots, entry, NOPE, DIM - NOPE, PAGE_SIZE)
+        if COMPACT is not None:
+            key = widen(entry)
+            if ROTATE_QUANTIZE:
+                key = widen(narrow(hadamard_row(key, DIM), DTYPE))
+            store_keys(data, data_stride, slots, key, DIM, PAGE_SIZE, COMPACT, CONVERT)
+        else:
+            if ROTATE_QUANTIZE:
+                entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
+            store_entries(data, data_stride, slots, entry, NOPE, DIM - NOPE, PAGE_SIZE)
 
 
 @triton.jit
@@ -609,6 +621,8 @@ def compress_write(
             ROTATED=2 * inv_freq.shape[0],
             BLOCK=block,
             PAGE_SIZE=page_size,
+            COMPACT=entry_format if entry_format in COMPACT_FORMATS else None,
+            CONVERT=conversion(data),
             ROTATE_QUANTIZE=rotate_quantize,
             DTYPE=_rows.TYPES[dtype],
             TABLE=_rows.TYPES[table_dtype],

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch, _rows, compressor
-from dsv4.triton._angles import cos_sin
+from dsv4.triton import _launch, _rows
 from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
 from dsv4.triton._index_entries import (
     e4m3_rows,
@@ -24,12 +23,9 @@ from dsv4.triton._index_entries import (
     load_keys,
     mxfp4_rows,
     mxfp4_values,
-    store_keys,
 )
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion
-from dsv4.triton._rotation import rotate
-from dsv4.triton.norm import inverse_rms
 
 _TILE = 256  # values of one program of the query kernel, or four times as many
 _FEW = 1 << 20  # values up to which programs are small
@@ -219,117 +215,6 @@ def quantize_index_queries(
     if fp8:
         codes = codes.view(torch.float8_e4m3fn)
     return codes, scales.view(torch.float8_e8m0fnu), folded
-
-
-@triton.jit
-def _keys_kernel(
-    pooled,
-    positions,
-    owners,
-    weight,
-    frequencies,
-    eps,
-    data,
-    data_stride,
-    table,
-    table_stride,
-    table_pages,
-    RATIO: tl.constexpr,
-    D: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CONVERT: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TABLE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Norm, rotation, Hadamard transform if asked, and storage of one pooled key."""
-    wait_for_inputs(PDL)
-    program = tl.program_id(0).to(tl.int64)
-    row = tl.load(owners + program)
-    position = tl.load(positions + program)
-    column = tl.arange(0, BLOCK)[None, :]
-    # Frequencies of 0 leave the pairs before the rotated dims alone.
-    pair = tl.arange(0, BLOCK // 2)[None, :] - (D - ROTATED) // 2
-    turning = (pair >= 0) & (pair < ROTATED // 2)
-    values = tl.load(pooled + program * D + column, mask=column < D, other=0.0)
-    scale = widen(tl.load(weight + column, mask=column < D, other=0.0))
-    frequency = tl.load(frequencies + pair, mask=turning, other=0.0)
-    if row >= 0:
-        number = position // RATIO
-        page = number // PAGE_SIZE + tl.arange(0, 1)
-        inside = page < table_pages
-        place = tl.load(table + row * table_stride + page, mask=inside, other=-1).to(tl.int64)
-        slots = tl.where(inside, place * PAGE_SIZE + number % PAGE_SIZE, -1)
-        c, s = cos_sin(frequency * position.to(tl.float32))
-        c, s = widen(narrow(c, TABLE)), widen(narrow(s, TABLE))
-        values = widen(narrow(values, DTYPE))
-        rms = inverse_rms(tl.sum(values * values, 1), D, eps)
-        normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
-        turned = tl.where(column < D - ROTATED, normed, rotate(normed, c, s))
-        key = widen(narrow(turned, DTYPE))
-        if HADAMARD:
-            key = widen(narrow(hadamard_row(key, D), DTYPE))
-        store_keys(data, data_stride, slots, key, D, PAGE_SIZE, FORMAT, CONVERT)
-
-
-def compress_write(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    norm_weight: torch.Tensor,
-    inv_freq: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    overlap: bool,
-    eps: float,
-    rotate_quantize: bool,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-) -> None:
-    """See ``dsv4.ops.compressor.compress_write``; for compact index keys."""
-    tokens = (kv, score, ape, state, cu_seqlens, starts, sequences)
-    pooled, positions, owners = compressor.compressor_update(*tokens, overlap)
-    if pooled.shape[0] == 0:
-        return
-    table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    with _launch.on(pooled):
-        _keys_kernel[(pooled.shape[0],)](
-            pooled,
-            positions,
-            owners,
-            norm_weight.contiguous(),
-            inv_freq.contiguous(),
-            eps,
-            data,
-            data.stride(0),
-            table,
-            table.stride(0),
-            table.shape[1] if data.shape[0] else 0,
-            RATIO=ape.shape[0],
-            D=head_dim,
-            ROTATED=2 * inv_freq.shape[0],
-            BLOCK=_launch.power_of_two(head_dim),
-            PAGE_SIZE=page_size,
-            FORMAT=entry_format,
-            CONVERT=conversion(data),
-            HADAMARD=rotate_quantize,
-            DTYPE=_rows.TYPES[dtype],
-            TABLE=_rows.TYPES[table_dtype],
-            num_warps=1,
-            **_launch.options(pooled),
-        )
 
 
 def _query_tile(rows: int, d: int) -> tuple[int, int]:
