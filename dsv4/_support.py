@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4.cute.sm90.few_plan import few_plan
+
 if TYPE_CHECKING:
     from dsv4.dispatch import Call
 
@@ -56,6 +58,50 @@ def _has_triton() -> bool:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+MOST_FEW_TOKENS = 64
+_MOST_SEGMENTS = 4
+
+
+def cute_gemm(call: Call) -> str | None:
+    """Why the CuTeDSL kernel for few tokens cannot run a product, or None."""
+    x, codes, _, global_scale, segments, _, _, _, _, groups, _ = call.args
+    if importlib.util.find_spec("cutlass") is None:
+        return "the package nvidia-cutlass-dsl is not installed"
+    if call.device.type != "cuda":
+        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
+    if _capability(call.device) != (9, 0):
+        found = ".".join(map(str, _capability(call.device)))
+        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+    if len(segments) > _MOST_SEGMENTS:
+        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
+    if not global_scale.is_contiguous():
+        return "the global scales are not contiguous"
+    tokens, (rows, columns) = x.shape[0], (codes.shape[0], codes.shape[1] * 2)
+    if tokens > MOST_FEW_TOKENS:
+        return f"there are {tokens} tokens, and the kernel is for at most {MOST_FEW_TOKENS}"
+    row_tiles = rows // 16
+    if row_tiles % groups:
+        return f"a group has {rows // groups} rows, wanted a multiple of 16"
+    if few_plan(row_tiles, row_tiles // groups, columns, tokens, False, False) is None:
+        return f"{columns} columns of 16 tokens do not fit a block's shared memory"
+    return None
+
+
+def packed(call: Call) -> str | None:
+    """Why no kernel for weights in fragments can run a product, or None."""
+    x, _, _, _, _, _, layout, _, _, _, out_dtype = call.args
+    if layout != "fragments_16x64":
+        return (
+            f"the weight has layout {layout!r}, wanted 'fragments_16x64': "
+            "QuantizedTensor.with_layout or the layer's pack()"
+        )
+    if x.dtype != torch.bfloat16:
+        return f"x is {x.dtype}, wanted bfloat16"
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        return f"the result is {out_dtype}, wanted bfloat16 or float32"
+    return None
 
 
 def not_four_streams(call: Call) -> str | None:
@@ -139,6 +185,8 @@ def quantized(call: Call) -> str | None:
     if call.device.type == "cuda" and _capability(call.device) < (8, 9):
         return "the GPU has no E4M3 conversions, which need compute capability 8.9"
     strings = [a for a in call.args if isinstance(a, str)]
+    if "fragments_16x64" in strings:
+        return "the weight has layout 'fragments_16x64', which only the reference takes apart"
     if "token" in strings and x.shape[-1] > LARGEST_ROW:
         return f"a row has {x.shape[-1]} columns, and a kernel holds at most {LARGEST_ROW}"
     if x.shape[:-2].numel() > _LARGEST_GRID:

@@ -115,6 +115,20 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
+def _packed(name: str, target: str, *objections: Objection) -> Implementation:
+    """A product with a weight in fragments."""
+
+    def supports(call: Call) -> str | None:
+        reasons = (objection(call) for objection in (_support.packed, *objections))
+        return next((reason for reason in reasons if reason), None)
+
+    return Implementation("gemm", name, target, supports)
+
+
+def _triton_runs(call: Call) -> str | None:
+    return _support.triton(call.args, call.device)
+
+
 _NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
 _MOE = ("moe_permute", "moe_gather", "moe_gather_quantize", "moe_combine")
 _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
@@ -130,6 +144,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         unless=_support.quantized,
     ),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
+    _packed("cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
+    _packed("cublas", "dsv4.triton.gemm:gemm", _triton_runs),
     *_reference("gemm", "gemm"),
     *_reference("grouped_gemm", "grouped_gemm"),
     *_triton("norm", *_NORM, unless=_support.norm),

@@ -317,6 +317,16 @@ def check_layout(fmt: Format, layout: str) -> None:
         raise ValueError(f"layout is {FRAGMENTS!r}, wanted 'linear': only nvfp4 has that one")
 
 
+def check_scale_layout(fmt: Format, layout: str) -> None:
+    """Raise ValueError unless what quantises can write scales of ``fmt`` in ``layout``."""
+    if layout == FRAGMENTS:
+        raise ValueError(
+            f"layout is {layout!r}, wanted 'linear' or {SWIZZLED!r}: that one is for weights, "
+            "QuantizedTensor.with_layout makes it"
+        )
+    check_layout(fmt, layout)
+
+
 def check_scale_values(q: QuantizedTensor) -> None:
     """Raise ValueError if a global scale is not finite and above 0, or a block scale is NaN."""
     if q.global_scale is not None:

@@ -23,6 +23,7 @@ Nothing is lost: ``unpack`` gives back every bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -59,7 +60,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     bytes_ = scales.contiguous().view(torch.uint8)
     if bool((bytes_ > 0x7F).any()):
         raise ValueError("nvfp4: a block scale is negative, wanted scales with their sign bit 0")
-    packed, moved = torch.empty_like(codes, memory_format=torch.contiguous_format), None
+    packed = torch.empty_like(codes, memory_format=torch.contiguous_format)
     moved = torch.empty_like(bytes_)
     for source, target, scale_source, scale_target in _chunks(codes, packed, bytes_, moved):
         target.copy_(_pack_codes(source))
@@ -118,7 +119,9 @@ def _scale_bytes() -> torch.Tensor:
     return torch.tensor(table, dtype=torch.uint8)
 
 
-def _chunks(codes, other_codes, scales, other_scales):  # type: ignore[no-untyped-def]
+def _chunks(
+    codes: torch.Tensor, other_codes: torch.Tensor, scales: torch.Tensor, other_scales: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Corresponding whole rows of tiles of the four, few enough for little intermediate memory."""
     width = codes.shape[-1]
     height = max(1, _CHUNK // max(1, width * 2 * ROWS)) * ROWS

@@ -45,7 +45,7 @@ class TestValues:
         activation=st.sampled_from(["bf16", "nvfp4"]),
         static=st.booleans(),
         dtype=strategies.float_dtypes(),
-        layout=st.sampled_from(formats.LAYOUTS),
+        layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
     )
     def test_equals_one_gemm_per_expert(
         self, device, seed, counts, spare, fmt, activation, static, dtype, layout

@@ -1,1 +1,1 @@
-"""CuTeDSL kernels for tensor-core steps. None yet: the reference runs."""
+"""CuTeDSL kernels for tensor-core steps, compiled on first use and kept on disk."""

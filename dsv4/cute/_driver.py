@@ -86,17 +86,20 @@ class Kernel:
         self._attributes[0].value[0] = 1
         self._attributes[1].id = _CLUSTER_DIMENSION
         self._attributes[1].value[0:3] = (image.cluster, 1, 1)
-        self._clusters: dict[int, int] = {}
+        self._prepared: dict[int, int] = {}
 
-    def clusters(self, device: int) -> int:
-        """How many clusters are resident on a GPU at once; prepares the kernel for that GPU.
+    def prepare(self, device: int) -> int:
+        """Make the kernel ready on the current GPU, once; how many clusters fit it at a time.
 
         Args:
             device: Index of the current CUDA device.
+
+        Raises:
+            RuntimeError: if none fits, or the driver refuses.
         """
-        found = self._clusters.get(device)
+        found = self._prepared.get(device)
         if found is None:
-            found = self._clusters[device] = self._prepare(device)
+            found = self._prepared[device] = self._prepare(device)
         return found
 
     def _prepare(self, device: int) -> int:
@@ -127,7 +130,5 @@ class Kernel:
         """Launch ``blocks`` blocks on a stream of the current device."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         config = self._config(blocks, stream)
-        status = _driver().cuLaunchKernelEx(
-            ctypes.byref(config), self._handle, pointers, None
-        )
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
         _check(status, f"launching {self.image.name}")

@@ -49,7 +49,7 @@ def store_shared4(address: Value, words: Sequence[Value]) -> None:
 
 
 def load_matrices4(address: Value) -> tuple[Value, ...]:
-    """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` gives the address of row r of the i-th.
+    """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` gives where row r of the i-th is.
 
     Lane ``l`` gets row ``l // 4``, columns ``2 (l % 4)`` and the next, of each.
     """

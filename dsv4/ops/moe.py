@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops.quantize import fake_nvfp4, positive
@@ -173,7 +173,7 @@ def moe_gather_quantize(
     _check.shape(op, "x", x, [None, None])
     _check_rows(op, rows, x.shape[0])
     _check_offsets(op, offsets)
-    check_layout(NVFP4, layout)
+    check_scale_layout(NVFP4, layout)
     _check.same_device(op, x=x, rows=rows, offsets=offsets, input_scale=input_scale)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
         raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops.quantize import fake_nvfp4, given_scale
@@ -213,7 +213,7 @@ def rms_norm_quantize(
     _check.shape(op, "weight", weight, [x.shape[1]])
     _check.same_device(op, x=x, weight=weight)
     _check.one_of(op, "scaling", scaling, ("token", "static"))
-    check_layout(NVFP4, layout)
+    check_scale_layout(NVFP4, layout)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
         raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")
     scale = given_scale(op, x, global_scale, scaling)

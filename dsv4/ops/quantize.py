@@ -14,8 +14,8 @@ from dsv4.formats import (
     SWIZZLED,
     Format,
     QuantizedTensor,
-    check_layout,
     check_positive,
+    check_scale_layout,
     format_named,
 )
 from dsv4.ops import _check
@@ -153,7 +153,7 @@ def quantize(
     fmt = format_named(format)
     _check.floating("quantize", "x", x)
     _check_matrix(x, fmt)
-    check_layout(fmt, layout)
+    check_scale_layout(fmt, layout)
     _check.one_of("quantize", "scaling", scaling, SCALINGS)
     if fmt != NVFP4 and global_scale is not None:
         raise ValueError(f"quantize: global_scale is given, but {fmt.name} has none")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops.quantize import fake_nvfp4, given_scale
@@ -160,7 +160,7 @@ def rope_quantize(
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         _check.floating(op, name, tensor)
     _check.one_of(op, "scaling", scaling, ("static", "token"))
-    check_layout(NVFP4, layout)
+    check_scale_layout(NVFP4, layout)
     _check.shape(op, "x", x, [None, None, None])
     _check.shape(op, "cos", cos, [x.shape[0], None])
     _check.shape(op, "sin", sin, list(cos.shape))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_layout
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops.quantize import fake_nvfp4, given_scale
@@ -126,7 +126,7 @@ def swiglu_quantize(
     op = "swiglu_quantize"
     _check_arguments(op, gate_up, limit, layout, row_weight)
     _check.one_of(op, "scaling", scaling, ("static", "token"))
-    check_layout(NVFP4, scale_layout)
+    check_scale_layout(NVFP4, scale_layout)
     if gate_up.ndim < 2:
         raise ValueError(f"{op}: gate_up has shape {list(gate_up.shape)}, wanted [..., N, 2 I]")
     if not torch.compiler.is_compiling() and (gate_up.shape[-1] == 0 or gate_up.shape[-1] % 32):

@@ -22,7 +22,6 @@ A result that is infinite is looked at again: if the token's input held an infin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -32,73 +31,27 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.sm90.few_plan import FewPlan
 
 Value = Any
 _CODE_BYTES, _SCALE_BYTES = 512, 64
 _PARTIAL = 512
 
 
-@dataclass(frozen=True)
-class Few:
-    """One configuration of the kernel.
+class FewKernel(FewPlan):
+    """The kernel of one configuration."""
 
-    Attributes:
-        columns: K.
-        blocks: Blocks of a cluster, 1 to 8; ``columns / 64`` is a multiple of it.
-        warps: Warps of a block.
-        token_tiles: Tiles of 8 tokens.
-        float32_out: Whether the result is float32, else bfloat16.
-        row_scaled: Whether every token has a scale of its own (quantised activations).
-        depth: Tiles that are loaded ahead into registers, six each; a divisor of ``tiles``.
-    """
-
-    columns: int
-    blocks: int
-    warps: int
-    token_tiles: int
-    float32_out: bool
-    row_scaled: bool
-    depth: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 columns of a block's part of K."""
-        return self.columns // 64 // self.blocks
-
-    @property
-    def x_row_bytes(self) -> int:
-        """Bytes from one token's part of X to the next in shared memory."""
-        return self.tiles * 128 + 16
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of the block's part of X."""
-        return self.token_tiles * 8 * self.x_row_bytes
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of a warp's sums."""
-        return _PARTIAL * self.token_tiles
-
-    @property
-    def parts_bytes(self) -> int:
-        """Room for the sums that other blocks, and this one, send to this one."""
-        return 0 if self.blocks == 1 else self.warps * self.partial_bytes + self.partial_bytes * 8
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
-
-    @property
-    def turned_bytes(self) -> int:
-        """Room in which the warps turn their results."""
-        return self.warps * self.partial_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 1)
+    def compile(self, options: str) -> Any:
+        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
+        return cute.compile(
+            self,
+            *[Int64(0)] * 6,
+            *[Int32(1)] * 3,
+            *[Int64(0)] * 2,
+            *[Int32(1)] * 7,
+            CUstream(0),
+            options=options,
+        )
 
     @cute.jit
     def __call__(
@@ -118,6 +71,7 @@ class Few:
         cut1: Int32,
         cut2: Int32,
         scale_rows: Int32,
+        groups: Int32,
         sixteen: Int32,
         clusters: Int32,
         stream: CUstream,
@@ -139,6 +93,7 @@ class Few:
             cut1,
             cut2,
             scale_rows,
+            groups,
             sixteen,
         ).launch(
             grid=[clusters * self.blocks, 1, 1],
@@ -146,7 +101,7 @@ class Few:
             cluster=[self.blocks, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=2 if self.warps <= 12 else 1,
+            min_blocks_per_mp=self.resident,
             preferred_smem_carveout=100,
         )
 
@@ -168,6 +123,7 @@ class Few:
         cut1: Int32,
         cut2: Int32,
         scale_rows: Int32,
+        groups: Int32,
         sixteen: Int32,
     ) -> None:
         """See the module.
@@ -177,7 +133,7 @@ class Few:
             scales: Address of the packed scales.
             global_scale: Address of float32 global scales.
             x: Address of bfloat16 ``[tokens, groups, K]``.
-            token_scale: Address of float32 ``[tokens]``, where ``row_scaled``.
+            token_scale: Address of float32 ``[tokens, groups]``, where ``row_scaled``.
             out: Address of ``[tokens, rows]``.
             tokens: 1 to 8 ``token_tiles``.
             row_tiles: Rows of the weight / 16.
@@ -188,6 +144,7 @@ class Few:
             cut1: See ``cut0``.
             cut2: See ``cut0``.
             scale_rows: 1 where every row has its own global scale, else 0.
+            groups: Inputs of every token.
             sixteen: 16, of which the compiler must not know.
         """
         thread, _, _ = cute.arch.thread_idx()
@@ -237,8 +194,8 @@ class Few:
                 self._store(
                     sums,
                     factors,
-                    (turned, token_scale, out, x + group * group_stride * 2),
-                    (tile, lane, tokens, row_tiles, token_stride),
+                    (turned, token_scale + group * 4, out, x + group * group_stride * 2),
+                    (tile, lane, tokens, row_tiles, token_stride, groups),
                 )
 
     def _shared(self, warp: Value) -> tuple[Value, ...]:
@@ -284,7 +241,9 @@ class Few:
             )
 
     @cute.jit
-    def _multiply(self, codes, scales, ahead, rows, sixteen):  # type: ignore[no-untyped-def]
+    def _multiply(
+        self, codes: Value, scales: Value, ahead: Value, rows: Value, sixteen: Value
+    ) -> Value:
         """The warp's sums, one fragment of 16 rows by 8 tokens per tile of tokens."""
         sums = [[Float32(0.0)] * 4 for _ in range(2 * self.token_tiles)]
         right = self._load_x(rows, 0)
@@ -320,7 +279,7 @@ class Few:
         """Add a tile; even and odd steps of k have sums of their own, two chains."""
         sums = [list(s) for s in sums]
         for j in range(4):
-            weights = fragment(left[j], scales_to_bfloat16(left[4:6], j, sixteen))
+            weights = fragment(left[j], scales_to_bfloat16((left[4], left[5]), j, sixteen))
             for n in range(self.token_tiles):
                 chain = n + j % 2 * self.token_tiles
                 at = 8 * n + 2 * j
@@ -328,7 +287,9 @@ class Few:
         return sums
 
     @cute.jit
-    def _send(self, sums, place, arrived, owner, rank, lane) -> None:  # type: ignore[no-untyped-def]
+    def _send(
+        self, sums: Value, place: Value, arrived: Value, owner: Value, rank: Value, lane: Value
+    ) -> None:
         """Write the warp's sums to the block whose turn the row tile is."""
         if lane == 0 and owner == rank:
             ptx.expect_bytes(arrived, self.blocks * self.partial_bytes)
@@ -338,7 +299,7 @@ class Few:
             ptx.store_remote4(target + n * _PARTIAL, sums[n], barrier)
 
     @cute.jit
-    def _collect(self, place, arrived, lane):  # type: ignore[no-untyped-def]
+    def _collect(self, place: Value, arrived: Value, lane: Value) -> Value:
         """The sum of the blocks' parts, in ascending order."""
         ptx.wait(arrived, Int32(0))
         sums = []
@@ -352,7 +313,7 @@ class Few:
         return sums
 
     @cute.jit
-    def _factors(self, global_scale, row, rules):  # type: ignore[no-untyped-def]
+    def _factors(self, global_scale: Value, row: Value, rules: Value) -> Value:
         """Global scale times 2^7 of the lane's two rows."""
         cut0, cut1, cut2, scale_rows = rules
         factors = []
@@ -365,10 +326,10 @@ class Few:
         return factors
 
     @cute.jit
-    def _store(self, sums, factors, places, sizes) -> None:  # type: ignore[no-untyped-def]
+    def _store(self, sums: Value, factors: Value, places: Value, sizes: Value) -> None:
         """Scale, turn in shared memory so that a token's rows are whole sectors, and store."""
         room, token_scale, out, x = places
-        tile, lane, tokens, row_tiles, token_stride = sizes
+        tile, lane, tokens, row_tiles, token_stride, groups = sizes
         width = 4 if self.float32_out else 2
         for n in cutlass.range_constexpr(self.token_tiles):
             for i in cutlass.range_constexpr(4):
@@ -376,7 +337,7 @@ class Few:
                 if token < tokens:
                     factor = factors[i // 2]
                     if cutlass.const_expr(self.row_scaled):
-                        factor = factor * ptx.load_global_float(token_scale + token * 4)
+                        factor = factor * ptx.load_global_float(token_scale + token * groups * 4)
                     value = sums[n][i] * factor
                     if value == Float32(float("inf")) or value == Float32(float("-inf")):
                         value = self._unless_infinite(value, x + token * token_stride * 2)

@@ -1,0 +1,122 @@
+"""Which configuration of the kernel in ``few`` a product takes; needs no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOKENS = 16  # of one launch
+_PARTIAL = 512
+_ENOUGH_WARPS = 1024  # about two of each quarter of an SM
+_SHARED_ROOM = 100 * 1024  # two blocks of an SM, so that the next kernel's first loads run early
+
+
+@dataclass(frozen=True)
+class FewPlan:
+    """One configuration of the kernel.
+
+    Attributes:
+        columns: K.
+        blocks: Blocks of a cluster, 1 to 8; ``columns / 64`` is a multiple of it.
+        warps: Warps of a block.
+        token_tiles: Tiles of 8 tokens.
+        float32_out: Whether the result is float32, else bfloat16.
+        row_scaled: Whether every token has a scale of its own (quantised activations).
+        depth: Tiles of 64 columns that are loaded ahead into registers, six each; a divisor of
+            ``tiles``.
+    """
+
+    columns: int
+    blocks: int
+    warps: int
+    token_tiles: int
+    float32_out: bool
+    row_scaled: bool
+    depth: int
+
+    @property
+    def kernel(self) -> str:
+        """Where the kernel's class is."""
+        return "dsv4.cute.sm90.few:FewKernel"
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 columns of a block's part of K."""
+        return self.columns // 64 // self.blocks
+
+    @property
+    def x_row_bytes(self) -> int:
+        """Bytes from one token's part of X to the next in shared memory."""
+        return self.tiles * 128 + 16
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of the block's part of X."""
+        return self.token_tiles * 8 * self.x_row_bytes
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a warp's sums."""
+        return _PARTIAL * self.token_tiles
+
+    @property
+    def parts_bytes(self) -> int:
+        """Room for the sums that other blocks, and this one, send to this one."""
+        return 0 if self.blocks == 1 else (self.warps + self.blocks) * self.partial_bytes
+
+    @property
+    def turned_bytes(self) -> int:
+        """Room in which the warps turn their results."""
+        return self.warps * self.partial_bytes
+
+    @property
+    def resident(self) -> int:
+        """Blocks that an SM must hold at once, which bounds the registers of a thread.
+
+        Two, so that the next kernel's blocks begin beside this one's; the operands of 16 tokens
+        need too many registers for that.
+        """
+        return 2 if self.token_tiles == 1 and self.warps <= 12 else 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 1)
+
+
+def few_plan(
+    row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
+) -> FewPlan | None:
+    """The configuration for up to 16 tokens, or None if there is none.
+
+    It depends on the weight's shape and on whether there are more than 8 tokens. As few blocks as
+    make enough warps share K, because each part's sums travel; W warps of 8 or fewer leave 128
+    registers a thread.
+
+    Args:
+        row_tiles: N / 16, all groups.
+        group_tiles: Row tiles that share an input.
+        columns: K, a multiple of 64.
+        tokens: 1 to 16.
+        float32_out: Whether the result is float32.
+        row_scaled: Whether every token has a scale.
+    """
+    token_tiles = 1 if tokens <= 8 else 2
+    one_input = group_tiles == row_tiles
+    warps = next(w for w in (8, 7, 6, 5, 4, 3, 2, 1) if one_input or group_tiles % w == 0)
+    depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
+    fitting = []
+    for blocks in (1, 2, 4, 8):
+        tiles = columns // 64 // blocks
+        if columns // 64 % blocks:
+            continue
+        depth = next(n for n in depths if tiles % n == 0)
+        plan = FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
+        if plan.shared_bytes <= _SHARED_ROOM:
+            fitting.append(plan)
+    wide = [plan for plan in fitting if row_tiles * plan.blocks >= _ENOUGH_WARPS]
+    return wide[0] if wide else fitting[-1] if fitting else None

@@ -1,0 +1,119 @@
+"""Product with a packed NVFP4 weight: expanded to bfloat16, then multiplied by cuBLAS.
+
+For many tokens, where writing the expanded weight costs little beside the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4 import formats
+from dsv4.formats import NVFP4, QuantizedTensor
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.triton import _launch
+from dsv4.triton._numerics import narrow, wait_for_inputs
+
+_TILES = 4
+
+
+@triton.jit
+def _expand_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.constexpr):
+    """``code * block scale`` of 16 rows and 64 TILES columns (layout: ``dsv4.fragments``).
+
+    The bits of a code, shifted to where a bfloat16 has them, are the float32 ``code * 2^-126``, a
+    subnormal number for 0.5; times ``scale * 2^119`` times 2^7, all exact.
+    """
+    wait_for_inputs(PDL)
+    row_tile, strip = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.arange(0, 16)[:, None]
+    column = strip * (64 * TILES) + tl.arange(0, 64 * TILES)[None, :]
+    inside = column < columns
+    tile = row_tile * (columns // 64) + column // 64
+    block, lane = column % 64 // 16, row % 8 * 4 + column % 8 // 2
+    word = tl.load(codes + (tile * 32 + lane) * 4 + block, mask=inside, other=0)
+    half = (word >> (column % 2 * 16)) & 0xFFFF
+    second, high = column // 8 % 2 == 1, row // 8 == 1
+    first = tl.where(high, half << 3, half) & 0x81C0
+    third = ((half << 6) & 0x1C0) | ((half << 1) & 0x8000)
+    fourth = ((half >> 3) & 0x1C0) | ((half << 2) & 0x8000)
+    code = tl.where(second, tl.where(high, fourth, third), first)
+    byte = tl.load(scales + tile * 64 + row % 8 * 8 + block * 2 + row // 8, mask=inside, other=0)
+    scale = ((byte.to(tl.int32) << 4) + 0x7600) << 16
+    values = (code << 16).to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)
+    place = (row_tile * 16 + row) * columns + column
+    tl.store(out + place, narrow(values * 128.0, tl.bfloat16), mask=inside)
+
+
+def expand(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """bfloat16 ``[N, K]`` of ``code * block scale``, exact, from fragments."""
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    out = torch.empty((rows, columns), dtype=torch.bfloat16, device=codes.device)
+    grid = (rows // 16, -(-columns // (64 * _TILES)))
+    with _launch.on(codes):
+        _expand_kernel[grid](
+            codes.view(torch.int32),
+            scales,
+            out,
+            columns,
+            TILES=_TILES,
+            **_launch.options(codes),
+        )
+    return out
+
+
+def gemm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
+
+    Allocates the expanded weight and the float32 sums.
+    """
+    assert global_scale is not None
+    rows, columns = codes.shape[0], x.shape[-1]
+    alpha = formats.expand_segments(global_scale, segments, rows).reshape(groups, -1)
+    weight = expand(codes, scales).reshape(groups, rows // groups, columns)
+    tokens = x.reshape(x.shape[0], groups, columns)
+    finite = torch.isfinite(tokens).all(-1, keepdim=True)
+    if activation == "nvfp4":
+        tokens, row_scale = _operand(tokens, input_scale)
+        alpha = row_scale[..., None] * alpha
+    out = torch.where(finite, _product(tokens, weight) * alpha, torch.nan).to(out_dtype)
+    return out if x.dim() == 3 else out[:, 0]
+
+
+def _operand(
+    x: torch.Tensor, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``code * block scale`` as bfloat16, exactly, and the scale of every token and group."""
+    flat = x.reshape(-1, x.shape[-1])
+    scaling = "token" if input_scale is None else "static"
+    q = quantize(flat, NVFP4, global_scale=input_scale, scaling=scaling)
+    ones = torch.ones(1, dtype=torch.float32, device=x.device)
+    assert q.global_scale is not None
+    row_scale = q.global_scale.expand(flat.shape[0]).reshape(x.shape[:-1])
+    values = dequantize(QuantizedTensor(q.codes, q.scales, ones, NVFP4), torch.bfloat16)
+    return values.reshape(x.shape), row_scale
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 ``[T, G, N]`` of bfloat16 ``[T, G, K]`` and ``[G, N, K]``."""
+    if x.device.type != "cuda":
+        return torch.einsum("tgk,gnk->tgn", x.float(), weight.float())
+    parts = [
+        torch.mm(x[:, g], weight[g].t(), out_dtype=torch.float32) for g in range(weight.shape[0])
+    ]
+    return torch.stack(parts, 1)

@@ -1,0 +1,133 @@
+"""Every CuTeDSL kernel that dispatch can choose compiles for Hopper, on a machine without one.
+
+Compiled and inspected, not run: what runs is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+triton = pytest.importorskip("triton")
+
+from dsv4.cute import _images  # noqa: E402
+from dsv4.cute.sm90.few_plan import FewPlan, few_plan  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MOST_SHARED = 227 * 1024
+REGISTER_FILE = 65536
+# N, K and groups of DeepSeek-V4's matrices, Pro then Flash (specification sections 1 and 4).
+MATRICES = [
+    (65536, 1536, 1),
+    (7168, 16384, 1),
+    (6144, 7168, 1),
+    (7168, 3072, 1),
+    (2048, 7168, 1),
+    (16384, 4096, 16),
+    (8192, 1536, 1),
+    (32768, 1024, 1),
+    (4096, 8192, 1),
+    (4096, 4096, 1),
+    (4096, 2048, 1),
+    (1536, 4096, 1),
+    (8192, 4096, 8),
+    (8192, 1024, 1),
+]
+
+
+def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
+    tiles = rows // 16
+    return few_plan(tiles, tiles // groups, columns, tokens, float32_out, row_scaled)
+
+
+def plans():
+    """Each matrix at 1 and at 16 tokens; the other two choices once each."""
+    found = {plan_of(*matrix, tokens) for matrix in MATRICES for tokens in (1, 16)}
+    found |= {plan_of(6144, 7168, 1, 16, *choice) for choice in ((True, False), (False, True))}
+    return sorted(found, key=repr)
+
+
+def inspected(cubin, folder):
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    run = {"capture_output": True, "text": True, "check": True}
+    usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file], **run).stdout
+    code = subprocess.run([TOOLS / "nvdisasm", "-c", file], **run).stdout
+    numbers = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return numbers, re.findall(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", plans(), ids=repr)
+def test_few_tokens(plan, tmp_path):
+    image = _images.compile_image(plan, "sm_90a")
+    numbers, instructions = inspected(image.cubin, tmp_path)
+    assert numbers["STACK"] == numbers["LOCAL"] == 0
+    assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
+    assert numbers["REG"] * plan.threads <= REGISTER_FILE
+    assert image.shared_bytes <= MOST_SHARED
+    # 16 bytes of codes a lane; the tensor core; X by bulk copies; results by whole sectors.
+    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+    assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
+    assert "UBLKCP.S.G" in instructions
+    assert any(i.startswith("STG.E.128") for i in instructions)
+    assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+
+
+def test_every_matrix_has_a_plan():
+    for matrix in MATRICES:
+        for tokens in range(1, 17):
+            plan = plan_of(*matrix, tokens)
+            assert isinstance(plan, FewPlan)
+            assert plan.tiles * plan.blocks * 64 == matrix[1]
+            assert plan.tiles % plan.depth == 0
+            assert matrix[0] // 16 // matrix[2] % plan.warps == 0 or matrix[2] == 1
+            assert plan.shared_bytes <= MOST_SHARED
+
+
+def test_a_plan_depends_on_tokens_by_eights_alone():
+    for matrix in MATRICES:
+        assert len({plan_of(*matrix, tokens) for tokens in range(1, 9)}) == 1
+        assert len({plan_of(*matrix, tokens) for tokens in range(9, 17)}) == 1
+
+
+def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
+    """From disk in a process that never imports CuTeDSL, and quickly."""
+    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    plan = plan_of(32, 128, 1, 1)
+    first = _images.image(plan, "sm_90a")
+    assert len(list(tmp_path.iterdir())) == 1
+    code = (
+        "import sys, time; from dsv4.cute import _images; "
+        "from dsv4.cute.sm90.few_plan import few_plan; start = time.perf_counter(); "
+        "image = _images.image(few_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
+        "print(time.perf_counter() - start, 'cutlass' in sys.modules, len(image.cubin))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    seconds, imported, size = done.stdout.split()
+    assert imported == "False"
+    assert int(size) == len(first.cubin)
+    assert float(seconds) < 0.05
+
+
+def test_a_damaged_file_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    plan = plan_of(32, 128, 1, 1)
+    first = _images.image(plan, "sm_90a")
+    _images.path(plan, "sm_90a").write_bytes(b"{}\n")
+    assert _images.image(plan, "sm_90a").name == first.name
+
+
+def test_without_the_compiler_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(_images, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match="nvidia-cutlass-dsl is not installed"):
+        _images.image(plan_of(32, 128, 1, 1), "sm_90a")

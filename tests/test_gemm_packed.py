@@ -1,0 +1,297 @@
+"""Products with weights in fragments: the kernels for few and for many tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dsv4 import dispatch
+from dsv4.elements import encode_e4m3
+from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
+from dsv4.ops.gemm import gemm
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.testing import strategies
+from dsv4.testing.assertions import (
+    assert_bitwise,
+    assert_pure,
+    assert_within_budget,
+    gemm_budget,
+)
+
+KERNELS = ("triton",)
+FLOATS = st.sampled_from([torch.bfloat16, torch.float32])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+
+
+def weight_of(seed, rows, columns, device, cuts=()):
+    """Random codes and scales; a global scale per segment."""
+    weight = quantize(strategies.normal(seed, (rows, columns)), scaling="weight")
+    if cuts:
+        segments = tuple(b - a for a, b in zip((0, *cuts), (*cuts, rows), strict=True))
+        scale = torch.rand(len(segments), generator=strategies.generator(seed)) + 0.5
+        weight = dataclasses.replace(weight, global_scale=scale, segments=segments)
+    return weight.to(device)
+
+
+def product(x, weight, activation="bf16", **options):
+    """By the kernel that dispatch chooses; where there is one, not the reference."""
+    packed = weight.with_layout(FRAGMENTS)
+    return gemm(x, packed, activation=activation, **options)
+
+
+def truth(x, weight, activation, input_scale=None):
+    """float64 product of the operands, and the budget of float32 sums."""
+    if activation == "nvfp4":
+        scaling = "token" if input_scale is None else "static"
+        x = dequantize(quantize(x, scaling=scaling, global_scale=input_scale), torch.float64)
+    left, right = x.double(), dequantize(weight, torch.float64)
+    return left @ right.T, gemm_budget(left, right, torch.float32)
+
+
+def bfloat16(seed, shape, device):
+    return strategies.normal(seed, shape, torch.bfloat16).to(device)
+
+
+@st.composite
+def cut_rows(draw, most):
+    """Row counts in tiles, and up to three cuts anywhere in them."""
+    rows = 16 * draw(st.integers(1, most))
+    cuts = draw(st.lists(st.integers(1, rows - 1), max_size=3, unique=True))
+    return rows, tuple(sorted(cuts))
+
+
+class TestValues:
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(0, 40),
+        shape=cut_rows(9),
+        columns=st.integers(1, 9),
+        activation=ACTIVATIONS,
+        static=st.booleans(),
+    )
+    @example(seed=0, tokens=16, shape=(144, ()), columns=8, activation="bf16", static=False)
+    @example(seed=0, tokens=70, shape=(48, (7, 30)), columns=3, activation="nvfp4", static=True)
+    def test_within_the_budget_of_the_dense_product(
+        self, device, seed, tokens, shape, columns, activation, static
+    ):
+        (rows, cuts), columns = shape, 64 * columns
+        weight = weight_of(seed, rows, columns, device, cuts)
+        x = bfloat16(seed + 1, (tokens, columns), device)
+        scale = torch.tensor([0.01], device=device) if static and activation == "nvfp4" else None
+        want, budget = truth(x, weight, activation, scale)
+        got = product(x, weight, activation, input_scale=scale, out_dtype=torch.float32)
+        assert got.shape == (tokens, rows)
+        assert_within_budget(got, want, budget, "product")
+        narrow = product(x, weight, activation, input_scale=scale)
+        assert_bitwise(narrow, got.to(torch.bfloat16), "product in bfloat16")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 20), dtype=FLOATS)
+    def test_a_global_scale_per_row(self, device, seed, tokens, dtype):
+        weight = weight_of(seed, 48, 128, device)
+        scale = torch.rand(48, generator=strategies.generator(seed)).to(device) + 0.5
+        weight = dataclasses.replace(weight, global_scale=scale)
+        x = bfloat16(seed, (tokens, 128), device)
+        want, budget = truth(x, weight, "bf16")
+        got = product(x, weight, out_dtype=torch.float32)
+        assert_within_budget(got, want, budget, "product")
+        assert_bitwise(product(x, weight, out_dtype=dtype), got.to(dtype), "product")
+
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(1, 20),
+        groups=st.integers(2, 4),
+        activation=ACTIVATIONS,
+    )
+    def test_groups(self, device, seed, tokens, groups, activation):
+        """Each group's rows meet its own input, bit for bit as alone up to the order of sums."""
+        weight = weight_of(seed, 32 * groups, 192, device)
+        x = bfloat16(seed, (tokens, groups, 192), device)
+        got = product(x, weight, activation, groups=groups, out_dtype=torch.float32)
+        assert got.shape == (tokens, groups, 32)
+        for g in range(groups):
+            part = dataclasses.replace(
+                weight,
+                codes=weight.codes[32 * g : 32 * g + 32],
+                scales=weight.scales[32 * g : 32 * g + 32],
+            )
+            want, budget = truth(x[:, g], part, activation)
+            assert_within_budget(got[:, g], want, budget, f"group {g}")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 18))
+    def test_exact_where_everything_is_dyadic(self, device, seed, tokens):
+        """Every partial sum is exact in float32, in any order."""
+        drawn = torch.randint(0, 16, (80, 160, 2), generator=strategies.generator(seed))
+        drawn = torch.where((drawn & 7) > 5, drawn & 8, drawn).to(torch.uint8)
+        scales = torch.full((80, 20), 2.0).to(torch.float8_e4m3fn)
+        codes = drawn[..., 0] | drawn[..., 1] << 4
+        weight = QuantizedTensor(codes, scales, torch.full((1,), 0.125), NVFP4).to(device)
+        x = strategies.small_integers(seed, (tokens, 320), torch.bfloat16).to(device)
+        want = (x.double() @ dequantize(weight, torch.float64).T).float()
+        assert_bitwise(product(x, weight, out_dtype=torch.float32), want, "product")
+
+    @pytest.mark.parametrize("kind", ["largest", "subnormal", "zero", "cancelling"])
+    @pytest.mark.parametrize("tokens", [1, 9, 65])
+    def test_extreme_scales(self, device, kind, tokens):
+        weight = weight_of(3, 64, 256, "cpu")
+        codes, value = weight.codes, {"largest": 448.0, "subnormal": 2.0**-9, "zero": 0.0}
+        if kind == "cancelling":
+            codes = codes & 0x77 | 0x80  # each pair of columns has opposite signs
+        scales = encode_e4m3(torch.full((64, 16), value.get(kind, 1.0)))
+        weight = dataclasses.replace(weight, codes=codes, scales=scales).to(device)
+        x = bfloat16(4, (tokens, 256), device)
+        want, budget = truth(x, weight, "bf16")
+        got = product(x, weight, out_dtype=torch.float32)
+        assert_within_budget(got, want, budget, "product")
+        if kind == "zero":
+            assert not bool(got.any())
+
+    @given(seed=strategies.seeds(), pad=st.integers(0, 5), shift=st.integers(0, 9))
+    def test_strides_and_misaligned_rows(self, device, seed, pad, shift):
+        weight = weight_of(seed, 32, 128, device)
+        room = bfloat16(seed, (5 * (128 + 8 * pad) + 16,), device)
+        x = room[shift : shift + 5 * (128 + 8 * pad)].view(5, -1)[:, :128]
+        assert_bitwise(product(x, weight), product(x.clone(), weight), "product")
+        turned = bfloat16(seed, (128, 5), device).t()
+        assert_bitwise(product(turned, weight), product(turned.contiguous(), weight), "product")
+
+
+class TestIndependence:
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(2, 20),
+        kind=st.sampled_from([float("nan"), float("inf"), float("-inf")]),
+        activation=ACTIVATIONS,
+    )
+    def test_a_bad_token_is_alone(self, device, seed, tokens, kind, activation):
+        weight = weight_of(seed, 48, 192, device)
+        weight.codes[:, 10] = 0  # an infinity times a zero code, and times others
+        x = bfloat16(seed, (tokens, 192), device)
+        clean = product(x, weight, activation)
+        x[tokens // 2, seed % 192] = kind
+        got = product(x, weight, activation)
+        assert bool(got[tokens // 2].isnan().all())
+        keep = torch.arange(tokens, device=device) != tokens // 2
+        assert_bitwise(got[keep], clean[keep], "the other tokens")
+
+    def test_a_nan_scale_is_in_its_row(self, device):
+        weight = weight_of(0, 32, 128, device)
+        weight.scales.view(torch.uint8)[5, 3] = 0x7F
+        got = product(bfloat16(1, (4, 128), device), weight)
+        assert bool(got[:, 5].isnan().all())
+        assert int(got.isnan().sum()) == 4
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 20))
+    def test_same_bits_twice(self, device, seed, tokens):
+        weight = weight_of(seed, 160, 448, device).with_layout(FRAGMENTS)
+        x = bfloat16(seed, (tokens, 448), device)
+        assert_bitwise(gemm(x, weight), gemm(x, weight), "product")
+
+    def test_no_tokens(self, device):
+        weight = weight_of(0, 32, 128, device)
+        assert product(bfloat16(0, (0, 128), device), weight).shape == (0, 32)
+
+    @pytest.mark.gpu
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 8), blocks=st.integers(1, 4))
+    def test_batch_invariant_up_to_eight_tokens(self, seed, tokens, blocks):
+        weight = weight_of(seed, 640, 448 * blocks, "cuda").with_layout(FRAGMENTS)
+        x = bfloat16(seed, (tokens, 448 * blocks), "cuda")
+        whole = gemm(x, weight, backend="cute")
+        for token in range(tokens):
+            alone = gemm(x[token : token + 1], weight, backend="cute")
+            assert_bitwise(alone, whole[token : token + 1], f"token {token}")
+
+
+class TestIntegration:
+    @pytest.mark.parametrize("tokens", [1, 20])
+    def test_a_pure_operator(self, device, tokens):
+        weight = weight_of(0, 32, 128, device).with_layout(FRAGMENTS)
+        x = bfloat16(0, (tokens, 128), device)
+        call = dispatch.arguments(gemm, x, weight)
+        assert_pure(torch.ops.dsv4.gemm, *call.args, "auto")
+
+    def test_compiles_in_one_graph(self, device):
+        weight = weight_of(0, 32, 128, device).with_layout(FRAGMENTS)
+        x = bfloat16(0, (3, 128), device)
+        compiled = torch.compile(lambda t: gemm(t, weight) + 1, fullgraph=True, backend="eager")
+        assert_bitwise(compiled(x), gemm(x, weight) + 1, "compiled")
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("tokens", [1, 8, 16, 40])
+    def test_a_captured_graph_takes_new_data(self, tokens):
+        """Inputs, codes, scales and global scales may change between replays."""
+        first = weight_of(0, 160, 448, "cuda", (100,)).with_layout(FRAGMENTS)
+        x = bfloat16(0, (tokens, 448), "cuda")
+        gemm(x, first, backend="cute")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = gemm(x, first, backend="cute")
+        for seed in range(1, 9):
+            other = weight_of(seed, 160, 448, "cuda", (100,)).with_layout(FRAGMENTS)
+            for old, new in zip(
+                (first.codes, first.scales, first.global_scale, x),
+                (other.codes, other.scales, other.global_scale, bfloat16(seed, x.shape, "cuda")),
+                strict=True,
+            ):
+                old.copy_(new)
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_bitwise(out, gemm(x, other, backend="cute"), "replay")
+
+    @pytest.mark.gpu
+    def test_two_streams_at_once(self):
+        weight = weight_of(0, 2048, 7168, "cuda").with_layout(FRAGMENTS)
+        inputs = [bfloat16(i, (8, 7168), "cuda") for i in range(2)]
+        want = [gemm(x, weight) for x in inputs]
+        streams = [torch.cuda.Stream() for _ in inputs]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            got = []
+            for stream, x in zip(streams, inputs, strict=True):
+                with torch.cuda.stream(stream):
+                    got.append(gemm(x, weight))
+            torch.cuda.synchronize()
+            for one, two in zip(got, want, strict=True):
+                assert_bitwise(one, two, "product")
+
+    @pytest.mark.gpu
+    def test_no_memory_is_touched_but_the_result(self):
+        """Canaries around the result and around every operand."""
+        room = torch.full((3, 1 << 20), 7.0, dtype=torch.bfloat16, device="cuda")
+        weight = weight_of(0, 640, 448, "cuda").with_layout(FRAGMENTS)
+        room[1, : 8 * 448] = bfloat16(0, (8 * 448,), "cuda")
+        x = room[1, : 8 * 448].view(8, 448)
+        before = room.clone()
+        for tokens in range(1, 9):
+            gemm(x[:tokens], weight, backend="cute")
+        assert_bitwise(room, before, "memory around x")
+
+
+class TestDispatch:
+    def test_the_kernel_says_why_not(self):
+        weight = weight_of(0, 32, 128, "cpu")
+        x = bfloat16(0, (3, 128), "cpu")
+        with pytest.raises(NotImplementedError, match="wanted 'fragments_16x64'"):
+            gemm(x, weight, backend="cute")
+        packed = weight.with_layout(FRAGMENTS)
+        with pytest.raises(NotImplementedError, match=r"run on a CUDA GPU|is not installed"):
+            gemm(x, packed, backend="cute")
+        with pytest.raises(NotImplementedError, match="wanted bfloat16"):
+            gemm(x.float(), packed, backend="cublas")
+
+    def test_the_reference_understands_packed_weights(self):
+        weight = weight_of(0, 32, 128, "cpu")
+        x = bfloat16(0, (3, 128), "cpu")
+        found = dispatch.explain(gemm, x, weight.with_layout(FRAGMENTS))
+        assert found.chosen == "reference"
+        assert_bitwise(product(x, weight), gemm(x, weight), "product")
+
+    @pytest.mark.gpu
+    def test_few_tokens_take_the_kernel(self):
+        weight = weight_of(0, 32, 128, "cuda").with_layout(FRAGMENTS)
+        for tokens, chosen in ((0, "cute"), (64, "cute"), (65, "cublas")):
+            x = bfloat16(0, (tokens, 128), "cuda")
+            assert dispatch.explain(gemm, x, weight).chosen == chosen
