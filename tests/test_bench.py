@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import dispatch
+from dsv4 import dispatch, fragments
 from dsv4.bench import check, environment, main_job, report, results, rivals, timing
 from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
-from dsv4.bench.problem import Draw, Problem, UsageError
+from dsv4.bench.problem import Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -101,6 +101,38 @@ def test_matrices_have_the_published_shapes():
     assert flash["indexer_kv+gate"][:2] == (512, 4096)
 
 
+def test_products_are_packed_wherever_groups_are_whole_tiles():
+    for name, (rows, columns, groups, segments) in matrices(ModelConfig.tiny()).items():
+        for suffix in ("", " w4a4"):
+            (case,) = (c for c in cases("gemm", "tiny", 3) if c.name == name + suffix)
+            problem = case.build(Draw(0, CPU))
+            whole = rows % 16 == 0 and columns % 64 == 0
+            assert (problem.args[1].layout == "fragments_16x64") == whole
+            assert problem.args[1].shape == (groups * rows, columns)
+            assert problem.args[1].segments == segments
+            assert problem.kwargs["activation"] == ("nvfp4" if suffix else "bf16")
+            assert problem.reads == sum(map(nbytes, problem.args))
+            assert problem.writes == nbytes(*problem.run("reference"))
+    layouts = {
+        case.build(Draw(0, CPU)).args[1].layout for case in cases("gemm", "tiny", 1) if case.brief
+    }
+    assert layouts == {"fragments_16x64", "linear"}, "the main job runs both"
+
+
+def test_every_published_matrix_can_be_packed():
+    for config in (ModelConfig.flash(), ModelConfig.pro()):
+        for rows, columns, _, _ in matrices(config).values():
+            assert fragments.fits(rows, columns)
+
+
+def test_a_weight_is_drawn_once_for_all_token_counts():
+    def draw(tokens: int, seed: int) -> Problem:
+        return cases("gemm", "tiny", tokens)[0].build(Draw(seed, CPU))
+
+    assert draw(1, 0).args[1].codes is draw(9, 0).args[1].codes
+    assert not torch.equal(draw(1, 0).args[1].codes, draw(1, 1).args[1].codes)
+
+
 @pytest.mark.parametrize("op", OPERATORS)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 40))
@@ -179,9 +211,18 @@ def test_unchecked_rows_are_timed_and_say_so(register, tmp_path: Path):
     assert row["us"] > 0
 
 
+def test_cases_are_chosen_by_pattern_and_stand_beside_their_other_token_counts(tmp_path: Path):
+    path = tmp_path / "out.json"
+    arguments = ["run", "gemm", "--cases", "o_a*,down", "--tokens", "1,3", "--repeat", "1"]
+    assert main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
+    found = [(row["case"], row["tokens"]) for row in json.loads(path.read_text())["rows"]]
+    assert found == [(n, t) for n in ("o_a", "o_a w4a4", "down") for t in (1, 3)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["run", "gemm", "--cases", "nonsense"], "--cases matches none of q_a+kv, q_a+kv w4a4"),
         (["run", "nonsense"], "operator is 'nonsense', wanted one of quantize_nvfp4"),
         (["run", "gemm", "--shapes", "huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
         (["run", "gemm", "--tokens", "0"], "0 is below 1"),
@@ -385,6 +426,22 @@ def test_table_without_rich_or_terminal_is_plain(capsys):
     assert heading.startswith("operator")
     assert set(rule) <= {"-", " "}
     assert "1.0e-03" in line
+
+
+def test_the_fastest_rival_is_set_against_us(tmp_path: Path, capsys):
+    base = results.Row("op", "", {}, 1, "b", "w", 2.0, 0.5, 8, 0, {"slow": 9.0, "fast": 3.0})
+    assert base.rival_ratio == 1.5
+    alone = dataclasses.replace(base, rivals={})
+    wrong = dataclasses.replace(base, us=None, rivals={})
+    assert alone.rival_ratio is None
+    assert wrong.rival_ratio is None
+    rows = [base, alone]
+    place = report.HEADINGS.index("best rival / us")
+    assert [report.cells(row)[place] for row in rows] == ["1.50", "-"]
+    path = report.write_csv(str(tmp_path / "x.csv"), rows)
+    with path.open() as stream:
+        assert [row["rival_ratio"] for row in csv.DictReader(stream)] == ["1.5", ""]
+    results.validate(results.document(_document()["header"], rows))
 
 
 def test_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch):

@@ -15,10 +15,10 @@ from dsv4 import dispatch, ops
 from dsv4.bench import rivals
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.problem import Draw, Problem
-from dsv4.bench.rivals import _prepare, inductor, liger, plain, tile_kernels, torchao
+from dsv4.bench.rivals import _prepare, inductor, liger, packed, plain, tile_kernels, torchao
 
 CPU = torch.device("cpu")
-LIBRARIES = (liger, tile_kernels, torchao)
+LIBRARIES = (liger, packed, tile_kernels, torchao)
 # Their reference reads values on a CPU to check them, so it is no single graph there.
 READS_VALUES = ("route_hash",)
 
@@ -36,6 +36,7 @@ def test_importing_the_rivals_imports_no_library():
 import sys
 import dsv4.bench.rivals
 names = ("triton", "liger_kernel", "torchao", "tile_kernels", "tilelang", "torch._inductor")
+names += ("quack", "humming", "cutlass")
 print([name for name in names if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -59,6 +60,16 @@ def test_rivals_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
     found = rivals.rivals("rope", problem, ("inductor", "unable", "unknown"))
     assert {name: call() for name, call in found.items()} == {"inductor": 2}
     assert rivals.rivals("swiglu", problem) == {}
+
+
+@pytest.mark.parametrize("asked", ["Quick (no norm)", "quick", "QUICK"])
+def test_a_rival_is_named_without_its_note_too(asked: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rivals, "RIVALS", {})
+    for name in ("Quick (no norm)", "Quick (in place)", "Quicker"):
+        rivals.register("rope", name)(lambda problem: lambda: 1)
+    found = list(rivals.rivals("rope", _problem("rope"), (asked,)))
+    exact = asked == "Quick (no norm)"
+    assert found == (["Quick (no norm)"] if exact else ["Quick (no norm)", "Quick (in place)"])
 
 
 @pytest.mark.parametrize("op", sorted(MAKERS))
@@ -198,3 +209,68 @@ def test_inductor_itself():
     found = rivals.rivals("swiglu", problem, ("inductor",))
     assert set(found) == {"inductor"}
     torch.testing.assert_close(found["inductor"](), problem.run("reference")[0])
+
+
+def _case(name: str, tokens: int = 5) -> Problem:
+    (case,) = (case for case in cases("gemm", "tiny", tokens) if case.name == name)
+    return case.build(Draw(0, CPU))
+
+
+def _multiplier(log: list, wrong: float = 0.0):
+    """A stand-in for a library that multiplies with packed weights."""
+
+    def make(library, weight):
+        log.append(weight)
+        dense = ops.dequantize(weight, torch.bfloat16) * (1 + wrong)
+        return lambda x: x @ dense.T
+
+    return packed._checked(make)
+
+
+def test_packed_rivals_get_the_weight_once_in_rows_with_one_scale():
+    log: list = []
+    prepare, library = _multiplier(log), SimpleNamespace(__name__="fake")
+    for tokens in (5, 9, 3):
+        problem = _case("q_a+kv", tokens)
+        found = prepare(library, *_prepare.captured(problem).args)()
+        assert found.shape == problem.run("reference")[0].shape
+    (weight,) = log
+    assert weight.layout == "linear"
+    assert weight.segments == ()
+    torch.testing.assert_close(weight.global_scale, problem.args[1].global_scale[:1])
+
+
+def test_a_wrong_packed_rival_is_left_out(caplog):
+    prepare, library = _multiplier([], wrong=0.05), SimpleNamespace(__name__="other")
+    args = _prepare.captured(_case("q_a+kv")).args
+    assert _prepare.attempt(lambda: prepare(library, *args), "") is None
+    assert "other" in caplog.text
+    assert "left out" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["q_a+kv w4a4", "o_a", "q_b fp8"])
+def test_packed_rivals_refuse_what_they_do_not_do(name: str):
+    prepare, library = _multiplier([]), SimpleNamespace(__name__="fake")
+    with pytest.raises(ValueError, match=r"to torch\.bfloat16"):
+        prepare(library, *_prepare.captured(_case(name)).args)
+
+
+@pytest.mark.parametrize("name", ["q_a+kv", "o_a", "q_b fp8", "gate_up w4a4"])
+def test_cublas_multiplies_the_dequantised_weight(name: str):
+    problem = _case(name)
+    found = packed._cublas(torch, *_prepare.captured(problem).args)()
+    truth = problem.run("reference")[0]
+    found = found.transpose(0, 1) if found.dim() == 3 else found
+    error = float((found.double() - truth.double()).norm() / truth.double().norm())
+    assert error < (0.2 if name.endswith("w4a4") else 0.01)
+
+
+def test_what_is_made_of_a_weight_goes_with_it():
+    codes, made = torch.ones(3), []
+    for _ in range(2):
+        assert packed._once(codes, "x", lambda: made.append(1) or 7) == 7
+    assert made == [1]
+    assert codes in packed._made
+    held = len(packed._made)
+    del codes
+    assert len(packed._made) == held - 1

@@ -20,7 +20,7 @@ from dsv4.bench.check import (
     sum_error,
 )
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
-from dsv4.formats import QuantizedTensor
+from dsv4.formats import FRAGMENTS, LINEAR, QuantizedTensor
 from dsv4.ops import dequantize, read_kv
 from dsv4.pages import Pages
 
@@ -44,6 +44,8 @@ def _magnitude(weight: Any) -> Any:
     if isinstance(weight, torch.Tensor):
         return weight.abs()
     assert isinstance(weight, QuantizedTensor)
+    if weight.layout == FRAGMENTS:
+        weight = weight.with_layout(LINEAR)
     signless = 0x77 if weight.format.packed else 0x7F
     codes = (weight.codes.view(torch.uint8) & signless).view(weight.codes.dtype)
     return dataclasses.replace(weight, codes=codes)

@@ -6,16 +6,24 @@ those of the published models (specification sections 1 and 12), or of ``ModelCo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4 import ops
+from dsv4 import fragments, ops
 from dsv4.bench import budgets, fused_cases, moe_cases, sequence_cases
 from dsv4.bench.check import bitwise, within
-from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
+from dsv4.bench.problem import MOST_COPIES, Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
-from dsv4.formats import FP8_BLOCK, NVFP4, SWIZZLED
+from dsv4.formats import (
+    FP8_BLOCK,
+    FRAGMENTS,
+    NVFP4,
+    SWIZZLED,
+    QuantizedTensor,
+    format_named,
+)
 
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "tiny": ModelConfig.tiny,
@@ -121,14 +129,13 @@ def _product(
     c: ModelConfig, tokens: int, name: str, suffix: str, activation: str, brief: bool
 ) -> Case:
     rows, columns, groups, segments = matrices(c)[name]
-    fp8 = suffix == " fp8"
+    format = FP8_BLOCK if suffix == " fp8" else NVFP4
 
     def build(draw: Draw) -> Problem:
         x = draw.normal(*((tokens, columns) if groups == 1 else (tokens, groups, columns)))
-        if fp8:
-            weight = draw.quantized(rows, columns, format=FP8_BLOCK)
-        else:
-            weight = draw.quantized(groups * rows, columns, format=NVFP4, segments=segments)
+        weight = _weight(
+            groups * rows, columns, groups, segments, format.name, draw.seed, draw.device
+        )
         return Problem(
             ops.gemm,
             (x, weight),
@@ -136,10 +143,32 @@ def _product(
             within(budgets.product),
             nbytes(x, weight),
             2 * tokens * groups * rows * columns,
+            writes=x.element_size() * tokens * groups * rows,
         )
 
     sizes = {"N": rows, "K": columns, **({"G": groups} if groups > 1 else {})}
     return Case("gemm", name + suffix, sizes, tokens, build, brief)
+
+
+@functools.lru_cache(maxsize=MOST_COPIES)
+def _weight(
+    rows: int,
+    columns: int,
+    groups: int,
+    segments: tuple[int, ...],
+    format: str,
+    seed: int,
+    device: torch.device,
+) -> QuantizedTensor:
+    """Kept, because what rivals make of it takes longer than timing them.
+
+    NVFP4 is in fragments, as the layers pack it, where every group is a whole number of tiles.
+    """
+    known = format_named(format)
+    weight = Draw(seed, device).quantized(rows, columns, format=known, segments=segments)
+    if known == NVFP4 and fragments.fits(rows // groups, columns):
+        return weight.with_layout(FRAGMENTS)
+    return weight
 
 
 def rms_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 import torch
@@ -51,11 +52,17 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="check, then time operators")
     run.add_argument("ops", nargs="*", metavar="OP", help="operators; default: all")
     _sizes(run)
+    run.add_argument(
+        "--cases",
+        type=lambda text: text.split(","),
+        help="shell patterns over the names of cases, comma-separated, e.g. 'q_b,*w4a4'",
+    )
     run.add_argument("--backend", default="auto", help="implementations, comma-separated")
     run.add_argument(
         "--rivals",
         type=lambda text: tuple(text.split(",")),
-        help="which to time beside, comma-separated; default: those quick to prepare",
+        help="which to time beside, comma-separated, e.g. cublas,quack; "
+        "default: those quick to prepare",
     )
     run.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     _common(run)
@@ -130,14 +137,20 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
 
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
-    presets = options.shapes.split(",")
-    return [
-        case
-        for op in ops
-        for preset in presets
-        for tokens in options.tokens
-        for case in cases(op, preset, tokens)
-    ]
+    """Each case at all token counts before the next: they share weights, which are kept."""
+    found = []
+    for op in ops:
+        for preset in options.shapes.split(","):
+            by_tokens = [cases(op, preset, tokens) for tokens in options.tokens]
+            found += [case for same in zip(*by_tokens, strict=True) for case in same]
+    patterns = getattr(options, "cases", None)
+    if patterns is None:
+        return found
+    chosen = [case for case in found if any(fnmatchcase(case.name, p) for p in patterns)]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(case.name for case in found if case.name))
+        raise UsageError(f"--cases matches none of {names or 'these operators, which have one'}")
+    return chosen
 
 
 def _run(options: argparse.Namespace) -> int:

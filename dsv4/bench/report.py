@@ -23,9 +23,10 @@ HEADINGS = (
     "floor us",
     "% copy",
     "rivals us",
+    "best rival / us",
     "why this backend",
 )
-_RIGHT = ("tokens", "error", "us", "floor us", "% copy")
+_RIGHT = ("tokens", "error", "us", "floor us", "% copy", "best rival / us")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -44,6 +45,7 @@ def cells(row: Row) -> tuple[str, ...]:
         number(row.floor_us),
         "-" if row.copy_share is None else f"{100 * row.copy_share:.0f}",
         ", ".join(f"{name} {number(us)}" for name, us in row.rivals.items()),
+        "-" if row.rival_ratio is None else f"{row.rival_ratio:.2f}",
         row.reason,
     )
 
@@ -108,12 +110,13 @@ def write_csv(path: str, rows: Sequence[Row]) -> Path:
     with target.open("w", newline="") as stream:
         writer = csv.writer(stream)
         names = ("op", "case", "shape", "tokens", "backend", "error", "match", "us", "floor_us")
-        writer.writerow([*names, "copy_share", "bytes", "flops", "rivals", "reason"])
+        writer.writerow([*names, "copy_share", "bytes", "flops", "rivals", "rival_ratio", "reason"])
         for row in rows:
             shape, rivals = (
                 " ".join(f"{k}={v}" for k, v in pairs.items()) for pairs in (row.shape, row.rivals)
             )
             found = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
-            found += [row.floor_us, row.copy_share, row.bytes, row.flops, rivals, row.reason]
+            found += [row.floor_us, row.copy_share, row.bytes, row.flops, rivals]
+            found += [row.rival_ratio, row.reason]
             writer.writerow(found)
     return target

@@ -85,6 +85,11 @@ class Row:
     message: str = ""
     copy_share: float | None = None
 
+    @property
+    def rival_ratio(self) -> float | None:
+        """Time of the fastest rival over ours, above 1 where ours is faster; None without both."""
+        return min(self.rivals.values()) / self.us if self.us and self.rivals else None
+
 
 def document(header: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
     """What a file holds. An infinite error, which JSON lacks, becomes the string ``"inf"``."""

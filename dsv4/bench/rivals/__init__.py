@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dsv4.bench.problem import Problem
-from dsv4.bench.rivals import inductor, liger, plain, tile_kernels, torchao
+from dsv4.bench.rivals import inductor, liger, packed, plain, tile_kernels, torchao
 from dsv4.bench.rivals._prepare import Call, Rival
 
 # Prepared only when asked for by name.
-SLOW = (inductor.NAME, *liger.SLOW)
+SLOW = (inductor.NAME, *liger.SLOW, *packed.SLOW)
 
 
 def _merged() -> dict[str, dict[str, Rival]]:
     merged: dict[str, dict[str, Rival]] = {}
-    for source in (plain, liger, tile_kernels, torchao, inductor):
+    for source in (plain, packed, liger, tile_kernels, torchao, inductor):
         for op, known in source.RIVALS.items():
             merged.setdefault(op, {}).update(known)
     return merged
@@ -48,9 +48,15 @@ def rivals(op: str, problem: Problem, names: tuple[str, ...] | None = None) -> d
     Args:
         op: Name of the operator.
         problem: What to do.
-        names: Which rivals; None for all but those in ``SLOW``.
+        names: Which rivals, with their note or without, in any case; None for all but those in
+            ``SLOW``.
     """
     known = RIVALS.get(op, {})
-    wanted = [name for name in known if (name not in SLOW if names is None else name in names)]
+    wanted = [name for name in known if (name not in SLOW if names is None else _in(name, names))]
     prepared = {name: known[name](problem) for name in wanted}
     return {name: call for name, call in prepared.items() if call is not None}
+
+
+def _in(name: str, names: tuple[str, ...]) -> bool:
+    name = name.casefold()
+    return any(asked.casefold() in (name, name.partition(" (")[0]) for asked in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,18 @@ Table = dict[str, dict[str, Rival]]
 
 _log = logging.getLogger(__name__)
 # How libraries say that they cannot do something: TileKernels by assertions, compilers by
-# RuntimeError and its subclasses, bindings by TypeError and ValueError.
-_REFUSALS = (RuntimeError, AssertionError, TypeError, ValueError, AttributeError)
+# RuntimeError and its subclasses, bindings by TypeError and ValueError, a compiler that is missing
+# or fails by OSError and SubprocessError.
+_REFUSALS = (
+    RuntimeError,
+    AssertionError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ImportError,
+    OSError,
+    subprocess.SubprocessError,
+)
 
 
 def captured(problem: Problem) -> dispatch.Call:
@@ -66,6 +77,6 @@ def attempt(prepare: Callable[[], Call], what: str) -> Call | None:
 def _imported(module: str) -> Any | None:
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError) as missing:
-        _log.info("%s: %s", module, missing)
+    except Exception as missing:  # whatever it is that another's library does not find
+        _log.info("%s: %s: %s", module, type(missing).__name__, missing)
         return None
