@@ -372,8 +372,9 @@ def _cat_bytes(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Stack matrices of one format on the row axis; every part keeps its own global scale.
 
-    The result is linear and has one segment per part (or per segment of a part), or one global
-    scale per row if any part has that. Nothing is rescaled: the values are bitwise the parts'.
+    The result is in fragments if all parts are, else linear. It has one segment per part (or per
+    segment of a part), or one global scale per row if any part has that. Nothing is rescaled: the
+    values are bitwise the parts'.
 
     Raises:
         ValueError: if the list is empty, or formats, scale dtypes, columns or batch shapes differ,
@@ -381,6 +382,8 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """
     if not parts:
         raise ValueError("parts is empty, wanted at least one matrix")
+    layout = FRAGMENTS if all(part.layout == FRAGMENTS for part in parts) else LINEAR
+    parts = [part.with_layout(layout) for part in parts]
     first = parts[0]
     for part in parts:
         same = (part.format, part.columns, part.codes.shape[:-2], part.scales.dtype)
@@ -391,14 +394,13 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     if any(part.rows % high for part in parts[:-1]):
         rows = [part.rows for part in parts]
         raise ValueError(f"parts have {rows} rows, wanted multiples of {high} before the last")
-    linear = [part.with_layout(LINEAR) for part in parts]
-    global_scale, segments = _cat_global(linear)
+    global_scale, segments = _cat_global(parts)
     return QuantizedTensor(
-        _cat_bytes([p.codes for p in linear], -2),
-        _cat_bytes([p.scales for p in linear], -2),
+        _cat_bytes([p.codes for p in parts], -2),
+        _cat_bytes([p.scales for p in parts], -2),
         global_scale,
         first.format,
-        LINEAR,
+        layout,
         segments,
     )
 

@@ -17,7 +17,7 @@ from torch import nn
 from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
 from dsv4._checkpoint.shards import CheckpointError
-from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor, mxfp4_to_nvfp4
+from dsv4.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4, QuantizedTensor, mxfp4_to_nvfp4
 
 Matrix = torch.Tensor | QuantizedTensor
 Entries = Mapping[str, Entry]
@@ -154,6 +154,8 @@ class LinearSlot(Slot):
         entry = entries[self.name]
         if entry.format is None and not entry.weight.dtype.is_floating_point:
             yield f"{entry.weight}: wrong dtype, wanted a floating or a quantised one"
+        if getattr(self.module, "layout", LINEAR) != LINEAR:
+            yield f"{self.name}: the layer is packed, call dsv4.layers.unpack_ first"
 
     def fill(self, entries: Entries, options: Options) -> None:
         entry = entries[self.name]

@@ -12,10 +12,17 @@ from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.indexer import DeepseekV4Indexer, DeepseekV4IndexerScorer
-from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear, joint_linear
+from dsv4.layers.linear import (
+    DeepseekV4GroupedLinear,
+    Linear,
+    fused_linear,
+    join_weights,
+    joint_linear,
+)
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
+from dsv4.layers.pack import Packing, pack_, unpack_
 from dsv4.layers.quantize import quantize_
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
@@ -41,8 +48,12 @@ __all__ = [
     "DeepseekV4TopKRouter",
     "DeepseekV4UnweightedRMSNorm",
     "Linear",
+    "Packing",
     "calibrate",
     "fused_linear",
+    "join_weights",
     "joint_linear",
+    "pack_",
     "quantize_",
+    "unpack_",
 ]

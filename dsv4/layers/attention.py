@@ -31,6 +31,7 @@ class DeepseekV4Attention(FixedDtypeModule):
     """
 
     wide = frozenset({"sinks"})
+    joined = (("q_a_proj", "kv_proj"),)
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def _freeze(layer: nn.Module) -> bool:
         assert layer.observer is not None
         if not _seen(layer.observer):
             return False
-        layer.input_scale = frozen(layer.observer.scale().to(layer.weight.device))
+        layer.input_scale = frozen(layer.observer.scale().to(layer.device))
         return True
     assert isinstance(layer, DeepseekV4Experts)
     assert layer.observers is not None

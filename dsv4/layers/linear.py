@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dsv4.formats import NVFP4, Format, QuantizedTensor, cat_rows, format_named
+from dsv4 import fragments
+from dsv4.formats import (
+    FRAGMENTS,
+    LINEAR,
+    NVFP4,
+    Format,
+    QuantizedTensor,
+    cat_rows,
+    format_named,
+)
+from dsv4.layers._joint import JointWeight
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -21,6 +33,7 @@ from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize
 
 ACTIVATIONS = ("bf16", "nvfp4")
+_OWN = ("weight", "weight_scale", "weight_scale_2")
 
 
 class Linear(FixedDtypeModule):
@@ -31,8 +44,15 @@ class Linear(FixedDtypeModule):
     ``weight_scale_2 [1]`` (global scale, multiplies) and, where known, ``input_scale [1]``
     (activation global scale, multiplies).
 
+    ``pack`` re-lays an NVFP4 weight for Hopper's tensor cores; ``weight_scale`` is uint8 then.
+    Several packed layers of one input can share one matrix (``join_weights``); their first three
+    parameters are None then. State dicts hold neither: a packed layer writes what an unpacked one
+    writes, and refuses to load.
+
     Attributes:
         format: None for a plain weight, else its ``Format``.
+        layout: Of the weight: ``"linear"``, or ``"fragments_16x64"`` when packed.
+        joint: The shared matrix whose part number ``joint_part`` is this layer's weight, or None.
         activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,
             without one, with a scale per token. Plain weights never quantise x.
     """
@@ -52,6 +72,9 @@ class Linear(FixedDtypeModule):
         self.groups = 1
         self.activation = activation
         self.format: Format | None = None
+        self.layout = LINEAR
+        self.joint: JointWeight | None = None
+        self.joint_part = 0
         self.observer: AmaxObserver | None = None
         self.weight = empty_weight(out_features, in_features)
         self.register_parameter("weight_scale", None)
@@ -103,6 +126,11 @@ class Linear(FixedDtypeModule):
         wide = torch.promote_types(x.dtype, out_dtype)
         return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self.weight.device if self.joint is None else self.joint.codes.device
+
     def quantized_weight(self) -> QuantizedTensor:
         """The weight as one value.
 
@@ -111,8 +139,12 @@ class Linear(FixedDtypeModule):
         """
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
+        if self.joint is not None:
+            return self.joint.part(self.joint_part)
         assert self.weight_scale is not None
-        return QuantizedTensor(self.weight, self.weight_scale, self.weight_scale_2, self.format)
+        return QuantizedTensor(
+            self.weight, self.weight_scale, self.weight_scale_2, self.format, self.layout
+        )
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight as a plain tensor ``[out, in]``."""
@@ -126,11 +158,13 @@ class Linear(FixedDtypeModule):
         """Replace the weight, without a copy, and with it the format.
 
         Args:
-            weight: ``[out_features, in_features]``, plain or quantised, linear scale layout.
+            weight: ``[out_features, in_features]``, plain or quantised, with linear scales or
+                packed.
             input_scale: Activation global scale, ``[]`` or ``[1]`` float32, or None.
 
         Raises:
-            ValueError: if the shape differs; nothing is changed then.
+            ValueError: if the shape or the layout is none this layer can have; nothing is changed
+                then.
         """
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(
@@ -138,28 +172,104 @@ class Linear(FixedDtypeModule):
                 f"wanted [{self.out_features}, {self.in_features}]"
             )
         if isinstance(weight, torch.Tensor):
-            self.format = None
-            self.stored = Linear.stored
-            self._set(nn.Parameter(weight, requires_grad=weight.requires_grad), None, None, None)
+            self._hold(weight)
+            self.input_scale = None
             return
-        if weight.segments or weight.layout != "linear":
+        if weight.segments or weight.layout not in (LINEAR, FRAGMENTS):
             raise ValueError("Linear: weight has segments or swizzled scales, wanted neither")
-        self.format = weight.format
-        self.stored = Linear.stored | {"weight"}
-        scale = None if input_scale is None else input_scale.reshape(1).float()
-        self._set(frozen(weight.codes), weight.scales, weight.global_scale, scale)
+        if weight.layout == FRAGMENTS:
+            self._check_tiles()
+        self._hold(weight)
+        self.input_scale = None if input_scale is None else frozen(input_scale.reshape(1).float())
 
-    def _set(
-        self,
-        weight: nn.Parameter,
-        scales: torch.Tensor | None,
-        global_scale: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
+    def _hold(self, weight: torch.Tensor | QuantizedTensor) -> None:
+        """Take these tensors as parameters of this layer alone."""
+        self._leave()
+        if isinstance(weight, torch.Tensor):
+            self.format, self.layout, self.stored = None, LINEAR, Linear.stored
+            parameter = nn.Parameter(weight, requires_grad=weight.requires_grad)
+            parts: tuple[torch.Tensor | None, ...] = (None, None)
+        else:
+            self.format, self.layout = weight.format, weight.layout
+            self.stored = Linear.stored | {"weight"}
+            parameter, parts = frozen(weight.codes), (weight.scales, weight.global_scale)
+        self.weight = parameter
+        self.weight_scale, self.weight_scale_2 = (None if t is None else frozen(t) for t in parts)
+
+    def _leave(self) -> None:
+        """Have no part in a joint weight; the other layers keep theirs."""
+        if self.joint is not None:
+            del self.joint  # out of the submodules, which would keep and print a None
+            self.joint, self.joint_part = None, 0
+
+    def _enter(self, joint: JointWeight, part: int) -> None:
+        """Have no weight but a part of a joint one."""
+        self._leave()
+        for name in _OWN:
+            self.register_parameter(name, None)
+        self.joint, self.joint_part = joint, part
+
+    def _check_tiles(self) -> None:
+        rows = self.out_features // self.groups
+        if not fragments.fits(rows, self.in_features):
+            each = " per group" if self.groups > 1 else ""
+            raise ValueError(
+                f"{type(self).__name__}: the weight is {rows} x {self.in_features}{each}, wanted "
+                f"multiples of {fragments.ROWS} x {fragments.COLUMNS} for layout {FRAGMENTS!r}"
+            )
+
+    def pack(self) -> None:
+        """Re-lay an NVFP4 weight for Hopper's tensor cores, in place; nothing is lost.
+
+        The old parameters are freed: graphs captured with them must be captured again. A packed
+        layer stays as it is.
+
+        Raises:
+            ValueError: if the weight is not NVFP4, is not a whole number of tiles (16 rows of each
+                group, 64 columns), has a negative block scale or is on the meta device; nothing is
+                changed then.
+        """
+        if self.layout == FRAGMENTS:
+            return
+        name = type(self).__name__
+        if self.format != NVFP4:
+            found = "plain" if self.format is None else self.format.name
+            raise ValueError(f"{name}: the weight is {found}, wanted nvfp4 for {FRAGMENTS!r}")
+        if self.weight.is_meta:
+            raise ValueError(f"{name}: the weight is on the meta device, wanted one with values")
+        self._check_tiles()
+        self._hold(self.quantized_weight().with_layout(FRAGMENTS))
+
+    def unpack(self) -> None:
+        """Undo ``pack``, bit for bit; leaves a joint weight. An unpacked layer stays as it is."""
+        if self.layout == LINEAR:
+            return
+        weight = self.quantized_weight()
+        if self.joint is not None and weight.global_scale is not None:
+            weight = replace(weight, global_scale=weight.global_scale.clone())
+        self._hold(weight.with_layout(LINEAR))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.layout == LINEAR:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        weight = self.quantized_weight().with_layout(LINEAR)
+        assert weight.global_scale is not None
+        parts = (weight.codes, weight.scales, weight.global_scale.clone(), self.input_scale)
+        for name, tensor in zip((*_OWN, "input_scale"), parts, strict=True):
+            if tensor is not None:
+                destination[prefix + name] = tensor.detach()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        self.weight = weight
-        self.weight_scale = None if scales is None else frozen(scales)
-        self.weight_scale_2 = None if global_scale is None else frozen(global_scale)
-        self.input_scale = None if input_scale is None else frozen(input_scale)
+        if self.layout == LINEAR:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+            return
+        lists[-1].append(
+            f"{prefix}weight: the layer is packed, wanted an unpacked one: call "
+            "dsv4.layers.unpack_ first"
+        )
 
     def to_format(
         self,
@@ -175,7 +285,7 @@ class Linear(FixedDtypeModule):
             scale_dtype: Dtype of the block scales, where the format allows several.
             input_scale: Whether to declare ``input_scale``.
         """
-        device = self.weight.device
+        device = self.device
         shape = (self.out_features, self.in_features)
         if format is None:
             self.set_weight(torch.empty(shape, device=device))
@@ -196,9 +306,12 @@ class Linear(FixedDtypeModule):
         self.set_weight(quantize_weight(self.weight.detach(), format))
 
     def extra_repr(self) -> str:
-        """Shape, format and activation."""
+        """Shape, format, activation, and the layout of a packed weight."""
         name = "plain" if self.format is None else self.format.name
-        return f"{self.in_features}, {self.out_features}, {name}, activation={self.activation}"
+        layout = "" if self.layout == LINEAR else f", layout={self.layout}"
+        return (
+            f"{self.in_features}, {self.out_features}, {name}, activation={self.activation}{layout}"
+        )
 
 
 class DeepseekV4GroupedLinear(Linear):
@@ -255,9 +368,10 @@ def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor
 def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
     """Several projections of one input side by side, one product where their weights allow it.
 
-    NVFP4 weights are joined by rows. Every row segment keeps its own global scale, because one
-    shared maximum would scale the other segments wrongly by the ratio (trap T28); the input is
-    quantised once, with the largest of the input scales, because a smaller one would clip.
+    NVFP4 weights are joined by rows, at no cost if ``join_weights`` has done it. Every row segment
+    keeps its own global scale, because one shared maximum would scale the other segments wrongly by
+    the ratio (trap T28); the input is quantised once, with the largest of the input scales, because
+    a smaller one would clip.
 
     Args:
         layers: Layers of equal ``in_features``.
@@ -270,10 +384,53 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
     calibrating = any(layer.observer is not None for layer in layers)
     if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
         return torch.cat([layer(x) for layer in layers], dim=-1)
-    weight = cat_rows([layer.quantized_weight() for layer in layers])
+    weight = _joined(layers)
     activation = layers[0].activation
     common = _common_input_scale(layers) if activation == "nvfp4" else None
     return gemm(x, weight, activation=activation, input_scale=common)
+
+
+def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
+    """The rows of all layers: their joint weight, or a copy."""
+    joint = layers[0].joint
+    if joint is not None and _share(layers, joint):
+        return joint.whole()
+    return cat_rows([layer.quantized_weight() for layer in layers])
+
+
+def _share(layers: Sequence[Linear], joint: JointWeight) -> bool:
+    """Whether the layers are the parts of ``joint``, all of them and in this order."""
+    return len(layers) == len(joint.rows) and all(
+        layer.joint is joint and layer.joint_part == i for i, layer in enumerate(layers)
+    )
+
+
+def join_weights(layers: Sequence[Linear]) -> bool:
+    """Let packed layers share one matrix, so that ``joint_linear`` of them copies nothing.
+
+    Needs memory for one copy of the matrix. Layers that share it already stay as they are.
+
+    Args:
+        layers: Layers of one input, in the order in which ``joint_linear`` gets them.
+
+    Returns:
+        Whether they share it now: only packed layers of equal ``in_features``, on one device, each
+        with one global scale, can.
+    """
+    joint = layers[0].joint
+    if joint is not None and _share(layers, joint):
+        return True
+    if any(layer.layout != FRAGMENTS for layer in layers):
+        return False
+    parts = [layer.quantized_weight() for layer in layers]
+    if len({(part.columns, part.device) for part in parts}) > 1:
+        return False
+    if any(part.global_scale is None or part.global_scale.numel() != 1 for part in parts):
+        return False
+    shared = JointWeight(cat_rows(parts))
+    for i, layer in enumerate(layers):
+        layer._enter(shared, i)
+    return True
 
 
 def _common_input_scale(layers: Sequence[Linear]) -> torch.Tensor | None:

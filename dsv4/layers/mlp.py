@@ -15,6 +15,8 @@ from dsv4.ops.swiglu import swiglu
 class DeepseekV4MLP(nn.Module):
     """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification section 8.2)."""
 
+    joined = (("gate_proj", "up_proj"),)
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         config = ModelConfig.of(config)

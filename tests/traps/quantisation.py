@@ -167,8 +167,8 @@ MUTANTS = (
         "T28",
         "the largest global scale for a fused matrix",
         LAYERS + "linear.py",
-        "    weight = cat_rows([layer.quantized_weight() for layer in layers])\n",
-        "    weight = cat_rows([layer.quantized_weight() for layer in layers])\n"
+        "    weight = _joined(layers)\n",
+        "    weight = _joined(layers)\n"
         "    weight = QuantizedTensor(weight.codes, weight.scales, "
         "weight.global_scale.amax(0, keepdim=True), weight.format)\n",
         QUANTISED + "test_trap_t28_fused_parts_keep_their_own_global_scale",
