@@ -38,7 +38,7 @@ def interpret_triton() -> Iterator[None]:
 
 def triton(args: Sequence[Any], device: torch.device) -> str | None:
     """Why Triton kernels cannot run a call with these arguments, or None."""
-    if not _has_triton():
+    if not _has("triton"):
         return "the package triton is not installed"
     if device.type != "cuda" and not (device.type == "cpu" and _interpreting.get()):
         return f"Triton kernels run on a CUDA GPU, the tensors are on {device}"
@@ -51,8 +51,8 @@ def triton(args: Sequence[Any], device: torch.device) -> str | None:
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @cache
@@ -67,7 +67,7 @@ _MOST_SEGMENTS = 4
 def cute_gemm(call: Call) -> str | None:
     """Why the CuTeDSL kernel for few tokens cannot run a product, or None."""
     x, codes, _, global_scale, segments, _, _, _, _, groups, _ = call.args
-    if importlib.util.find_spec("cutlass") is None:
+    if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
     if call.device.type != "cuda":
         return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"

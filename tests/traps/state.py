@@ -58,8 +58,9 @@ MUTANTS = (
         "T19",
         "rows of 584 bytes",
         "dsv4/pages.py",
-        "return page_size * self.data_bytes + entry * self.scale_bytes",
-        "return entry * 584 + 576",
+        'begin: after all data of the page."""\n'
+        "        return page_size * self.data_bytes + entry * self.scale_bytes",
+        'begin: after all data of the page."""\n        return entry * 584 + 576',
         KV + "t19_page_geometry",
     ),
     Mutant(

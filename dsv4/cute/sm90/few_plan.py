@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 TOKENS = 16  # of one launch
@@ -106,6 +107,18 @@ def few_plan(
         row_scaled: Whether every token has a scale.
     """
     token_tiles = 1 if tokens <= 8 else 2
+    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled)
+
+
+@functools.lru_cache(maxsize=None)
+def _chosen(
+    row_tiles: int,
+    group_tiles: int,
+    columns: int,
+    token_tiles: int,
+    float32_out: bool,
+    row_scaled: bool,
+) -> FewPlan | None:
     one_input = group_tiles == row_tiles
     warps = next(w for w in (8, 7, 6, 5, 4, 3, 2, 1) if one_input or group_tiles % w == 0)
     depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
