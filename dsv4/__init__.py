@@ -23,11 +23,13 @@ _LAZY = {
     "save": "dsv4.checkpoint",
     "explain": "dsv4.dispatch",
     "use_backend": "dsv4.dispatch",
+    "warmup": "dsv4._warmup",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]
 
 if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
+    from dsv4._warmup import warmup as warmup
     from dsv4.cache import PagedCache as PagedCache
     from dsv4.checkpoint import load as load
     from dsv4.checkpoint import save as save

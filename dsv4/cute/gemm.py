@@ -151,3 +151,29 @@ def warmup(plans: Sequence[FewPlan], device: torch.device) -> None:
     with torch.cuda.device(device):
         for plan in plans:
             _kernel(plan, "sm_90a").prepare(device.index)
+
+
+def plans(
+    rows: int,
+    columns: int,
+    groups: int,
+    activation: str,
+    out_dtype: torch.dtype,
+    max_tokens: int,
+) -> list[FewPlan]:
+    """The configurations that ``gemm`` takes for 1 to ``max_tokens`` tokens, each once.
+
+    Args:
+        rows: N, of all groups, a multiple of 16 in each.
+        columns: K, a multiple of 64.
+        groups: Groups of rows with an input each.
+        activation: ``"bf16"`` or ``"nvfp4"``.
+        out_dtype: bfloat16 or float32.
+        max_tokens: At least 1. Above ``TOKENS`` there are several launches.
+    """
+    tiles, wide = rows // 16, out_dtype == torch.float32
+    found = (
+        few_plan(tiles, tiles // groups, columns, tokens, wide, activation == "nvfp4")
+        for tokens in range(1, min(max_tokens, TOKENS) + 1)
+    )
+    return list(dict.fromkeys(plan for plan in found if plan is not None))

@@ -1,0 +1,249 @@
+"""Compile or load a model's CuTeDSL kernels before its first product, or on another machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4 import fragments
+from dsv4.config import ModelConfig
+from dsv4.cute import _images
+from dsv4.cute import gemm as cute_gemm
+from dsv4.formats import NVFP4
+from dsv4.integrations._swap import OutputHead
+from dsv4.layers._pooling import PoolingModule
+from dsv4.layers.linear import Linear
+from dsv4.model import DeepseekV4ForCausalLM
+
+ARCHITECTURES = {(9, 0): "sm_90a"}
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What ``warmup`` did.
+
+    Attributes:
+        kernels: How many kernels the products need.
+        compiled: How many of them were not on disk.
+        seconds: How long it took.
+    """
+
+    kernels: int
+    compiled: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """What the kernels of a packed product depend on.
+
+    Attributes:
+        rows: N, of all groups.
+        columns: K.
+        groups: Groups of rows with an input each.
+        activation: ``"bf16"`` or ``"nvfp4"``.
+        out_dtype: Of the result.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    activation: str
+    out_dtype: torch.dtype
+
+
+def warmup(
+    model: Any,
+    device: torch.device | str | int | None = None,
+    arch: str | None = None,
+    max_tokens: int = 64,
+    *,
+    progress: bool = True,
+) -> Warmup:
+    """Compile every CuTeDSL kernel that a model's products would launch, or load it from disk.
+
+    Without it the first product of each shape compiles its kernel, for about a second, and inside
+    the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
+    ``~/.cache/dsv4/kernels``; those of another machine's GPU can be made by naming ``arch``.
+
+    Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
+    bfloat16; of a configuration, every linear layer that can be packed, as if all were NVFP4 in a
+    bfloat16 model. Routed experts have no such kernels.
+
+    Args:
+        model: A module, a ``ModelConfig`` or transformers' configuration.
+        device: The GPU to load the kernels on. By default that of the model or the current one;
+            with ``arch``, none: the kernels are only compiled.
+        arch: ``"sm_90a"``; by default that of the GPU.
+        max_tokens: Most tokens of a product.
+        progress: Whether to show progress on stderr, as a bar if rich is installed.
+
+    Returns:
+        Counts. All 0 on a GPU that these kernels are not for.
+
+    Raises:
+        ValueError: if ``arch`` is not one there are kernels for or not that of ``device``,
+            ``device`` is no GPU, or ``max_tokens`` is below 1.
+        RuntimeError: if there is no GPU and no ``arch``, or a kernel has to be compiled and
+            nvidia-cutlass-dsl is not installed.
+    """
+    start = time.perf_counter()
+    if max_tokens < 1:
+        raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
+    gpu = _gpu(model, device, arch)
+    chosen = _architecture(gpu, arch)
+    plans = [] if chosen is None else kernel_plans(products(model), max_tokens)
+    compiled = 0
+    with _progress(len(plans), progress) as advance:
+        for plan in plans:
+            assert chosen is not None
+            compiled += not _images.path(plan, chosen).exists()
+            if gpu is None:
+                _images.image(plan, chosen)
+            else:
+                cute_gemm.warmup([plan], gpu)
+            advance()
+    return Warmup(len(plans), compiled, time.perf_counter() - start)
+
+
+def kernel_plans(found: Sequence[Product], max_tokens: int) -> list[Any]:
+    """The configurations of all kernels of these products, each once."""
+    return list(
+        dict.fromkeys(
+            plan
+            for p in found
+            for plan in cute_gemm.plans(
+                p.rows, p.columns, p.groups, p.activation, p.out_dtype, max_tokens
+            )
+        )
+    )
+
+
+def products(model: Any) -> list[Product]:
+    """The products of packed weights, each shape once; see ``warmup`` for which layers count."""
+    if isinstance(model, nn.Module):
+        plain = getattr(model, "dtype", torch.bfloat16) != torch.bfloat16
+        return [] if plain else _products(model, lambda layer: layer.format == NVFP4)
+    with torch.device("meta"):
+        empty = DeepseekV4ForCausalLM(ModelConfig.of(model))
+    return _products(empty, lambda layer: True)
+
+
+def _products(model: nn.Module, nvfp4: Callable[[Linear], bool]) -> list[Product]:
+    modules = list(model.modules())
+    linear = {
+        m: torch.float32 if isinstance(m, OutputHead) else torch.bfloat16
+        for m in modules
+        if isinstance(m, Linear) and nvfp4(m)
+    }
+    found: list[Product] = []
+    for parent in modules:
+        for layer in _float32_results(parent):
+            if layer in linear:
+                linear[layer] = torch.float32
+        for names in getattr(parent, "joined", ()):
+            layers = [getattr(parent, name) for name in names]
+            if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
+                found += _product(layers, linear.pop(layers[0]))
+                for layer in layers[1:]:
+                    del linear[layer]
+    for layer, dtype in linear.items():
+        found += _product([layer], dtype)
+    return list(dict.fromkeys(found))
+
+
+def _product(layers: Sequence[Linear], out_dtype: torch.dtype) -> list[Product]:
+    """One, or none if a layer cannot be packed."""
+    first, rows = layers[0], [layer.out_features for layer in layers]
+    if not all(fragments.fits(n // first.groups, first.in_features) for n in rows):
+        return []
+    return [Product(sum(rows), first.in_features, first.groups, first.activation, out_dtype)]
+
+
+def _float32_results(module: nn.Module) -> list[nn.Module]:
+    """The linear children that are asked for float32 (specification sections 2 and 5.1)."""
+    if isinstance(module, PoolingModule) and module.numerics == "deepseek":
+        return [module.kv_proj, module.gate_proj]
+    if isinstance(module, DeepseekV4ForCausalLM) and module.config.numerics == "deepseek":
+        return [module.lm_head]
+    return []
+
+
+def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) -> Any:
+    """Where to load the kernels, with its index; None for nowhere."""
+    if device is None:
+        if arch is not None:
+            return None
+        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        device = next((t.device for t in tensors if t.device.type == "cuda"), "cuda")
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "warmup: there is no CUDA GPU; name one to compile for, e.g. arch='sm_90a'"
+            )
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda":
+        raise ValueError(f"warmup: device is {found}, wanted a CUDA GPU")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    return torch.device("cuda", index)
+
+
+def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
+    """The name to compile for; None if there are no kernels for the GPU."""
+    if arch is not None and arch not in ARCHITECTURES.values():
+        wanted = ", ".join(map(repr, ARCHITECTURES.values()))
+        raise ValueError(f"warmup: arch is {arch!r}, wanted one of {wanted}")
+    if gpu is None:
+        return arch
+    found = ARCHITECTURES.get(torch.cuda.get_device_capability(gpu))
+    if arch is not None and arch != found:
+        raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {found or 'none'}")
+    return found
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """Gives a function to call after each kernel."""
+    if not shown or total == 0:
+        yield lambda: None
+    elif importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task("kernels", total=total)
+            yield lambda: bar.advance(task)
+    else:
+        line = _Line(total)
+        try:
+            yield line.advance
+        finally:
+            line.end()
+
+
+class _Line:
+    """Counts on a terminal in one line that is written over; elsewhere in one line at the end."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.start = total, 0, time.perf_counter()
+        self.terminal = sys.stderr.isatty()
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.terminal:
+            self._write("\r", "")
+
+    def end(self) -> None:
+        self._write("\r" if self.terminal else "", "\n")
+
+    def _write(self, before: str, after: str) -> None:
+        seconds = time.perf_counter() - self.start
+        sys.stderr.write(f"{before}kernels {self.done} of {self.total}, {seconds:.1f} s{after}")
+        sys.stderr.flush()

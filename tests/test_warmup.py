@@ -1,0 +1,293 @@
+"""Warming up: which kernels, compiled once, loaded where, and what is said meanwhile."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import dsv4
+from dsv4 import _warmup, layers
+from dsv4._warmup import Product, kernel_plans, products
+from dsv4.cute import _images
+from dsv4.cute import gemm as cute_gemm
+from dsv4.cute._driver import Image
+from dsv4.integrations._swap import OutputHead
+from dsv4.testing.models import random_model
+
+# Every matrix is a whole number of tiles.
+WHOLE = {
+    "hidden_size": 128,
+    "q_lora_rank": 64,
+    "moe_intermediate_size": 64,
+    "o_lora_rank": 32,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Kernels are not compiled, but listed here."""
+    made = []
+
+    def compile_image(plan, arch):
+        made.append((plan, arch))
+        return Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes)
+
+    monkeypatch.setattr(_images, "compile_image", compile_image)
+    return made
+
+
+def launched(model, monkeypatch):
+    """The products with packed weights of one run of everything the model can do."""
+    module = importlib.import_module("dsv4.ops.gemm")
+    found, run = [], module._gemm
+
+    def record(x, codes, scales, scale, segments, format, layout, activation, given, groups, *rest):
+        columns = codes.shape[1] * 2
+        if layout == "fragments_16x64":
+            found.append(Product(codes.shape[0], columns, groups, activation, rest[0]))
+        return run(
+            x, codes, scales, scale, segments, format, layout, activation, given, groups, *rest
+        )
+
+    monkeypatch.setattr(module, "_gemm", record)
+    with torch.inference_mode():
+        model.generate([list(range(1, 20))], 2, stop_ids=())
+        ids = torch.arange(1, 20).unsqueeze(0)
+        _, streams = model.model(ids)
+        model.draft(ids, streams)
+    return found
+
+
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+def test_the_products_are_those_that_the_model_runs(numerics, activation, monkeypatch):
+    config = dsv4.ModelConfig.tiny(numerics=numerics, activation=activation, **WHOLE)
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    layers.quantize_(model, names=_plain_names(model))
+    found = products(model)
+    assert layers.pack_(model).joined
+    assert set(found) == set(products(model)) == set(launched(model, monkeypatch))
+    assert len(found) == len(set(found))
+    assert {p.activation for p in found} >= {activation}
+    assert {p.groups for p in found} == {1, config.o_groups}
+
+
+def _plain_names(model):
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, layers.Linear) and module.format is None
+    ]
+
+
+def test_a_configuration_is_a_model_with_every_layer_in_nvfp4():
+    config = dsv4.ModelConfig.tiny(**WHOLE)
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, layers.Linear):
+            module.to_format("nvfp4")
+    assert set(products(config)) == set(products(model))
+
+
+def test_every_kind_of_product_is_found():
+    found = products(dsv4.ModelConfig.flash())
+    bfloat16, float32 = torch.bfloat16, torch.float32
+    assert Product(32768, 1024, 1, "bf16", bfloat16) in found
+    assert Product(8192, 4096, 8, "bf16", bfloat16) in found, "groups"
+    assert Product(1024 + 512, 4096, 1, "bf16", bfloat16) in found, "joined"
+    assert Product(2 * 2048, 4096, 1, "bf16", bfloat16) in found, "joined"
+    assert Product(1024, 4096, 1, "bf16", float32) in found, "the compressor computes in float32"
+    assert Product(129280, 4096, 1, "bf16", float32) in found, "logits"
+    w4a4 = products(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
+    assert Product(32768, 1024, 1, "nvfp4", bfloat16) in w4a4
+
+
+def test_what_is_not_packed_needs_no_kernel():
+    config = dsv4.ModelConfig.tiny(**WHOLE)
+    assert products(layers.DeepseekV4MLP(config)) == [], "plain"
+    mlp = layers.DeepseekV4MLP(dsv4.ModelConfig.tiny())
+    layers.quantize_(mlp)
+    assert [p.columns for p in products(mlp)] == [64], "down has 32 columns"
+    model = random_model(config, 0)
+    layers.quantize_(model, names=_plain_names(model))
+    assert model.dtype == torch.float32
+    assert products(model) == []
+
+
+def test_layers_that_quantise_differently_are_not_joined():
+    mlp = layers.DeepseekV4MLP(dsv4.ModelConfig.tiny(**WHOLE))
+    layers.quantize_(mlp)
+    assert [p.rows for p in products(mlp)] == [128, 128]
+    mlp.up_proj.activation = "nvfp4"
+    assert {(p.rows, p.activation) for p in products(mlp)} == {
+        (64, "bf16"),
+        (64, "nvfp4"),
+        (128, "bf16"),
+    }
+
+
+def test_one_layer_is_a_model():
+    layer = layers.Linear(64, 32)
+    layers.quantize_(nn.ModuleList([layer]))
+    assert products(layer) == [Product(32, 64, 1, "bf16", torch.bfloat16)]
+    head = OutputHead(64, 32)
+    layers.quantize_(nn.ModuleList([head]))
+    assert products(head) == [Product(32, 64, 1, "bf16", torch.float32)]
+
+
+@pytest.mark.parametrize(("most", "kinds"), [(1, 1), (8, 1), (9, 2), (64, 2)])
+def test_as_many_tokens_as_are_asked_for(most, kinds):
+    plans = kernel_plans([Product(6144, 7168, 1, "nvfp4", torch.float32)], most)
+    assert len(plans) == kinds
+    assert all(plan.row_scaled and plan.float32_out for plan in plans)
+
+
+def test_plans_are_those_of_the_product(monkeypatch):
+    """What ``gemm`` takes for every token count, groups and dtypes included."""
+    taken = []
+
+    class StopError(Exception):
+        pass
+
+    def kernel(plan, arch):
+        taken.append(plan)
+        raise StopError
+
+    monkeypatch.setattr(cute_gemm, "_kernel", kernel)
+    out = torch.empty(16, 2, 96, dtype=torch.float32)
+    codes, x = torch.empty(192, 128, dtype=torch.uint8), torch.empty(16, 2, 256)
+    for tokens in range(1, 17):
+        with pytest.raises(StopError):
+            cute_gemm._few(x[:tokens], codes, codes, codes, (), torch.ones(2), 2, out[:tokens])
+    wanted = cute_gemm.plans(192, 256, 2, "nvfp4", torch.float32, 64)
+    assert list(dict.fromkeys(taken)) == wanted
+
+
+def test_kernels_are_compiled_once(compiled, folder):
+    config = dsv4.ModelConfig.tiny()
+    first = dsv4.warmup(config, arch="sm_90a", progress=False)
+    plans = kernel_plans(products(config), 64)
+    assert compiled == [(plan, "sm_90a") for plan in plans]
+    assert first.kernels == first.compiled == len(plans) == len(os.listdir(folder)) > 4
+    second = dsv4.warmup(config, arch="sm_90a", progress=False)
+    assert (second.kernels, second.compiled) == (len(plans), 0)
+    assert len(compiled) == len(plans)
+    third = dsv4.warmup(config.replace(activation="nvfp4"), arch="sm_90a", progress=False)
+    assert 0 < third.compiled < third.kernels
+
+
+def test_a_second_call_reads_from_disk(folder):
+    pytest.importorskip("cutlass")
+    layer = layers.Linear(64, 32)
+    layers.quantize_(nn.ModuleList([layer]))
+    found = dsv4.warmup(layer, arch="sm_90a", max_tokens=8, progress=False)
+    assert (found.kernels, found.compiled) == (1, 1)
+    start = time.perf_counter()
+    again = dsv4.warmup(layer, arch="sm_90a", max_tokens=8, progress=False)
+    assert (again.kernels, again.compiled) == (1, 0)
+    assert again.seconds <= time.perf_counter() - start < 0.5
+
+
+def test_without_the_compiler_it_says_so(monkeypatch):
+    monkeypatch.setattr(_images, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match=r"nvidia-cutlass-dsl is not installed.*dsv4\[cute\]"):
+        dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_90a", progress=False)
+
+
+class TestDevices:
+    @pytest.fixture
+    def loaded(self, monkeypatch):
+        """A machine with two GPUs; what is loaded, and where."""
+        found = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(cute_gemm, "warmup", lambda plans, device: found.append(device))
+        return found
+
+    @pytest.mark.parametrize(("given", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0), (0, 0)])
+    def test_kernels_are_loaded(self, given, index, loaded):
+        done = dsv4.warmup(dsv4.ModelConfig.tiny(), given, progress=False)
+        assert loaded == [torch.device("cuda", index)] * done.kernels
+
+    def test_another_gpu_has_no_kernels(self, loaded, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        done = dsv4.warmup(dsv4.ModelConfig.tiny())
+        assert (done.kernels, done.compiled, loaded) == (0, 0, [])
+        with pytest.raises(ValueError, match="arch is 'sm_90a', but cuda:1 wants none"):
+            dsv4.warmup(dsv4.ModelConfig.tiny(), "cuda", "sm_90a")
+
+    def test_an_architecture_alone_loads_nothing(self, loaded, compiled):
+        assert dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_90a", progress=False).compiled
+        assert loaded == []
+
+    def test_no_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match=r"there is no CUDA GPU.*arch='sm_90a'"):
+            dsv4.warmup(dsv4.ModelConfig.tiny())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"arch": "sm_80"}, "arch is 'sm_80', wanted one of 'sm_90a'"),
+            ({"device": "cpu"}, "device is cpu, wanted a CUDA GPU"),
+            ({"arch": "sm_90a", "max_tokens": 0}, "max_tokens is 0, wanted at least 1"),
+        ],
+    )
+    def test_bad_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            dsv4.warmup(dsv4.ModelConfig.tiny(), **options)
+
+
+class TestProgress:
+    def run(self, capsys, **options):
+        done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_90a", **options)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return done.kernels, printed.err
+
+    def test_silent(self, compiled, capsys):
+        assert self.run(capsys, progress=False)[1] == ""
+
+    def test_a_line_without_rich(self, compiled, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "rich", None)
+        kernels, printed = self.run(capsys)
+        assert printed.startswith(f"kernels {kernels} of {kernels}, ")
+        assert printed.count("\n") == 1
+
+    def test_a_line_on_a_terminal(self, capsys):
+        line = _warmup._Line(2)
+        line.terminal = True
+        line.advance()
+        line.advance()
+        line.end()
+        printed = capsys.readouterr().err
+        assert [part.split(",")[0] for part in printed.split("\r")[1:]] == [
+            "kernels 1 of 2",
+            "kernels 2 of 2",
+            "kernels 2 of 2",
+        ]
+
+    def test_a_bar_with_rich(self, compiled, capsys):
+        pytest.importorskip("rich")
+        assert "100%" in self.run(capsys)[1]
+
+    def test_what_fails_ends_the_line(self, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "rich", None)
+        monkeypatch.setattr(_images, "compiler", lambda: None)
+        with pytest.raises(RuntimeError):
+            self.run(capsys)
+        assert capsys.readouterr().err.endswith("s\n")
