@@ -6,7 +6,6 @@ those of the published models (specification sections 1 and 12), or of ``ModelCo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,15 +13,15 @@ import torch
 from dsv4 import fragments, ops
 from dsv4.bench import budgets, fused_cases, moe_cases, sequence_cases
 from dsv4.bench.check import bitwise, within
-from dsv4.bench.problem import MOST_COPIES, Case, Draw, Problem, UsageError, nbytes
+from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
 from dsv4.formats import (
     FP8_BLOCK,
     FRAGMENTS,
     NVFP4,
     SWIZZLED,
+    Format,
     QuantizedTensor,
-    format_named,
 )
 
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
@@ -31,6 +30,8 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "pro": ModelConfig.pro,
 }
 Maker = Callable[[ModelConfig, int], Iterator[Case]]
+# Weights of one matrix by seed: the last one, at whatever token counts.
+_kept: dict[tuple[object, ...], dict[int, QuantizedTensor]] = {}
 
 
 def cases(op: str, preset: str, tokens: int) -> list[Case]:
@@ -133,9 +134,7 @@ def _product(
 
     def build(draw: Draw) -> Problem:
         x = draw.normal(*((tokens, columns) if groups == 1 else (tokens, groups, columns)))
-        weight = _weight(
-            groups * rows, columns, groups, segments, format.name, draw.seed, draw.device
-        )
+        weight = _weight(draw, rows, columns, groups, segments, format)
         return Problem(
             ops.gemm,
             (x, weight),
@@ -150,25 +149,23 @@ def _product(
     return Case("gemm", name + suffix, sizes, tokens, build, brief)
 
 
-@functools.lru_cache(maxsize=MOST_COPIES)
 def _weight(
-    rows: int,
-    columns: int,
-    groups: int,
-    segments: tuple[int, ...],
-    format: str,
-    seed: int,
-    device: torch.device,
+    draw: Draw, rows: int, columns: int, groups: int, segments: tuple[int, ...], format: Format
 ) -> QuantizedTensor:
-    """Kept, because what rivals make of it takes longer than timing them.
+    """By seed alone. Kept, because what rivals make of it takes longer than timing them.
 
     NVFP4 is in fragments, as the layers pack it, where every group is a whole number of tiles.
     """
-    known = format_named(format)
-    weight = Draw(seed, device).quantized(rows, columns, format=known, segments=segments)
-    if known == NVFP4 and fragments.fits(rows // groups, columns):
-        return weight.with_layout(FRAGMENTS)
-    return weight
+    key = (draw.device, rows, columns, groups, segments, format)
+    if key not in _kept:
+        _kept.clear()
+    by_seed = _kept.setdefault(key, {})
+    if draw.seed not in by_seed:
+        own = Draw(draw.seed, draw.device)
+        weight = own.quantized(groups * rows, columns, format=format, segments=segments)
+        packed = format == NVFP4 and fragments.fits(rows, columns)
+        by_seed[draw.seed] = weight.with_layout(FRAGMENTS) if packed else weight
+    return by_seed[draw.seed]
 
 
 def rms_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:

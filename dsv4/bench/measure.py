@@ -11,13 +11,14 @@ import torch
 from dsv4 import dispatch
 from dsv4.bench import timing
 from dsv4.bench.environment import Rates
-from dsv4.bench.problem import MOST_COPIES, Case, Draw, Problem, UsageError, Verdict, nbytes
+from dsv4.bench.problem import Case, Draw, Problem, UsageError, Verdict, nbytes
 from dsv4.bench.results import Row
 from dsv4.bench.rivals import rivals
 
 _MEMORY = 8 << 30  # bytes of inputs that timing may hold
 _MOST_COPIES = 8
-_SMALL = 1 << 30  # bytes within which small problems are copied up to MOST_COPIES times
+_SMALL = 1 << 30  # bytes within which small problems are copied more often
+_MOST_SMALL_COPIES = 32
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
     if options.device.type != "cuda":
         return []
     held = max(1, problem.held)
-    count = max(1, min(_MOST_COPIES, _MEMORY // held), min(MOST_COPIES, _SMALL // held))
+    count = max(1, min(_MOST_COPIES, _MEMORY // held), min(_MOST_SMALL_COPIES, _SMALL // held))
     seeds = range(options.seed + 1, options.seed + count)
     return [case.build(Draw(seed, options.device)) for seed in seeds]
 

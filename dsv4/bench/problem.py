@@ -13,7 +13,6 @@ from dsv4.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
 from dsv4.pages import Pages
 
 Outputs = tuple[torch.Tensor, ...]
-MOST_COPIES = 32  # of a problem's inputs, so that each timed call finds its own out of cache
 _WIDENED_DTYPES = ("dtype", "out_dtype", "logits_dtype")
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 # E4M3 bytes of 2^-4 to 2^1: block scales of a healthy weight.
