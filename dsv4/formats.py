@@ -255,8 +255,11 @@ class QuantizedTensor:
             TypeError: if a dtype is not the format's.
             ValueError: if a shape does not fit, or a scale is not finite or not above zero.
         """
-        _check_storage(self)
-        _check_global_scale(self)
+        if not self.__dict__.get("_sound", False):
+            # Once per value: a product of a microsecond would spend more time here than running.
+            _check_storage(self)
+            _check_global_scale(self)
+            object.__setattr__(self, "_sound", True)
         if check_values:
             check_scale_values(self)
         return self

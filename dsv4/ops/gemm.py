@@ -88,7 +88,7 @@ def gemm(
     _check_shapes(x, weight, activation, groups)
     _check.same_device("gemm", x=x, weight=weight.codes, input_scale=input_scale)
     kept = 2 if groups > 1 else 1
-    flat = x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
+    flat = x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
     out = _gemm(
         flat,
         weight.codes,
@@ -103,7 +103,7 @@ def gemm(
         out_dtype,
         backend,
     )
-    return out.reshape(*x.shape[:-1], weight.rows // groups)
+    return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
 def check_operands(
