@@ -268,6 +268,13 @@ def test_env_prints_the_machine(capsys):
     assert environment.device_name(environment.default_device()) in printed
 
 
+def test_the_folder_results_gets_no_other_inside(tmp_path: Path):
+    row = results.Row("op", "", {}, 1, "b", "w", 1.0, 0.5, 8, 0)
+    for target in (f"{tmp_path}/", f"{tmp_path}/results/"):
+        written = results.write_json(target, _document()["header"], [row])
+        assert written == [tmp_path / "results" / "g" / "op.json"]
+
+
 def test_json_has_one_file_per_operator_in_a_folder(tmp_path: Path):
     arguments = ["run", "swiglu", "rope", "--tokens", "1,3", "--repeat", "1"]
     assert main([*arguments, "--device", "cpu", "--json", f"{tmp_path}/"]) == 0

@@ -148,12 +148,15 @@ def _typed(where: str, value: Any, wanted: Any) -> None:
 def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Path]:
     """Write a file, or, if ``target`` ends with a slash, ``results/<gpu>/<op>.json`` below it.
 
+    ``results/`` itself is that folder.
+
     Returns:
         The files written.
     """
     if not target.endswith("/"):
         return [_write(Path(target), document(header, rows))]
-    folder = Path(target) / "results" / slug(str(header["gpu"]))
+    base = Path(target)
+    folder = (base if base.name == "results" else base / "results") / slug(str(header["gpu"]))
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
