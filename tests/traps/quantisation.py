@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import LAYERS, REFERENCE, Mutant
 
 QUANTISED = "tests/test_quantized_layers.py::"
+PACKED = "tests/test_packed_layers.py::TestJoint::"
 FORMATS = "tests/test_formats.py::"
 FORMAT_TRAPS = FORMATS + "TestTraps::test_trap_"
 GEMM = "tests/test_gemm.py::TestTraps::test_trap_"
@@ -172,6 +173,22 @@ MUTANTS = (
         "    weight = QuantizedTensor(weight.codes, weight.scales, "
         "weight.global_scale.amax(0, keepdim=True), weight.format)\n",
         QUANTISED + "test_trap_t28_fused_parts_keep_their_own_global_scale",
+    ),
+    Mutant(
+        "T28",
+        "the global scale of the first layer for every part of a joint weight",
+        LAYERS + "_joint.py",
+        "scale = self.global_scale[index : index + 1]",
+        "scale = self.global_scale[:1]",
+        PACKED + "test_gives_the_same_bits_without_a_copy",
+    ),
+    Mutant(
+        "T28",
+        "the largest global scale for a joint weight",
+        LAYERS + "_joint.py",
+        "self.codes, self.scales, self.global_scale, self.format",
+        "self.codes, self.scales, self.global_scale.amax().expand(len(self.rows)), self.format",
+        PACKED + "test_gives_the_same_bits_without_a_copy",
     ),
     Mutant(
         "T28",
