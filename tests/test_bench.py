@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import dispatch, fragments
-from dsv4.bench import check, environment, main_job, report, results, rivals, timing
+from dsv4.bench import budgets, check, environment, main_job, report, results, rivals, timing
 from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
@@ -117,6 +117,15 @@ def test_products_are_packed_wherever_groups_are_whole_tiles():
         case.build(Draw(0, CPU)).args[1].layout for case in cases("gemm", "tiny", 1) if case.brief
     }
     assert layouts == {"fragments_16x64", "linear"}, "the main job runs both"
+
+
+@pytest.mark.parametrize("name", ["q_a+kv", "o_a w4a4"])
+def test_the_budget_of_a_packed_product_is_that_of_the_weight_in_rows(name: str):
+    (case,) = (c for c in cases("gemm", "tiny", 3) if c.name == name)
+    packed = case.build(Draw(0, CPU))
+    rows = dataclasses.replace(packed, args=(packed.args[0], packed.args[1].with_layout("linear")))
+    (truth,) = packed.widened().run("reference")
+    assert torch.equal(budgets.product(packed, truth), budgets.product(rows, truth))
 
 
 def test_every_published_matrix_can_be_packed():
