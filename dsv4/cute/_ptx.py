@@ -38,16 +38,6 @@ def load_shared_float4(address: Value) -> tuple[Value, ...]:
     return _asm(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
-def float_bits(value: Value) -> Value:
-    """The bits of a float32."""
-    return _asm("mov.b32 {$w0}, {$r0};", [Uint32], [value])
-
-
-def store_shared4(address: Value, words: Sequence[Value]) -> None:
-    """Four 32-bit words to shared memory."""
-    _asm(f"st.shared.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
-
-
 def load_matrices4(address: Value) -> tuple[Value, ...]:
     """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` gives where row r of the i-th is.
 
@@ -61,11 +51,6 @@ def load_matrices4(address: Value) -> tuple[Value, ...]:
 def load_global(address: Value) -> Value:
     """One 32-bit word."""
     return _asm("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
-
-
-def load_global4(address: Value) -> tuple[Value, ...]:
-    """Four 32-bit words from a 16-byte aligned address."""
-    return _asm(f"ld.global.v4.u32 {_outs(4)}, [{{$r0}}];", [Uint32] * 4, [address])
 
 
 def load_streamed(address: Value, words: int) -> tuple[Value, ...]:
@@ -138,11 +123,6 @@ def fence_barrier_init() -> None:
     _asm("fence.mbarrier_init.release.cluster;")
 
 
-def arrive(barrier: Value) -> None:
-    """Arrive; what this thread read or wrote before comes before the phase ends."""
-    _asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
-
-
 def expect_bytes(barrier: Value, count: Any) -> None:
     """Arrive, and let the phase wait for so many bytes as well."""
     _asm(
@@ -164,14 +144,6 @@ def wait(barrier: Value, parity: Value) -> None:
 def remote(address: Value, rank: Value) -> Value:
     """The cluster-wide address of a shared-memory address in the block of that rank."""
     return _asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Uint32], [address, rank])
-
-
-def arrive_remote(barrier: Value) -> None:
-    """Arrive at a barrier given by its cluster-wide address; orders no other memory operation.
-
-    A releasing arrival would wait a microsecond for stores to global memory to be acknowledged.
-    """
-    _asm("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", (), [barrier])
 
 
 def store_remote4(address: Value, values: Sequence[Value], barrier: Value) -> None:

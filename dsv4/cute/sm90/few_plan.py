@@ -110,7 +110,7 @@ def few_plan(
     return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _chosen(
     row_tiles: int,
     group_tiles: int,
