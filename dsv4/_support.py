@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4.cute.sm90.few_plan import few_plan
+from dsv4.formats import FRAGMENTS
 
 if TYPE_CHECKING:
     from dsv4.dispatch import Call
@@ -92,9 +93,9 @@ def cute_gemm(call: Call) -> str | None:
 def packed(call: Call) -> str | None:
     """Why no kernel for weights in fragments can run a product, or None."""
     x, _, _, _, _, _, layout, _, _, _, out_dtype = call.args
-    if layout != "fragments_16x64":
+    if layout != FRAGMENTS:
         return (
-            f"the weight has layout {layout!r}, wanted 'fragments_16x64': "
+            f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
             "QuantizedTensor.with_layout or the layer's pack()"
         )
     if x.dtype != torch.bfloat16:
@@ -185,8 +186,8 @@ def quantized(call: Call) -> str | None:
     if call.device.type == "cuda" and _capability(call.device) < (8, 9):
         return "the GPU has no E4M3 conversions, which need compute capability 8.9"
     strings = [a for a in call.args if isinstance(a, str)]
-    if "fragments_16x64" in strings:
-        return "the weight has layout 'fragments_16x64', which only the reference takes apart"
+    if FRAGMENTS in strings:
+        return f"the weight has layout {FRAGMENTS!r}, which only the reference takes apart"
     if "token" in strings and x.shape[-1] > LARGEST_ROW:
         return f"a row has {x.shape[-1]} columns, and a kernel holds at most {LARGEST_ROW}"
     if x.shape[:-2].numel() > _LARGEST_GRID:

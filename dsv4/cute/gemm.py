@@ -12,8 +12,7 @@ import torch
 from dsv4.cute._driver import Kernel
 from dsv4.cute._images import image
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan
-from dsv4.formats import NVFP4, QuantizedTensor
-from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.quantize import bfloat16_operand
 
 _NEVER = 2**31 - 1
 _CUTS = 3
@@ -50,7 +49,7 @@ def gemm(
         return out
     row_scale = None
     if activation == "nvfp4":
-        x, row_scale = _operand(x, input_scale)
+        x, row_scale = bfloat16_operand(x, input_scale)
     x = _aligned(x)
     with torch.cuda.device(x.device):
         for first in range(0, tokens, TOKENS):
@@ -65,20 +64,6 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     strides = x.stride()
     fits = x.data_ptr() % 16 == 0 and strides[-1] == 1 and all(s % 8 == 0 for s in strides[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def _operand(
-    x: torch.Tensor, input_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``code * block scale`` as bfloat16, exactly, and the scale of every token and group."""
-    flat = x.reshape(-1, x.shape[-1])
-    scaling = "token" if input_scale is None else "static"
-    q = quantize(flat, NVFP4, global_scale=input_scale, scaling=scaling)
-    ones = torch.ones(1, dtype=torch.float32, device=x.device)
-    plain = QuantizedTensor(q.codes, q.scales, ones, NVFP4)
-    assert q.global_scale is not None
-    row_scale = q.global_scale.expand(flat.shape[0]).reshape(x.shape[:-1])
-    return dequantize(plain, torch.bfloat16).reshape(x.shape), row_scale.contiguous()
 
 
 def _few(

@@ -238,6 +238,29 @@ def positive(name: str, scale: torch.Tensor) -> None:
         check_positive(name, scale)
 
 
+def bfloat16_operand(
+    x: torch.Tensor, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4 activations as a bfloat16 product takes them (specification section 11.2).
+
+    Args:
+        x: ``[..., K]``.
+        input_scale: Global scale ``[1]``, or None for one per row.
+
+    Returns:
+        ``code * block scale`` ``[..., K]`` in bfloat16, which is exact, and the contiguous float32
+        global scale of every row, ``[...]``.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    scaling = "token" if input_scale is None else "static"
+    q = quantize(flat, NVFP4, global_scale=input_scale, scaling=scaling)
+    assert q.global_scale is not None
+    row_scale = q.global_scale.expand(flat.shape[0]).reshape(x.shape[:-1]).contiguous()
+    ones = torch.ones(1, dtype=torch.float32, device=x.device)
+    values = dequantize(QuantizedTensor(q.codes, q.scales, ones, NVFP4), torch.bfloat16)
+    return values.reshape(x.shape), row_scale
+
+
 def dequantize(
     q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, backend: str = "auto"
 ) -> torch.Tensor:

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import formats
-from dsv4.formats import NVFP4, QuantizedTensor
-from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.quantize import bfloat16_operand
 from dsv4.triton import _launch
 from dsv4.triton._numerics import narrow, wait_for_inputs
 
@@ -89,24 +88,10 @@ def gemm(
     tokens = x.reshape(x.shape[0], groups, columns)
     finite = torch.isfinite(tokens).all(-1, keepdim=True)
     if activation == "nvfp4":
-        tokens, row_scale = _operand(tokens, input_scale)
+        tokens, row_scale = bfloat16_operand(tokens, input_scale)
         alpha = row_scale[..., None] * alpha
     out = torch.where(finite, _product(tokens, weight) * alpha, torch.nan).to(out_dtype)
     return out if x.dim() == 3 else out[:, 0]
-
-
-def _operand(
-    x: torch.Tensor, input_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``code * block scale`` as bfloat16, exactly, and the scale of every token and group."""
-    flat = x.reshape(-1, x.shape[-1])
-    scaling = "token" if input_scale is None else "static"
-    q = quantize(flat, NVFP4, global_scale=input_scale, scaling=scaling)
-    ones = torch.ones(1, dtype=torch.float32, device=x.device)
-    assert q.global_scale is not None
-    row_scale = q.global_scale.expand(flat.shape[0]).reshape(x.shape[:-1])
-    values = dequantize(QuantizedTensor(q.codes, q.scales, ones, NVFP4), torch.bfloat16)
-    return values.reshape(x.shape), row_scale
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
