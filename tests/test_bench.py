@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import dispatch, fragments
-from dsv4.bench import budgets, check, environment, main_job, report, results, rivals, timing
+from dsv4.bench import budgets, check, cli, environment, main_job, report, results, rivals, timing
 from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
@@ -507,6 +507,22 @@ def test_generation_with_a_wrong_operator_is_found(register, capsys):
     register("rope", lambda x, cos, sin, inverse: target(x, cos, 1.001 * sin, inverse))
     assert not main_job.generation(CPU)
     assert capsys.readouterr().out.count("WRONG") == 2
+
+
+def test_an_interrupted_run_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path):
+    rows = iter([cli.measure])
+
+    def once(*arguments):
+        for take in rows:
+            return take(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "measure", once)
+    file = tmp_path / "rows.json"
+    arguments = ["run", "rms_norm", "--tokens", "1,2", "--repeat", "1", "--json", str(file)]
+    assert cli.main([*arguments, "--device", "cpu"]) == 130
+    assert len(json.loads(file.read_text())["rows"]) == 1
+    assert "interrupted: 1 of 2 rows" in capsys.readouterr().err
 
 
 def test_generation_that_differs_fails_the_job(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -1,6 +1,7 @@
 """Command line of the bench.
 
-Exit status: 0 if every check passed, 2 if one failed, 1 if the command cannot be carried out.
+Exit status: 0 if every check passed, 2 if one failed, 1 if the command cannot be carried out, 130
+if it was interrupted; the rows measured until then are written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dsv4.bench.measure import Options, measure
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
 
-OK, IMPOSSIBLE, WRONG = 0, 1, 2
+OK, IMPOSSIBLE, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -158,11 +159,14 @@ def _run(options: argparse.Namespace) -> int:
     header = _print_header(options)
     backends = options.backend.split(",")
     rates = environment.rates(_device(options))
-    rows = [
-        measure(case, _measuring(options, backend), rates)
-        for case in chosen
-        for backend in backends
-    ]
+    wanted = [(case, backend) for case in chosen for backend in backends]
+    rows: list[Row] = []
+    try:
+        for case, backend in wanted:
+            rows.append(measure(case, _measuring(options, backend), rates))
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(rows)} of {len(wanted)} rows", file=sys.stderr)
+        return _finish(options, header, rows) or INTERRUPTED
     return _finish(options, header, rows)
 
 
