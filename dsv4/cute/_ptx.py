@@ -164,3 +164,56 @@ def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
         (),
         [target, source, Int32(count), barrier],
     )
+
+
+def arrive(barrier: Value) -> None:
+    """Arrive; what this thread read or wrote before comes before the phase ends."""
+    _asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
+
+
+def arrive_remote(barrier: Value) -> None:
+    """Arrive at a barrier given by its cluster-wide address; orders no other memory operation.
+
+    A releasing arrival would wait a microsecond for stores to global memory to be acknowledged.
+    """
+    _asm("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", (), [barrier])
+
+
+def store_shared_float4(address: Value, values: Sequence[Value]) -> None:
+    """Four float32 to shared memory."""
+    _asm(f"st.shared.v4.f32 [{{$r0}}], {_ins(1, 4)};", (), [address, *values])
+
+
+def load_remote_float4(address: Value) -> tuple[Value, ...]:
+    """Four float32 from a cluster-wide address of shared memory."""
+    return _asm(f"ld.shared::cluster.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
+
+
+def store_matrices2_turned(address: Value, a: Value, b: Value) -> None:
+    """Two 8 x 8 matrices of 16-bit values, transposed; lane ``8 i + r`` says where column r is."""
+    code = "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], "
+    _asm(code + _ins(1, 2) + ";", (), [address, a, b])
+
+
+def store_global_float(address: Value, value: Value) -> None:
+    """One float32."""
+    _asm("st.global.f32 [{$r0}], {$r1};", (), [address, value])
+
+
+def bfloat16_pair(low: Value, high: Value) -> Value:
+    """Two float32 rounded to nearest even, in one word."""
+    return _asm("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], [low, high])
+
+
+def absolute(value: Value) -> Value:
+    """The float32 without its sign."""
+    return _asm("abs.f32 {$w0}, {$r0};", [Float32], [value])
+
+
+def nan_if(value: Value, flag: Value) -> Value:
+    """NaN where the flag is not zero, else the value."""
+    return _asm(
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; selp.f32 {$w0}, 0f7FC00000, {$r0}, p; }",
+        [Float32],
+        [value, flag],
+    )

@@ -1,0 +1,568 @@
+"""NVFP4 product for many tokens: bound by the tensor cores.
+
+``out[m, n] = sum_k x[m, k] w[n, k]`` as ``wgmma`` with the weights as left operand from registers.
+
+* Two warpgroups multiply. A warp loads the fragments of its rows straight from global memory,
+  ``depth`` blocks of 64 columns ahead, and expands one while the tensor cores multiply the one
+  before: two sets of left operands, used in turn.
+* A third warpgroup's first warp keeps a ring of blocks of X full, by tensor copies into swizzled
+  shared memory. Blocks of a cluster with neighbouring rows (``share``) each fetch a part of X and
+  send it to all: without that, reading X from the level-2 cache is the bound.
+* Or the blocks of a cluster share K (``parts``). Each keeps its sums in its shared memory, in the
+  order in which threads hold them; then each adds its share of the tokens, parts in ascending
+  order. A block then has one tile; else tiles follow one another, and the weights of the next are
+  asked for before the results of the last are stored.
+* Results are turned in shared memory, 64 tokens at a time, so that lines of 128 bytes are stored.
+
+The bits of a token depend on the plan, not on the other tokens. A result that is infinite is looked
+at again: if the token's input held an infinity, it is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+
+from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.sm90.many_plan import LINE, ManyPlan
+
+Value = Any
+_CODE_BYTES, _SCALE_BYTES = 512, 64
+_WARPS = 8  # that multiply
+_INFINITY = float("inf")
+
+
+class ManyKernel(ManyPlan):
+    """The kernel of one configuration."""
+
+    def compile(self, options: str) -> Any:
+        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
+        x = make_fake_tensor(
+            BFloat16,
+            (cute.sym_int(), cute.sym_int(divisibility=64)),
+            stride=(cute.sym_int64(divisibility=8), 1),
+            assumed_align=16,
+        )
+        return cute.compile(
+            self,
+            x,
+            *[Int64(0)] * 6,
+            *[Int32(1)] * 6,
+            Int64(8),
+            Int64(8),
+            *[Int32(1)] * 6,
+            CUstream(0),
+            options=options,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        global_scale: Int64,
+        x_at: Int64,
+        token_scale: Int64,
+        out: Int64,
+        tokens: Int32,
+        token_tiles: Int32,
+        token_span: Int32,
+        row_tiles: Int32,
+        row_groups: Int32,
+        group_blocks: Int32,
+        token_stride: Int64,
+        group_stride: Int64,
+        cut0: Int32,
+        cut1: Int32,
+        cut2: Int32,
+        scale_rows: Int32,
+        groups: Int32,
+        sixteen: Int32,
+        stream: CUstream,
+    ) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        layout = cute.tile_to_shape(swizzle, (self.token_block, 64, self.stages), (0, 1, 2))
+        copy = (
+            cpasync.CopyBulkTensorTileG2SMulticastOp()
+            if self.share > 1
+            else cpasync.CopyBulkTensorTileG2SOp()
+        )
+        atom, x_tiles = cpasync.make_tiled_tma_atom(
+            copy,
+            x,
+            cute.select(layout, mode=[0, 1]),
+            (self.token_block, 64),
+            num_multicast=self.share,
+        )
+        op = warpgroup.MmaF16BF16Op(
+            BFloat16,
+            Float32,
+            (64, self.token_block, 16),
+            warpgroup.OperandSource.RMEM,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+        mma = cute.make_tiled_mma(op, (2, 1, 1))
+        self.kernel(
+            atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
+            tokens, token_tiles, token_span, row_tiles, row_groups, group_blocks, token_stride,
+            group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
+        ).launch(
+            grid=[self.blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.blocks, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom: cute.CopyAtom,
+        x_tiles: cute.Tensor,
+        layout: cute.ComposedLayout,
+        mma: cute.TiledMma,
+        codes: Int64,
+        scales: Int64,
+        global_scale: Int64,
+        x_at: Int64,
+        token_scale: Int64,
+        out: Int64,
+        tokens: Int32,
+        token_tiles: Int32,
+        token_span: Int32,
+        row_tiles: Int32,
+        row_groups: Int32,
+        group_blocks: Int32,
+        token_stride: Int64,
+        group_stride: Int64,
+        cut0: Int32,
+        cut1: Int32,
+        cut2: Int32,
+        scale_rows: Int32,
+        groups: Int32,
+        sixteen: Int32,
+    ) -> None:
+        """See the module.
+
+        Args:
+            atom: The tensor copy of a block of X.
+            x_tiles: X, ``[tokens, groups K]``, as the copy addresses it.
+            layout: A stage of X, and all of them.
+            mma: The product of 128 rows.
+            codes: Address of the packed codes.
+            scales: Address of the packed scales.
+            global_scale: Address of float32 global scales.
+            x_at: Address of X.
+            token_scale: Address of float32 ``[tokens, groups]``, where ``row_scaled``.
+            out: Address of ``[tokens, rows]``.
+            tokens: At least 1.
+            token_tiles: Tiles of ``token_block`` tokens.
+            token_span: Of these, how many come one after another before the next rows do.
+            row_tiles: Rows of the weight / 16.
+            row_groups: Rows of the weight / (``rows share``), rounded up.
+            group_blocks: Blocks of rows that share an input; a multiple of ``share``.
+            token_stride: Elements between tokens of X.
+            group_stride: Elements between groups of X: K.
+            cut0: First row of the second segment; ``cut1``, ``cut2`` of the third and fourth.
+            cut1: See ``cut0``.
+            cut2: See ``cut0``.
+            scale_rows: 1 where every row has its own global scale, else 0.
+            groups: Inputs of every token.
+            sixteen: 16, of which the compiler must not know.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        rank = block % self.blocks
+        first, stride = block // self.blocks, grid // self.blocks
+        total = token_tiles * row_groups
+        order = (token_tiles, token_span, row_groups)
+
+        smem = cutlass.memory.SmemAllocator()
+        shared_x = smem.allocate_tensor(
+            BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
+        )
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
+        full = Uint32(full_at.toint())
+        empty = full + 8 * self.stages
+        if thread < self.stages:
+            ptx.barrier_init(full + Uint32(thread * 8), 1)
+            ptx.barrier_init(empty + Uint32(thread * 8), _WARPS * self.share)
+            ptx.fence_barrier_init()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        self._meet()
+
+        if warp >= _WARPS:
+            cute.arch.setmaxregister_decrease(40)
+            if warp == _WARPS:
+                cute.arch.griddepcontrol_wait()
+                tiles = cute.local_tile(x_tiles, (self.token_block, 64), (None, None))
+                to, source = cpasync.tma_partition(
+                    atom,
+                    rank if self.share > 1 else 0,
+                    cute.make_layout(self.share),
+                    cute.group_modes(shared_x, 0, 2),
+                    cute.group_modes(tiles, 0, 2),
+                )
+                part = rank if self.parts > 1 else 0
+                stage, parity, tile = Int32(0), Int32(1), Int32(first)
+                while tile < total:
+                    row_block, token_tile = self._place(tile, order, rank)
+                    begin = row_block // group_blocks * (self.columns // 64) + part * self.steps
+                    for k in cutlass.range(self.steps, unroll=1):
+                        ptx.wait(empty + Uint32(stage * 8), parity)
+                        if lane == 0:
+                            ptx.expect_bytes(full + Uint32(stage * 8), self.x_bytes)
+                        if cutlass.const_expr(self.share > 1):
+                            cute.copy(
+                                atom,
+                                source[(None, token_tile, begin + k)],
+                                to[(None, stage)],
+                                tma_bar_ptr=full_at + stage,
+                                mcast_mask=Int16((1 << self.share) - 1),
+                            )
+                        else:
+                            cute.copy(
+                                atom,
+                                source[(None, token_tile, begin + k)],
+                                to[(None, stage)],
+                                tma_bar_ptr=full_at + stage,
+                            )
+                        stage += 1
+                        if stage == self.stages:
+                            stage = Int32(0)
+                            parity = parity ^ 1
+                    tile += stride
+            if cutlass.const_expr(self.parts > 1):
+                self._meet()
+        else:
+            cute.arch.setmaxregister_increase(232)
+            slice_ = mma.get_slice(thread)
+            right = mma.make_fragment_B(slice_.partition_B(shared_x))
+            shape = slice_.partition_shape_C((128, self.token_block))
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.row_repeat)]
+            left_shape = slice_.partition_shape_A((128, 64))
+            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
+            words = [cute.recast_tensor(part, Uint32) for part in left]
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+            codes += lane * 16
+            scales += lane // 4 * 8
+            stage, parity, tile = Int32(0), Int32(0), Int32(first)
+            row_block, _ = self._place(tile, order, rank)
+            at = self._begin(row_block, warp, rank, row_tiles)
+            ahead = [self._fetch(codes, scales, at, t) for t in range(self.depth)]
+            while tile < total:
+                row_block, token_tile = self._place(tile, order, rank)
+                follows, _ = self._place(cutlass.min(tile + stride, total - 1), order, rank)
+                then = self._begin(follows, warp, rank, row_tiles)
+                for r in cutlass.range_constexpr(self.row_repeat):
+                    sums[r].fill(0.0)
+                before = Int32(-1)
+                for step in cutlass.range(self.steps // self.depth, unroll=1):
+                    # In the last round the loads ahead are those of the next tile.
+                    last = Int32(step + 1 == self.steps // self.depth)
+                    at = [
+                        at[r] + self.depth + last * (then[r] - at[r] - self.depth)
+                        for r in range(self.row_repeat)
+                    ]
+                    for t in cutlass.range_constexpr(self.depth):
+                        loaded = ahead[t]
+                        for r in cutlass.range_constexpr(self.row_repeat):
+                            turn = (t * self.row_repeat + r) % 2
+                            self._expand(words[turn], loaded[r], Uint32(sixteen))
+                            if cutlass.const_expr(r == self.row_repeat - 1):
+                                ahead[t] = self._fetch(codes, scales, at, t)
+                            if cutlass.const_expr(r == 0):
+                                ptx.wait(full + Uint32(stage * 8), parity)
+                            warpgroup.fence()
+                            for k in cutlass.range_constexpr(4):
+                                cute.gemm(
+                                    mma,
+                                    sums[r],
+                                    left[turn][None, None, k],
+                                    right[None, None, k, stage],
+                                    sums[r],
+                                )
+                            warpgroup.commit_group()
+                            warpgroup.wait_group(1)
+                            if cutlass.const_expr(r == 0):
+                                self._release(empty, before, lane)
+                        before = stage
+                        stage += 1
+                        if stage == self.stages:
+                            stage = Int32(0)
+                            parity = parity ^ 1
+                rules = (cut0, cut1, cut2, scale_rows)
+                row_tile = self._row_tile(row_block, warp, 0)
+                factors = self._factors(global_scale, row_tile, lane, row_tiles, rules)
+                warpgroup.wait_group(0)
+                self._release(empty, before, lane)
+                group = row_block // group_blocks
+                fragments = self._together(sums, shared_x, rank, thread)
+                self._store(
+                    fragments,
+                    factors,
+                    (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
+                    (token_tile, row_tile, warp, lane, thread, rank),
+                    (tokens, row_tiles, token_stride, groups),
+                )
+                tile += stride
+        self._meet()
+
+    @cute.jit
+    def _meet(self) -> None:
+        """All threads of the cluster."""
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _place(self, tile: Value, order: Value, rank: Value) -> tuple[Value, Value]:
+        """The block's rows and the tokens of a tile: spans of tokens, in them rows, in them tokens.
+
+        So that what runs at a time reads few rows and few tokens, from the level-2 cache.
+        """
+        token_tiles, span, row_groups = order
+        begin = tile // (span * row_groups) * span
+        rest = tile - begin * row_groups
+        width = cutlass.min(span, token_tiles - begin)
+        row_group = rest // width
+        offset = rank if self.share > 1 else 0
+        return row_group * self.share + offset, begin + rest - row_group * width
+
+    def _row_tile(self, row_block: Value, warp: Value, repeat: int) -> Value:
+        """The warp's tile of 16 rows."""
+        return (row_block * 2 + warp // 4) * (4 * self.row_repeat) + warp % 4 + 4 * repeat
+
+    def _begin(self, row_block: Value, warp: Value, rank: Value, row_tiles: Value) -> list[Value]:
+        """The warp's first tiles of 16 x 64 weights; those of other rows where it has none."""
+        part = rank if self.parts > 1 else 0
+        rows = [self._row_tile(row_block, warp, r) for r in range(self.row_repeat)]
+        return [
+            cutlass.min(row, row_tiles - 1) * (self.columns // 64) + part * self.steps
+            for row in rows
+        ]
+
+    def _fetch(self, codes: Value, scales: Value, at: list[Value], tile: int) -> list[Value]:
+        """Of each set of rows the lane's 4 words of codes and 2 of scales."""
+        return [
+            [
+                *ptx.load_streamed(codes + Int64(one) * _CODE_BYTES + tile * _CODE_BYTES, 4),
+                *ptx.load_streamed(scales + Int64(one) * _SCALE_BYTES + tile * _SCALE_BYTES, 2),
+            ]
+            for one in at
+        ]
+
+    def _expand(self, words: Value, loaded: list[Value], sixteen: Value) -> None:
+        """Left operands of four steps of 16 columns."""
+        for k in range(4):
+            both = scales_to_bfloat16((loaded[4], loaded[5]), k, sixteen)
+            for i, word in enumerate(fragment(loaded[k], both)):
+                words[k * 4 + i] = word
+
+    @cute.jit
+    def _release(self, empty: Value, stage: Value, lane: Value) -> None:
+        """Tell every block that writes the stage that this warp has read it."""
+        if cutlass.const_expr(self.share > 1):
+            if lane < self.share and stage >= 0:
+                ptx.arrive_remote(ptx.remote(empty + Uint32(stage * 8), lane))
+        else:
+            if lane == 0 and stage >= 0:
+                ptx.arrive(empty + Uint32(stage * 8))
+
+    @property
+    def own_tiles(self) -> int:
+        """Tiles of 8 tokens that a block stores."""
+        return self.token_block // 8 // self.parts
+
+    @cute.jit
+    def _together(self, sums: Value, shared_x: Value, rank: Value, thread: Value) -> Value:
+        """The block's share of the sums: per set of rows and tile of 8 tokens four values."""
+        if cutlass.const_expr(self.parts == 1):
+            return [
+                [[sums[r][n * 4 + i] for i in range(4)] for n in range(self.own_tiles)]
+                for r in range(self.row_repeat)
+            ]
+        room = Uint32(shared_x.iterator.toint()) + Uint32(thread * 16)
+        tiles = self.token_block // 8
+        # Both warpgroups have read the last of X, whose room this is.
+        cute.arch.barrier(barrier_id=3, number_of_threads=_WARPS * 32)
+        for r in cutlass.range_constexpr(self.row_repeat):
+            for n in cutlass.range_constexpr(tiles):
+                values = [sums[r][n * 4 + i] for i in range(4)]
+                ptx.store_shared_float4(room + (r * tiles + n) * 4096, values)
+        self._meet()
+        fragments = []
+        for r in cutlass.range_constexpr(self.row_repeat):
+            some = []
+            for n in cutlass.range_constexpr(self.own_tiles):
+                at = room + Uint32(rank * (self.own_tiles * 4096)) + (r * tiles + n) * 4096
+                total = [Float32(0.0)] * 4
+                for p in cutlass.range_constexpr(self.parts):
+                    more = ptx.load_remote_float4(ptx.remote(at, Int32(p)))
+                    total = [total[i] + more[i] for i in range(4)]
+                some.append(total)
+            fragments.append(some)
+        return fragments
+
+    @cute.jit
+    def _factors(
+        self, global_scale: Value, row_tile: Value, lane: Value, row_tiles: Value, rules: Value
+    ) -> Value:
+        """Global scale times 2^7 of the lane's two rows of each set."""
+        cut0, cut1, cut2, scale_rows = rules
+        factors = []
+        for i in cutlass.range_constexpr(2 * self.row_repeat):
+            tile = cutlass.min(row_tile + i // 2 * 4, row_tiles - 1)
+            at = tile * 16 + lane // 4 + i % 2 * 8
+            index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
+            if scale_rows == 1:
+                index = at
+            factors.append(ptx.load_global_float(global_scale + Int64(index) * 4) * Float32(128.0))
+        return factors
+
+    @cute.jit
+    def _store(
+        self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
+    ) -> None:
+        turned, token_scale, out, x = places
+        token_tile, row_tile, warp, lane, thread, rank = where
+        tokens, row_tiles, token_stride, groups = sizes
+        begin = token_tile * self.token_block
+        if cutlass.const_expr(self.parts > 1):
+            begin += rank * (self.own_tiles * 8)
+        if cute.arch.vote_any_sync(self._any_infinite(fragments)):
+            flags = self._infinite(x, begin, tokens, token_stride, lane)
+            fragments = self._without(fragments, flags, lane)
+        for chunk in cutlass.range_constexpr(0, self.own_tiles, 8):
+            start, count = begin + chunk * 8, min(8, self.own_tiles - chunk)
+            scale = self._token_factors(token_scale, start + lane % 4 * 2, count, tokens, groups)
+            for r in cutlass.range_constexpr(self.row_repeat):
+                values = [
+                    [
+                        fragments[r][chunk + n][i]
+                        * (factors[2 * r + i // 2] * scale[2 * n + i % 2])
+                        for i in range(4)
+                    ]
+                    for n in range(count)
+                ]
+                tile = row_tile + 4 * r
+                if cutlass.const_expr(self.float32_out):
+                    self._scatter(values, out, (start, tile, lane), (tokens, row_tiles))
+                else:
+                    self._lines(
+                        values,
+                        (turned, out),
+                        (start, tile - warp % 4, warp, lane, thread),
+                        (tokens, row_tiles * 16),
+                    )
+
+    @cute.jit
+    def _any_infinite(self, fragments: Value) -> Value:
+        """Whether one of the lane's sums is infinite."""
+        strange = cutlass.Boolean(False)
+        for some in fragments:
+            for four in some:
+                for value in four:
+                    strange = strange | (ptx.absolute(value) == Float32(_INFINITY))
+        return strange
+
+    @cute.jit
+    def _token_factors(
+        self, token_scale: Value, begin: Value, count: int, tokens: Value, groups: Value
+    ) -> Value:
+        """The scale of two tokens of each tile of 8."""
+        if cutlass.const_expr(not self.row_scaled):
+            return [Float32(1.0)] * (2 * count)
+        found = []
+        for n in cutlass.range_constexpr(2 * count):
+            token = cutlass.min(begin + n // 2 * 8 + n % 2, tokens - 1)
+            found.append(ptx.load_global_float(token_scale + Int64(token) * groups * 4))
+        return found
+
+    @cute.jit
+    def _infinite(
+        self, x: Value, begin: Value, tokens: Value, token_stride: Value, lane: Value
+    ) -> Value:
+        """A bit for each of the block's tokens: whether its input holds an infinity or a NaN."""
+        flags = []
+        for w in cutlass.range_constexpr(-(-self.own_tiles // 4)):
+            flag = Uint32(0)
+            for j in cutlass.range(32, unroll=1):
+                token = cutlass.min(begin + w * 32 + j, tokens - 1)
+                row = x + (Int64(token) * token_stride) * 2 + lane * 4
+                found = Uint32(0)
+                for c in cutlass.range(self.columns // 64, unroll=1):
+                    word = ptx.load_global(row + c * 128)
+                    low, high = word & Uint32(0x7F80), word & Uint32(0x7F800000)
+                    if low == Uint32(0x7F80) or high == Uint32(0x7F800000):
+                        found = Uint32(1)
+                if cute.arch.vote_any_sync(found == Uint32(1)):
+                    flag = flag | (Uint32(1) << Uint32(j))
+            flags.append(flag)
+        return flags
+
+    def _without(self, values: Value, flags: Value, lane: Value) -> Value:
+        """The values, NaN for tokens that have a flag."""
+        shifted = [flag >> Uint32(lane % 4 * 2) for flag in flags]
+        return [
+            [
+                [
+                    ptx.nan_if(value, shifted[n // 4] & Uint32(1 << (n % 4 * 8 + i % 2)))
+                    for i, value in enumerate(four)
+                ]
+                for n, four in enumerate(some)
+            ]
+            for some in values
+        ]
+
+    @cute.jit
+    def _scatter(self, values: Value, out: Value, where: Value, sizes: Value) -> None:
+        """float32 results, 32 bytes of a token at a time."""
+        begin, row_tile, lane = where
+        tokens, row_tiles = sizes
+        for n in cutlass.range_constexpr(len(values)):
+            for i in cutlass.range_constexpr(4):
+                token = begin + n * 8 + lane % 4 * 2 + i % 2
+                if token < tokens and row_tile < row_tiles:
+                    row = row_tile * 16 + lane // 4 + i // 2 * 8
+                    place = (Int64(token) * (row_tiles * 16) + row) * 4
+                    ptx.store_global_float(out + place, values[n][i])
+
+    @cute.jit
+    def _lines(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
+        """bfloat16 results of at most 64 tokens by lines of 64 rows."""
+        turned, out = places
+        begin, row_tile, warp, lane, thread = where
+        tokens, rows = sizes
+        half, count = warp // 4, len(values)
+        room = turned + Uint32(half * (self.turned_bytes // 2))
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        for n in cutlass.range_constexpr(count):
+            four = values[n]
+            at = room + Uint32((n * 8 + lane % 8) * LINE + warp % 4 * 32 + lane // 8 % 2 * 16)
+            ptx.store_matrices2_turned(
+                at, ptx.bfloat16_pair(four[0], four[1]), ptx.bfloat16_pair(four[2], four[3])
+            )
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        for i in cutlass.range_constexpr(-(-count * 8 * 8 // 128)):
+            number = i * 128 + thread % 128
+            line, vector = number // 8, number % 8
+            token, row = begin + line, row_tile * 16 + vector * 8
+            if line < count * 8 and token < tokens and row < rows:
+                words = ptx.load_shared(room + Uint32(line * LINE + vector * 16), 4)
+                ptx.store_global4(out + (Int64(token) * rows + row) * 2, words)
