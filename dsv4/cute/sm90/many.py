@@ -2,13 +2,13 @@
 
 ``out[m, n] = sum_k x[m, k] w[n, k]`` as ``wgmma`` with the weights as left operand from registers.
 
-* Two warpgroups multiply. A warp loads the fragments of its rows straight from global memory,
+* Two to four warpgroups multiply. A warp loads the fragments of its rows straight from global memory,
   ``depth`` blocks of 64 columns ahead, and expands one while the tensor cores multiply the one
   before: two sets of left operands, used in turn.
-* A third warpgroup's first warp keeps a ring of blocks of X full, by tensor copies into swizzled
+* The last warpgroup's first warp keeps a ring of blocks of X full, by tensor copies into swizzled
   shared memory. Blocks of a cluster with neighbouring rows (``share``) each fetch a part of X and
   send it to all: without that, reading X from the level-2 cache is the bound.
-* Or the blocks of a cluster share K (``parts``). Each keeps its sums in its shared memory, in the
+* And blocks of a cluster may share K (``parts``). Each keeps its sums in its shared memory, in the
   order in which threads hold them; then each adds its share of the tokens, parts in ascending
   order. A block then has one tile; else tiles follow one another, and the weights of the next are
   asked for before the results of the last are stored.
@@ -35,7 +35,9 @@ from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
 _CODE_BYTES, _SCALE_BYTES = 512, 64
-_WARPS = 8  # that multiply
+_COPY_REGISTERS = 40
+_SKEW_BLOCKS = 4
+_SKEW, _ALL = 5, 6  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
 
@@ -111,7 +113,7 @@ class ManyKernel(ManyPlan):
             OperandMajorMode.K,
             OperandMajorMode.K,
         )
-        mma = cute.make_tiled_mma(op, (2, 1, 1))
+        mma = cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
         self.kernel(
             atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
             tokens, token_tiles, token_span, row_tiles, row_groups, group_blocks, token_stride,
@@ -159,7 +161,7 @@ class ManyKernel(ManyPlan):
             atom: The tensor copy of a block of X.
             x_tiles: X, ``[tokens, groups K]``, as the copy addresses it.
             layout: A stage of X, and all of them.
-            mma: The product of 128 rows.
+            mma: The product of 64 rows a warpgroup.
             codes: Address of the packed codes.
             scales: Address of the packed scales.
             global_scale: Address of float32 global scales.
@@ -187,9 +189,10 @@ class ManyKernel(ManyPlan):
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         rank = block % self.blocks
+        part, peer = rank // self.share, rank % self.share
         first, stride = block // self.blocks, grid // self.blocks
         total = token_tiles * row_groups
-        order = (token_tiles, token_span, row_groups)
+        order = (token_tiles, token_span, row_groups, peer)
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
@@ -201,28 +204,26 @@ class ManyKernel(ManyPlan):
         empty = full + 8 * self.stages
         if thread < self.stages:
             ptx.barrier_init(full + Uint32(thread * 8), 1)
-            ptx.barrier_init(empty + Uint32(thread * 8), _WARPS * self.share)
+            ptx.barrier_init(empty + Uint32(thread * 8), self.mma_warps * self.share)
             ptx.fence_barrier_init()
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        self._meet()
 
-        if warp >= _WARPS:
-            cute.arch.setmaxregister_decrease(40)
-            if warp == _WARPS:
+        if warp >= self.mma_warps:
+            cute.arch.setmaxregister_decrease(_COPY_REGISTERS)
+            self._ready()
+            if warp == self.mma_warps:
                 cute.arch.griddepcontrol_wait()
                 tiles = cute.local_tile(x_tiles, (self.token_block, 64), (None, None))
                 to, source = cpasync.tma_partition(
                     atom,
-                    rank if self.share > 1 else 0,
+                    peer,
                     cute.make_layout(self.share),
                     cute.group_modes(shared_x, 0, 2),
                     cute.group_modes(tiles, 0, 2),
                 )
-                part = rank if self.parts > 1 else 0
                 stage, parity, tile = Int32(0), Int32(1), Int32(first)
                 while tile < total:
-                    row_block, token_tile = self._place(tile, order, rank)
+                    row_block, token_tile = self._place(tile, order)
                     begin = row_block // group_blocks * (self.columns // 64) + part * self.steps
                     for k in cutlass.range(self.steps, unroll=1):
                         ptx.wait(empty + Uint32(stage * 8), parity)
@@ -234,7 +235,9 @@ class ManyKernel(ManyPlan):
                                 source[(None, token_tile, begin + k)],
                                 to[(None, stage)],
                                 tma_bar_ptr=full_at + stage,
-                                mcast_mask=Int16((1 << self.share) - 1),
+                                mcast_mask=Int16(
+                                    Int32((1 << self.share) - 1) << (part * self.share)
+                                ),
                             )
                         else:
                             cute.copy(
@@ -251,25 +254,29 @@ class ManyKernel(ManyPlan):
             if cutlass.const_expr(self.parts > 1):
                 self._meet()
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(self.mma_registers)
             slice_ = mma.get_slice(thread)
             right = mma.make_fragment_B(slice_.partition_B(shared_x))
-            shape = slice_.partition_shape_C((128, self.token_block))
+            shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.row_repeat)]
-            left_shape = slice_.partition_shape_A((128, 64))
+            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 64))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
-            words = [cute.recast_tensor(part, Uint32) for part in left]
+            words = [cute.recast_tensor(one, Uint32) for one in left]
             mma.set(warpgroup.Field.ACCUMULATE, True)
             codes += lane * 16
             scales += lane // 4 * 8
             stage, parity, tile = Int32(0), Int32(0), Int32(first)
-            row_block, _ = self._place(tile, order, rank)
-            at = self._begin(row_block, warp, rank, row_tiles)
+            row_block, _ = self._place(tile, order)
+            at = self._begin(row_block, warp, part, row_tiles)
             ahead = [self._fetch(codes, scales, at, t) for t in range(self.depth)]
+            self._ready()
+            if cutlass.const_expr(self.skewed):
+                if warp >= 4:
+                    cute.arch.barrier(barrier_id=_SKEW, number_of_threads=self.mma_warps * 32)
             while tile < total:
-                row_block, token_tile = self._place(tile, order, rank)
-                follows, _ = self._place(cutlass.min(tile + stride, total - 1), order, rank)
-                then = self._begin(follows, warp, rank, row_tiles)
+                row_block, token_tile = self._place(tile, order)
+                follows, _ = self._place(cutlass.min(tile + stride, total - 1), order)
+                then = self._begin(follows, warp, part, row_tiles)
                 for r in cutlass.range_constexpr(self.row_repeat):
                     sums[r].fill(0.0)
                 before = Int32(-1)
@@ -281,6 +288,11 @@ class ManyKernel(ManyPlan):
                         for r in range(self.row_repeat)
                     ]
                     for t in cutlass.range_constexpr(self.depth):
+                        if cutlass.const_expr(self.skewed and t == _SKEW_BLOCKS % self.depth):
+                            if tile == first and step == _SKEW_BLOCKS // self.depth and warp < 4:
+                                cute.arch.barrier_arrive(
+                                    barrier_id=_SKEW, number_of_threads=self.mma_warps * 32
+                                )
                         loaded = ahead[t]
                         for r in cutlass.range_constexpr(self.row_repeat):
                             turn = (t * self.row_repeat + r) % 2
@@ -301,7 +313,7 @@ class ManyKernel(ManyPlan):
                             warpgroup.commit_group()
                             warpgroup.wait_group(1)
                             if cutlass.const_expr(r == 0):
-                                self._release(empty, before, lane)
+                                self._release(empty, before, lane, part)
                         before = stage
                         stage += 1
                         if stage == self.stages:
@@ -311,17 +323,32 @@ class ManyKernel(ManyPlan):
                 row_tile = self._row_tile(row_block, warp, 0)
                 factors = self._factors(global_scale, row_tile, lane, row_tiles, rules)
                 warpgroup.wait_group(0)
-                self._release(empty, before, lane)
+                self._release(empty, before, lane, part)
                 group = row_block // group_blocks
-                fragments = self._together(sums, shared_x, rank, thread)
+                fragments = self._together(sums, shared_x, (part, peer), thread)
                 self._store(
                     fragments,
                     factors,
                     (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
-                    (token_tile, row_tile, warp, lane, thread, rank),
+                    (token_tile, row_tile, warp, lane, thread, part),
                     (tokens, row_tiles, token_stride, groups),
                 )
                 tile += stride
+        self._meet()
+
+    @property
+    def skewed(self) -> bool:
+        """Whether the first warpgroup begins some blocks of X before the other.
+
+        One then multiplies while the other stores its results. For one tile it would be a delay.
+        """
+        fits = _SKEW_BLOCKS < min(self.steps, self.stages)
+        return self.warpgroups == 2 and self.parts == 1 and self.token_block >= 128 and fits
+
+    @cute.jit
+    def _ready(self) -> None:
+        """The barriers of this block, and of its cluster, are initialised."""
+        cute.arch.sync_threads()
         self._meet()
 
     @cute.jit
@@ -331,26 +358,28 @@ class ManyKernel(ManyPlan):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def _place(self, tile: Value, order: Value, rank: Value) -> tuple[Value, Value]:
+    def _place(self, tile: Value, order: Value) -> tuple[Value, Value]:
         """The block's rows and the tokens of a tile: spans of tokens, in them rows, in them tokens.
 
         So that what runs at a time reads few rows and few tokens, from the level-2 cache.
         """
-        token_tiles, span, row_groups = order
+        token_tiles, span, row_groups, peer = order
         begin = tile // (span * row_groups) * span
         rest = tile - begin * row_groups
         width = cutlass.min(span, token_tiles - begin)
         row_group = rest // width
-        offset = rank if self.share > 1 else 0
-        return row_group * self.share + offset, begin + rest - row_group * width
+        return row_group * self.share + peer, begin + rest - row_group * width
 
     def _row_tile(self, row_block: Value, warp: Value, repeat: int) -> Value:
         """The warp's tile of 16 rows."""
-        return (row_block * 2 + warp // 4) * (4 * self.row_repeat) + warp % 4 + 4 * repeat
+        return (
+            (row_block * self.warpgroups + warp // 4) * (4 * self.row_repeat)
+            + warp % 4
+            + 4 * repeat
+        )
 
-    def _begin(self, row_block: Value, warp: Value, rank: Value, row_tiles: Value) -> list[Value]:
+    def _begin(self, row_block: Value, warp: Value, part: Value, row_tiles: Value) -> list[Value]:
         """The warp's first tiles of 16 x 64 weights; those of other rows where it has none."""
-        part = rank if self.parts > 1 else 0
         rows = [self._row_tile(row_block, warp, r) for r in range(self.row_repeat)]
         return [
             cutlass.min(row, row_tiles - 1) * (self.columns // 64) + part * self.steps
@@ -375,11 +404,11 @@ class ManyKernel(ManyPlan):
                 words[k * 4 + i] = word
 
     @cute.jit
-    def _release(self, empty: Value, stage: Value, lane: Value) -> None:
+    def _release(self, empty: Value, stage: Value, lane: Value, part: Value) -> None:
         """Tell every block that writes the stage that this warp has read it."""
         if cutlass.const_expr(self.share > 1):
             if lane < self.share and stage >= 0:
-                ptx.arrive_remote(ptx.remote(empty + Uint32(stage * 8), lane))
+                ptx.arrive_remote(ptx.remote(empty + Uint32(stage * 8), part * self.share + lane))
         else:
             if lane == 0 and stage >= 0:
                 ptx.arrive(empty + Uint32(stage * 8))
@@ -390,7 +419,7 @@ class ManyKernel(ManyPlan):
         return self.token_block // 8 // self.parts
 
     @cute.jit
-    def _together(self, sums: Value, shared_x: Value, rank: Value, thread: Value) -> Value:
+    def _together(self, sums: Value, shared_x: Value, place: Value, thread: Value) -> Value:
         """The block's share of the sums: per set of rows and tile of 8 tokens four values."""
         if cutlass.const_expr(self.parts == 1):
             return [
@@ -398,22 +427,23 @@ class ManyKernel(ManyPlan):
                 for r in range(self.row_repeat)
             ]
         room = Uint32(shared_x.iterator.toint()) + Uint32(thread * 16)
-        tiles = self.token_block // 8
-        # Both warpgroups have read the last of X, whose room this is.
-        cute.arch.barrier(barrier_id=3, number_of_threads=_WARPS * 32)
+        tiles, line = self.token_block // 8, 16 * 32 * self.mma_warps
+        part, peer = place
+        # All warpgroups have read the last of X, whose room this is.
+        cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
         for r in cutlass.range_constexpr(self.row_repeat):
             for n in cutlass.range_constexpr(tiles):
                 values = [sums[r][n * 4 + i] for i in range(4)]
-                ptx.store_shared_float4(room + (r * tiles + n) * 4096, values)
+                ptx.store_shared_float4(room + (r * tiles + n) * line, values)
         self._meet()
         fragments = []
         for r in cutlass.range_constexpr(self.row_repeat):
             some = []
             for n in cutlass.range_constexpr(self.own_tiles):
-                at = room + Uint32(rank * (self.own_tiles * 4096)) + (r * tiles + n) * 4096
+                at = room + Uint32(part * (self.own_tiles * line)) + (r * tiles + n) * line
                 total = [Float32(0.0)] * 4
                 for p in cutlass.range_constexpr(self.parts):
-                    more = ptx.load_remote_float4(ptx.remote(at, Int32(p)))
+                    more = ptx.load_remote_float4(ptx.remote(at, p * self.share + peer))
                     total = [total[i] + more[i] for i in range(4)]
                 some.append(total)
             fragments.append(some)
@@ -440,11 +470,11 @@ class ManyKernel(ManyPlan):
         self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
     ) -> None:
         turned, token_scale, out, x = places
-        token_tile, row_tile, warp, lane, thread, rank = where
+        token_tile, row_tile, warp, lane, thread, part = where
         tokens, row_tiles, token_stride, groups = sizes
         begin = token_tile * self.token_block
         if cutlass.const_expr(self.parts > 1):
-            begin += rank * (self.own_tiles * 8)
+            begin += part * (self.own_tiles * 8)
         if cute.arch.vote_any_sync(self._any_infinite(fragments)):
             flags = self._infinite(x, begin, tokens, token_stride, lane)
             fragments = self._without(fragments, flags, lane)
@@ -550,7 +580,7 @@ class ManyKernel(ManyPlan):
         begin, row_tile, warp, lane, thread = where
         tokens, rows = sizes
         half, count = warp // 4, len(values)
-        room = turned + Uint32(half * (self.turned_bytes // 2))
+        room = turned + Uint32(half * (self.turned_bytes // self.warpgroups))
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
         for n in cutlass.range_constexpr(count):
             four = values[n]
