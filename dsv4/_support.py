@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4.cute.sm90.few_plan import few_plan
+from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
+from dsv4.cute.sm90.plans import Product, choose
 from dsv4.formats import FRAGMENTS
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ _MOST_SEGMENTS = 4
 
 
 def cute_gemm(call: Call) -> str | None:
-    """Why the CuTeDSL kernel for few tokens cannot run a product, or None."""
-    x, codes, _, global_scale, segments, _, _, _, _, groups, _ = call.args
+    """Why the CuTeDSL kernels cannot run a product, or None."""
+    x, codes, scales, global_scale, segments, _, _, _, _, groups, _ = call.args
     if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
     if call.device.type != "cuda":
@@ -79,14 +80,20 @@ def cute_gemm(call: Call) -> str | None:
         return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
     if not global_scale.is_contiguous():
         return "the global scales are not contiguous"
+    if codes.data_ptr() % 16 or scales.data_ptr() % 16:
+        return "the codes or scales do not begin at multiples of 16 bytes"
     tokens, (rows, columns) = x.shape[0], (codes.shape[0], codes.shape[1] * 2)
-    if tokens > MOST_FEW_TOKENS:
-        return f"there are {tokens} tokens, and the kernel is for at most {MOST_FEW_TOKENS}"
-    row_tiles = rows // 16
-    if row_tiles % groups:
+    if rows // 16 % groups:
         return f"a group has {rows // groups} rows, wanted a multiple of 16"
-    if few_plan(row_tiles, row_tiles // groups, columns, tokens, False, False) is None:
+    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1))
+    if plan is None:
         return f"{columns} columns of 16 tokens do not fit a block's shared memory"
+    if isinstance(plan, FewPlan) and tokens > MOST_FEW_TOKENS:
+        return (
+            f"there are {tokens} tokens, and of {rows // groups} rows and {columns} columns the "
+            f"kernel multiplies {TOKENS} tokens at a time: rows are no multiple of 128 or columns "
+            "none of 128"
+        )
     return None
 
 

@@ -5,6 +5,7 @@ Compiled and inspected, not run: what runs is tested elsewhere.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -18,6 +19,8 @@ triton = pytest.importorskip("triton")
 
 from dsv4.cute import _images  # noqa: E402
 from dsv4.cute.sm90.few_plan import FewPlan, few_plan  # noqa: E402
+from dsv4.cute.sm90.many_plan import ManyPlan  # noqa: E402
+from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MOST_SHARED = 227 * 1024
@@ -53,6 +56,17 @@ def plans():
     return sorted(found, key=repr)
 
 
+def plans_of_many():
+    """Every configuration that one of the matrices takes for up to 8192 tokens."""
+    found = {
+        choose(Product(*matrix, *kind), tokens)
+        for matrix in MATRICES
+        for kind in itertools.product((False, True), repeat=2)
+        for tokens in token_counts(8192)
+    }
+    return sorted((plan for plan in found if isinstance(plan, ManyPlan)), key=repr)
+
+
 def inspected(cubin, folder):
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
@@ -78,6 +92,51 @@ def test_few_tokens(plan, tmp_path):
     assert "UBLKCP.S.G" in instructions
     assert any(i.startswith("STG.E.128") for i in instructions)
     assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", plans_of_many(), ids=repr)
+def test_many_tokens(plan, tmp_path):
+    image = _images.compile_image(plan, "sm_90a")
+    numbers, instructions = inspected(image.cubin, tmp_path)
+    assert numbers["STACK"] == numbers["LOCAL"] == 0
+    assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
+    assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
+    assert numbers["REG"] * plan.threads <= REGISTER_FILE
+    assert image.shared_bytes <= MOST_SHARED
+    # The weights are operands from registers: one product of 64 rows for each 16 columns ahead.
+    shape = f"HGMMA.64x{plan.token_block}x16.F32.BF16"
+    assert instructions.count(shape) == 4 * plan.depth
+    # Were the operands of a product in flight overwritten, it would wait after every one.
+    assert sum(i.startswith("WARPGROUP.DEPBAR") for i in instructions) == plan.depth + 1
+    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+    assert any(i.startswith("UTMALDG.2D") for i in instructions)
+    if not plan.float32_out:
+        assert any(i.startswith("STSM") for i in instructions)
+        assert any(i.startswith("STG.E.128") for i in instructions)
+    assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+
+
+def test_plans_of_many_tokens_fit_their_matrix():
+    for rows, columns, groups in MATRICES:
+        product = Product(rows, columns, groups, False, False)
+        for tokens in token_counts(8192):
+            plan = choose(product, tokens)
+            if isinstance(plan, ManyPlan):
+                assert columns // 64 % (plan.blocks * plan.depth) == 0
+                assert plan.token_block % (8 * plan.blocks) == 0
+                assert groups == 1 or rows // groups % plan.rows == 0
+                sums = plan.token_block * plan.rows * 4
+                assert plan.blocks == 1 or plan.stages * plan.x_bytes >= sums
+            else:
+                assert tokens <= 16
+
+
+def test_numbers_of_tokens_stand_for_others():
+    stand = token_counts(10000)
+    assert stand == sorted(set(stand))
+    assert all(counted_as(tokens) >= min(tokens, 8192) for tokens in range(1, 9000))
+    assert {counted_as(tokens) for tokens in range(17, 20000)} <= set(stand)
 
 
 def test_every_matrix_has_a_plan():

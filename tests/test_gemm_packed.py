@@ -10,6 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
+from dsv4.cute import gemm as cute_gemm
+from dsv4.cute.sm90.many_plan import candidates as many_plan_candidates
 from dsv4.elements import encode_e4m3
 from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
 from dsv4.ops.gemm import gemm
@@ -205,6 +207,87 @@ class TestIndependence:
             assert_bitwise(alone, whole[token : token + 1], f"token {token}")
 
 
+def configurations():
+    """Each token block, number of warpgroups and of blocks once, loads ahead as they come."""
+    found = {}
+    for tokens in (16, 32, 48, 64, 128, 256):
+        for columns in (512, 1024, 1536, 3072):
+            for plan in many_plan_candidates(592, 592, columns, tokens, False, False):
+                found.setdefault((plan.token_block, plan.warpgroups, plan.blocks), (plan, columns))
+    return list(found.values())
+
+
+@pytest.mark.gpu
+class TestManyTokens:
+    @pytest.mark.parametrize(("plan", "columns"), configurations(), ids=repr)
+    def test_every_configuration(self, plan, columns, monkeypatch):
+        """Rows and tokens that end within a tile; a bad token and an infinite one alone."""
+        monkeypatch.setattr(cute_gemm, "choose", lambda product, tokens: plan)
+        weight = weight_of(0, 592, columns, "cuda", (100, 300))
+        for tokens in (1, plan.token_block - 3, 2 * plan.token_block + 5):
+            x = bfloat16(tokens, (tokens, columns), "cuda")
+            want, budget = truth(x, weight, "bf16")
+            got = product(x, weight, backend="cute")
+            rounding = torch.finfo(torch.bfloat16).eps / 2 * want.abs() + 1e-30
+            assert_within_budget(got, want, budget + rounding, "product")
+            bad = x.clone()
+            bad[tokens // 2, 5], bad[-1, 70] = float("nan"), float("inf")
+            other = product(bad, weight, backend="cute")
+            rows = torch.ones(tokens, dtype=torch.bool, device="cuda")
+            rows[tokens // 2] = rows[-1] = False
+            assert bool(other[~rows].isnan().all())
+            assert_bitwise(other[rows], got[rows], "the other tokens")
+
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(9, 700),
+        shape=cut_rows(40),
+        columns=st.integers(1, 9),
+        activation=ACTIVATIONS,
+        pad=st.integers(0, 2),
+    )
+    @example(seed=0, tokens=2000, shape=(1040, (700,)), columns=8, activation="nvfp4", pad=1)
+    def test_within_the_budget(self, seed, tokens, shape, columns, activation, pad):
+        (rows, cuts), columns = shape, 128 * columns
+        weight = weight_of(seed, rows, columns, "cuda", cuts)
+        x = bfloat16(seed + 1, (tokens, columns + 8 * pad), "cuda")[:, :columns]
+        want, budget = truth(x, weight, activation)
+        got = product(x, weight, activation, out_dtype=torch.float32, backend="cute")
+        assert_within_budget(got, want, budget, "product")
+        narrow = product(x, weight, activation, backend="cute")
+        assert_bitwise(narrow, got.to(torch.bfloat16), "product in bfloat16")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(17, 300), groups=st.integers(2, 4))
+    def test_groups(self, seed, tokens, groups):
+        weight = weight_of(seed, 256 * groups, 384, "cuda")
+        x = bfloat16(seed, (tokens, groups, 384), "cuda")
+        got = product(x, weight, groups=groups, out_dtype=torch.float32, backend="cute")
+        for g in range(groups):
+            rows = slice(256 * g, 256 * g + 256)
+            part = dataclasses.replace(weight, codes=weight.codes[rows], scales=weight.scales[rows])
+            want, budget = truth(x[:, g], part, "bf16")
+            assert_within_budget(got[:, g], want, budget, f"group {g}")
+
+    @pytest.mark.parametrize("kind", ["largest", "subnormal", "overflow"])
+    def test_extreme_values(self, kind):
+        """Finite inputs whose sum passes float32's range stay infinite."""
+        weight = weight_of(3, 192, 1024, "cpu")
+        value = 2.0**-9 if kind == "subnormal" else 448.0
+        codes = weight.codes & 0x77 if kind == "overflow" else weight.codes
+        scales = encode_e4m3(torch.full((192, 64), value))
+        weight = dataclasses.replace(weight, codes=codes, scales=scales).to("cuda")
+        x = bfloat16(4, (100, 1024), "cuda")
+        if kind == "overflow":
+            x[7] = 3e38
+            got = product(x, weight, out_dtype=torch.float32, backend="cute")
+            assert bool(got[7].isinf().all())
+            assert bool(got[:7].isfinite().all())
+        else:
+            want, budget = truth(x, weight, "bf16")
+            got = product(x, weight, out_dtype=torch.float32, backend="cute")
+            assert_within_budget(got, want, budget, "product")
+
+
 class TestIntegration:
     @pytest.mark.parametrize("tokens", [1, 20])
     def test_a_pure_operator(self, device, tokens):
@@ -220,17 +303,19 @@ class TestIntegration:
         assert_bitwise(compiled(x), gemm(x, weight) + 1, "compiled")
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("tokens", [1, 8, 16, 40])
-    def test_a_captured_graph_takes_new_data(self, tokens):
+    @pytest.mark.parametrize(
+        ("tokens", "columns"), [(1, 448), (8, 448), (16, 448), (40, 512), (300, 512)]
+    )
+    def test_a_captured_graph_takes_new_data(self, tokens, columns):
         """Inputs, codes, scales and global scales may change between replays."""
-        first = weight_of(0, 160, 448, "cuda", (100,)).with_layout(FRAGMENTS)
-        x = bfloat16(0, (tokens, 448), "cuda")
+        first = weight_of(0, 160, columns, "cuda", (100,)).with_layout(FRAGMENTS)
+        x = bfloat16(0, (tokens, columns), "cuda")
         gemm(x, first, backend="cute")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = gemm(x, first, backend="cute")
         for seed in range(1, 9):
-            other = weight_of(seed, 160, 448, "cuda", (100,)).with_layout(FRAGMENTS)
+            other = weight_of(seed, 160, columns, "cuda", (100,)).with_layout(FRAGMENTS)
             for old, new in zip(
                 (first.codes, first.scales, first.global_scale, x),
                 (other.codes, other.scales, other.global_scale, bfloat16(seed, x.shape, "cuda")),
@@ -297,8 +382,13 @@ class TestDispatch:
         assert_bitwise(product(x, weight), gemm(x, weight), "product")
 
     @pytest.mark.gpu
-    def test_few_tokens_take_the_kernel(self):
-        weight = weight_of(0, 32, 128, "cuda").with_layout(FRAGMENTS)
-        for tokens, chosen in ((0, "cute"), (64, "cute"), (65, "cublas")):
-            x = bfloat16(0, (tokens, 128), "cuda")
-            assert dispatch.explain(gemm, x, weight).chosen == chosen
+    def test_the_kernels_take_what_they_can(self):
+        """Of columns that are no multiple of 128 there is a kernel for few tokens alone."""
+        for columns, counts in (
+            (128, {0: "cute", 9000: "cute"}),
+            (192, {64: "cute", 65: "cublas"}),
+        ):
+            weight = weight_of(0, 32, columns, "cuda").with_layout(FRAGMENTS)
+            for tokens, chosen in counts.items():
+                x = bfloat16(0, (tokens, columns), "cuda")
+                assert dispatch.explain(gemm, x, weight).chosen == chosen

@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _MAX_DYNAMIC_SHARED = 8
 _CLUSTER_DIMENSION = 4
@@ -46,6 +47,37 @@ def _check(status: int, what: str) -> None:
         _driver().cuGetErrorString(status, ctypes.byref(text))
         message = (text.value or b"unknown error").decode()
         raise RuntimeError(f"{what}: CUDA error {status}, {message}")
+
+
+_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+
+
+def tensor_map(address: int, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Any:
+    """The description of a bfloat16 matrix by which tensor copies read it, an argument of a kernel.
+
+    Rows beyond the end are read as zeros. In shared memory, 16-byte pieces of 128-byte rows are
+    exchanged (``SWIZZLE_128B``).
+
+    Args:
+        address: A multiple of 16.
+        shape: Rows and columns.
+        stride: Elements between rows, a multiple of 8.
+        box: Rows and columns of one copy; 64 columns.
+
+    Raises:
+        RuntimeError: if the driver refuses.
+    """
+    room = bytearray(128 + 64)
+    start = ctypes.addressof(ctypes.c_uint8.from_buffer(room))
+    found = (ctypes.c_uint8 * 128).from_buffer(room, -start % 64)
+    sizes, strides = (ctypes.c_uint64 * 2)(*shape[::-1]), (ctypes.c_uint64 * 1)(2 * stride)
+    boxes, steps = (ctypes.c_uint32 * 2)(*box[::-1]), (ctypes.c_uint32 * 2)(1, 1)
+    status = _driver().cuTensorMapEncodeTiled(
+        found, _BFLOAT16, 2, ctypes.c_void_p(address), sizes, strides, boxes, steps,
+        0, _SWIZZLE_128, _PROMOTE_256, 0,
+    )  # fmt: skip
+    _check(status, f"describing {shape[0]} x {shape[1]} elements at {address:#x}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -126,8 +158,8 @@ class Kernel:
         config.attribute_count = 2
         return config
 
-    def launch(self, blocks: int, stream: int, arguments: Sequence[ctypes._SimpleCData]) -> None:  # type: ignore[type-arg]
-        """Launch ``blocks`` blocks on a stream of the current device."""
+    def launch(self, blocks: int, stream: int, arguments: Sequence[Any]) -> None:
+        """Launch ``blocks`` blocks on a stream of the current device; arguments are ctypes'."""
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         config = self._config(blocks, stream)
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)

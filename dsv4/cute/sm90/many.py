@@ -2,16 +2,15 @@
 
 ``out[m, n] = sum_k x[m, k] w[n, k]`` as ``wgmma`` with the weights as left operand from registers.
 
-* Two to four warpgroups multiply. A warp loads the fragments of its rows straight from global memory,
-  ``depth`` blocks of 64 columns ahead, and expands one while the tensor cores multiply the one
-  before: two sets of left operands, used in turn.
+* Two to four warpgroups multiply. A warp loads the fragments of its 16 rows straight from global
+  memory, ``depth`` blocks of 64 columns ahead, and expands one while the tensor cores multiply the
+  one before: two sets of left operands, used in turn.
 * The last warpgroup's first warp keeps a ring of blocks of X full, by tensor copies into swizzled
-  shared memory. Blocks of a cluster with neighbouring rows (``share``) each fetch a part of X and
-  send it to all: without that, reading X from the level-2 cache is the bound.
-* And blocks of a cluster may share K (``parts``). Each keeps its sums in its shared memory, in the
-  order in which threads hold them; then each adds its share of the tokens, parts in ascending
-  order. A block then has one tile; else tiles follow one another, and the weights of the next are
-  asked for before the results of the last are stored.
+  shared memory.
+* Tiles follow one another, and the weights of the next are asked for before the results of the last
+  are stored. The first warpgroup is some blocks ahead, so that one of them multiplies meanwhile.
+* Or the blocks of a cluster share K, for one tile. Each keeps its sums in its shared memory, in the
+  order in which threads hold them; then each adds its tokens' parts, ranks in ascending order.
 * Results are turned in shared memory, 64 tokens at a time, so that lines of 128 bytes are stored.
 
 The bits of a token depend on the plan, not on the other tokens. A result that is infinite is looked
@@ -25,7 +24,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float32, Int16, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
@@ -36,8 +35,8 @@ from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 Value = Any
 _CODE_BYTES, _SCALE_BYTES = 512, 64
 _COPY_REGISTERS = 40
-_SKEW_BLOCKS = 4
-_SKEW, _ALL = 5, 6  # named barriers, after those of the warpgroups
+_SKEW = 4  # blocks of X
+_BEHIND, _ALL, _READY = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
 
@@ -56,7 +55,7 @@ class ManyKernel(ManyPlan):
             self,
             x,
             *[Int64(0)] * 6,
-            *[Int32(1)] * 6,
+            *[Int32(1)] * 7,
             Int64(8),
             Int64(8),
             *[Int32(1)] * 6,
@@ -77,8 +76,9 @@ class ManyKernel(ManyPlan):
         tokens: Int32,
         token_tiles: Int32,
         token_span: Int32,
+        k_blocks: Int32,
         row_tiles: Int32,
-        row_groups: Int32,
+        row_blocks: Int32,
         group_blocks: Int32,
         token_stride: Int64,
         group_stride: Int64,
@@ -93,17 +93,11 @@ class ManyKernel(ManyPlan):
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(swizzle, (self.token_block, 64, self.stages), (0, 1, 2))
-        copy = (
-            cpasync.CopyBulkTensorTileG2SMulticastOp()
-            if self.share > 1
-            else cpasync.CopyBulkTensorTileG2SOp()
-        )
         atom, x_tiles = cpasync.make_tiled_tma_atom(
-            copy,
+            cpasync.CopyBulkTensorTileG2SOp(),
             x,
             cute.select(layout, mode=[0, 1]),
             (self.token_block, 64),
-            num_multicast=self.share,
         )
         op = warpgroup.MmaF16BF16Op(
             BFloat16,
@@ -116,8 +110,8 @@ class ManyKernel(ManyPlan):
         mma = cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
         self.kernel(
             atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
-            tokens, token_tiles, token_span, row_tiles, row_groups, group_blocks, token_stride,
-            group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
+            tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks, group_blocks,
+            token_stride, group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
         ).launch(
             grid=[self.blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -143,8 +137,9 @@ class ManyKernel(ManyPlan):
         tokens: Int32,
         token_tiles: Int32,
         token_span: Int32,
+        k_blocks: Int32,
         row_tiles: Int32,
-        row_groups: Int32,
+        row_blocks: Int32,
         group_blocks: Int32,
         token_stride: Int64,
         group_stride: Int64,
@@ -171,9 +166,10 @@ class ManyKernel(ManyPlan):
             tokens: At least 1.
             token_tiles: Tiles of ``token_block`` tokens.
             token_span: Of these, how many come one after another before the next rows do.
+            k_blocks: K / 64, a multiple of ``blocks depth``.
             row_tiles: Rows of the weight / 16.
-            row_groups: Rows of the weight / (``rows share``), rounded up.
-            group_blocks: Blocks of rows that share an input; a multiple of ``share``.
+            row_blocks: Rows of the weight / those of a block, rounded up.
+            group_blocks: Blocks of rows that share an input.
             token_stride: Elements between tokens of X.
             group_stride: Elements between groups of X: K.
             cut0: First row of the second segment; ``cut1``, ``cut2`` of the third and fourth.
@@ -189,10 +185,10 @@ class ManyKernel(ManyPlan):
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         rank = block % self.blocks
-        part, peer = rank // self.share, rank % self.share
         first, stride = block // self.blocks, grid // self.blocks
-        total = token_tiles * row_groups
-        order = (token_tiles, token_span, row_groups, peer)
+        total = token_tiles * row_blocks
+        steps = k_blocks // self.blocks
+        order = (token_tiles, token_span, row_blocks)
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
@@ -202,63 +198,60 @@ class ManyKernel(ManyPlan):
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
         full = Uint32(full_at.toint())
         empty = full + 8 * self.stages
-        if thread < self.stages:
-            ptx.barrier_init(full + Uint32(thread * 8), 1)
-            ptx.barrier_init(empty + Uint32(thread * 8), self.mma_warps * self.share)
-            ptx.fence_barrier_init()
         cute.arch.griddepcontrol_launch_dependents()
 
+        # The copying warp makes the barriers and waits for nobody of its block: X comes first.
         if warp >= self.mma_warps:
             cute.arch.setmaxregister_decrease(_COPY_REGISTERS)
-            self._ready()
             if warp == self.mma_warps:
+                if lane < self.stages:
+                    ptx.barrier_init(full + Uint32(lane * 8), 1)
+                    ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
+                    ptx.fence_barrier_init()
+                cute.arch.sync_warp()
+            self._arrive_ready()
+            if warp == self.mma_warps:
+                if cutlass.const_expr(self.blocks > 1):
+                    cute.arch.cluster_wait()
                 cute.arch.griddepcontrol_wait()
                 tiles = cute.local_tile(x_tiles, (self.token_block, 64), (None, None))
                 to, source = cpasync.tma_partition(
                     atom,
-                    peer,
-                    cute.make_layout(self.share),
+                    0,
+                    cute.make_layout(1),
                     cute.group_modes(shared_x, 0, 2),
                     cute.group_modes(tiles, 0, 2),
                 )
                 stage, parity, tile = Int32(0), Int32(1), Int32(first)
                 while tile < total:
                     row_block, token_tile = self._place(tile, order)
-                    begin = row_block // group_blocks * (self.columns // 64) + part * self.steps
-                    for k in cutlass.range(self.steps, unroll=1):
+                    begin = row_block // group_blocks * k_blocks + rank * steps
+                    for k in cutlass.range(steps, unroll=1):
                         ptx.wait(empty + Uint32(stage * 8), parity)
                         if lane == 0:
                             ptx.expect_bytes(full + Uint32(stage * 8), self.x_bytes)
-                        if cutlass.const_expr(self.share > 1):
-                            cute.copy(
-                                atom,
-                                source[(None, token_tile, begin + k)],
-                                to[(None, stage)],
-                                tma_bar_ptr=full_at + stage,
-                                mcast_mask=Int16(
-                                    Int32((1 << self.share) - 1) << (part * self.share)
-                                ),
-                            )
-                        else:
-                            cute.copy(
-                                atom,
-                                source[(None, token_tile, begin + k)],
-                                to[(None, stage)],
-                                tma_bar_ptr=full_at + stage,
-                            )
+                        cute.copy(
+                            atom,
+                            source[(None, token_tile, begin + k)],
+                            to[(None, stage)],
+                            tma_bar_ptr=full_at + stage,
+                        )
                         stage += 1
                         if stage == self.stages:
                             stage = Int32(0)
                             parity = parity ^ 1
                     tile += stride
-            if cutlass.const_expr(self.parts > 1):
-                self._meet()
+            elif cutlass.const_expr(self.blocks > 1):
+                cute.arch.cluster_wait()
+            self._meet()
         else:
+            if cutlass.const_expr(self.blocks > 1):
+                cute.arch.cluster_arrive()
             cute.arch.setmaxregister_increase(self.mma_registers)
             slice_ = mma.get_slice(thread)
             right = mma.make_fragment_B(slice_.partition_B(shared_x))
             shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
-            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.row_repeat)]
+            sums = cute.make_rmem_tensor(shape, Float32)
             left_shape = slice_.partition_shape_A((64 * self.warpgroups, 64))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
@@ -267,71 +260,57 @@ class ManyKernel(ManyPlan):
             scales += lane // 4 * 8
             stage, parity, tile = Int32(0), Int32(0), Int32(first)
             row_block, _ = self._place(tile, order)
-            at = self._begin(row_block, warp, part, row_tiles)
+            first_row = self._safe_row(row_block, warp, row_tiles)
+            at = first_row * k_blocks + rank * steps
             ahead = [self._fetch(codes, scales, at, t) for t in range(self.depth)]
-            self._ready()
-            if cutlass.const_expr(self.skewed):
-                if warp >= 4:
-                    cute.arch.barrier(barrier_id=_SKEW, number_of_threads=self.mma_warps * 32)
+            self._wait_ready()
+            self._fall_behind(warp, steps)
             while tile < total:
                 row_block, token_tile = self._place(tile, order)
                 follows, _ = self._place(cutlass.min(tile + stride, total - 1), order)
-                then = self._begin(follows, warp, part, row_tiles)
-                for r in cutlass.range_constexpr(self.row_repeat):
-                    sums[r].fill(0.0)
+                next_row = self._safe_row(follows, warp, row_tiles)
+                then = next_row * k_blocks + rank * steps
+                sums.fill(0.0)
                 before = Int32(-1)
-                for step in cutlass.range(self.steps // self.depth, unroll=1):
+                for step in cutlass.range(steps // self.depth, unroll=1):
                     # In the last round the loads ahead are those of the next tile.
-                    last = Int32(step + 1 == self.steps // self.depth)
-                    at = [
-                        at[r] + self.depth + last * (then[r] - at[r] - self.depth)
-                        for r in range(self.row_repeat)
-                    ]
+                    last = Int32(step + 1 == steps // self.depth)
+                    at = at + self.depth + last * (then - at - self.depth)
                     for t in cutlass.range_constexpr(self.depth):
-                        if cutlass.const_expr(self.skewed and t == _SKEW_BLOCKS % self.depth):
-                            if tile == first and step == _SKEW_BLOCKS // self.depth and warp < 4:
-                                cute.arch.barrier_arrive(
-                                    barrier_id=_SKEW, number_of_threads=self.mma_warps * 32
-                                )
-                        loaded = ahead[t]
-                        for r in cutlass.range_constexpr(self.row_repeat):
-                            turn = (t * self.row_repeat + r) % 2
-                            self._expand(words[turn], loaded[r], Uint32(sixteen))
-                            if cutlass.const_expr(r == self.row_repeat - 1):
-                                ahead[t] = self._fetch(codes, scales, at, t)
-                            if cutlass.const_expr(r == 0):
-                                ptx.wait(full + Uint32(stage * 8), parity)
-                            warpgroup.fence()
-                            for k in cutlass.range_constexpr(4):
-                                cute.gemm(
-                                    mma,
-                                    sums[r],
-                                    left[turn][None, None, k],
-                                    right[None, None, k, stage],
-                                    sums[r],
-                                )
-                            warpgroup.commit_group()
-                            warpgroup.wait_group(1)
-                            if cutlass.const_expr(r == 0):
-                                self._release(empty, before, lane, part)
+                        self._let_follow(t, step, tile == first and warp < 4)
+                        self._expand(words[t % 2], ahead[t], Uint32(sixteen))
+                        ahead[t] = self._fetch(codes, scales, at, t)
+                        ptx.wait(full + Uint32(stage * 8), parity)
+                        warpgroup.fence()
+                        for k in cutlass.range_constexpr(4):
+                            cute.gemm(
+                                mma,
+                                sums,
+                                left[t % 2][None, None, k],
+                                right[None, None, k, stage],
+                                sums,
+                            )
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        self._release(empty, before, lane)
                         before = stage
                         stage += 1
                         if stage == self.stages:
                             stage = Int32(0)
                             parity = parity ^ 1
                 rules = (cut0, cut1, cut2, scale_rows)
-                row_tile = self._row_tile(row_block, warp, 0)
+                row_tile = self._row_tile(row_block, warp)
                 factors = self._factors(global_scale, row_tile, lane, row_tiles, rules)
                 warpgroup.wait_group(0)
-                self._release(empty, before, lane, part)
+                self._release(empty, before, lane)
                 group = row_block // group_blocks
-                fragments = self._together(sums, shared_x, (part, peer), thread)
+                fragments = self._together(sums, shared_x, rank, thread)
                 self._store(
                     fragments,
                     factors,
                     (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
-                    (token_tile, row_tile, warp, lane, thread, part),
-                    (tokens, row_tiles, token_stride, groups),
+                    (token_tile, row_tile, warp, lane, thread, rank),
+                    (tokens, row_tiles, token_stride, groups, k_blocks),
                 )
                 tile += stride
         self._meet()
@@ -342,14 +321,38 @@ class ManyKernel(ManyPlan):
 
         One then multiplies while the other stores its results. For one tile it would be a delay.
         """
-        fits = _SKEW_BLOCKS < min(self.steps, self.stages)
-        return self.warpgroups == 2 and self.parts == 1 and self.token_block >= 128 and fits
+        fits = self.stages > _SKEW
+        return self.warpgroups == 2 and self.blocks == 1 and self.token_block >= 128 and fits
 
     @cute.jit
-    def _ready(self) -> None:
-        """The barriers of this block, and of its cluster, are initialised."""
-        cute.arch.sync_threads()
-        self._meet()
+    def _fall_behind(self, warp: Value, steps: Value) -> None:
+        """The second warpgroup waits until the first is ``_SKEW`` blocks of X ahead."""
+        if cutlass.const_expr(self.skewed):  # noqa: SIM102 - one is known to the compiler
+            if warp >= 4 and steps > _SKEW:
+                cute.arch.barrier(barrier_id=_BEHIND, number_of_threads=self.mma_warps * 32)
+
+    @cute.jit
+    def _let_follow(self, t: int, step: Value, leads: Value) -> None:
+        """The first warpgroup, at that block of its first tile."""
+        if cutlass.const_expr(self.skewed and t == _SKEW % self.depth):  # noqa: SIM102
+            if leads and step == _SKEW // self.depth:
+                cute.arch.barrier_arrive(barrier_id=_BEHIND, number_of_threads=self.mma_warps * 32)
+
+    @cute.jit
+    def _arrive_ready(self) -> None:
+        """The threads that copy: the barriers of this block are initialised."""
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_arrive()
+        else:
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
+
+    @cute.jit
+    def _wait_ready(self) -> None:
+        """The threads that multiply: wait for the barriers of this block, or of its cluster."""
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.threads)
 
     @cute.jit
     def _meet(self) -> None:
@@ -359,41 +362,30 @@ class ManyKernel(ManyPlan):
             cute.arch.cluster_wait()
 
     def _place(self, tile: Value, order: Value) -> tuple[Value, Value]:
-        """The block's rows and the tokens of a tile: spans of tokens, in them rows, in them tokens.
+        """Block of rows and tile of tokens: spans of tokens, in them rows, in them tokens.
 
         So that what runs at a time reads few rows and few tokens, from the level-2 cache.
         """
-        token_tiles, span, row_groups, peer = order
-        begin = tile // (span * row_groups) * span
-        rest = tile - begin * row_groups
+        token_tiles, span, row_blocks = order
+        begin = tile // (span * row_blocks) * span
+        rest = tile - begin * row_blocks
         width = cutlass.min(span, token_tiles - begin)
-        row_group = rest // width
-        return row_group * self.share + peer, begin + rest - row_group * width
+        row_block = rest // width
+        return row_block, begin + rest - row_block * width
 
-    def _row_tile(self, row_block: Value, warp: Value, repeat: int) -> Value:
+    def _row_tile(self, row_block: Value, warp: Value) -> Value:
         """The warp's tile of 16 rows."""
-        return (
-            (row_block * self.warpgroups + warp // 4) * (4 * self.row_repeat)
-            + warp % 4
-            + 4 * repeat
-        )
+        return row_block * self.mma_warps + warp
 
-    def _begin(self, row_block: Value, warp: Value, part: Value, row_tiles: Value) -> list[Value]:
-        """The warp's first tiles of 16 x 64 weights; those of other rows where it has none."""
-        rows = [self._row_tile(row_block, warp, r) for r in range(self.row_repeat)]
-        return [
-            cutlass.min(row, row_tiles - 1) * (self.columns // 64) + part * self.steps
-            for row in rows
-        ]
+    def _safe_row(self, row_block: Value, warp: Value, row_tiles: Value) -> Value:
+        """The same, or the last there is where the warp has none."""
+        return cutlass.min(self._row_tile(row_block, warp), row_tiles - 1)
 
-    def _fetch(self, codes: Value, scales: Value, at: list[Value], tile: int) -> list[Value]:
-        """Of each set of rows the lane's 4 words of codes and 2 of scales."""
+    def _fetch(self, codes: Value, scales: Value, at: Value, tile: int) -> list[Value]:
+        """The lane's 4 words of codes and 2 of scales."""
         return [
-            [
-                *ptx.load_streamed(codes + Int64(one) * _CODE_BYTES + tile * _CODE_BYTES, 4),
-                *ptx.load_streamed(scales + Int64(one) * _SCALE_BYTES + tile * _SCALE_BYTES, 2),
-            ]
-            for one in at
+            *ptx.load_streamed(codes + Int64(at) * _CODE_BYTES + tile * _CODE_BYTES, 4),
+            *ptx.load_streamed(scales + Int64(at) * _SCALE_BYTES + tile * _SCALE_BYTES, 2),
         ]
 
     def _expand(self, words: Value, loaded: list[Value], sixteen: Value) -> None:
@@ -404,61 +396,47 @@ class ManyKernel(ManyPlan):
                 words[k * 4 + i] = word
 
     @cute.jit
-    def _release(self, empty: Value, stage: Value, lane: Value, part: Value) -> None:
-        """Tell every block that writes the stage that this warp has read it."""
-        if cutlass.const_expr(self.share > 1):
-            if lane < self.share and stage >= 0:
-                ptx.arrive_remote(ptx.remote(empty + Uint32(stage * 8), part * self.share + lane))
-        else:
-            if lane == 0 and stage >= 0:
-                ptx.arrive(empty + Uint32(stage * 8))
+    def _release(self, empty: Value, stage: Value, lane: Value) -> None:
+        """This warp has read the stage."""
+        if lane == 0 and stage >= 0:
+            ptx.arrive(empty + Uint32(stage * 8))
 
     @property
     def own_tiles(self) -> int:
         """Tiles of 8 tokens that a block stores."""
-        return self.token_block // 8 // self.parts
+        return self.token_block // 8 // self.blocks
 
     @cute.jit
-    def _together(self, sums: Value, shared_x: Value, place: Value, thread: Value) -> Value:
-        """The block's share of the sums: per set of rows and tile of 8 tokens four values."""
-        if cutlass.const_expr(self.parts == 1):
-            return [
-                [[sums[r][n * 4 + i] for i in range(4)] for n in range(self.own_tiles)]
-                for r in range(self.row_repeat)
-            ]
+    def _together(self, sums: Value, shared_x: Value, rank: Value, thread: Value) -> Value:
+        """The block's share of the sums: four values per tile of 8 tokens."""
+        if cutlass.const_expr(self.blocks == 1):
+            return [[sums[n * 4 + i] for i in range(4)] for n in range(self.own_tiles)]
         room = Uint32(shared_x.iterator.toint()) + Uint32(thread * 16)
-        tiles, line = self.token_block // 8, 16 * 32 * self.mma_warps
-        part, peer = place
+        line = 16 * 32 * self.mma_warps
         # All warpgroups have read the last of X, whose room this is.
         cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
-        for r in cutlass.range_constexpr(self.row_repeat):
-            for n in cutlass.range_constexpr(tiles):
-                values = [sums[r][n * 4 + i] for i in range(4)]
-                ptx.store_shared_float4(room + (r * tiles + n) * line, values)
+        for n in cutlass.range_constexpr(self.token_block // 8):
+            ptx.store_shared_float4(room + n * line, [sums[n * 4 + i] for i in range(4)])
         self._meet()
         fragments = []
-        for r in cutlass.range_constexpr(self.row_repeat):
-            some = []
-            for n in cutlass.range_constexpr(self.own_tiles):
-                at = room + Uint32(part * (self.own_tiles * line)) + (r * tiles + n) * line
-                total = [Float32(0.0)] * 4
-                for p in cutlass.range_constexpr(self.parts):
-                    more = ptx.load_remote_float4(ptx.remote(at, p * self.share + peer))
-                    total = [total[i] + more[i] for i in range(4)]
-                some.append(total)
-            fragments.append(some)
+        for n in cutlass.range_constexpr(self.own_tiles):
+            at = room + Uint32(rank * (self.own_tiles * line)) + n * line
+            total = [Float32(0.0)] * 4
+            for r in cutlass.range_constexpr(self.blocks):
+                more = ptx.load_remote_float4(ptx.remote(at, Int32(r)))
+                total = [total[i] + more[i] for i in range(4)]
+            fragments.append(total)
         return fragments
 
     @cute.jit
     def _factors(
         self, global_scale: Value, row_tile: Value, lane: Value, row_tiles: Value, rules: Value
     ) -> Value:
-        """Global scale times 2^7 of the lane's two rows of each set."""
+        """Global scale times 2^7 of the lane's two rows."""
         cut0, cut1, cut2, scale_rows = rules
         factors = []
-        for i in cutlass.range_constexpr(2 * self.row_repeat):
-            tile = cutlass.min(row_tile + i // 2 * 4, row_tiles - 1)
-            at = tile * 16 + lane // 4 + i % 2 * 8
+        for h in cutlass.range_constexpr(2):
+            at = cutlass.min(row_tile, row_tiles - 1) * 16 + lane // 4 + h * 8
             index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
             if scale_rows == 1:
                 index = at
@@ -470,45 +448,41 @@ class ManyKernel(ManyPlan):
         self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
     ) -> None:
         turned, token_scale, out, x = places
-        token_tile, row_tile, warp, lane, thread, part = where
-        tokens, row_tiles, token_stride, groups = sizes
+        token_tile, row_tile, warp, lane, thread, rank = where
+        tokens, row_tiles, token_stride, groups, k_blocks = sizes
         begin = token_tile * self.token_block
-        if cutlass.const_expr(self.parts > 1):
-            begin += part * (self.own_tiles * 8)
+        if cutlass.const_expr(self.blocks > 1):
+            begin += rank * (self.own_tiles * 8)
         if cute.arch.vote_any_sync(self._any_infinite(fragments)):
-            flags = self._infinite(x, begin, tokens, token_stride, lane)
+            flags = self._infinite(x, begin, (tokens, token_stride, k_blocks), lane)
             fragments = self._without(fragments, flags, lane)
         for chunk in cutlass.range_constexpr(0, self.own_tiles, 8):
             start, count = begin + chunk * 8, min(8, self.own_tiles - chunk)
             scale = self._token_factors(token_scale, start + lane % 4 * 2, count, tokens, groups)
-            for r in cutlass.range_constexpr(self.row_repeat):
-                values = [
-                    [
-                        fragments[r][chunk + n][i]
-                        * (factors[2 * r + i // 2] * scale[2 * n + i % 2])
-                        for i in range(4)
-                    ]
-                    for n in range(count)
+            values = [
+                [
+                    fragments[chunk + n][i] * (factors[i // 2] * scale[2 * n + i % 2])
+                    for i in range(4)
                 ]
-                tile = row_tile + 4 * r
-                if cutlass.const_expr(self.float32_out):
-                    self._scatter(values, out, (start, tile, lane), (tokens, row_tiles))
-                else:
-                    self._lines(
-                        values,
-                        (turned, out),
-                        (start, tile - warp % 4, warp, lane, thread),
-                        (tokens, row_tiles * 16),
-                    )
+                for n in range(count)
+            ]
+            if cutlass.const_expr(self.float32_out):
+                self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
+            else:
+                self._lines(
+                    values,
+                    (turned, out),
+                    (start, row_tile - warp % 4, warp, lane, thread),
+                    (tokens, row_tiles * 16),
+                )
 
     @cute.jit
     def _any_infinite(self, fragments: Value) -> Value:
         """Whether one of the lane's sums is infinite."""
         strange = cutlass.Boolean(False)
-        for some in fragments:
-            for four in some:
-                for value in four:
-                    strange = strange | (ptx.absolute(value) == Float32(_INFINITY))
+        for four in fragments:
+            for value in four:
+                strange = strange | (ptx.absolute(value) == Float32(_INFINITY))
         return strange
 
     @cute.jit
@@ -525,10 +499,9 @@ class ManyKernel(ManyPlan):
         return found
 
     @cute.jit
-    def _infinite(
-        self, x: Value, begin: Value, tokens: Value, token_stride: Value, lane: Value
-    ) -> Value:
+    def _infinite(self, x: Value, begin: Value, sizes: Value, lane: Value) -> Value:
         """A bit for each of the block's tokens: whether its input holds an infinity or a NaN."""
+        tokens, token_stride, k_blocks = sizes
         flags = []
         for w in cutlass.range_constexpr(-(-self.own_tiles // 4)):
             flag = Uint32(0)
@@ -536,7 +509,7 @@ class ManyKernel(ManyPlan):
                 token = cutlass.min(begin + w * 32 + j, tokens - 1)
                 row = x + (Int64(token) * token_stride) * 2 + lane * 4
                 found = Uint32(0)
-                for c in cutlass.range(self.columns // 64, unroll=1):
+                for c in cutlass.range(k_blocks, unroll=1):
                     word = ptx.load_global(row + c * 128)
                     low, high = word & Uint32(0x7F80), word & Uint32(0x7F800000)
                     if low == Uint32(0x7F80) or high == Uint32(0x7F800000):
@@ -551,13 +524,10 @@ class ManyKernel(ManyPlan):
         shifted = [flag >> Uint32(lane % 4 * 2) for flag in flags]
         return [
             [
-                [
-                    ptx.nan_if(value, shifted[n // 4] & Uint32(1 << (n % 4 * 8 + i % 2)))
-                    for i, value in enumerate(four)
-                ]
-                for n, four in enumerate(some)
+                ptx.nan_if(value, shifted[n // 4] & Uint32(1 << (n % 4 * 8 + i % 2)))
+                for i, value in enumerate(four)
             ]
-            for some in values
+            for n, four in enumerate(values)
         ]
 
     @cute.jit

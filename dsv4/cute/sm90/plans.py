@@ -1,0 +1,84 @@
+"""Which of Hopper's kernels a product takes, in which configuration; needs no compiler."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan
+from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
+
+Plan = FewPlan | ManyPlan
+_FEW_TOKENS = 8  # up to here the kernel for few tokens is the faster one
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a kernel depends on beside the number of tokens.
+
+    Attributes:
+        rows: N, of all groups; a multiple of 16 in each.
+        columns: K, a multiple of 64.
+        groups: Groups of rows with an input each.
+        float32_out: Whether the result is float32, else bfloat16.
+        row_scaled: Whether every token has a scale of its own (quantised activations).
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    float32_out: bool
+    row_scaled: bool
+
+
+def choose(product: Product, tokens: int) -> Plan | None:
+    """The configuration for a number of tokens; None if there is none.
+
+    A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
+    """
+    few = _few(product, min(tokens, TOKENS))
+    if few is not None and tokens <= _FEW_TOKENS:
+        return few
+    return _many(product, counted_as(tokens)) or few
+
+
+def counted_as(tokens: int) -> int:
+    """The number of tokens that stands for this one: steps of 16, 64 and 512, at most 8192.
+
+    So that few configurations have to be compiled.
+    """
+    for most, step in ((256, 16), (1024, 64), (8192, 512)):
+        if tokens <= most:
+            return -(-tokens // step) * step
+    return 8192
+
+
+def token_counts(most: int) -> list[int]:
+    """Numbers of tokens that stand for all from 1 to ``most``."""
+    stand = {counted_as(tokens) for tokens in range(TOKENS + 1, min(most, 8192) + 1)}
+    return [*range(1, min(most, TOKENS) + 1), *sorted(stand)]
+
+
+@functools.cache
+def _few(product: Product, tokens: int) -> FewPlan | None:
+    tiles = product.rows // 16
+    return few_plan(
+        tiles,
+        tiles // product.groups,
+        product.columns,
+        tokens,
+        product.float32_out,
+        product.row_scaled,
+    )
+
+
+@functools.cache
+def _many(product: Product, tokens: int) -> ManyPlan | None:
+    return many_plan(
+        product.rows,
+        product.rows // product.groups,
+        product.columns,
+        tokens,
+        product.float32_out,
+        product.row_scaled,
+    )
