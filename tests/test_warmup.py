@@ -148,7 +148,7 @@ def test_one_layer_is_a_model():
     assert products(head) == [Product(32, 64, 1, "bf16", torch.float32)]
 
 
-@pytest.mark.parametrize(("most", "kinds"), [(1, 1), (8, 1), (9, 2), (64, 2)])
+@pytest.mark.parametrize(("most", "kinds"), [(1, 1), (8, 1), (9, 2), (64, 5)])
 def test_as_many_tokens_as_are_asked_for(most, kinds):
     plans = kernel_plans([Product(6144, 7168, 1, "nvfp4", torch.float32)], most)
     assert len(plans) == kinds
@@ -167,12 +167,12 @@ def test_plans_are_those_of_the_product(monkeypatch):
         raise StopError
 
     monkeypatch.setattr(cute_gemm, "_kernel", kernel)
-    out = torch.empty(16, 2, 96, dtype=torch.float32)
-    codes, x = torch.empty(192, 128, dtype=torch.uint8), torch.empty(16, 2, 256)
-    for tokens in range(1, 17):
+    product = cute_gemm.Product(384, 256, 2, True, True)
+    out, x = torch.empty(300, 2, 192), torch.empty(300, 2, 256)
+    for tokens in range(1, 301):
         with pytest.raises(StopError):
-            cute_gemm._few(x[:tokens], codes, codes, codes, (), torch.ones(2), 2, out[:tokens])
-    wanted = cute_gemm.plans(192, 256, 2, "nvfp4", torch.float32, 64)
+            cute_gemm._launch(product, x[:tokens], x[:, 0], out[:tokens], (), ())
+    wanted = cute_gemm.plans(384, 256, 2, "nvfp4", torch.float32, 300)
     assert list(dict.fromkeys(taken)) == wanted
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _MAX_DYNAMIC_SHARED = 8
 _CLUSTER_DIMENSION = 4
@@ -49,35 +47,48 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {status}, {message}")
 
 
+class _Extra(ctypes.Structure):
+    """A kernel's parameters as one buffer, the driver's ``extra``."""
+
+    _fields_ = (
+        ("buffer_follows", ctypes.c_void_p),
+        ("buffer", ctypes.c_char_p),
+        ("size_follows", ctypes.c_void_p),
+        ("size", ctypes.POINTER(ctypes.c_size_t)),
+        ("end", ctypes.c_void_p),
+    )
+
+
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
 
 
-def tensor_map(address: int, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Any:
-    """The description of a bfloat16 matrix by which tensor copies read it, an argument of a kernel.
+@functools.lru_cache(maxsize=4096)
+def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> bytes:
+    """The description of a bfloat16 matrix by which tensor copies read it, a kernel's parameter.
 
     Rows beyond the end are read as zeros. In shared memory, 16-byte pieces of 128-byte rows are
-    exchanged (``SWIZZLE_128B``).
+    exchanged (``SWIZZLE_128B``). It holds numbers alone, so the same ones give the same bytes.
 
     Args:
         address: A multiple of 16.
-        shape: Rows and columns.
+        rows: Of the matrix.
+        columns: Of the matrix.
         stride: Elements between rows, a multiple of 8.
-        box: Rows and columns of one copy; 64 columns.
+        box_rows: Rows of one copy, which has 64 columns.
 
     Raises:
         RuntimeError: if the driver refuses.
     """
-    room = bytearray(128 + 64)
-    start = ctypes.addressof(ctypes.c_uint8.from_buffer(room))
-    found = (ctypes.c_uint8 * 128).from_buffer(room, -start % 64)
-    sizes, strides = (ctypes.c_uint64 * 2)(*shape[::-1]), (ctypes.c_uint64 * 1)(2 * stride)
-    boxes, steps = (ctypes.c_uint32 * 2)(*box[::-1]), (ctypes.c_uint32 * 2)(1, 1)
+    room = (ctypes.c_uint8 * 192)()
+    place = (ctypes.c_uint8 * 128).from_buffer(room, -ctypes.addressof(room) % 64)
+    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride)
+    box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
     status = _driver().cuTensorMapEncodeTiled(
-        found, _BFLOAT16, 2, ctypes.c_void_p(address), sizes, strides, boxes, steps,
+        place, _BFLOAT16, 2, ctypes.c_void_p(address), sizes, strides, box, steps,
         0, _SWIZZLE_128, _PROMOTE_256, 0,
     )  # fmt: skip
-    _check(status, f"describing {shape[0]} x {shape[1]} elements at {address:#x}")
-    return found
+    _check(status, f"describing {rows} x {columns} elements at {address:#x}")
+    return bytes(place)
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,7 @@ class Kernel:
         self._attributes[1].id = _CLUSTER_DIMENSION
         self._attributes[1].value[0:3] = (image.cluster, 1, 1)
         self._prepared: dict[int, int] = {}
+        self._launches = functools.lru_cache(maxsize=256)(self._config)
 
     def prepare(self, device: int) -> int:
         """Make the kernel ready on the current GPU, once; how many clusters fit it at a time.
@@ -158,9 +170,18 @@ class Kernel:
         config.attribute_count = 2
         return config
 
-    def launch(self, blocks: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Launch ``blocks`` blocks on a stream of the current device; arguments are ctypes'."""
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        config = self._config(blocks, stream)
-        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None)
-        _check(status, f"launching {self.image.name}")
+    def launch(self, blocks: int, stream: int, parameters: bytes) -> None:
+        """Launch ``blocks`` blocks on a stream of the current device.
+
+        Args:
+            blocks: Of the grid.
+            stream: The driver's handle.
+            parameters: The kernel's, one after another, each aligned as C does (``struct``'s
+                ``"@"``).
+        """
+        size = ctypes.c_size_t(len(parameters))
+        extra = _Extra(1, parameters, 2, ctypes.pointer(size), None)
+        config = ctypes.byref(self._launches(blocks, stream))
+        status = _driver().cuLaunchKernelEx(config, self._handle, None, ctypes.byref(extra))
+        if status:
+            _check(status, f"launching {self.image.name}")

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dsv4.cute._driver import Kernel, tensor_map
 from dsv4.cute._images import image
-from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
+from dsv4.cute.sm90.few_plan import TOKENS
 from dsv4.cute.sm90.many_plan import ManyPlan
-from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
+from dsv4.cute.sm90.plans import Plan, Product, choose, choose_few, token_counts
 from dsv4.ops.quantize import bfloat16_operand
 
 _ARCH = "sm_90a"
 _NEVER = 2**31 - 1
-_CUTS = 3
+_NO_CUTS = (_NEVER, _NEVER, _NEVER)
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
+
+# Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
+# the latter's come what tensor copies need, the sizes of X, and a layout without any content.
+FEW_PARAMETERS = struct.Struct("@6q3i2q6i")
+MANY_PARAMETERS = struct.Struct("@128s2i1x6q7i2q6i")
 
 
 @functools.cache
 def _kernel(plan: Plan, arch: str) -> Kernel:
     return Kernel(image(plan, arch))
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """What a kernel is told of the weight."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    global_scale: torch.Tensor
-    segments: Sequence[int]
-    groups: int
-
-    @property
-    def row_tiles(self) -> int:
-        return self.codes.shape[0] // 16
-
-    def cuts(self) -> list[int]:
-        """First rows of the second to fourth segment."""
-        found = [sum(self.segments[: i + 1]) for i in range(len(self.segments) - 1)]
-        return found + [_NEVER] * (_CUTS - len(found))
-
-    def scale_rows(self) -> bool:
-        """Whether every row has a global scale of its own."""
-        return not self.segments and self.global_scale.shape[-1] > 1
 
 
 def gemm(
@@ -80,20 +59,14 @@ def gemm(
     if activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, input_scale)
     x = _aligned(x)
-    weight = _Weight(codes, scales, global_scale, segments, groups)
     product = Product(rows, columns, groups, out_dtype == torch.float32, row_scale is not None)
-    plan = choose(product, tokens)
-    assert plan is not None
-    with torch.cuda.device(x.device):
-        if isinstance(plan, ManyPlan):
-            _many(plan, x, weight, row_scale, out)
-            return out
-        for first in range(0, tokens, TOKENS):
-            part = slice(first, first + TOKENS)
-            scale = None if row_scale is None else row_scale[part]
-            some = choose(product, min(TOKENS, tokens - first))
-            assert isinstance(some, FewPlan)
-            _few(some, x[part], weight, scale, out[part])
+    addresses = _addresses(codes, scales, global_scale)
+    rest = _rest(x, global_scale, segments, groups)
+    if torch.cuda.current_device() == x.device.index:
+        _launch(product, x, row_scale, out, addresses, rest)
+    else:
+        with torch.cuda.device(x.device):
+            _launch(product, x, row_scale, out, addresses, rest)
     return out
 
 
@@ -105,85 +78,108 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _few(
-    plan: FewPlan,
+def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
+def _rest(
+    x: torch.Tensor, global_scale: torch.Tensor, segments: Sequence[int], groups: int
+) -> tuple[int, ...]:
+    """The last parameters of both kernels.
+
+    Strides of X, first rows of the second to fourth segment, whether every row has a global scale
+    of its own, groups, and the 16 that a kernel must not know.
+    """
+    cuts: tuple[int, ...] = _NO_CUTS
+    if len(segments) > 1:
+        ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
+        cuts = (*ends, *_NO_CUTS[len(ends) :])
+    per_row = not segments and global_scale.shape[-1] > 1
+    return (x.stride(0), 0 if groups == 1 else x.stride(1), *cuts, per_row, groups, 16)
+
+
+def _launch(
+    product: Product,
     x: torch.Tensor,
-    weight: _Weight,
     row_scale: torch.Tensor | None,
     out: torch.Tensor,
+    weight: tuple[int, ...],
+    rest: tuple[int, ...],
 ) -> None:
-    """One launch for at most 16 tokens; arguments in the order of ``FewKernel.kernel``."""
-    word, kernel = ctypes.c_int32, _kernel(plan, _ARCH)
-    kernel.prepare(x.device.index)
-    kernel.launch(
-        -(-weight.row_tiles // plan.warps) * plan.blocks,
-        torch.cuda.current_stream(x.device).cuda_stream,
-        [
-            *_addresses(x, weight, row_scale, out),
-            word(x.shape[0]),
-            word(weight.row_tiles),
-            word(weight.row_tiles // weight.groups),
-            *_rest(x, weight),
-        ],
+    """On the current device."""
+    plan = choose(product, x.shape[0])
+    if isinstance(plan, ManyPlan):
+        _many(plan, product, x, row_scale, out, weight, rest)
+        return
+    for first in range(0, x.shape[0], TOKENS):
+        part = slice(first, first + TOKENS)
+        scale = None if row_scale is None else row_scale[part]
+        _few(product, x[part], scale, out[part], weight, rest)
+
+
+def _few(
+    product: Product,
+    x: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    weight: tuple[int, ...],
+    rest: tuple[int, ...],
+) -> None:
+    """One launch for at most 16 tokens."""
+    tokens, row_tiles, index = x.shape[0], product.rows // 16, x.device.index
+    plan = choose_few(product, tokens)
+    assert plan is not None
+    kernel = _kernel(plan, _ARCH)
+    kernel.prepare(index)
+    parameters = FEW_PARAMETERS.pack(
+        *weight,
+        *_addresses(x, row_scale, out),
+        tokens,
+        row_tiles,
+        row_tiles // product.groups,
+        *rest,
     )
+    blocks = -(-row_tiles // plan.warps) * plan.blocks
+    kernel.launch(blocks, _stream(index), parameters)
 
 
 def _many(
     plan: ManyPlan,
+    product: Product,
     x: torch.Tensor,
-    weight: _Weight,
     row_scale: torch.Tensor | None,
     out: torch.Tensor,
+    weight: tuple[int, ...],
+    rest: tuple[int, ...],
 ) -> None:
-    """One launch for any number of tokens; arguments in the order of ``ManyKernel.kernel``.
-
-    Before them come what tensor copies need, the sizes of X and a layout without any content.
-    """
-    word, tokens = ctypes.c_int32, x.shape[0]
-    columns = x.shape[-1] * weight.groups
-    token_tiles = -(-tokens // plan.token_block)
-    row_blocks = -(-weight.row_tiles * 16 // plan.rows)
+    """One launch for any number of tokens."""
+    tokens, index = x.shape[0], x.device.index
+    columns = product.columns * product.groups
+    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
     kernel = _kernel(plan, _ARCH)
-    resident, tiles = kernel.prepare(x.device.index), token_tiles * row_blocks
-    box = (plan.token_block, 64)
-    kernel.launch(
-        (tiles if plan.blocks > 1 else min(tiles, resident)) * plan.blocks,
-        torch.cuda.current_stream(x.device).cuda_stream,
-        [
-            tensor_map(x.data_ptr(), (tokens, columns), x.stride(0), box),
-            (word * 2)(tokens, columns),
-            ctypes.c_int64(0),
-            *_addresses(x, weight, row_scale, out),
-            word(tokens),
-            word(token_tiles),
-            word(max(1, _SPAN // plan.token_block)),
-            word(x.shape[-1] // 64),
-            word(weight.row_tiles),
-            word(row_blocks),
-            word(max(1, row_blocks // weight.groups)),
-            *_rest(x, weight),
-        ],
+    resident, tiles = kernel.prepare(index), token_tiles * row_blocks
+    parameters = MANY_PARAMETERS.pack(
+        tensor_map(x.data_ptr(), tokens, columns, x.stride(0), plan.token_block),
+        tokens,
+        columns,
+        *weight,
+        *_addresses(x, row_scale, out),
+        tokens,
+        token_tiles,
+        max(1, _SPAN // plan.token_block),
+        product.columns // 64,
+        product.rows // 16,
+        row_blocks,
+        max(1, row_blocks // product.groups),
+        *rest,
     )
+    clusters = tiles if plan.blocks > 1 else min(tiles, resident)
+    kernel.launch(clusters * plan.blocks, _stream(index), parameters)
 
 
-def _addresses(
-    x: torch.Tensor, weight: _Weight, row_scale: torch.Tensor | None, out: torch.Tensor
-) -> list[Any]:
-    tensors = (weight.codes, weight.scales, weight.global_scale, x, row_scale, out)
-    return [ctypes.c_int64(0 if t is None else t.data_ptr()) for t in tensors]
-
-
-def _rest(x: torch.Tensor, weight: _Weight) -> list[Any]:
-    """Strides of X, segments, groups, and the 16 that a kernel must not know."""
-    word, long = ctypes.c_int32, ctypes.c_int64
-    return [
-        long(x.stride(0)),
-        long(0 if weight.groups == 1 else x.stride(1)),
-        *map(word, weight.cuts()),
-        word(weight.scale_rows()),
-        word(weight.groups),
-        word(16),
-    ]
+def _stream(index: int) -> int:
+    """The current stream's handle; what Triton's launcher calls, a tenth of the public object."""
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 def warmup(plans: Sequence[Plan], device: torch.device) -> None:

@@ -29,6 +29,8 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     _LIBRARY.define(schema)
 
     def body(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return dispatch.run(name, args)
         # Without this the reference would build autograd's graph of its own intermediate tensors.
         with torch.no_grad():
             return dispatch.run(name, args)

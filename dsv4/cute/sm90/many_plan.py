@@ -133,19 +133,19 @@ def _depth(steps: int, blocks: int, most: int) -> int:
 def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> float:
     """Cycles that a product takes: rounds of tiles, and steps bound by the slowest unit.
 
-    Its constants are fitted to 158 times on an H200, to 7 % (root mean square); it is there to
-    rank configurations. A step is bound by the tensor cores, by a warpgroup's own expansion of its
-    weights (latency) or that of all (issue), by what the level-2 cache delivers of X and the
-    weights together, or by the weights alone.
+    Its constants are fitted to times on an H200; it is there to rank configurations. A step is
+    bound by the tensor cores, by a warp's own expansion of its weights (latency) or that of all
+    (issue), by what the level-2 cache delivers of X and the weights, or by the weights alone.
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
     rounds = -(-tiles // _RESIDENT[plan.blocks])
     active = min(1.0, tiles * plan.blocks / 132)
-    weights = plan.rows * 36
+    late = 1.12 if plan.depth == 2 else 1.0
+    weights = 36 * plan.rows
     step = max(
         plan.warpgroups * (1.92 * plan.token_block + 16),
-        381,
-        156 * plan.warpgroups,
+        late * 345,
+        late * 156 * plan.warpgroups,
         0.0262 * active * (plan.x_bytes + weights),
         0.0765 * active * weights,
     )

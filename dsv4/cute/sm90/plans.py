@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan
 from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
@@ -12,8 +12,7 @@ Plan = FewPlan | ManyPlan
 _FEW_TOKENS = 8  # up to here the kernel for few tokens is the faster one
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """What a kernel depends on beside the number of tokens.
 
     Attributes:
@@ -31,12 +30,13 @@ class Product:
     row_scaled: bool
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def choose(product: Product, tokens: int) -> Plan | None:
     """The configuration for a number of tokens; None if there is none.
 
     A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
-    few = _few(product, min(tokens, TOKENS))
+    few = choose_few(product, min(tokens, TOKENS))
     if few is not None and tokens <= _FEW_TOKENS:
         return few
     return _many(product, counted_as(tokens)) or few
@@ -60,7 +60,8 @@ def token_counts(most: int) -> list[int]:
 
 
 @functools.cache
-def _few(product: Product, tokens: int) -> FewPlan | None:
+def choose_few(product: Product, tokens: int) -> FewPlan | None:
+    """The same, of the kernel for at most 16 tokens."""
     tiles = product.rows // 16
     return few_plan(
         tiles,
