@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -125,19 +126,19 @@ def test_parameters_lie_where_the_kernel_reads_them(tokens, tmp_path):
     module, name = plan.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)(**dataclasses.asdict(plan))
     made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
-    offset, codes = 0, []
+    end, offsets, sizes = 0, [], []
     for kind, align, size in re.findall(
         r"\.param (?:\.(u32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", made.__ptx__
     ):
         width = {"u32": 4, "u64": 8}.get(kind) or int(size)
-        align = int(align or width)
-        offset = -(-offset // align) * align + width
-        codes.append(kind)
+        start = -(-end // int(align or width)) * int(align or width)
+        end = start + width
+        offsets.append(start)
+        sizes.append(width)
     packed = gemm.FEW_PARAMETERS if tokens == 1 else gemm.MANY_PARAMETERS
-    assert packed.size == offset
-    numbers = "".join("q" if kind == "u64" else "i" for kind in codes if kind)
-    runs = "".join(f"{len(list(same))}{kind}" for kind, same in itertools.groupby(numbers))
-    assert packed.format.endswith(runs)
+    assert packed.offsets == offsets
+    assert [struct.calcsize(kind) for kind in packed.kinds] == sizes
+    assert packed.size == end
 
 
 def test_plans_of_many_tokens_fit_their_matrix():

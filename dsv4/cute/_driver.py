@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 
 _MAX_DYNAMIC_SHARED = 8
@@ -47,16 +48,18 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {status}, {message}")
 
 
-class _Extra(ctypes.Structure):
-    """A kernel's parameters as one buffer, the driver's ``extra``."""
+class Parameters:
+    """Kinds of a kernel's parameters, in order, as ``struct`` writes them: ``"i"``, ``"128s"``."""
 
-    _fields_ = (
-        ("buffer_follows", ctypes.c_void_p),
-        ("buffer", ctypes.c_char_p),
-        ("size_follows", ctypes.c_void_p),
-        ("size", ctypes.POINTER(ctypes.c_size_t)),
-        ("end", ctypes.c_void_p),
-    )
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+        self._struct = struct.Struct("@" + "".join(kinds))
+        self.pack = self._struct.pack
+        self.size = self._struct.size
+        self.offsets = [
+            struct.calcsize("@" + "".join(kinds[:i]) + "0" + kind[-1])
+            for i, kind in enumerate(kinds)
+        ]
 
 
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
@@ -170,18 +173,21 @@ class Kernel:
         config.attribute_count = 2
         return config
 
-    def launch(self, blocks: int, stream: int, parameters: bytes) -> None:
+    def launch(self, blocks: int, stream: int, kinds: Parameters, packed: bytes) -> None:
         """Launch ``blocks`` blocks on a stream of the current device.
 
         Args:
             blocks: Of the grid.
             stream: The driver's handle.
-            parameters: The kernel's, one after another, each aligned as C does (``struct``'s
-                ``"@"``).
+            kinds: Of the parameters.
+            packed: What ``kinds.pack`` made of them. The driver is told where each lies, because
+                it does not keep to C's alignment: one that has to lie at a multiple of 64 is
+                preceded by a gap that depends on the GPU.
         """
-        size = ctypes.c_size_t(len(parameters))
-        extra = _Extra(1, parameters, 2, ctypes.pointer(size), None)
+        buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
+        start = ctypes.addressof(buffer)
+        pointers = (ctypes.c_void_p * len(kinds.offsets))(*[start + o for o in kinds.offsets])
         config = ctypes.byref(self._launches(blocks, stream))
-        status = _driver().cuLaunchKernelEx(config, self._handle, None, ctypes.byref(extra))
+        status = _driver().cuLaunchKernelEx(config, self._handle, pointers, None)
         if status:
             _check(status, f"launching {self.image.name}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 
 import torch
 
-from dsv4.cute._driver import Kernel, tensor_map
+from dsv4.cute._driver import Kernel, Parameters, tensor_map
 from dsv4.cute._images import image
 from dsv4.cute.sm90.few_plan import TOKENS
 from dsv4.cute.sm90.many_plan import ManyPlan
@@ -22,8 +21,8 @@ _SPAN = 1024  # tokens that come one after another before the next rows: X of th
 
 # Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
 # the latter's come what tensor copies need, the sizes of X, and a layout without any content.
-FEW_PARAMETERS = struct.Struct("@6q3i2q6i")
-MANY_PARAMETERS = struct.Struct("@128s2i1x6q7i2q6i")
+FEW_PARAMETERS = Parameters(*"qqqqqq", *"iii", *"qq", *"iiiiii")
+MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"iiiiii")
 
 
 @functools.cache
@@ -140,7 +139,7 @@ def _few(
         *rest,
     )
     blocks = -(-row_tiles // plan.warps) * plan.blocks
-    kernel.launch(blocks, _stream(index), parameters)
+    kernel.launch(blocks, _stream(index), FEW_PARAMETERS, parameters)
 
 
 def _many(
@@ -162,6 +161,7 @@ def _many(
         tensor_map(x.data_ptr(), tokens, columns, x.stride(0), plan.token_block),
         tokens,
         columns,
+        b"",
         *weight,
         *_addresses(x, row_scale, out),
         tokens,
@@ -174,7 +174,7 @@ def _many(
         *rest,
     )
     clusters = tiles if plan.blocks > 1 else min(tiles, resident)
-    kernel.launch(clusters * plan.blocks, _stream(index), parameters)
+    kernel.launch(clusters * plan.blocks, _stream(index), MANY_PARAMETERS, parameters)
 
 
 def _stream(index: int) -> int:
