@@ -16,7 +16,7 @@ import torch
 
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.plans import Product, choose
-from dsv4.formats import FRAGMENTS
+from dsv4.formats import FP8_BLOCK, FRAGMENTS
 
 if TYPE_CHECKING:
     from dsv4.dispatch import Call
@@ -110,6 +110,20 @@ def packed(call: Call) -> str | None:
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"the result is {out_dtype}, wanted bfloat16 or float32"
     return None
+
+
+def fp8_gemm(call: Call) -> str | None:
+    """Why the kernel for FP8 weights cannot run a product, beyond ``triton``, or None."""
+    x, _, _, _, _, format, _, _, _, groups, out_dtype = call.args
+    if format != FP8_BLOCK.name:
+        return f"the weight is {format!r}, wanted {FP8_BLOCK.name!r}"
+    if x.dtype != torch.bfloat16:
+        return f"x is {x.dtype}, wanted bfloat16"
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        return f"the result is {out_dtype}, wanted bfloat16 or float32"
+    if groups > _LARGEST_GRID:
+        return f"there are {groups} groups, wanted at most {_LARGEST_GRID}"
+    return _no_e4m3(call)
 
 
 def not_four_streams(call: Call) -> str | None:

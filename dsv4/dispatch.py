@@ -146,6 +146,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     _packed("cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
     _packed("cublas", "dsv4.triton.gemm:gemm", _triton_runs),
+    *_triton("gemm_fp8", "gemm", unless=_support.fp8_gemm),
     *_reference("gemm", "gemm"),
     *_reference("grouped_gemm", "grouped_gemm"),
     *_triton("norm", *_NORM, unless=_support.norm),
