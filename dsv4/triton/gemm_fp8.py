@@ -1,0 +1,352 @@
+"""Product with an FP8 weight, one scale per 128 x 128 block.
+
+The weight's tile is the left operand of the tensor cores and the tokens are the right one: the
+codes are widened to bfloat16 in registers, exactly, and 16 tokens do not leave the instruction half
+empty. Each block of 128 columns is summed by the tensor cores in float32, times its scale, and
+added in float32 in ascending order. That sum has to stay in float32's range before its scale too:
+it may overflow where a value of ``x`` passes 2^112.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.quantize import bfloat16_operand
+from dsv4.triton import _launch, _rows
+from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+
+BLOCK = 128
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _scale_value(scale):
+    """Block scale as float32: float32 itself, or the byte of E8M0 (0 is 2^-127, 255 is NaN)."""
+    if scale.dtype == tl.float32:
+        return scale
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        byte = scale.to(tl.int32)
+        bits = tl.where(byte == 0, 1 << 22, byte << 23)
+        return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _block_product(codes, x):
+    """``codes [N, 128]`` (bits of E4M3) times ``x [T, 128]`` transposed, float32 ``[N, T]``."""
+    if INTERPRETED:
+        return tl.dot(e4m3_value(codes), tl.trans(widen(x)), input_precision="ieee")
+    else:  # noqa: RET505
+        # Through float32: the conversion from float16 to bfloat16 has a sixteenth of its rate.
+        return tl.dot(e4m3_value(codes).to(tl.bfloat16), tl.trans(x))
+
+
+@triton.jit
+def _finish(total, x, stride, token, inside, columns, TOKENS: tl.constexpr):
+    """``total [N, T]`` with NaN in the columns whose rows of ``x`` hold a value that is not finite.
+
+    A NaN in x is one in every sum; an infinity is an infinity or a NaN there. So x is read again
+    only where a sum is infinite, to tell an infinite x from a sum that passed float32's range.
+    """
+    infinite = (tl.abs(total) == float("inf")).to(tl.int32)
+    if tl.max(tl.max(infinite, 1), 0) > 0:
+        bad = tl.zeros([TOKENS], tl.int32)
+        for start in range(0, columns, _BLOCK):
+            column = start + tl.arange(0, _BLOCK)
+            mask = inside[:, None] & (column < columns)[None, :]
+            value = tl.load(x + token[:, None] * stride + column[None, :], mask=mask, other=0.0)
+            value = widen(value)
+            # Neither an infinity nor a NaN is below infinity.
+            finite = tl.abs(value) < float("inf")
+            bad = tl.maximum(bad, tl.max(tl.where(finite, 0, 1), 1))
+        total = tl.where((bad > 0)[None, :], float("nan"), total)
+    return total
+
+
+@triton.jit
+def _tile(tiles, token_tiles, TOGETHER: tl.constexpr):
+    """Row tile and token tile of this program: TOGETHER token tiles, then the next row tile.
+
+    Programs that run at one time then share both operands in L2.
+    """
+    place = tl.program_id(0)
+    band = place // (TOGETHER * tiles)
+    wide = tl.minimum(token_tiles - band * TOGETHER, TOGETHER)
+    place -= band * (TOGETHER * tiles)
+    return place // wide, band * TOGETHER + place % wide
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles", "token_tiles", "length"])
+def _gemm_kernel(
+    x,
+    x_stride,
+    group_stride,
+    codes,
+    codes_stride,
+    scales,
+    row_scale,
+    out,
+    tokens,
+    rows,
+    columns,
+    tiles,
+    token_tiles,
+    length,
+    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of one group's weight by TOKENS tokens over ``length`` blocks of 128 columns.
+
+    Tiles begin at multiples of ROWS of the whole weight, not of the group: so each lies within one
+    row of scales. ``out`` is the result ``[T, G, N]``, or with SPLIT the parts ``[S, T, G, N]``.
+    """
+    wait_for_inputs(PDL)
+    row_tile, token_tile = _tile(tiles, token_tiles, TOGETHER)
+    group, part = tl.program_id(1), tl.program_id(2)
+    groups = tl.num_programs(1)
+    begin = group * rows
+    first = (begin // ROWS + row_tile) * ROWS
+    row = first + tl.arange(0, ROWS)
+    token = token_tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    kept, inside = (row >= begin) & (row < begin + rows), token < tokens
+    x += group.to(tl.int64) * group_stride
+    blocks = tl.cdiv(columns, _BLOCK)
+    scales += (first // _BLOCK).to(tl.int64) * blocks
+    start, end = part * length, tl.minimum((part + 1) * length, blocks)
+    column = tl.arange(0, _BLOCK)
+    code_places = codes + row.to(tl.int64)[:, None] * codes_stride + column[None, :]
+    x_places = x + token[:, None] * x_stride + column[None, :]
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    # Scales are loaded one block ahead: a scalar's load is not pipelined.
+    following = tl.load(scales + start)
+    for block in tl.range(start, end, num_stages=STAGES):
+        scale = _scale_value(following)
+        following = tl.load(scales + tl.minimum(block + 1, blocks - 1))
+        done = block * _BLOCK
+        code_mask, x_mask = kept[:, None], inside[:, None]
+        if not WHOLE:
+            code_mask &= (done + column < columns)[None, :]
+            x_mask &= (done + column < columns)[None, :]
+        code = tl.load(code_places + done, mask=code_mask, other=0)
+        value = tl.load(x_places + done, mask=x_mask, other=0.0)
+        total += _block_product(code, value) * scale
+    target = (token * groups + group)[:, None] * rows + (row - begin)[None, :]
+    stored = inside[:, None] & kept[None, :]
+    if SPLIT:
+        target += part.to(tl.int64) * tokens * groups * rows
+        tl.store(out + target, tl.trans(total), mask=stored)
+    else:
+        total = _finish(total, x, x_stride, token, inside, columns, TOKENS)
+        if SCALED:
+            factor = tl.load(row_scale + token * groups + group, mask=inside, other=0.0)
+            total *= factor[None, :]
+        tl.store(out + target, tl.trans(narrow(total, out.dtype.element_ty)), mask=stored)
+
+
+@triton.jit
+def _sum_kernel(
+    parts,
+    x,
+    x_stride,
+    group_stride,
+    row_scale,
+    out,
+    count,
+    groups,
+    rows,
+    columns,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS sums of one token and group: ``parts [S, T, G, N]`` added in their order."""
+    wait_for_inputs(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    kept = row < rows
+    parts += place * rows
+    total = tl.load(parts + row, mask=kept, other=0.0)
+    for _ in tl.static_range(1, SPLITS):
+        parts += count
+        total += tl.load(parts + row, mask=kept, other=0.0)
+    x += place % groups * group_stride
+    token = tl.zeros([1], tl.int64) + place // groups
+    total = _finish(total[:, None], x, x_stride, token, token >= 0, columns, 1)
+    if SCALED:
+        total *= tl.load(row_scale + place)
+    values = narrow(total, out.dtype.element_ty)
+    tl.store(out + (place * rows + row)[:, None], values, mask=kept[:, None])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is cut.
+
+    Attributes:
+        rows: Of the weight, in one program.
+        tokens: In one program.
+        length: Blocks of 128 columns in one program.
+        splits: Programs that share one tile of the result, each with its own columns.
+        warps: Of a program.
+        stages: Blocks of columns on their way or in use.
+    """
+
+    rows: int
+    tokens: int
+    length: int
+    splits: int
+    warps: int
+    stages: int
+
+
+_MOST_SPLITS = 16
+
+
+def plan(tokens: int, rows: int, columns: int, groups: int, multiprocessors: int) -> Plan:
+    """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
+
+    ``rows`` are those of a group. Columns that end within a block take small tiles, whose registers
+    have room for loads of single values.
+    """
+    whole = columns % BLOCK == 0
+    if tokens > 64 and whole:
+        high, wide, warps, stages = 128, 128, 8, 4
+    else:
+        high, warps = 64, 4
+        wide = min(64 if whole else 32, max(16, _launch.power_of_two(tokens)))
+        stages = {16: 6, 32: 5, 64: 4}[wide]
+    blocks = triton.cdiv(columns, BLOCK)
+    tiles = row_tiles(rows, groups, high) * groups * triton.cdiv(tokens, wide)
+    sums = tokens * groups * rows
+
+    def cycles(length: int) -> float:
+        splits = triton.cdiv(blocks, length)
+        programs = tiles * splits
+        # A multiprocessor's share of the memory's rate is 20 bytes a cycle, its tensor cores do
+        # some 1300 multiplications a cycle of 2048; a program alone needs 600 cycles for a block.
+        block = max(high * BLOCK / 20, high * wide * BLOCK / 1300)
+        busy = triton.cdiv(programs, multiprocessors) * length * block
+        alone = triton.cdiv(programs, 2 * multiprocessors) * length * max(600.0, block)
+        # The second launch, and parts that are written and read.
+        second = 2500 + 8 * sums * splits / (20 * multiprocessors) if splits > 1 else 0.0
+        return max(busy, alone) + second
+
+    lengths = {triton.cdiv(blocks, splits) for splits in range(1, _MOST_SPLITS + 1)}
+    length = min(sorted(lengths, reverse=True), key=cycles)
+    return Plan(high, wide, length, triton.cdiv(blocks, length), warps, stages)
+
+
+def row_tiles(rows: int, groups: int, high: int) -> int:
+    """Tiles of one group, whose rows may begin within a tile."""
+    return triton.cdiv(rows, high) + (1 if groups > 1 and rows % high else 0)
+
+
+def gemm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
+
+    Allocates float32 parts ``[S, T, G, N]`` where the columns are shared by S programs.
+    """
+    rows, columns = codes.shape[0] // groups, codes.shape[1]
+    out = x.new_empty((*x.shape[:-1], rows), dtype=out_dtype)
+    if out.numel() == 0 or columns == 0:
+        return out.zero_()
+    row_scale = None
+    if activation == "nvfp4":
+        x, row_scale = bfloat16_operand(x, input_scale)
+    x = _aligned(x if x.dim() == 3 else x.unsqueeze(1))
+    _launch_product(x, _rows.as_rows(codes), scales.contiguous(), row_scale, out)
+    return out
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself, or a copy, where its rows do not begin at multiples of 16 bytes."""
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    fits = x.stride(-1) == 1 and not any(stride % 8 for stride in strides[:-1])
+    return x if fits and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _launch_product(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``out [T, G, N]`` of ``x [T, G, K]``, with unit stride along K."""
+    tokens, groups, columns = x.shape
+    rows = codes.shape[0] // groups
+    cut = plan(tokens, rows, columns, groups, _launch.multiprocessors(x.device))
+    target = out
+    if cut.splits > 1:
+        shape = (cut.splits, tokens, groups, rows)
+        target = torch.empty(shape, dtype=torch.float32, device=x.device)
+    tiles, token_tiles = row_tiles(rows, groups, cut.rows), triton.cdiv(tokens, cut.tokens)
+    scale_bytes = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+    options: dict[str, Any] = {"SCALED": row_scale is not None, **_launch.options(x)}
+    with _launch.on(x):
+        _gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
+            x,
+            x.stride(0),
+            x.stride(1),
+            codes.view(torch.uint8),
+            codes.stride(0),
+            scale_bytes,
+            row_scale,
+            target,
+            tokens,
+            rows,
+            columns,
+            tiles,
+            token_tiles,
+            cut.length,
+            SPLIT=cut.splits > 1,
+            WHOLE=columns % BLOCK == 0,
+            ROWS=cut.rows,
+            TOKENS=cut.tokens,
+            TOGETHER=8,
+            STAGES=cut.stages,
+            num_warps=cut.warps,
+            **options,
+        )
+        if cut.splits > 1:
+            block = min(256, _launch.power_of_two(rows))
+            _sum_kernel[(tokens * groups, triton.cdiv(rows, block))](
+                target,
+                x,
+                x.stride(0),
+                x.stride(1),
+                row_scale,
+                out,
+                tokens * groups * rows,
+                groups,
+                rows,
+                columns,
+                SPLITS=cut.splits,
+                ROWS=block,
+                num_warps=2,
+                **options,
+            )
