@@ -118,12 +118,13 @@ def matrices(c: ModelConfig) -> dict[str, tuple[int, int, int, tuple[int, ...]]]
 
 
 def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Every projection in NVFP4, with activations left as they are and quantised; q_b in FP8."""
+    """Every projection in NVFP4, with activations left as they are and quantised; some in FP8."""
     brief = ("q_a+kv", "q_b", "o_a", "gate_up w4a4", "q_b fp8")
     for name in matrices(c):
         for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
             yield _product(c, tokens, name, suffix, activation, name + suffix in brief)
-    yield _product(c, tokens, "q_b", " fp8", "bf16", True)
+    for name in ("q_a+kv", "q_b", "o_a", "down"):
+        yield _product(c, tokens, name, " fp8", "bf16", name + " fp8" in brief)
 
 
 def _product(
