@@ -343,6 +343,17 @@ class TestIntegration:
                 assert_bitwise(one, two, "product")
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("tokens", [3, 200])
+    def test_another_gpu_than_the_current_one(self, tokens):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        weight = weight_of(0, 640, 512, "cpu").with_layout(FRAGMENTS)
+        x = bfloat16(0, (tokens, 512), "cpu")
+        found = [gemm(x.to(d), weight.to(d), backend="cute") for d in ("cuda:0", "cuda:1")]
+        assert found[1].device.index == 1
+        assert_bitwise(found[0].cpu(), found[1].cpu(), "product")
+
+    @pytest.mark.gpu
     def test_no_memory_is_touched_around_the_operands(self):
         """Canaries around X and the weight; those around the result are the sanitizer's."""
         room = torch.full((3, 1 << 20), 7, dtype=torch.uint8, device="cuda")

@@ -9,6 +9,14 @@ TOKENS = 16  # of one launch
 _PARTIAL = 512
 _ENOUGH_WARPS = 1024  # about two of each quarter of an SM
 _SHARED_ROOM = 100 * 1024  # two blocks of an SM, so that the next kernel's first loads run early
+# Where a search over blocks, warps and depth was measured, its best for up to 8 tokens: 7 to 14 %
+# faster than the rule below. By row tiles and columns.
+_MEASURED = {
+    (4096, 1536): (1, 16, 4),
+    (448, 16384): (4, 16, 4),
+    (384, 7168): (4, 14, 4),
+    (128, 7168): (8, 6, 7),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,8 @@ def few_plan(
 ) -> FewPlan | None:
     """The configuration for up to 16 tokens, or None if there is none.
 
-    It depends on the weight's shape and on whether there are more than 8 tokens. As few blocks as
+    It depends on the weight's shape and on whether there are more than 8 tokens: what was measured
+    as the best, else by rule. As few blocks as
     make enough warps share K, because each part's sums travel; W warps of 8 or fewer leave 128
     registers a thread.
 
@@ -120,6 +129,10 @@ def _chosen(
     row_scaled: bool,
 ) -> FewPlan | None:
     one_input = group_tiles == row_tiles
+    found = _MEASURED.get((row_tiles, columns))
+    if found is not None and one_input and token_tiles == 1:
+        blocks, warps, depth = found
+        return FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
     warps = next(w for w in (8, 7, 6, 5, 4, 3, 2, 1) if one_input or group_tiles % w == 0)
     depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
     fitting = []
