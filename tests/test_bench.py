@@ -225,7 +225,8 @@ def test_cases_are_chosen_by_pattern_and_stand_beside_their_other_token_counts(t
     arguments = ["run", "gemm", "--cases", "o_a*,down", "--tokens", "1,3", "--repeat", "1"]
     assert main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
     found = [(row["case"], row["tokens"]) for row in json.loads(path.read_text())["rows"]]
-    assert found == [(n, t) for n in ("o_a", "o_a w4a4", "down") for t in (1, 3)]
+    names = ("o_a", "o_a w4a4", "down", "o_a fp8")
+    assert found == [(n, t) for n in names for t in (1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ it may overflow where a value of ``x`` passes 2^112.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,6 +215,7 @@ class Plan:
 _MOST_SPLITS = 16
 
 
+@functools.lru_cache(maxsize=4096)
 def plan(tokens: int, rows: int, columns: int, groups: int, multiprocessors: int) -> Plan:
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
@@ -282,11 +284,18 @@ def gemm(
     return out
 
 
+def _strides(x: torch.Tensor) -> tuple[int, int]:
+    """Of ``[T, G, K]``, along T and G; of an axis of one entry that of a contiguous tensor."""
+    tokens, groups, columns = x.shape
+    return x.stride(0) if tokens > 1 else groups * columns, x.stride(1) if groups > 1 else columns
+
+
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself, or a copy, where its rows do not begin at multiples of 16 bytes."""
-    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    fits = x.stride(-1) == 1 and not any(stride % 8 for stride in strides[:-1])
-    return x if fits and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    """``x``, or a copy: with unit stride, and rows at multiples of 16 bytes where K allows it."""
+    fits = x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in _strides(x))
+    if x.stride(2) == 1 and (fits or x.shape[2] % 8):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _launch_product(
@@ -310,8 +319,7 @@ def _launch_product(
     with _launch.on(x):
         _gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
             x,
-            x.stride(0),
-            x.stride(1),
+            *_strides(x),
             codes.view(torch.uint8),
             codes.stride(0),
             scale_bytes,
@@ -337,8 +345,7 @@ def _launch_product(
             _sum_kernel[(tokens * groups, triton.cdiv(rows, block))](
                 target,
                 x,
-                x.stride(0),
-                x.stride(1),
+                *_strides(x),
                 row_scale,
                 out,
                 tokens * groups * rows,
