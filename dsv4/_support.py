@@ -68,7 +68,8 @@ _MOST_SEGMENTS = 4
 
 def cute_gemm(call: Call) -> str | None:
     """Why the CuTeDSL kernels cannot run a product, or None."""
-    x, codes, scales, global_scale, segments, _, _, _, _, groups, _ = call.args
+    x, codes, scales, global_scale, segments, *_ = call.args
+    groups = call.args[9] if call.op == "gemm" else 1
     if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
     if call.device.type != "cuda":
@@ -97,9 +98,16 @@ def cute_gemm(call: Call) -> str | None:
     return None
 
 
+def parts(call: Call) -> str | None:
+    """Why an operator's parts are not run one after another, or None."""
+    if call.device.type == "cpu" and not _interpreting.get():
+        return "on the CPU the reference does the same"
+    return None
+
+
 def packed(call: Call) -> str | None:
     """Why no kernel for weights in fragments can run a product, or None."""
-    x, _, _, _, _, _, layout, _, _, _, out_dtype = call.args
+    x, layout, out_dtype = call.args[0], call.args[6], call.args[-1]
     if layout != FRAGMENTS:
         return (
             f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "

@@ -115,14 +115,14 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
-def _packed(name: str, target: str, *objections: Objection) -> Implementation:
+def _packed(op: str, name: str, target: str, *objections: Objection) -> Implementation:
     """A product with a weight in fragments."""
 
     def supports(call: Call) -> str | None:
         reasons = (objection(call) for objection in (_support.packed, *objections))
         return next((reason for reason in reasons if reason), None)
 
-    return Implementation("gemm", name, target, supports)
+    return Implementation(op, name, target, supports)
 
 
 def _triton_runs(call: Call) -> str | None:
@@ -144,10 +144,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         unless=_support.quantized,
     ),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
-    _packed("cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
-    _packed("cublas", "dsv4.triton.gemm:gemm", _triton_runs),
+    _packed("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
+    _packed("gemm", "cublas", "dsv4.triton.gemm:gemm", _triton_runs),
     *_triton("gemm_fp8", "gemm", unless=_support.fp8_gemm),
     *_reference("gemm", "gemm"),
+    Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
+    _packed("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
+    *_reference("gemm_swiglu", "gemm_swiglu"),
     *_reference("grouped_gemm", "grouped_gemm"),
     *_triton("norm", *_NORM, unless=_support.norm),
     *_reference("norm", *_NORM),
@@ -279,6 +282,16 @@ def run(op: str, args: Sequence[Any]) -> Any:
     if _explaining.get():
         raise _Explained(call, requested_backend(backend))
     return _load(choose(call, backend).target)(*rest)
+
+
+def first(op: str, args: Sequence[Any]) -> Any:
+    """Run the first implementation that can, whatever was asked for by name.
+
+    For implementations that are made of other operators; ``args`` are without ``backend``.
+    """
+    call = Call(op, tuple(args), _device(args))
+    row = next(row for row in implementations(op) if row.supports(call) is None)
+    return _load(row.target)(*args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -119,6 +119,22 @@ def test_many_tokens(plan, tmp_path):
     assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("float32_out", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 256, 512, 4096])
+def test_swiglu(tokens, float32_out, tmp_path):
+    """Interleaved gate and up: the same products, an exponential and half the results."""
+    plan = choose(Product(6144, 7168, 1, float32_out, False, swiglu=True), tokens)
+    numbers, instructions = inspected(_images.compile_image(plan, "sm_90a").cubin, tmp_path)
+    assert numbers["STACK"] == numbers["LOCAL"] == 0
+    assert any(i.startswith("MUFU.EX2") for i in instructions)
+    assert any(i.startswith("SHFL.BFLY") for i in instructions)
+    if isinstance(plan, FewPlan):
+        assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
+    else:
+        assert sum(i.startswith("HGMMA") for i in instructions) == 4 * plan.depth
+
+
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_parameters_lie_where_the_kernel_reads_them(tokens, tmp_path):
     """The bytes that are packed for a launch, against what the compiled kernel declares."""
@@ -128,9 +144,9 @@ def test_parameters_lie_where_the_kernel_reads_them(tokens, tmp_path):
     made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
     end, offsets, sizes = 0, [], []
     for kind, align, size in re.findall(
-        r"\.param (?:\.(u32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", made.__ptx__
+        r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", made.__ptx__
     ):
-        width = {"u32": 4, "u64": 8}.get(kind) or int(size)
+        width = {"u32": 4, "f32": 4, "u64": 8}.get(kind) or int(size)
         start = -(-end // int(align or width)) * int(align or width)
         end = start + width
         offsets.append(start)

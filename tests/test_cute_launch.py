@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from contextlib import nullcontext
 
@@ -85,7 +86,21 @@ def test_few_tokens(driver):
     plan, addresses, [(grid, threads, stream, values)] = launched(driver, 5)
     assert (grid, threads, stream) == (-(-384 // plan.warps) * plan.blocks, plan.threads, 77)
     never = 2**31 - 1
-    assert flat(values) == [*addresses, 5, 384, 384, 7168, 0, never, never, never, 0, 1, 16]
+    assert flat(values) == [
+        *addresses,
+        5,
+        384,
+        384,
+        7168,
+        0,
+        never,
+        never,
+        never,
+        0,
+        1,
+        16,
+        math.inf,
+    ]
 
 
 def test_many_tokens(driver):
@@ -98,7 +113,7 @@ def test_many_tokens(driver):
     span = 1024 // plan.token_block
     assert flat(values) == [
         MAP, 300, 7168, b"\0", *addresses, 300, tiles[0], span, 112, 384, tiles[1], tiles[1],
-        7168, 0, 1000, 2144, 2**31 - 1, 0, 1, 16,
+        7168, 0, 1000, 2144, 2**31 - 1, 0, 1, 16, math.inf,
     ]  # fmt: skip
 
 
@@ -108,7 +123,7 @@ def test_groups_and_scales_of_rows(driver):
     assert columns == 16 * 4096
     # Blocks of rows, of a group's, stride of tokens and of groups, and the end.
     assert flat(values[14:18]) == [row_blocks, row_blocks // 16, 16 * 4096, 4096]
-    assert flat(values[-3:]) == [1, 16, 16]
+    assert flat(values[-4:]) == [1, 16, 16, math.inf]
 
 
 def test_sixteen_tokens_at_a_time(driver):
@@ -119,6 +134,23 @@ def test_sixteen_tokens_at_a_time(driver):
     assert [values[6] for values in found] == [16, 16, 8]
     assert [values[3] - addresses[3] for values in found] == [0, 16 * 192 * 2, 32 * 192 * 2]
     assert [values[5] - addresses[5] for values in found] == [0, 16 * 512 * 2, 32 * 512 * 2]
+
+
+@pytest.mark.parametrize(("limit", "told"), [(10.0, 10.0), (None, math.inf)])
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_swiglu(driver, tokens, limit, told):
+    plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
+    assert plan.swiglu
+    few = isinstance(plan, FewPlan)
+    driver.kinds, driver.launches = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS, []
+    x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
+    out = gemm.gemm_swiglu(
+        x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,
+        torch.bfloat16,
+    )  # fmt: skip
+    assert out.shape == (tokens, 256)
+    [(_, _, _, values)] = driver.launches
+    assert values[-1] == (told,)
 
 
 @given(kinds=st.lists(st.sampled_from(["i", "q", "2i", "s", "128s"]), min_size=1, max_size=9))

@@ -6,12 +6,13 @@ those of the published models (specification sections 1 and 12), or of ``ModelCo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from dsv4 import fragments, ops
-from dsv4.bench import budgets, fused_cases, moe_cases, sequence_cases
+from dsv4.bench import budgets, fused_cases, fused_judges, moe_cases, sequence_cases
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
@@ -150,6 +151,27 @@ def _product(
     return Case("gemm", name + suffix, sizes, tokens, build, brief)
 
 
+def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The shared expert's gate and up projections, rows in turn, and their SwiGLU."""
+    rows, columns, groups, _ = matrices(c)["gate_up"]
+
+    def build(draw: Draw, activation: str) -> Problem:
+        x, weight = draw.normal(tokens, columns), _weight(draw, rows, columns, groups, (), NVFP4)
+        return Problem(
+            ops.gemm_swiglu,
+            (x, weight, c.swiglu_limit),
+            {"activation": activation},
+            fused_judges.gemm_swiglu,
+            nbytes(x, weight),
+            2 * tokens * rows * columns,
+            writes=x.element_size() * tokens * rows // 2,
+        )
+
+    for name, activation in (("gate_up", "bf16"), ("gate_up w4a4", "nvfp4")):
+        made = functools.partial(build, activation=activation)
+        yield Case("gemm_swiglu", name, {"N": rows, "K": columns}, tokens, made)
+
+
 def _weight(
     draw: Draw, rows: int, columns: int, groups: int, segments: tuple[int, ...], format: Format
 ) -> QuantizedTensor:
@@ -268,6 +290,7 @@ MAKERS: dict[str, Maker] = {
     "quantize_fp8_block": quantize_fp8_block,
     "dequantize": dequantize,
     "gemm": gemm,
+    "gemm_swiglu": gemm_swiglu,
     "grouped_gemm": moe_cases.grouped_gemm,
     "rms_norm": rms_norm,
     "rms_norm_pair": fused_cases.rms_norm_pair,

@@ -41,6 +41,24 @@ def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     )
 
 
+def gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """The errors of both products through SwiGLU, whose slope in the gate is at most 1.1.
+
+    A clamp brings values nearer; exp and the division may be the hardware's, within 1e-5.
+    """
+    x, weight, limit = problem.args
+    inner = dataclasses.replace(problem, function=ops.gemm, args=(x, weight))
+    exact = inner.widened().run("reference")[0]
+    error = budgets.product(inner, exact)
+    gate, up = exact.unflatten(-1, (-1, 2)).unbind(-1)
+    gate_error, up_error = error.unflatten(-1, (-1, 2)).unbind(-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    factor = torch.nn.functional.silu(gate).abs()
+    budget = 1.1 * gate_error * (up.abs() + up_error) + factor * up_error + 1e-5 * truth[0].abs()
+    return compare(actual[0], truth[0], budget + storing(truth[0], actual[0].dtype), "the result")
+
+
 QUANTIZED = ("codes", "scales", "global scale")
 
 

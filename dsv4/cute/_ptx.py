@@ -217,3 +217,31 @@ def nan_if(value: Value, flag: Value) -> Value:
         [Float32],
         [value, flag],
     )
+
+
+def choose(condition: Value, yes: Value, no: Value) -> Value:
+    """One of two float32."""
+    return _asm(
+        "{ .reg .pred p; setp.ne.u32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
+        [Float32],
+        [Uint32(condition), yes, no],
+    )
+
+
+def swiglu(gate: Value, up: Value, limit: Value) -> Value:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; NaN unless gate and up are finite.
+
+    exp and the division are the hardware's, together within 1e-5 of the result.
+    """
+    return _asm(
+        "{ .reg .f32 g, u, l, d; .reg .pred p; "
+        "min.f32 g, {$r0}, {$r2}; neg.f32 l, {$r2}; "
+        "min.f32 u, {$r1}, {$r2}; max.f32 u, u, l; "
+        "mul.f32 d, g, 0fBFB8AA3B; ex2.approx.f32 d, d; add.f32 d, d, 0f3F800000; "
+        "div.full.f32 g, g, d; mul.f32 g, g, u; "
+        "abs.f32 u, {$r0}; abs.f32 l, {$r1}; "
+        "setp.lt.f32 p, u, 0f7F800000; setp.lt.and.f32 p, l, 0f7F800000, p; "
+        "selp.f32 {$w0}, g, 0f7FC00000, p; }",
+        [Float32],
+        [gate, up, limit],
+    )

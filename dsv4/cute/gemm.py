@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +22,8 @@ _SPAN = 1024  # tokens that come one after another before the next rows: X of th
 
 # Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
 # the latter's come what tensor copies need, the sizes of X, and a layout without any content.
-FEW_PARAMETERS = Parameters(*"qqqqqq", *"iii", *"qq", *"iiiiii")
-MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"iiiiii")
+FEW_PARAMETERS = Parameters(*"qqqqqq", *"iii", *"qq", *"iiiiii", "f")
+MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"iiiiii", "f")
 
 
 @functools.cache
@@ -49,18 +50,56 @@ def gemm(
     16 bytes and whose groups follow one another.
     """
     assert global_scale is not None
-    tokens, rows, columns = x.shape[0], codes.shape[0], x.shape[-1]
-    shape = (tokens, rows // groups) if groups == 1 else (tokens, groups, rows // groups)
-    out = torch.empty(shape, dtype=out_dtype, device=x.device)
-    if tokens == 0:
+    product = Product(
+        codes.shape[0], x.shape[-1], groups, out_dtype == torch.float32, activation == "nvfp4"
+    )
+    weight = (codes, scales, global_scale, segments)
+    shape = (x.shape[0], *x.shape[1:-1], codes.shape[0] // groups)
+    return _product(product, x, weight, input_scale, math.inf, x.new_empty(shape, dtype=out_dtype))
+
+
+def gemm_swiglu(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
+    assert global_scale is not None
+    rows, columns = codes.shape[0], x.shape[-1]
+    product = Product(
+        rows, columns, 1, out_dtype == torch.float32, activation == "nvfp4", swiglu=True
+    )
+    weight = (codes, scales, global_scale, segments)
+    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
+    return _product(product, x, weight, input_scale, math.inf if limit is None else limit, out)
+
+
+def _product(
+    product: Product,
+    x: torch.Tensor,
+    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]],
+    input_scale: torch.Tensor | None,
+    limit: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fills and returns ``out``."""
+    if x.shape[0] == 0:
         return out
     row_scale = None
-    if activation == "nvfp4":
+    if product.row_scaled:
         x, row_scale = bfloat16_operand(x, input_scale)
     x = _aligned(x)
-    product = Product(rows, columns, groups, out_dtype == torch.float32, row_scale is not None)
-    addresses = _addresses(codes, scales, global_scale)
-    rest = _rest(x, global_scale, segments, groups)
+    *tensors, segments = weight
+    addresses = _addresses(*tensors)
+    rest = _rest(x, weight[2], segments, product.groups, limit)
     if torch.cuda.current_device() == x.device.index:
         _launch(product, x, row_scale, out, addresses, rest)
     else:
@@ -82,19 +121,23 @@ def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _rest(
-    x: torch.Tensor, global_scale: torch.Tensor, segments: Sequence[int], groups: int
-) -> tuple[int, ...]:
+    x: torch.Tensor,
+    global_scale: torch.Tensor,
+    segments: Sequence[int],
+    groups: int,
+    limit: float,
+) -> tuple[float, ...]:
     """The last parameters of both kernels.
 
     Strides of X, first rows of the second to fourth segment, whether every row has a global scale
-    of its own, groups, and the 16 that a kernel must not know.
+    of its own, groups, the 16 that a kernel must not know, and the clamp's bound.
     """
     cuts: tuple[int, ...] = _NO_CUTS
     if len(segments) > 1:
         ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
         cuts = (*ends, *_NO_CUTS[len(ends) :])
     per_row = not segments and global_scale.shape[-1] > 1
-    return (x.stride(0), 0 if groups == 1 else x.stride(1), *cuts, per_row, groups, 16)
+    return (x.stride(0), 0 if groups == 1 else x.stride(1), *cuts, per_row, groups, 16, limit)
 
 
 def _launch(
@@ -103,7 +146,7 @@ def _launch(
     row_scale: torch.Tensor | None,
     out: torch.Tensor,
     weight: tuple[int, ...],
-    rest: tuple[int, ...],
+    rest: tuple[float, ...],
 ) -> None:
     """On the current device."""
     plan = choose(product, x.shape[0])
@@ -122,7 +165,7 @@ def _few(
     row_scale: torch.Tensor | None,
     out: torch.Tensor,
     weight: tuple[int, ...],
-    rest: tuple[int, ...],
+    rest: tuple[float, ...],
 ) -> None:
     """One launch for at most 16 tokens."""
     tokens, row_tiles, index = x.shape[0], product.rows // 16, x.device.index
@@ -149,7 +192,7 @@ def _many(
     row_scale: torch.Tensor | None,
     out: torch.Tensor,
     weight: tuple[int, ...],
-    rest: tuple[int, ...],
+    rest: tuple[float, ...],
 ) -> None:
     """One launch for any number of tokens."""
     tokens, index = x.shape[0], x.device.index

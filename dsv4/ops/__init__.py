@@ -9,6 +9,7 @@ from __future__ import annotations
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.hyper_connection import (
     hc_head,
@@ -41,6 +42,7 @@ __all__ = [
     "entry_slots",
     "fake_quantize_kv",
     "gemm",
+    "gemm_swiglu",
     "grouped_gemm",
     "hc_head",
     "hc_post",

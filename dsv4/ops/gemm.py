@@ -84,8 +84,8 @@ def gemm(
     out_dtype = check_operands("gemm", x, activation, out_dtype)
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"gemm: weight is {type(weight).__name__}, wanted a QuantizedTensor")
-    input_scale = _check_input_scale(x, activation, input_scale)
-    _check_shapes(x, weight, activation, groups)
+    input_scale = check_input_scale("gemm", x, activation, input_scale)
+    check_shapes("gemm", x, weight, activation, groups)
     _check.same_device("gemm", x=x, weight=weight.codes, input_scale=input_scale)
     kept = 2 if groups > 1 else 1
     flat = x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
@@ -127,29 +127,33 @@ def check_columns(op: str, columns: int, wanted: int, activation: str) -> None:
         raise ValueError(f"{op}: x has {columns} columns, wanted a multiple of 16 for NVFP4")
 
 
-def _check_input_scale(
-    x: torch.Tensor, activation: str, input_scale: torch.Tensor | None
+def check_input_scale(
+    op: str, x: torch.Tensor, activation: str, input_scale: torch.Tensor | None
 ) -> torch.Tensor | None:
+    """Check the static scale of quantised activations; returns it with shape ``[1]``."""
     if input_scale is None:
         return None
     if activation != "nvfp4":
-        raise ValueError(f"gemm: input_scale is given, but activation is {activation!r}")
-    _check.dtype("gemm", "input_scale", input_scale, torch.float32)
+        raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
+    _check.dtype(op, "input_scale", input_scale, torch.float32)
     if input_scale.numel() != 1:
-        raise ValueError(f"gemm: input_scale has shape {list(input_scale.shape)}, wanted [1]")
-    positive("gemm: input_scale", input_scale)
+        raise ValueError(f"{op}: input_scale has shape {list(input_scale.shape)}, wanted [1]")
+    positive(f"{op}: input_scale", input_scale)
     return input_scale.reshape(1)
 
 
-def _check_shapes(x: torch.Tensor, weight: QuantizedTensor, activation: str, groups: int) -> None:
+def check_shapes(
+    op: str, x: torch.Tensor, weight: QuantizedTensor, activation: str, groups: int
+) -> None:
+    """Raise ValueError unless x, weight and groups fit."""
     if torch.compiler.is_compiling():
         return
     weight.validate()
     if len(weight.shape) != 2:
-        raise ValueError(f"gemm: weight has shape {list(weight.shape)}, wanted [N, K]")
+        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, wanted [N, K]")
     if groups < 1 or weight.rows % groups:
-        raise ValueError(f"gemm: groups is {groups}, wanted a divisor of {weight.rows} rows")
+        raise ValueError(f"{op}: groups is {groups}, wanted a divisor of {weight.rows} rows")
     if x.dim() < 1 or (groups > 1 and (x.dim() < 2 or x.shape[-2] != groups)):
         wanted = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
-        raise ValueError(f"gemm: x has shape {list(x.shape)}, wanted {wanted}")
-    check_columns("gemm", x.shape[-1], weight.columns, activation)
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, wanted {wanted}")
+    check_columns(op, x.shape[-1], weight.columns, activation)

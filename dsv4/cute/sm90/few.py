@@ -30,6 +30,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._activate import activated, output_row
 from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.few_plan import FewPlan
 
@@ -48,7 +49,9 @@ class FewKernel(FewPlan):
             *[Int64(0)] * 6,
             *[Int32(1)] * 3,
             *[Int64(0)] * 2,
-            *[Int32(1)] * 7,
+            *[Int32(1)] * 6,
+            Float32(1.0),
+            Int32(1),
             CUstream(0),
             options=options,
         )
@@ -73,6 +76,7 @@ class FewKernel(FewPlan):
         scale_rows: Int32,
         groups: Int32,
         sixteen: Int32,
+        limit: Float32,
         clusters: Int32,
         stream: CUstream,
     ) -> None:
@@ -95,6 +99,7 @@ class FewKernel(FewPlan):
             scale_rows,
             groups,
             sixteen,
+            limit,
         ).launch(
             grid=[clusters * self.blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -125,6 +130,7 @@ class FewKernel(FewPlan):
         scale_rows: Int32,
         groups: Int32,
         sixteen: Int32,
+        limit: Float32,
     ) -> None:
         """See the module.
 
@@ -146,6 +152,7 @@ class FewKernel(FewPlan):
             scale_rows: 1 where every row has its own global scale, else 0.
             groups: Inputs of every token.
             sixteen: 16, of which the compiler must not know.
+            limit: The clamp's bound, where ``swiglu``.
         """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -195,7 +202,7 @@ class FewKernel(FewPlan):
                     sums,
                     factors,
                     (turned, token_scale + group * 4, out, x + group * group_stride * 2),
-                    (tile, lane, tokens, row_tiles, token_stride, groups),
+                    (tile, lane, tokens, row_tiles, token_stride, groups, limit),
                 )
 
     def _shared(self, warp: Value) -> tuple[Value, ...]:
@@ -325,35 +332,48 @@ class FewKernel(FewPlan):
             factors.append(ptx.load_global_float(global_scale + Int64(index) * 4) * Float32(128.0))
         return factors
 
+    @property
+    def tile_outputs(self) -> int:
+        """Results of a token in a tile of 16 rows."""
+        return 8 if self.swiglu else 16
+
     @cute.jit
     def _store(self, sums: Value, factors: Value, places: Value, sizes: Value) -> None:
         """Scale, turn in shared memory so that a token's rows are whole sectors, and store."""
         room, token_scale, out, x = places
-        tile, lane, tokens, row_tiles, token_stride, groups = sizes
+        tile, lane, tokens, row_tiles, token_stride, groups, limit = sizes
         width = 4 if self.float32_out else 2
         for n in cutlass.range_constexpr(self.token_tiles):
+            values = []
             for i in cutlass.range_constexpr(4):
+                token = cutlass.min(n * 8 + lane % 4 * 2 + i % 2, tokens - 1)
+                factor = factors[i // 2]
+                if cutlass.const_expr(self.row_scaled):
+                    factor = factor * ptx.load_global_float(token_scale + token * groups * 4)
+                value = sums[n][i] * factor
+                if ptx.absolute(value) == Float32(float("inf")):
+                    value = self._unless_infinite(value, x + token * token_stride * 2)
+                values.append(value)
+            if cutlass.const_expr(self.swiglu):
+                values = activated(values, limit, lane)
+            for i in cutlass.range_constexpr(len(values)):
                 token = n * 8 + lane % 4 * 2 + i % 2
+                row = output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
                 if token < tokens:
-                    factor = factors[i // 2]
-                    if cutlass.const_expr(self.row_scaled):
-                        factor = factor * ptx.load_global_float(token_scale + token * groups * 4)
-                    value = sums[n][i] * factor
-                    if value == Float32(float("inf")) or value == Float32(float("-inf")):
-                        value = self._unless_infinite(value, x + token * token_stride * 2)
-                    at = room + Uint32((token * 16 + lane // 4 + i // 2 * 8) * width)
+                    at = room + Uint32((token * self.tile_outputs + row) * width)
                     if cutlass.const_expr(self.float32_out):
-                        ptx.store_shared_float(at, value)
+                        ptx.store_shared_float(at, values[i])
                     else:
-                        ptx.store_shared_bfloat16(at, value)
+                        ptx.store_shared_bfloat16(at, values[i])
         cute.arch.sync_warp()
-        vectors = width  # of 16 bytes, of a token
+        vectors = self.tile_outputs * width // 16  # of a token
         for i in cutlass.range_constexpr(max(1, self.token_tiles * 8 * vectors // 32)):
             number = i * 32 + lane
             token, vector = number // vectors, number % vectors
             if token < tokens and token < self.token_tiles * 8:
-                place = (Int64(token) * row_tiles + tile) * (16 * width) + vector * 16
-                ptx.store_global4(out + place, ptx.load_shared(room + Uint32(number * 16), 4))
+                line = (Int64(token) * row_tiles + tile) * (self.tile_outputs * width)
+                words = ptx.load_shared(room + Uint32(number * 16), 4)
+                ptx.store_global4(out + line + vector * 16, words)
 
     @cute.jit
     def _unless_infinite(self, value: Float32, start: Int64) -> Float32:

@@ -32,6 +32,7 @@ class FewPlan:
         row_scaled: Whether every token has a scale of its own (quantised activations).
         depth: Tiles of 64 columns that are loaded ahead into registers, six each; a divisor of
             ``tiles``.
+        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
     """
 
     columns: int
@@ -41,6 +42,7 @@ class FewPlan:
     float32_out: bool
     row_scaled: bool
     depth: int
+    swiglu: bool = False
 
     @property
     def kernel(self) -> str:

@@ -29,6 +29,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._activate import activated, output_row
 from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
@@ -59,6 +60,7 @@ class ManyKernel(ManyPlan):
             Int64(8),
             Int64(8),
             *[Int32(1)] * 6,
+            Float32(1.0),
             CUstream(0),
             options=options,
         )
@@ -88,6 +90,7 @@ class ManyKernel(ManyPlan):
         scale_rows: Int32,
         groups: Int32,
         sixteen: Int32,
+        limit: Float32,
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
@@ -112,6 +115,7 @@ class ManyKernel(ManyPlan):
             atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
             tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks, group_blocks,
             token_stride, group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
+            limit,
         ).launch(
             grid=[self.blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -149,6 +153,7 @@ class ManyKernel(ManyPlan):
         scale_rows: Int32,
         groups: Int32,
         sixteen: Int32,
+        limit: Float32,
     ) -> None:
         """See the module.
 
@@ -178,6 +183,7 @@ class ManyKernel(ManyPlan):
             scale_rows: 1 where every row has its own global scale, else 0.
             groups: Inputs of every token.
             sixteen: 16, of which the compiler must not know.
+            limit: The clamp's bound, where ``swiglu``.
         """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -310,7 +316,7 @@ class ManyKernel(ManyPlan):
                     factors,
                     (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
                     (token_tile, row_tile, warp, lane, thread, rank),
-                    (tokens, row_tiles, token_stride, groups, k_blocks),
+                    (tokens, row_tiles, token_stride, groups, k_blocks, limit),
                 )
                 tile += stride
         self._meet()
@@ -449,7 +455,7 @@ class ManyKernel(ManyPlan):
     ) -> None:
         turned, token_scale, out, x = places
         token_tile, row_tile, warp, lane, thread, rank = where
-        tokens, row_tiles, token_stride, groups, k_blocks = sizes
+        tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
         begin = token_tile * self.token_block
         if cutlass.const_expr(self.blocks > 1):
             begin += rank * (self.own_tiles * 8)
@@ -466,6 +472,8 @@ class ManyKernel(ManyPlan):
                 ]
                 for n in range(count)
             ]
+            if cutlass.const_expr(self.swiglu):
+                values = [activated(four, limit, lane) for four in values]
             if cutlass.const_expr(self.float32_out):
                 self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
             else:
@@ -473,8 +481,13 @@ class ManyKernel(ManyPlan):
                     values,
                     (turned, out),
                     (start, row_tile - warp % 4, warp, lane, thread),
-                    (tokens, row_tiles * 16),
+                    (tokens, row_tiles),
                 )
+
+    @property
+    def tile_outputs(self) -> int:
+        """Results of a token in a tile of 16 rows."""
+        return 8 if self.swiglu else 16
 
     @cute.jit
     def _any_infinite(self, fragments: Value) -> Value:
@@ -536,33 +549,45 @@ class ManyKernel(ManyPlan):
         begin, row_tile, lane = where
         tokens, row_tiles = sizes
         for n in cutlass.range_constexpr(len(values)):
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(len(values[n])):
                 token = begin + n * 8 + lane % 4 * 2 + i % 2
+                row = output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
                 if token < tokens and row_tile < row_tiles:
-                    row = row_tile * 16 + lane // 4 + i // 2 * 8
-                    place = (Int64(token) * (row_tiles * 16) + row) * 4
+                    line = Int64(token) * row_tiles + row_tile
+                    place = (line * self.tile_outputs + row) * 4
                     ptx.store_global_float(out + place, values[n][i])
 
     @cute.jit
     def _lines(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
-        """bfloat16 results of at most 64 tokens by lines of 64 rows."""
+        """bfloat16 results of at most 64 tokens by lines of a warpgroup's rows."""
         turned, out = places
         begin, row_tile, warp, lane, thread = where
-        tokens, rows = sizes
-        half, count = warp // 4, len(values)
-        room = turned + Uint32(half * (self.turned_bytes // self.warpgroups))
-        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        tokens, row_tiles = sizes
+        group, count = warp // 4, len(values)
+        room = turned + Uint32(group * (self.turned_bytes // self.warpgroups))
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         for n in cutlass.range_constexpr(count):
-            four = values[n]
-            at = room + Uint32((n * 8 + lane % 8) * LINE + warp % 4 * 32 + lane // 8 % 2 * 16)
-            ptx.store_matrices2_turned(
-                at, ptx.bfloat16_pair(four[0], four[1]), ptx.bfloat16_pair(four[2], four[3])
-            )
-        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-        for i in cutlass.range_constexpr(-(-count * 8 * 8 // 128)):
+            self._turn(values[n], room + Uint32(n * 8 * LINE), warp % 4, lane)
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+        vectors = self.tile_outputs * 4 // 8  # of 8 results, of a line
+        for i in cutlass.range_constexpr(-(-count * 8 * vectors // 128)):
             number = i * 128 + thread % 128
-            line, vector = number // 8, number % 8
-            token, row = begin + line, row_tile * 16 + vector * 8
+            line, vector = number // vectors, number % vectors
+            token, row = begin + line, row_tile * self.tile_outputs + vector * 8
+            rows = row_tiles * self.tile_outputs
             if line < count * 8 and token < tokens and row < rows:
                 words = ptx.load_shared(room + Uint32(line * LINE + vector * 16), 4)
                 ptx.store_global4(out + (Int64(token) * rows + row) * 2, words)
+
+    @cute.jit
+    def _turn(self, values: Value, room: Value, quarter: Value, lane: Value) -> None:
+        """A warp's results of 8 tokens into its part of their lines."""
+        if cutlass.const_expr(self.swiglu):
+            for i in cutlass.range_constexpr(2):
+                line = room + Uint32((lane % 4 * 2 + i) * LINE)
+                at = line + Uint32(quarter * 16 + output_row(lane) * 2)
+                ptx.store_shared_bfloat16(at, values[i])
+        else:
+            at = room + Uint32(lane % 8 * LINE + quarter * 32 + lane // 8 % 2 * 16)
+            low = ptx.bfloat16_pair(values[0], values[1])
+            ptx.store_matrices2_turned(at, low, ptx.bfloat16_pair(values[2], values[3]))

@@ -27,6 +27,7 @@ class ManyPlan:
             ``K / 64`` is a multiple of ``blocks depth``.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
+        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
     """
 
     token_block: int
@@ -35,6 +36,7 @@ class ManyPlan:
     depth: int
     float32_out: bool
     row_scaled: bool
+    swiglu: bool = False
 
     @property
     def kernel(self) -> str:

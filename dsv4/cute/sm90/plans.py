@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class Product(NamedTuple):
         groups: Groups of rows with an input each.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
+        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
     """
 
     rows: int
@@ -28,6 +30,7 @@ class Product(NamedTuple):
     groups: int
     float32_out: bool
     row_scaled: bool
+    swiglu: bool = False
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -63,7 +66,7 @@ def token_counts(most: int) -> list[int]:
 def choose_few(product: Product, tokens: int) -> FewPlan | None:
     """The same, of the kernel for at most 16 tokens."""
     tiles = product.rows // 16
-    return few_plan(
+    plan = few_plan(
         tiles,
         tiles // product.groups,
         product.columns,
@@ -71,11 +74,12 @@ def choose_few(product: Product, tokens: int) -> FewPlan | None:
         product.float32_out,
         product.row_scaled,
     )
+    return plan and dataclasses.replace(plan, swiglu=product.swiglu)
 
 
 @functools.cache
 def _many(product: Product, tokens: int) -> ManyPlan | None:
-    return many_plan(
+    plan = many_plan(
         product.rows,
         product.rows // product.groups,
         product.columns,
@@ -83,3 +87,4 @@ def _many(product: Product, tokens: int) -> ManyPlan | None:
         product.float32_out,
         product.row_scaled,
     )
+    return plan and dataclasses.replace(plan, swiglu=product.swiglu)
