@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import threading
 from dataclasses import dataclass
 
 _MAX_DYNAMIC_SHARED = 8
@@ -53,13 +54,28 @@ class Parameters:
 
     def __init__(self, *kinds: str) -> None:
         self.kinds = kinds
-        self._struct = struct.Struct("@" + "".join(kinds))
-        self.pack = self._struct.pack
-        self.size = self._struct.size
+        self.size = struct.calcsize("@" + "".join(kinds))
         self.offsets = [
             struct.calcsize("@" + "".join(kinds[:i]) + "0" + kind[-1])
             for i, kind in enumerate(kinds)
         ]
+        self._own = threading.local()
+
+    def placed(self, packed: bytes) -> ctypes.Array[ctypes.c_void_p]:
+        """Where each parameter lies, until the next call in the same thread.
+
+        Args:
+            packed: The parameters as ``struct`` packs them with native alignment.
+        """
+        try:
+            buffer, pointers = self._own.room
+        except AttributeError:
+            buffer = (ctypes.c_char * self.size)()
+            start = ctypes.addressof(buffer)
+            pointers = (ctypes.c_void_p * len(self.offsets))(*[start + o for o in self.offsets])
+            self._own.room = buffer, pointers
+        buffer.raw = packed
+        return pointers
 
 
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
@@ -180,14 +196,11 @@ class Kernel:
             blocks: Of the grid.
             stream: The driver's handle.
             kinds: Of the parameters.
-            packed: What ``kinds.pack`` made of them. The driver is told where each lies, because
-                it does not keep to C's alignment: one that has to lie at a multiple of 64 is
-                preceded by a gap that depends on the GPU.
+            packed: The parameters. The driver is told where each lies, because it does not keep to
+                C's alignment: one that has to lie at a multiple of 64 is preceded by a gap that
+                depends on the GPU.
         """
-        buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
-        start = ctypes.addressof(buffer)
-        pointers = (ctypes.c_void_p * len(kinds.offsets))(*[start + o for o in kinds.offsets])
         config = ctypes.byref(self._launches(blocks, stream))
-        status = _driver().cuLaunchKernelEx(config, self._handle, pointers, None)
+        status = _driver().cuLaunchKernelEx(config, self._handle, kinds.placed(packed), None)
         if status:
             _check(status, f"launching {self.image.name}")

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dsv4.cute._driver import Kernel, Parameters, tensor_map
 from dsv4.cute._images import image
-from dsv4.cute.sm90.few_plan import TOKENS
+from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
-from dsv4.cute.sm90.plans import Plan, Product, choose, choose_few, token_counts
+from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.ops.quantize import bfloat16_operand
 
 _ARCH = "sm_90a"
-_NEVER = 2**31 - 1
-_NO_CUTS = (_NEVER, _NEVER, _NEVER)
+_NO_CUTS = (2**31 - 1,) * 3  # of rows: there are at most four segments
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 
 # Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
 # the latter's come what tensor copies need, the sizes of X, and a layout without any content.
 FEW_PARAMETERS = Parameters(*"qqqqqq", *"iii", *"qq", *"iiiiii", "f")
 MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"iiiiii", "f")
+# The same in pieces: what comes before the addresses (and after the map), they, and the rest.
+_MANY_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@6q")
+_FEW_AFTER, _MANY_AFTER = struct.Struct("@3i2q6if"), struct.Struct("@7i2q6if")
 
 
 @functools.cache
@@ -97,14 +101,11 @@ def _product(
     if product.row_scaled:
         x, row_scale = bfloat16_operand(x, input_scale)
     x = _aligned(x)
-    *tensors, segments = weight
-    addresses = _addresses(*tensors)
-    rest = _rest(x, weight[2], segments, product.groups, limit)
     if torch.cuda.current_device() == x.device.index:
-        _launch(product, x, row_scale, out, addresses, rest)
+        _multiply(product, x, row_scale, weight, limit, out)
     else:
         with torch.cuda.device(x.device):
-            _launch(product, x, row_scale, out, addresses, rest)
+            _multiply(product, x, row_scale, weight, limit, out)
     return out
 
 
@@ -116,97 +117,67 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
-
-
-def _rest(
-    x: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    groups: int,
-    limit: float,
-) -> tuple[float, ...]:
-    """The last parameters of both kernels.
-
-    Strides of X, first rows of the second to fourth segment, whether every row has a global scale
-    of its own, groups, the 16 that a kernel must not know, and the clamp's bound.
-    """
-    cuts: tuple[int, ...] = _NO_CUTS
-    if len(segments) > 1:
-        ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
-        cuts = (*ends, *_NO_CUTS[len(ends) :])
-    per_row = not segments and global_scale.shape[-1] > 1
-    return (x.stride(0), 0 if groups == 1 else x.stride(1), *cuts, per_row, groups, 16, limit)
-
-
-def _launch(
+def _multiply(
     product: Product,
     x: torch.Tensor,
     row_scale: torch.Tensor | None,
+    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]],
+    limit: float,
     out: torch.Tensor,
-    weight: tuple[int, ...],
-    rest: tuple[float, ...],
 ) -> None:
     """On the current device."""
-    plan = choose(product, x.shape[0])
-    if isinstance(plan, ManyPlan):
-        _many(plan, product, x, row_scale, out, weight, rest)
+    codes, scales, global_scale, segments = weight
+    fixed = (tuple(segments), not segments and global_scale.shape[-1] > 1, limit, x.device.index)
+    places = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
+    tokens = x.shape[0]
+    if isinstance(choose(product, tokens), ManyPlan):
+        _launch(_prepared(product, tokens, x.stride(0), *fixed), x, row_scale, places, out)
         return
-    for first in range(0, x.shape[0], TOKENS):
+    for first in range(0, tokens, TOKENS):
         part = slice(first, first + TOKENS)
+        launch = _prepared(product, min(TOKENS, tokens - first), x.stride(0), *fixed)
         scale = None if row_scale is None else row_scale[part]
-        _few(product, x[part], scale, out[part], weight, rest)
+        _launch(launch, x[part], scale, places, out[part])
 
 
-def _few(
+class _Prepared(NamedTuple):
+    """A launch but for its addresses and stream."""
+
+    kernel: Kernel
+    blocks: int
+    kinds: Parameters
+    before: bytes
+    after: bytes
+    matrix: tuple[int, ...]  # rows, columns, stride and box of X, where tensor copies read it
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
     product: Product,
-    x: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    weight: tuple[int, ...],
-    rest: tuple[float, ...],
-) -> None:
-    """One launch for at most 16 tokens."""
-    tokens, row_tiles, index = x.shape[0], product.rows // 16, x.device.index
-    plan = choose_few(product, tokens)
+    tokens: int,
+    token_stride: int,
+    segments: tuple[int, ...],
+    scale_rows: bool,
+    limit: float,
+    device: int,
+) -> _Prepared:
+    """Made once, because it takes longer than a launch."""
+    plan = choose(product, tokens)
     assert plan is not None
     kernel = _kernel(plan, _ARCH)
-    kernel.prepare(index)
-    parameters = FEW_PARAMETERS.pack(
-        *weight,
-        *_addresses(x, row_scale, out),
-        tokens,
-        row_tiles,
-        row_tiles // product.groups,
-        *rest,
-    )
-    blocks = -(-row_tiles // plan.warps) * plan.blocks
-    kernel.launch(blocks, _stream(index), FEW_PARAMETERS, parameters)
-
-
-def _many(
-    plan: ManyPlan,
-    product: Product,
-    x: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    weight: tuple[int, ...],
-    rest: tuple[float, ...],
-) -> None:
-    """One launch for any number of tokens."""
-    tokens, index = x.shape[0], x.device.index
+    resident = kernel.prepare(device)
+    ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
+    cuts = (*ends, *_NO_CUTS[len(ends) :])
+    group_stride = 0 if product.groups == 1 else product.columns
+    rest = (token_stride, group_stride, *cuts, scale_rows, product.groups, 16, limit)
+    if isinstance(plan, FewPlan):
+        tiles = product.rows // 16
+        after = _FEW_AFTER.pack(tokens, tiles, tiles // product.groups, *rest)
+        blocks = -(-tiles // plan.warps) * plan.blocks
+        return _Prepared(kernel, blocks, FEW_PARAMETERS, b"", after, ())
     columns = product.columns * product.groups
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
-    kernel = _kernel(plan, _ARCH)
-    resident, tiles = kernel.prepare(index), token_tiles * row_blocks
-    parameters = MANY_PARAMETERS.pack(
-        tensor_map(x.data_ptr(), tokens, columns, x.stride(0), plan.token_block),
-        tokens,
-        columns,
-        b"",
-        *weight,
-        *_addresses(x, row_scale, out),
+    after = _MANY_AFTER.pack(
         tokens,
         token_tiles,
         max(1, _SPAN // plan.token_block),
@@ -216,8 +187,26 @@ def _many(
         max(1, row_blocks // product.groups),
         *rest,
     )
+    tiles = token_tiles * row_blocks
     clusters = tiles if plan.blocks > 1 else min(tiles, resident)
-    kernel.launch(clusters * plan.blocks, _stream(index), MANY_PARAMETERS, parameters)
+    matrix = (tokens, columns, token_stride, plan.token_block)
+    before = _MANY_BEFORE.pack(tokens, columns, b"")
+    return _Prepared(kernel, clusters * plan.blocks, MANY_PARAMETERS, before, after, matrix)
+
+
+def _launch(
+    launch: _Prepared,
+    x: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    weight: tuple[int, int, int],
+    out: torch.Tensor,
+) -> None:
+    start = x.data_ptr()
+    scale = 0 if row_scale is None else row_scale.data_ptr()
+    packed = launch.before + _ADDRESSES.pack(*weight, start, scale, out.data_ptr()) + launch.after
+    if launch.matrix:
+        packed = tensor_map(start, *launch.matrix) + packed
+    launch.kernel.launch(launch.blocks, _stream(x.device.index), launch.kinds, packed)
 
 
 def _stream(index: int) -> int:
