@@ -64,14 +64,14 @@ def warmup(
     model: Any,
     device: torch.device | str | int | None = None,
     arch: str | None = None,
-    max_tokens: int = 64,
+    max_tokens: int = 8192,
     *,
     progress: bool = True,
 ) -> Warmup:
     """Compile every CuTeDSL kernel that a model's products would launch, or load it from disk.
 
-    Without it the first product of each shape compiles its kernel, for about a second, and inside
-    the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
+    Without it the first product of each shape compiles its kernel, for one to eight seconds, and
+    inside the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
     ``~/.cache/dsv4/kernels``; those of another machine's GPU can be made by naming ``arch``.
 
     Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
@@ -83,7 +83,8 @@ def warmup(
         device: The GPU to load the kernels on. By default that of the model or the current one;
             with ``arch``, none: the kernels are only compiled.
         arch: ``"sm_90a"``; by default that of the GPU.
-        max_tokens: Most tokens of a product.
+        max_tokens: Most tokens of a product. Above 8192 there are no further kernels. A model needs
+            about 30 for up to 64 tokens, to which a decoding batch may be bound, and 55 for all.
         progress: Whether to show progress on stderr, as a bar if rich is installed.
 
     Returns:
