@@ -346,12 +346,14 @@ class FewKernel(FewPlan):
         for n in cutlass.range_constexpr(self.token_tiles):
             values = []
             for i in cutlass.range_constexpr(4):
-                token = cutlass.min(n * 8 + lane % 4 * 2 + i % 2, tokens - 1)
+                place = n * 8 + lane % 4 * 2 + i % 2
+                token = cutlass.min(place, tokens - 1)
                 factor = factors[i // 2]
                 if cutlass.const_expr(self.row_scaled):
                     factor = factor * ptx.load_global_float(token_scale + token * groups * 4)
                 value = sums[n][i] * factor
-                if ptx.absolute(value) == Float32(float("inf")):
+                # What lay in shared memory where there is no token may be infinite, too.
+                if place < tokens and ptx.absolute(value) == Float32(float("inf")):
                     value = self._unless_infinite(value, x + token * token_stride * 2)
                 values.append(value)
             if cutlass.const_expr(self.swiglu):
