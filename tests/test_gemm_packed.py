@@ -223,6 +223,8 @@ class TestManyTokens:
     def test_every_configuration(self, plan, columns, monkeypatch):
         """Rows and tokens that end within a tile; a bad token and an infinite one alone."""
         monkeypatch.setattr(cute_gemm, "choose", lambda product, tokens: plan)
+        # What was prepared for one configuration must not serve another.
+        monkeypatch.setattr(cute_gemm, "_prepared", cute_gemm._prepared.__wrapped__)
         weight = weight_of(0, 592, columns, "cuda", (100, 300))
         for tokens in (1, plan.token_block - 3, 2 * plan.token_block + 5):
             x = bfloat16(tokens, (tokens, columns), "cuda")
