@@ -92,8 +92,8 @@ def cute_gemm(call: Call) -> str | None:
     if isinstance(plan, FewPlan) and tokens > MOST_FEW_TOKENS:
         return (
             f"there are {tokens} tokens, and of {rows // groups} rows and {columns} columns the "
-            f"kernel multiplies {TOKENS} tokens at a time: rows are no multiple of 128 or columns "
-            "none of 128"
+            f"kernel multiplies {TOKENS} tokens at a time; that for more wants columns by 128 and, "
+            "of each of several groups, rows by 128 or 192"
         )
     return None
 

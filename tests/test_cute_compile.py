@@ -53,9 +53,10 @@ def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
 
 
 def plans():
-    """Each matrix at 1 and at 16 tokens; the other two choices once each."""
-    found = {plan_of(*matrix, tokens) for matrix in MATRICES for tokens in (1, 16)}
-    found |= {plan_of(6144, 7168, 1, 16, *choice) for choice in ((True, False), (False, True))}
+    """Each matrix with every kind of result and scale, at 1 and at 16 tokens."""
+    kinds = itertools.product((False, True), repeat=2)
+    chosen = itertools.product(MATRICES, (1, 16), kinds)
+    found = {plan_of(*matrix, tokens, *kind) for matrix, tokens, kind in chosen}
     return sorted(found, key=repr)
 
 

@@ -171,14 +171,6 @@ def arrive(barrier: Value) -> None:
     _asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
 
 
-def arrive_remote(barrier: Value) -> None:
-    """Arrive at a barrier given by its cluster-wide address; orders no other memory operation.
-
-    A releasing arrival would wait a microsecond for stores to global memory to be acknowledged.
-    """
-    _asm("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{$r0}];", (), [barrier])
-
-
 def store_shared_float4(address: Value, values: Sequence[Value]) -> None:
     """Four float32 to shared memory."""
     _asm(f"st.shared.v4.f32 [{{$r0}}], {_ins(1, 4)};", (), [address, *values])
@@ -231,7 +223,7 @@ def choose(condition: Value, yes: Value, no: Value) -> Value:
 def swiglu(gate: Value, up: Value, limit: Value) -> Value:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; NaN unless gate and up are finite.
 
-    exp and the division are the hardware's, together within 1e-5 of the result.
+    exp and the division are the hardware's; by their documented errors, within 1e-5 together.
     """
     return _asm(
         "{ .reg .f32 g, u, l, d; .reg .pred p; "

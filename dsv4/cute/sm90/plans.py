@@ -39,7 +39,7 @@ def choose(product: Product, tokens: int) -> Plan | None:
 
     A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
-    few = choose_few(product, min(tokens, TOKENS))
+    few = _few(product, min(tokens, TOKENS))
     if few is not None and tokens <= _FEW_TOKENS:
         return few
     return _many(product, counted_as(tokens)) or few
@@ -63,8 +63,7 @@ def token_counts(most: int) -> list[int]:
 
 
 @functools.cache
-def choose_few(product: Product, tokens: int) -> FewPlan | None:
-    """The same, of the kernel for at most 16 tokens."""
+def _few(product: Product, tokens: int) -> FewPlan | None:
     tiles = product.rows // 16
     plan = few_plan(
         tiles,
