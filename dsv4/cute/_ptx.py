@@ -53,10 +53,19 @@ def load_global(address: Value) -> Value:
     return _asm("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
 
 
-def load_streamed(address: Value, words: int) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words that are read once and never written."""
+def load_streamed(address: Value, words: int, wanted: Value | None = None) -> tuple[Value, ...]:
+    """``words`` (2 or 4) 32-bit words that are read once and never written.
+
+    Args:
+        address: Of the first.
+        words: How many.
+        wanted: 0 to load nothing and return what is not to be looked at; else it is loaded.
+    """
     code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}];"
-    return _asm(code, [Uint32] * words, [address])
+    if wanted is None:
+        return _asm(code, [Uint32] * words, [address])
+    code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p {code} }}"
+    return _asm(code, [Uint32] * words, [address, wanted])
 
 
 def load_global_float(address: Value) -> Value:

@@ -173,7 +173,10 @@ def _prepared(
     if isinstance(plan, FewPlan):
         tiles = product.rows // 16
         after = _FEW_AFTER.pack(tokens, tiles, tiles // product.groups, *rest)
-        blocks = -(-tiles // plan.warps) * plan.blocks
+        clusters = -(-tiles // plan.warps)
+        if plan.blocks == product.groups == 1:
+            clusters = min(clusters, resident)  # each takes row tiles in turn
+        blocks = clusters * plan.blocks
         return _Prepared(kernel, blocks, FEW_PARAMETERS, b"", after, ())
     columns = product.columns * product.groups
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)

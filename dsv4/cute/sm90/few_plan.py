@@ -9,13 +9,30 @@ TOKENS = 16  # of one launch
 _PARTIAL = 512
 _ENOUGH_WARPS = 1024  # about two of each quarter of an SM
 _SHARED_ROOM = 100 * 1024  # two blocks of an SM, so that the next kernel's first loads run early
-# Where a search over blocks, warps and depth was measured, its best for up to 8 tokens and bfloat16
-# results, by row tiles and columns.
+# Blocks, warps and depth that a search on an H200 found the fastest, bfloat16 results, by tiles of
+# tokens, row tiles, of them in a group, and columns: the matrices of Pro, then of Flash.
 _MEASURED = {
-    (4096, 1536): (1, 16, 4),
-    (448, 16384): (4, 16, 4),
-    (384, 7168): (4, 14, 4),
-    (128, 7168): (8, 6, 7),
+    (1, 4096, 4096, 1536): (1, 16, 4),
+    (1, 448, 448, 16384): (4, 16, 4),
+    (1, 384, 384, 7168): (4, 14, 4),
+    (1, 448, 448, 3072): (4, 8, 6),
+    (1, 128, 128, 7168): (8, 6, 7),
+    (1, 1024, 64, 4096): (2, 16, 4),
+    (1, 512, 512, 1536): (2, 4, 4),
+    (2, 448, 448, 3072): (2, 8, 4),
+    (2, 128, 128, 7168): (8, 4, 2),
+    (2, 512, 512, 1536): (2, 8, 4),
+    (1, 2048, 2048, 1024): (1, 16, 4),
+    (1, 256, 256, 8192): (4, 14, 4),
+    (1, 256, 256, 4096): (4, 14, 4),
+    (1, 256, 256, 2048): (4, 14, 4),
+    (1, 96, 96, 4096): (8, 8, 4),
+    (1, 512, 32, 4096): (2, 4, 4),
+    (1, 512, 512, 1024): (2, 8, 4),
+    (2, 256, 256, 4096): (2, 8, 4),
+    (2, 256, 256, 2048): (8, 8, 2),
+    (2, 96, 96, 4096): (8, 8, 2),
+    (2, 512, 512, 1024): (2, 8, 2),
 }
 
 
@@ -83,10 +100,12 @@ class FewPlan:
     def resident(self) -> int:
         """Blocks that an SM must hold at once, which bounds the registers of a thread.
 
-        Two, so that the next kernel's blocks begin beside this one's; the operands of 16 tokens
-        need too many registers for that.
+        Two, so that the next kernel's blocks begin beside this one's. The operands of 16 tokens
+        need too many registers for that, as do float32 results, and scales of tokens where the next
+        row tile's weights are loaded beside results.
         """
-        return 2 if self.token_tiles == 1 and self.warps <= 12 else 1
+        wide = self.float32_out or (self.row_scaled and self.blocks == 1)
+        return 2 if self.token_tiles == 1 and self.warps <= 12 and not wide else 1
 
     @property
     def threads(self) -> int:
@@ -96,7 +115,7 @@ class FewPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 1)
+        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 2)
 
 
 def few_plan(
@@ -105,9 +124,8 @@ def few_plan(
     """The configuration for up to 16 tokens, or None if there is none.
 
     It depends on the weight's shape and on whether there are more than 8 tokens: what was measured
-    as the best, else by rule. As few blocks as
-    make enough warps share K, because each part's sums travel; W warps of 8 or fewer leave 128
-    registers a thread.
+    as the best, else by rule. As few blocks as make enough warps share K, because each part's sums
+    travel; 8 warps, two blocks at a time, leave 128 registers a thread.
 
     Args:
         row_tiles: N / 16, all groups.
@@ -131,19 +149,19 @@ def _chosen(
     row_scaled: bool,
 ) -> FewPlan | None:
     one_input = group_tiles == row_tiles
-    found = _MEASURED.get((row_tiles, columns))
-    if found is not None and one_input and token_tiles == 1 and not float32_out:
+    found = _MEASURED.get((token_tiles, row_tiles, group_tiles, columns))
+    # What needs more registers than 16 warps leave is not among them.
+    if found is not None and not float32_out and not (row_scaled and found[0] == 1):
         blocks, warps, depth = found
         return FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
-    warps = next(w for w in (8, 7, 6, 5, 4, 3, 2, 1) if one_input or group_tiles % w == 0)
+    warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
     fitting = []
     for blocks in (1, 2, 4, 8):
         tiles = columns // 64 // blocks
         if columns // 64 % blocks:
             continue
-        # Without a cluster, float32 results leave registers for three tiles.
-        most = 3 if float32_out and blocks == 1 else depths[0]
+        most = depths[0] if blocks > 1 else 3 if float32_out else 4
         depth = next(n for n in depths if n <= most and tiles % n == 0)
         plan = FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
         if plan.shared_bytes <= _SHARED_ROOM:

@@ -10,7 +10,9 @@ from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan
 from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
 
 Plan = FewPlan | ManyPlan
-_FEW_TOKENS = 8  # up to here the kernel for few tokens is the faster one
+# The kernel for few tokens is the faster one up to 8, and up to 16 for small matrices.
+_FEW_TOKENS = 8
+_SMALL = 24 << 20  # weights
 
 
 class Product(NamedTuple):
@@ -40,7 +42,8 @@ def choose(product: Product, tokens: int) -> Plan | None:
     A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
     few = _few(product, min(tokens, TOKENS))
-    if few is not None and tokens <= _FEW_TOKENS:
+    small = product.rows * product.columns <= _SMALL
+    if few is not None and tokens <= (TOKENS if small else _FEW_TOKENS):
         return few
     return _many(product, counted_as(tokens)) or few
 
