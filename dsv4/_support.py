@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
+from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
+from dsv4.cute.sm90.grouped_plan import Experts
+from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.formats import FP8_BLOCK, FRAGMENTS
 
@@ -70,13 +73,9 @@ def cute_gemm(call: Call) -> str | None:
     """Why the CuTeDSL kernels cannot run a product, or None."""
     x, codes, scales, global_scale, segments, *_ = call.args
     groups = call.args[9] if call.op == "gemm" else 1
-    if not _has("cutlass"):
-        return "the package nvidia-cutlass-dsl is not installed"
-    if call.device.type != "cuda":
-        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
-    if _capability(call.device) != (9, 0):
-        found = ".".join(map(str, _capability(call.device)))
-        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+    elsewhere = _not_hopper(call)
+    if elsewhere:
+        return elsewhere
     if len(segments) > _MOST_SEGMENTS:
         return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
     if not global_scale.is_contiguous():
@@ -98,6 +97,46 @@ def cute_gemm(call: Call) -> str | None:
     return None
 
 
+def _not_hopper(call: Call) -> str | None:
+    if not _has("cutlass"):
+        return "the package nvidia-cutlass-dsl is not installed"
+    if call.device.type != "cuda":
+        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
+    if _capability(call.device) != (9, 0):
+        found = ".".join(map(str, _capability(call.device)))
+        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+    return None
+
+
+def cute_grouped(call: Call) -> str | None:
+    """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
+    x, weight, scales, global_scale, segments, _, _, layout, _, input_scale, *_ = call.args
+    if layout != FRAGMENTS:
+        return (
+            f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
+            "QuantizedTensor.with_layout or the layer's pack()"
+        )
+    elsewhere = _wrong_dtypes(call) or _not_hopper(call)
+    if elsewhere:
+        return elsewhere
+    if input_scale is not None:
+        return "input_scale is given: one scale per expert is quantised with by the reference alone"
+    if len(segments) > _MOST_SEGMENTS:
+        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
+    if not all(t.is_contiguous() for t in (weight, scales, global_scale)):
+        return "the weight or its scales are not contiguous"
+    if weight.data_ptr() % 16 or scales.data_ptr() % 16:
+        return "the codes or scales do not begin at multiples of 16 bytes"
+    experts, rows, half = weight.shape
+    shape = Experts(rows, 2 * half, experts, call.args[-1] == torch.float32, False)
+    if choose_grouped(shape, max(x.shape[0], 1)) is None:
+        return (
+            f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_GROUPED} and "
+            "a multiple of 128"
+        )
+    return None
+
+
 def parts(call: Call) -> str | None:
     """Why an operator's parts are not run one after another, or None."""
     if call.device.type == "cpu" and not _interpreting.get():
@@ -107,12 +146,17 @@ def parts(call: Call) -> str | None:
 
 def packed(call: Call) -> str | None:
     """Why no kernel for weights in fragments can run a product, or None."""
-    x, layout, out_dtype = call.args[0], call.args[6], call.args[-1]
+    layout = call.args[6]
     if layout != FRAGMENTS:
         return (
             f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
             "QuantizedTensor.with_layout or the layer's pack()"
         )
+    return _wrong_dtypes(call)
+
+
+def _wrong_dtypes(call: Call) -> str | None:
+    x, out_dtype = call.args[0], call.args[-1]
     if x.dtype != torch.bfloat16:
         return f"x is {x.dtype}, wanted bfloat16"
     if out_dtype not in (torch.bfloat16, torch.float32):

@@ -125,6 +125,13 @@ def _packed(op: str, name: str, target: str, *objections: Objection) -> Implemen
     return Implementation(op, name, target, supports)
 
 
+def _cute_grouped(*ops: str) -> tuple[Implementation, ...]:
+    return tuple(
+        Implementation(op, "cute", f"dsv4.cute.grouped_gemm:{op}", _support.cute_grouped)
+        for op in ops
+    )
+
+
 def _triton_runs(call: Call) -> str | None:
     return _support.triton(call.args, call.device)
 
@@ -151,7 +158,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _packed("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
     Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
     *_reference("gemm_swiglu", "gemm_swiglu"),
-    *_reference("grouped_gemm", "grouped_gemm"),
+    *_cute_grouped("grouped_gemm", "grouped_gemm_swiglu"),
+    *_reference("grouped_gemm", "grouped_gemm", "grouped_gemm_swiglu"),
     *_triton("norm", *_NORM, unless=_support.norm),
     *_reference("norm", *_NORM),
     *_triton("rope", "rope", "rope_quantize", unless=_support.rope),

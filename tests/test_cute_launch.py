@@ -49,9 +49,9 @@ def driver(monkeypatch):
     found = Driver()
     monkeypatch.setattr(_driver, "_driver", lambda: found)
     monkeypatch.setattr(gemm, "tensor_map", lambda *what: MAP)
-    monkeypatch.setattr(gemm, "_stream", lambda index: 77)
+    monkeypatch.setattr(gemm, "stream_of", lambda index: 77)
     monkeypatch.setattr(gemm, "_prepared", gemm._prepared.__wrapped__)
-    monkeypatch.setattr(gemm, "_kernel", lambda plan, arch: _kernel_of(plan))
+    monkeypatch.setattr(gemm, "loaded", lambda plan, arch: _kernel_of(plan))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return found

@@ -166,7 +166,7 @@ def test_plans_are_those_of_the_product(monkeypatch):
         taken.append(plan)
         raise StopError
 
-    monkeypatch.setattr(cute_gemm, "_kernel", kernel)
+    monkeypatch.setattr(cute_gemm, "loaded", kernel)
     product = cute_gemm.Product(384, 256, 2, True, True)
     out, x = torch.empty(300, 2, 192), torch.empty(300, 2, 256)
     weight = (x, x, torch.ones(1), ())

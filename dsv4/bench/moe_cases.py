@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from dsv4 import ops
-from dsv4.bench import budgets
+from dsv4 import fragments, ops
+from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.formats import FRAGMENTS, QuantizedTensor
 
 
 def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -125,7 +127,7 @@ def _experts(
     def build(draw: Draw) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, columns)
-        weight = draw.quantized(experts, rows, columns, segments=segments)
+        weight = _packed(draw.quantized(experts, rows, columns, segments=segments))
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm,
@@ -138,3 +140,34 @@ def _experts(
 
     sizes = {"E": experts, "N": rows, "K": columns, "k": k}
     return Case("grouped_gemm", name, sizes, tokens, build)
+
+
+def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The routed experts' gate and up projections, rows in turn, and their SwiGLU."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+    inner, hidden = c.moe_intermediate_size, c.hidden_size
+
+    def build(draw: Draw, activation: str) -> Problem:
+        _, offsets = _sorted(c, tokens, draw)
+        x = draw.normal(tokens * k, hidden)
+        weight = _packed(draw.quantized(experts, 2 * inner, hidden))
+        live = int((offsets.diff() > 0).sum())
+        return Problem(
+            ops.grouped_gemm_swiglu,
+            (x, weight, offsets, c.swiglu_limit),
+            {"activation": activation},
+            fused_judges.grouped_gemm_swiglu,
+            nbytes(x, offsets) + live * weight.nbytes // experts,
+            4 * tokens * k * inner * hidden,
+        )
+
+    for name, activation in (("gate_up", "bf16"), ("gate_up w4a4", "nvfp4")):
+        sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
+        made = functools.partial(build, activation=activation)
+        yield Case("grouped_gemm_swiglu", name, sizes, tokens, made)
+
+
+def _packed(weight: QuantizedTensor) -> QuantizedTensor:
+    """As layers pack it, where it is a whole number of tiles."""
+    fits = fragments.fits(weight.rows, weight.columns)
+    return weight.with_layout(FRAGMENTS) if fits else weight

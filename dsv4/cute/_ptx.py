@@ -33,6 +33,16 @@ def load_shared(address: Value, words: int) -> tuple[Value, ...]:
     return _asm(f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}];", [Uint32] * words, [address])
 
 
+def load_shared_int(address: Value) -> Value:
+    """One 32-bit integer from shared memory."""
+    return _asm("ld.shared.s32 {$w0}, [{$r0}];", [Int32], [address])
+
+
+def store_shared_int(address: Value, value: Value) -> None:
+    """One 32-bit integer to shared memory."""
+    _asm("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
+
+
 def load_shared_float4(address: Value) -> tuple[Value, ...]:
     """Four float32 from shared memory."""
     return _asm(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])

@@ -11,14 +11,12 @@ from typing import NamedTuple
 import torch
 
 from dsv4.cute._driver import Kernel, Parameters, tensor_map
-from dsv4.cute._images import image
+from dsv4.cute._launch import ARCH, NO_CUTS, aligned, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.ops.quantize import bfloat16_operand
 
-_ARCH = "sm_90a"
-_NO_CUTS = (2**31 - 1,) * 3  # of rows: there are at most four segments
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 
 # Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
@@ -28,11 +26,6 @@ MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"
 # The same in pieces: what comes before the addresses (and after the map), they, and the rest.
 _MANY_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@6q")
 _FEW_AFTER, _MANY_AFTER = struct.Struct("@3i2q6if"), struct.Struct("@7i2q6if")
-
-
-@functools.cache
-def _kernel(plan: Plan, arch: str) -> Kernel:
-    return Kernel(image(plan, arch))
 
 
 def gemm(
@@ -100,21 +93,13 @@ def _product(
     row_scale = None
     if product.row_scaled:
         x, row_scale = bfloat16_operand(x, input_scale)
-    x = _aligned(x)
+    x = aligned(x)
     if torch.cuda.current_device() == x.device.index:
         _multiply(product, x, row_scale, weight, limit, out)
     else:
         with torch.cuda.device(x.device):
             _multiply(product, x, row_scale, weight, limit, out)
     return out
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself if bulk and tensor copies can read its rows, else a copy."""
-    strides = x.stride()
-    fits = x.data_ptr() % 16 == 0 and strides[-1] == 1 and strides[0] > 0 == strides[0] % 8
-    fits = fits and (x.dim() == 2 or strides[1] == x.shape[2])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _multiply(
@@ -164,10 +149,10 @@ def _prepared(
     """Made once, because it takes longer than a launch."""
     plan = choose(product, tokens)
     assert plan is not None
-    kernel = _kernel(plan, _ARCH)
+    kernel = loaded(plan, ARCH)
     resident = kernel.prepare(device)
     ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
-    cuts = (*ends, *_NO_CUTS[len(ends) :])
+    cuts = (*ends, *NO_CUTS[len(ends) :])
     group_stride = 0 if product.groups == 1 else product.columns
     rest = (token_stride, group_stride, *cuts, scale_rows, product.groups, 16, limit)
     if isinstance(plan, FewPlan):
@@ -209,19 +194,14 @@ def _launch(
     packed = launch.before + _ADDRESSES.pack(*weight, start, scale, out.data_ptr()) + launch.after
     if launch.matrix:
         packed = tensor_map(start, *launch.matrix) + packed
-    launch.kernel.launch(launch.blocks, _stream(x.device.index), launch.kinds, packed)
-
-
-def _stream(index: int) -> int:
-    """The current stream's handle; what Triton's launcher calls, a tenth of the public object."""
-    return torch._C._cuda_getCurrentRawStream(index)
+    launch.kernel.launch(launch.blocks, stream_of(x.device.index), launch.kinds, packed)
 
 
 def warmup(plans: Sequence[Plan], device: torch.device) -> None:
     """Compile or load kernels now, so that no later call does, e.g. while a graph is captured."""
     with torch.cuda.device(device):
         for plan in plans:
-            _kernel(plan, _ARCH).prepare(device.index)
+            loaded(plan, ARCH).prepare(device.index)
 
 
 def plans(

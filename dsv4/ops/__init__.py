@@ -10,7 +10,7 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
-from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.hyper_connection import (
     hc_head,
     hc_post,
@@ -44,6 +44,7 @@ __all__ = [
     "gemm",
     "gemm_swiglu",
     "grouped_gemm",
+    "grouped_gemm_swiglu",
     "hc_head",
     "hc_post",
     "hc_post_pre_norm",

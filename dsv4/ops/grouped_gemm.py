@@ -1,4 +1,4 @@
-"""Product of sorted rows with the weights of their experts."""
+"""Product of sorted rows with the weights of their experts, and the SwiGLU of it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,38 @@ def _fake(
     return x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
 
 
+def _fake_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1] // 2), dtype=out_dtype)
+
+
 _grouped_gemm = define(
     "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
     "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
     "ScalarType out_dtype, str backend) -> Tensor",
     _fake,
+)
+
+
+_grouped_gemm_swiglu = define(
+    "grouped_gemm_swiglu(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
+    "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
+    "float? limit, Tensor? row_weight, ScalarType out_dtype, str backend) -> Tensor",
+    _fake_swiglu,
 )
 
 
@@ -74,30 +101,96 @@ def grouped_gemm(
         ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
             not finite and above 0 or is given with ``"bf16"``.
     """
+    parts = _checked("grouped_gemm", x, weight, offsets, activation, input_scale)
     out_dtype = check_operands("grouped_gemm", x, activation, out_dtype)
-    _check.dtype("grouped_gemm", "offsets", offsets, torch.int32)
-    shape = _check_weight(weight)
-    _check.shape("grouped_gemm", "x", x, [None, None])
-    _check.shape("grouped_gemm", "offsets", offsets, [shape[0] + 1])
-    if not torch.compiler.is_compiling():
-        check_columns("grouped_gemm", x.shape[-1], shape[2], activation)
-    _check_input_scale(input_scale, activation, shape[0])
-    first, scales, global_scale, segments, name, layout = _flatten(weight)
-    _check.same_device("grouped_gemm", x=x, weight=first, offsets=offsets, input_scale=input_scale)
-    return _grouped_gemm(
-        x,
-        first,
-        scales,
-        global_scale,
-        segments,
-        offsets,
-        name,
-        layout,
-        activation,
-        input_scale,
-        out_dtype,
-        backend,
+    return _grouped_gemm(x, *parts, activation, input_scale, out_dtype, backend)
+
+
+def grouped_gemm_swiglu(
+    x: torch.Tensor,
+    weight: QuantizedTensor | torch.Tensor,
+    offsets: torch.Tensor,
+    limit: float | None,
+    *,
+    row_weight: torch.Tensor | None = None,
+    activation: str = "bf16",
+    input_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``swiglu(x[r] @ weight[e].T)``, gate in the even rows of a weight, up in the odd ones.
+
+    What ``grouped_gemm`` and ``swiglu`` mean (specification section 8.2), without a rounding
+    between them: the products stay float32 (float64 for float64 ``x``).
+
+    Args:
+        x: As in ``grouped_gemm``.
+        weight: ``[E, 2 I, K]``, likewise.
+        offsets: Likewise.
+        limit: Clamp bound, greater than 0, or None for no clamp.
+        row_weight: ``[R]``, floating: multiplies its row before the rounding, as DeepSeek's routing
+            weight does. None for no weight.
+        activation: As in ``grouped_gemm``.
+        input_scale: Likewise.
+        out_dtype: Floating; ``x.dtype`` if None.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[R, I]``.
+
+    Raises:
+        TypeError: as ``grouped_gemm``, and if ``row_weight`` is not floating.
+        ValueError: as ``grouped_gemm``, and if a weight has an odd number of rows, ``limit`` is not
+            above 0, or ``row_weight`` has another shape or device.
+    """
+    op = "grouped_gemm_swiglu"
+    parts = _checked(op, x, weight, offsets, activation, input_scale)
+    out_dtype = check_operands(op, x, activation, out_dtype)
+    rows = parts[0].shape[1]
+    if rows % 2:
+        raise ValueError(f"{op}: weight has {rows} rows, wanted an even number")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: limit is {limit}, wanted one above 0 or None")
+    if row_weight is not None:
+        _check.floating(op, "row_weight", row_weight)
+        _check.shape(op, "row_weight", row_weight, [x.shape[0]])
+        _check.same_device(op, x=x, row_weight=row_weight)
+    return _grouped_gemm_swiglu(
+        x, *parts, activation, input_scale, limit, row_weight, out_dtype, backend
     )
+
+
+_Parts = tuple[
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    list[int],
+    torch.Tensor,
+    str,
+    str,
+]
+
+
+def _checked(
+    op: str,
+    x: torch.Tensor,
+    weight: QuantizedTensor | torch.Tensor,
+    offsets: torch.Tensor,
+    activation: str,
+    input_scale: torch.Tensor | None,
+) -> _Parts:
+    """Raise unless the operands fit; the weight in parts, with the offsets where operators do."""
+    check_operands(op, x, activation, None)
+    _check.dtype(op, "offsets", offsets, torch.int32)
+    shape = _check_weight(op, weight)
+    _check.shape(op, "x", x, [None, None])
+    _check.shape(op, "offsets", offsets, [shape[0] + 1])
+    if not torch.compiler.is_compiling():
+        check_columns(op, x.shape[-1], shape[2], activation)
+    _check_input_scale(op, input_scale, activation, shape[0])
+    first, scales, global_scale, segments, name, layout = _flatten(weight)
+    _check.same_device(op, x=x, weight=first, offsets=offsets, input_scale=input_scale)
+    return first, scales, global_scale, segments, offsets, name, layout
 
 
 def _flatten(
@@ -109,21 +202,21 @@ def _flatten(
     return weight.codes, weight.scales, weight.global_scale, segments, name, weight.layout
 
 
-def _check_weight(weight: QuantizedTensor | torch.Tensor) -> tuple[int, ...]:
+def _check_weight(op: str, weight: QuantizedTensor | torch.Tensor) -> tuple[int, ...]:
     if isinstance(weight, torch.Tensor):
-        _check.floating("grouped_gemm", "weight", weight)
+        _check.floating(op, "weight", weight)
     elif not torch.compiler.is_compiling():
         weight.validate()
     if len(weight.shape) != 3:
-        raise ValueError(f"grouped_gemm: weight has shape {list(weight.shape)}, wanted [E, N, K]")
+        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, wanted [E, N, K]")
     return tuple(weight.shape)
 
 
-def _check_input_scale(scale: torch.Tensor | None, activation: str, experts: int) -> None:
+def _check_input_scale(op: str, scale: torch.Tensor | None, activation: str, experts: int) -> None:
     if scale is None:
         return
     if activation != "nvfp4":
-        raise ValueError(f"grouped_gemm: input_scale is given, but activation is {activation!r}")
-    _check.dtype("grouped_gemm", "input_scale", scale, torch.float32)
-    _check.shape("grouped_gemm", "input_scale", scale, [experts])
-    positive("grouped_gemm: input_scale", scale)
+        raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
+    _check.dtype(op, "input_scale", scale, torch.float32)
+    _check.shape(op, "input_scale", scale, [experts])
+    positive(f"{op}: input_scale", scale)

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.grouped_gemm``."""
+"""Meaning of ``dsv4.ops.grouped_gemm``, both operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dsv4 import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.gemm import product
 from dsv4.reference.quantize import operand
+from dsv4.reference.swiglu import swiglu
 
 
 def grouped_gemm(
@@ -47,6 +48,29 @@ def grouped_gemm(
             row = row.to(compute)
         scale = None if input_scale is None else input_scale[expert : expert + 1]
         out[start:end] = product(x[start:end], matrix, row, activation, scale).to(out_dtype)
+    return out
+
+
+def grouped_gemm_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``. Reads the offsets on the host."""
+    stored = (weight, scales, global_scale, segments, offsets, format, layout)
+    gate_up = grouped_gemm(x, *stored, activation, input_scale, compute_dtype(x))
+    out = swiglu(gate_up, limit, "interleaved", row_weight, out_dtype)
+    out[int(offsets[-1]) :] = 0  # whatever such a row weighs
     return out
 
 

@@ -35,7 +35,7 @@ from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
 _CODE_BYTES, _SCALE_BYTES = 512, 64
-_COPY_REGISTERS = 40
+COPY_REGISTERS = 40
 _SKEW = 4  # blocks of X
 _BEHIND, _ALL, _READY = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
@@ -208,7 +208,7 @@ class ManyKernel(ManyPlan):
 
         # The copying warp makes the barriers and waits for nobody of its block: X comes first.
         if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(_COPY_REGISTERS)
+            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
             if warp == self.mma_warps:
                 if lane < self.stages:
                     ptx.barrier_init(full + Uint32(lane * 8), 1)
@@ -232,20 +232,11 @@ class ManyKernel(ManyPlan):
                 while tile < total:
                     row_block, token_tile = self._place(tile, order)
                     begin = row_block // group_blocks * k_blocks + rank * steps
-                    for k in cutlass.range(steps, unroll=1):
-                        ptx.wait(empty + Uint32(stage * 8), parity)
-                        if lane == 0:
-                            ptx.expect_bytes(full + Uint32(stage * 8), self.x_bytes)
-                        cute.copy(
-                            atom,
-                            source[(None, token_tile, begin + k)],
-                            to[(None, stage)],
-                            tma_bar_ptr=full_at + stage,
-                        )
-                        stage += 1
-                        if stage == self.stages:
-                            stage = Int32(0)
-                            parity = parity ^ 1
+                    stage, parity = self._fill(
+                        (atom, source[(None, token_tile, None)], to),
+                        (full, full_at, empty, stage, parity),
+                        (begin, steps, lane),
+                    )
                     tile += stride
             elif cutlass.const_expr(self.blocks > 1):
                 cute.arch.cluster_wait()
@@ -276,34 +267,13 @@ class ManyKernel(ManyPlan):
                 follows, _ = self._place(cutlass.min(tile + stride, total - 1), order)
                 next_row = self._safe_row(follows, warp, row_tiles)
                 then = next_row * k_blocks + rank * steps
-                sums.fill(0.0)
-                before = Int32(-1)
-                for step in cutlass.range(steps // self.depth, unroll=1):
-                    # In the last round the loads ahead are those of the next tile.
-                    last = Int32(step + 1 == steps // self.depth)
-                    at = at + self.depth + last * (then - at - self.depth)
-                    for t in cutlass.range_constexpr(self.depth):
-                        self._let_follow(t, step, tile == first and warp < 4)
-                        self._expand(words[t % 2], ahead[t], Uint32(sixteen))
-                        ahead[t] = self._fetch(codes, scales, at, t)
-                        ptx.wait(full + Uint32(stage * 8), parity)
-                        warpgroup.fence()
-                        for k in cutlass.range_constexpr(4):
-                            cute.gemm(
-                                mma,
-                                sums,
-                                left[t % 2][None, None, k],
-                                right[None, None, k, stage],
-                                sums,
-                            )
-                        warpgroup.commit_group()
-                        warpgroup.wait_group(1)
-                        self._release(empty, before, lane)
-                        before = stage
-                        stage += 1
-                        if stage == self.stages:
-                            stage = Int32(0)
-                            parity = parity ^ 1
+                weight = (codes, scales, at, then, ahead)
+                at, ahead, stage, parity, before = self._multiply(
+                    (mma, sums, left, words, right),
+                    weight,
+                    (full, empty, stage, parity),
+                    (steps, tile == first and warp < 4, lane, Uint32(sixteen)),
+                )
                 rules = (cut0, cut1, cut2, scale_rows)
                 row_tile = self._row_tile(row_block, warp)
                 factors = self._factors(global_scale, row_tile, lane, row_tiles, rules)
@@ -320,6 +290,69 @@ class ManyKernel(ManyPlan):
                 )
                 tile += stride
         self._meet()
+
+    @cute.jit
+    def _fill(self, copies: Value, ring: Value, rest: Value) -> Value:
+        """Keep the ring full of a tile's blocks of X; returns its next stage and parity."""
+        atom, source, to = copies
+        full, full_at, empty, stage, parity = ring
+        begin, steps, lane = rest
+        for k in cutlass.range(steps, unroll=1):
+            ptx.wait(empty + Uint32(stage * 8), parity)
+            if lane == 0:
+                ptx.expect_bytes(full + Uint32(stage * 8), self.x_bytes)
+            cute.copy(
+                atom,
+                source[(None, begin + k)],
+                to[(None, stage)],
+                tma_bar_ptr=full_at + stage,
+            )
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                parity = parity ^ 1
+        return stage, parity
+
+    @cute.jit
+    def _multiply(self, operands: Value, weight: Value, ring: Value, rest: Value) -> Value:
+        """Sums of a tile, the last product in flight.
+
+        Returns the place of the next tile's weights and its first blocks, the ring's next stage
+        and parity, and the stage that the product in flight reads.
+        """
+        mma, sums, left, words, right = operands
+        codes, scales, at, then, ahead = weight
+        full, empty, stage, parity = ring
+        steps, leads, lane, sixteen = rest
+        sums.fill(0.0)
+        before = Int32(-1)
+        for step in cutlass.range(steps // self.depth, unroll=1):
+            # In the last round the loads ahead are those of the next tile.
+            last = Int32(step + 1 == steps // self.depth)
+            at = at + self.depth + last * (then - at - self.depth)
+            for t in cutlass.range_constexpr(self.depth):
+                self._let_follow(t, step, leads)
+                self._expand(words[t % 2], ahead[t], sixteen)
+                ahead[t] = self._fetch(codes, scales, at, t)
+                ptx.wait(full + Uint32(stage * 8), parity)
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(4):
+                    cute.gemm(
+                        mma,
+                        sums,
+                        left[t % 2][None, None, k],
+                        right[None, None, k, stage],
+                        sums,
+                    )
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                self._release(empty, before, lane)
+                before = stage
+                stage += 1
+                if stage == self.stages:
+                    stage = Int32(0)
+                    parity = parity ^ 1
+        return at, ahead, stage, parity, before
 
     @property
     def skewed(self) -> bool:
@@ -453,7 +486,7 @@ class ManyKernel(ManyPlan):
     def _store(
         self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
     ) -> None:
-        turned, token_scale, out, x = places
+        turned, token_scale, out, x, *_ = places
         token_tile, row_tile, warp, lane, thread, rank = where
         tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
         begin = token_tile * self.token_block
@@ -474,6 +507,7 @@ class ManyKernel(ManyPlan):
             ]
             if cutlass.const_expr(self.swiglu):
                 values = [activated(four, limit, lane) for four in values]
+                values = self._weighted(values, places, start + lane % 4 * 2, tokens)
             if cutlass.const_expr(self.float32_out):
                 self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
             else:
@@ -483,6 +517,10 @@ class ManyKernel(ManyPlan):
                     (start, row_tile - warp % 4, warp, lane, thread),
                     (tokens, row_tiles),
                 )
+
+    def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
+        """Outputs of SwiGLU, two tokens of each tile of 8, times what their tokens weigh."""
+        return values
 
     @property
     def tile_outputs(self) -> int:

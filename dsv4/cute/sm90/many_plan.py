@@ -112,48 +112,65 @@ def many_plan(
 
 
 def candidates(
-    rows: int, group_rows: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
+    rows: int,
+    group_rows: int,
+    columns: int,
+    tokens: int,
+    float32_out: bool,
+    row_scaled: bool,
+    token_blocks: tuple[int, ...] = _TOKEN_BLOCKS,
 ) -> Iterator[ManyPlan]:
     """Every configuration that can multiply; arguments as in ``many_plan``."""
     # Beside weights, registers hold the sums, two sets of left operands, and what the results need.
     spare = 72 if float32_out or row_scaled else 64
-    sizes = [block for block in _TOKEN_BLOCKS if block <= 2 * max(tokens, 16)]
+    sizes = [block for block in token_blocks if block <= 2 * max(tokens, 16)]
     for token_block, warpgroups, blocks in itertools.product(sizes, _REGISTERS, _RESIDENT):
         room = _REGISTERS[warpgroups] - token_block // 2 - spare - (8 if warpgroups == 4 else 0)
-        depth = _depth(columns // 64, blocks, min(room // 6, 1024 // token_block))
+        depth = depth_of(columns // 64, blocks, min(room // 6, 1024 // token_block))
         whole = rows == group_rows or group_rows % (64 * warpgroups) == 0
         if depth and whole and token_block % (8 * blocks) == 0:
             yield ManyPlan(token_block, warpgroups, blocks, depth, float32_out, row_scaled)
 
 
-def _depth(steps: int, blocks: int, most: int) -> int:
+def depth_of(steps: int, blocks: int, most: int) -> int:
     """Blocks of K to load ahead: even, a divisor of a part's; 0 if there is none."""
     fitting = (n for n in range(min(_AHEAD, most), 1, -1) if n % 2 == steps % (blocks * n) == 0)
     return next(fitting, 0)
 
 
 def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> float:
-    """Cycles that a product takes: rounds of tiles, and steps bound by the slowest unit.
+    """Cycles that a product takes: rounds of tiles of so many steps.
 
-    Its constants are fitted to times on an H200; it is there to rank configurations. A step is
-    bound by the tensor cores, by a warp's own expansion of its weights (latency) or that of all
-    (issue), by what the level-2 cache delivers of X and the weights, or by the weights alone.
+    Its constants are fitted to times on an H200; it is there to rank configurations.
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
     rounds = -(-tiles // _RESIDENT[plan.blocks])
     active = min(1.0, tiles * plan.blocks / 132)
-    late = 1.12 if plan.depth == 2 else 1.0
-    weights = 36 * plan.rows
-    step = max(
-        plan.warpgroups * (1.92 * plan.token_block + 16),
-        late * 345,
-        late * 156 * plan.warpgroups,
-        0.0262 * active * (plan.x_bytes + weights),
-        0.0765 * active * weights,
-    )
+    step = step_cycles(plan, active)
     results = plan.token_block * plan.warpgroups
     tile = 371 + columns // 64 // plan.blocks * step + 10.3 * results
     if plan.blocks > 1:
         tile += 2020 + 16.5 * results
         return 2700 + rounds * tile + (rounds - 1) * 4120
     return 2700 + rounds * tile
+
+
+def step_cycles(plan: ManyPlan, active: float) -> float:
+    """Cycles of a block of 64 columns, in all warpgroups of a block.
+
+    Bound by the tensor cores, by a warp's own expansion of its weights (latency) or that of all
+    (issue), by what the level-2 cache delivers of X and the weights, or by the weights alone.
+
+    Args:
+        plan: The configuration.
+        active: Share of the processors that have a block.
+    """
+    late = 1.12 if plan.depth == 2 else 1.0
+    weights = 36 * plan.rows
+    return max(
+        plan.warpgroups * (1.92 * plan.token_block + 16),
+        late * 345,
+        late * 156 * plan.warpgroups,
+        0.0262 * active * (plan.x_bytes + weights),
+        0.0765 * active * weights,
+    )

@@ -1,0 +1,33 @@
+"""What the launches of all products share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dsv4.cute._driver import Kernel
+from dsv4.cute._images import image
+
+ARCH = "sm_90a"
+NO_CUTS = (2**31 - 1,) * 3  # rows at which segments end: there are at most four
+
+
+@functools.cache
+def loaded(plan: Any, arch: str) -> Kernel:
+    """The kernel of a configuration, compiled or from disk, loaded once."""
+    return Kernel(image(plan, arch))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself if bulk and tensor copies can read its rows, else a copy."""
+    strides = x.stride()
+    fits = x.data_ptr() % 16 == 0 and strides[-1] == 1 and strides[0] > 0 == strides[0] % 8
+    fits = fits and (x.dim() == 2 or strides[1] == x.shape[2])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def stream_of(index: int) -> int:
+    """The current stream's handle; what Triton's launcher calls, a tenth of the public object."""
+    return torch._C._cuda_getCurrentRawStream(index)

@@ -1,0 +1,191 @@
+"""CuTeDSL products of sorted rows with NVFP4 experts in the layout ``"fragments_16x64"``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cute._driver import Kernel, Parameters, tensor_map
+from dsv4.cute._launch import ARCH, NO_CUTS, aligned, loaded, stream_of
+from dsv4.cute.sm90.grouped_plan import Experts, GroupedPlan, choose, counted_as
+from dsv4.ops.quantize import bfloat16_operand
+
+# Parameters in the order of ``GroupedKernel.kernel``; before them what tensor copies need, the
+# sizes of X, and a layout without any content.
+PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqqqq", *"iiiii", "q", *"iiiiii", "f")
+_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@8q")
+_AFTER = struct.Struct("@5iq6if")
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
+
+    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
+    16 bytes.
+    """
+    experts, rows, _ = weight.shape
+    wanted = Experts(rows, x.shape[1], experts, out_dtype == torch.float32, activation == "nvfp4")
+    out = x.new_empty((x.shape[0], rows), dtype=out_dtype)
+    parts = (weight, scales, global_scale, offsets)
+    return _product(wanted, x, parts, tuple(segments), None, math.inf, out)
+
+
+def grouped_gemm_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
+    experts, rows, _ = weight.shape
+    wanted = Experts(
+        rows,
+        x.shape[1],
+        experts,
+        out_dtype == torch.float32,
+        activation == "nvfp4",
+        True,
+        row_weight is not None,
+    )
+    if row_weight is not None:
+        row_weight = row_weight.float().contiguous()
+    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
+    parts = (weight, scales, global_scale, offsets)
+    bound = math.inf if limit is None else limit
+    return _product(wanted, x, parts, tuple(segments), row_weight, bound, out)
+
+
+def _product(
+    wanted: Experts,
+    x: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    segments: tuple[int, ...],
+    row_weight: torch.Tensor | None,
+    limit: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fills and returns ``out``."""
+    if x.shape[0] == 0:
+        return out
+    row_scale = None
+    if wanted.row_scaled:
+        x, row_scale = bfloat16_operand(x, None)
+    x = aligned(x)
+    device = x.device.index
+    if torch.cuda.current_device() == device:
+        _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
+    else:
+        with torch.cuda.device(x.device):
+            _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
+    return out
+
+
+class _Prepared(NamedTuple):
+    """A launch but for its addresses and stream."""
+
+    kernel: Kernel
+    blocks: int
+    before: bytes
+    after: bytes
+    matrix: tuple[int, int, int, int]  # rows, columns, stride and box of X
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    wanted: Experts,
+    tokens: int,
+    token_stride: int,
+    segments: tuple[int, ...],
+    scales_each: int,
+    limit: float,
+    device: int,
+) -> _Prepared:
+    """Made once, because it takes longer than a launch."""
+    plan = choose(wanted, tokens)
+    assert plan is not None
+    kernel = loaded(plan, ARCH)
+    resident = kernel.prepare(device)
+    ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
+    cuts = (*ends, *NO_CUTS[len(ends) :])
+    after = _AFTER.pack(
+        tokens,
+        wanted.experts,
+        wanted.columns // 64,
+        wanted.rows // 16,
+        -(-wanted.rows // plan.rows),
+        token_stride,
+        scales_each,
+        *cuts,
+        not segments and scales_each > 1,
+        16,
+        limit,
+    )
+    before = _BEFORE.pack(tokens, wanted.columns, b"")
+    matrix = (tokens, wanted.columns, token_stride, plan.token_block)
+    return _Prepared(kernel, resident, before, after, matrix)
+
+
+def _launch(
+    wanted: Experts,
+    x: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    segments: tuple[int, ...],
+    row_weight: torch.Tensor | None,
+    limit: float,
+    out: torch.Tensor,
+) -> None:
+    """On the current device."""
+    codes, scales, global_scale, offsets = parts
+    index = x.device.index
+    fixed = (segments, global_scale.shape[-1], limit, index)
+    launch = _prepared(wanted, x.shape[0], x.stride(0), *fixed)
+    start = x.data_ptr()
+    addresses = _ADDRESSES.pack(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        global_scale.data_ptr(),
+        start,
+        0 if row_scale is None else row_scale.data_ptr(),
+        0 if row_weight is None else row_weight.data_ptr(),
+        out.data_ptr(),
+        offsets.data_ptr(),
+    )
+    packed = tensor_map(start, *launch.matrix) + launch.before + addresses + launch.after
+    launch.kernel.launch(launch.blocks, stream_of(index), PARAMETERS, packed)
+
+
+def plans(experts: Experts, max_tokens: int) -> list[GroupedPlan]:
+    """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
+    stand, tokens = [], 1
+    while tokens < max_tokens:
+        stand.append(tokens)
+        tokens = counted_as(tokens + 1)
+    found = (choose(experts, count) for count in [*stand, max_tokens])
+    return list(dict.fromkeys(plan for plan in found if plan is not None))

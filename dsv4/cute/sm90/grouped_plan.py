@@ -1,0 +1,146 @@
+"""Which configuration of the kernel in ``grouped`` a product takes; needs no compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cute.sm90.many_plan import ManyPlan, candidates, depth_of, step_cycles
+
+MOST_EXPERTS = 512
+_PROCESSORS = 132  # of an H200
+# More than a dense product has: an expert's tokens should fit one tile, whatever their number.
+_TOKEN_BLOCKS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+_TABLE_BYTES = 8 * (MOST_EXPERTS + 2)
+
+
+class Experts(NamedTuple):
+    """What a kernel depends on beside the number of rows of X.
+
+    Attributes:
+        rows: N of an expert, a multiple of 16.
+        columns: K, a multiple of 128.
+        experts: How many.
+        float32_out: Whether the result is float32, else bfloat16.
+        row_scaled: Whether every row of X has a scale of its own (quantised activations).
+        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        row_weighted: Whether that is multiplied by a weight of the row of X.
+    """
+
+    rows: int
+    columns: int
+    experts: int
+    float32_out: bool
+    row_scaled: bool
+    swiglu: bool = False
+    row_weighted: bool = False
+
+
+@dataclass(frozen=True)
+class GroupedPlan(ManyPlan):
+    """One configuration of the kernel; ``blocks`` is 1.
+
+    Attributes:
+        row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
+    """
+
+    row_weighted: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Where the kernel's class is."""
+        return "dsv4.cute.sm90.grouped:GroupedKernel"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; with tables of the experts' tiles and first rows."""
+        return super().shared_bytes + _TABLE_BYTES
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def choose(wanted: Experts, tokens: int) -> GroupedPlan | None:
+    """The configuration for a number of rows of X, None if there is none.
+
+    How many of them each expert has is known on the GPU alone, so the choice supposes that they
+    were drawn uniformly; the result is right for any routing.
+    """
+    return _chosen(wanted, counted_as(tokens))
+
+
+@functools.cache
+def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | None:
+    if wanted.experts > MOST_EXPERTS:
+        return None
+    found = min(
+        _candidates(wanted),
+        key=lambda plan: _cycles(plan, wanted, tokens),
+        default=None,
+    )
+    if found is None:
+        return None
+    return GroupedPlan(
+        found.token_block,
+        found.warpgroups,
+        1,
+        found.depth,
+        wanted.float32_out,
+        wanted.row_scaled,
+        wanted.swiglu,
+        wanted.row_weighted,
+    )
+
+
+def _candidates(wanted: Experts) -> Iterator[ManyPlan]:
+    rows, columns = wanted.rows, wanted.columns
+    kind = (wanted.float32_out, wanted.row_scaled)
+    for plan in candidates(rows, rows, columns, _TOKEN_BLOCKS[-1], *kind, _TOKEN_BLOCKS):
+        if plan.blocks > 1:
+            continue
+        if plan.warpgroups == 3 and plan.token_block >= 80:
+            # Finding the expert takes a few registers more than a dense product has left here.
+            depth = depth_of(columns // 64, 1, plan.depth - 2)
+            if not depth:
+                continue
+            plan = dataclasses.replace(plan, depth=depth)
+        yield plan
+
+
+def _cycles(plan: ManyPlan, wanted: Experts, tokens: int) -> float:
+    """Estimated cycles: tiles of all experts, in rounds while there are few."""
+    of_tokens = wanted.experts * _tiles_of_one(tokens / wanted.experts, plan.token_block)
+    tiles = of_tokens * -(-wanted.rows // plan.rows)
+    rounds = tiles / _PROCESSORS
+    if rounds < 8:
+        rounds = math.ceil(rounds)
+    results = plan.token_block * plan.warpgroups
+    return rounds * (371 + wanted.columns // 64 * step_cycles(plan, 1.0) + 10.3 * results)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_of_one(mean: float, block: int) -> float:
+    """Expected tiles of ``block`` tokens for a number of them that is Poisson distributed."""
+    return sum(_more_than(mean, k * block) for k in range(int(mean + 8 * mean**0.5) // block + 2))
+
+
+def _more_than(mean: float, count: int) -> float:
+    """Probability of more than ``count``."""
+    if mean > 200:  # normal, near enough
+        return 0.5 * math.erfc((count + 0.5 - mean) / math.sqrt(2 * mean))
+    term = below = math.exp(-mean)
+    for i in range(1, count + 1):
+        term *= mean / i
+        below += term
+    return max(0.0, 1.0 - below)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def counted_as(tokens: int) -> int:
+    """The number of rows that stands for this one: powers of two and the middles between them."""
+    if tokens <= 4:
+        return max(tokens, 1)
+    power = 1 << (tokens - 1).bit_length()  # at least tokens
+    return power * 3 // 4 if tokens <= power * 3 // 4 else power

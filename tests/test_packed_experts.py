@@ -1,0 +1,325 @@
+"""Products of sorted rows with experts in fragments, and their SwiGLU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dsv4 import dispatch
+from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
+from dsv4.bench.problem import Problem
+from dsv4.cute.grouped_gemm import plans
+from dsv4.cute.sm90.grouped_plan import Experts, choose
+from dsv4.formats import FRAGMENTS
+from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.testing import strategies
+from dsv4.testing.assertions import (
+    assert_bitwise,
+    assert_pure,
+    assert_within_budget,
+    gemm_budget,
+)
+
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
+LIMITS = st.sampled_from([None, 0.5, 10.0])
+# What the host may choose for any number of rows; small counts of experts keep tests quick.
+LOADS = [1, 2, 30, 70, 130, 260, 600]
+
+
+def weights_of(seed, experts, rows, columns, device, scales="one"):
+    """Packed experts, global scales of their own: one each, gate and up in segments, or per row."""
+    weight = quantize(strategies.normal(seed, (experts, rows, columns)), scaling="weight")
+    count = {"one": 1, "segments": 2, "rows": rows}[scales]
+    drawn = torch.rand(experts, count, generator=strategies.generator(seed)) + 0.5
+    segments = (rows // 2, rows - rows // 2) if scales == "segments" else ()
+    weight = dataclasses.replace(weight, global_scale=drawn, segments=segments)
+    return weight.to(device).with_layout(FRAGMENTS)
+
+
+def sorted_rows(seed, counts, spare, columns, device):
+    """Rows and offsets; those of no expert hold NaN."""
+    x = strategies.normal(seed, (sum(counts) + spare, columns), torch.bfloat16)
+    x[sum(counts) :] = math.nan
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    return x.to(device), offsets.to(device)
+
+
+@st.composite
+def loads(draw, experts, most):
+    """Numbers of rows: empty experts, one with all, and uneven ones."""
+    if draw(st.booleans()):
+        counts = [0] * experts
+        counts[draw(st.integers(0, experts - 1))] = draw(st.integers(0, most))
+        return counts
+    return draw(st.lists(st.integers(0, most // experts), min_size=experts, max_size=experts))
+
+
+def check_product(x, weight, offsets, activation, dtype):
+    """Within the budget of float32 sums of every expert's product; zeros after the last."""
+    got = grouped_gemm(x, weight, offsets, activation=activation, out_dtype=dtype)
+    dense = dequantize(weight, torch.float64)
+    start = 0
+    for expert, end in enumerate(offsets.tolist()[1:]):
+        left = x[start:end]
+        if activation == "nvfp4":
+            left = dequantize(quantize(left, scaling="token"), torch.float64)
+        left, right = left.double(), dense[expert]
+        budget = gemm_budget(left, right, dtype)
+        assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")
+        start = end
+    assert_bitwise(got[start:], torch.zeros_like(got[start:]), "rows of no expert")
+
+
+def check_swiglu(x, weight, offsets, limit, **options):
+    got = grouped_gemm_swiglu(x, weight, offsets, limit, **options)
+    assert got.shape == (x.shape[0], weight.rows // 2)
+    problem = Problem(grouped_gemm_swiglu, (x, weight, offsets, limit), options, judge, 0)
+    verdict = judge(problem, (got,), problem.widened().run("reference"))
+    assert verdict.match, verdict.message
+    end = int(offsets[-1])
+    assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
+
+
+class TestValues:
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 40),
+        spare=st.integers(0, 3),
+        tiles=st.integers(1, 3),
+        columns=st.integers(1, 2),
+        activation=ACTIVATIONS,
+        scales=st.sampled_from(["one", "segments", "rows"]),
+        dtype=DTYPES,
+    )
+    def test_product(self, device, seed, counts, spare, tiles, columns, activation, scales, dtype):
+        weight = weights_of(seed, 5, 16 * tiles, 128 * columns, device, scales)
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128 * columns, device)
+        check_product(x, weight, offsets, activation, dtype)
+
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 40),
+        spare=st.integers(0, 3),
+        tiles=st.integers(1, 3),
+        limit=LIMITS,
+        activation=ACTIVATIONS,
+        weighted=st.booleans(),
+        dtype=DTYPES,
+    )
+    def test_swiglu(self, device, seed, counts, spare, tiles, limit, activation, weighted, dtype):
+        weight = weights_of(seed, 5, 16 * tiles, 128, device, "rows")
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        row_weight = None
+        if weighted:
+            row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device)
+        check_swiglu(
+            x, weight, offsets, limit, activation=activation, row_weight=row_weight, out_dtype=dtype
+        )
+
+    @given(seed=strategies.seeds(), counts=loads(3, 20), limit=LIMITS)
+    def test_an_expert_is_the_dense_operator(self, seed, counts, limit):
+        """In the reference bit for bit: gate in even rows, up in odd ones, the one-sided clamp."""
+        weight = weights_of(seed, 3, 32, 128, "cpu", "rows")
+        x, offsets = sorted_rows(seed, counts, 2, 128, "cpu")
+        got = grouped_gemm_swiglu(x, weight, offsets, limit)
+        start = 0
+        for expert, end in enumerate(offsets.tolist()[1:]):
+            want = gemm_swiglu(x[start:end], weight[expert], limit)
+            assert_bitwise(got[start:end], want, f"expert {expert}")
+            start = end
+
+    @given(seed=strategies.seeds(), kind=st.sampled_from([math.nan, math.inf, -math.inf]))
+    def test_a_bad_row_is_alone(self, device, seed, kind):
+        weight = weights_of(seed, 3, 48, 128, device)
+        x, offsets = sorted_rows(seed, [3, 0, 4], 0, 128, device)
+        clean = grouped_gemm(x, weight, offsets), grouped_gemm_swiglu(x, weight, offsets, 10.0)
+        x[3, seed % 128] = kind
+        got = grouped_gemm(x, weight, offsets), grouped_gemm_swiglu(x, weight, offsets, 10.0)
+        keep = torch.arange(7, device=device) != 3
+        for one, other in zip(got, clean, strict=True):
+            assert bool(one[3].isnan().all())
+            assert_bitwise(one[keep], other[keep], "the other rows")
+
+    @given(seed=strategies.seeds(), counts=loads(4, 30))
+    def test_experts_may_be_relabelled(self, device, seed, counts):
+        weight = weights_of(seed, 4, 32, 128, device)
+        x, offsets = sorted_rows(seed, counts, 0, 128, device)
+        got = grouped_gemm(x, weight, offsets)
+        order = torch.randperm(4, generator=strategies.generator(seed))
+        pieces = torch.arange(sum(counts)).split(counts)
+        rows = torch.cat([pieces[i] for i in order.tolist()]).to(device)
+        moved, bounds = sorted_rows(seed, [counts[i] for i in order.tolist()], 0, 128, device)
+        moved = x[rows]
+        order = order.to(device)
+        other = dataclasses.replace(
+            weight,
+            codes=weight.codes[order],
+            scales=weight.scales[order],
+            global_scale=weight.global_scale[order],
+        )
+        assert_bitwise(grouped_gemm(moved, other, bounds), got[rows], "product")
+
+
+class TestContract:
+    def test_no_rows(self, device):
+        weight = weights_of(0, 3, 32, 128, device)
+        for rows in (0, 5):
+            x, offsets = sorted_rows(0, [0, 0, 0], rows, 128, device)
+            assert_bitwise(
+                grouped_gemm(x, weight, offsets), x.new_zeros(rows, 32), "rows of no expert"
+            )
+            got = grouped_gemm_swiglu(x, weight, offsets, 10.0)
+            assert_bitwise(got, x.new_zeros(rows, 16), "rows of no expert")
+
+    def test_a_pure_operator(self, device):
+        weight = weights_of(0, 2, 32, 128, device)
+        x, offsets = sorted_rows(0, [1, 2], 1, 128, device)
+        call = dispatch.arguments(grouped_gemm_swiglu, x, weight, offsets, 10.0)
+        assert_pure(torch.ops.dsv4.grouped_gemm_swiglu, *call.args, "auto")
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"limit": 0.0}, ValueError, "limit is 0.0"),
+            ({"limit": math.nan}, ValueError, "limit is nan"),
+            ({"row_weight": torch.ones(2)}, ValueError, r"row_weight has shape \[2\]"),
+            ({"row_weight": torch.ones(3).int()}, TypeError, "row_weight has dtype int32"),
+            ({"weight": torch.ones(2, 5, 128)}, ValueError, "weight has 5 rows"),
+            ({"offsets": torch.zeros(3)}, TypeError, "offsets has dtype float32"),
+            ({"x": torch.ones(3, 64)}, ValueError, "64 columns, wanted 128"),
+        ],
+    )
+    def test_wrong_arguments_are_named(self, changes, error, words):
+        x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
+        arguments = {
+            "x": x,
+            "weight": weights_of(0, 2, 32, 128, "cpu"),
+            "offsets": offsets,
+            "limit": 10.0,
+            **changes,
+        }
+        with pytest.raises(error, match=words):
+            grouped_gemm_swiglu(**arguments)
+
+    def test_dispatch_says_why(self):
+        x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
+        found = dispatch.explain(grouped_gemm, x, weights_of(0, 2, 32, 128, "cpu"), offsets)
+        assert [name for name, _ in found.candidates] == ["cute", "reference"]
+        assert found.chosen == "reference"
+
+
+class TestPlans:
+    @pytest.mark.parametrize(
+        ("rows", "columns"), [(6144, 7168), (7168, 3072), (4096, 4096), (48, 128)]
+    )
+    @pytest.mark.parametrize("experts", [1, 48, 256, 384, 512])
+    def test_every_number_of_rows_has_one(self, rows, columns, experts):
+        for swiglu in (False, True):
+            wanted = Experts(rows, columns, experts, False, False, swiglu)
+            found = plans(wanted, 8192 * 6)
+            assert 1 <= len(found) <= 12
+            for tokens in (1, 5, 6, 100, 777, 8192 * 6):
+                plan = choose(wanted, tokens)
+                assert plan in found
+                assert columns // 64 % plan.depth == 0
+                assert plan.blocks == 1
+                assert plan.shared_bytes <= 227 * 1024
+
+    def test_more_rows_of_an_expert_take_larger_tiles(self):
+        wanted = Experts(6144, 7168, 384, False, False, True)
+        blocks = [choose(wanted, 384 * load).token_block for load in (1, 8, 40, 64, 128)]
+        assert blocks == sorted(blocks)
+        assert blocks[0] == 16
+        assert blocks[-1] >= 128
+
+    def test_none_for_what_the_kernel_cannot_do(self):
+        assert choose(Experts(32, 192, 4, False, False), 10) is None
+        assert choose(Experts(32, 128, 513, False, False), 10) is None
+
+
+@pytest.mark.gpu
+class TestKernel:
+    """Shapes at which tiles end anywhere, on the GPU's own kernel."""
+
+    @given(
+        seed=strategies.seeds(),
+        experts=st.integers(1, 40),
+        load=st.sampled_from(LOADS),
+        tiles=st.integers(1, 40),
+        columns=st.integers(1, 6),
+        activation=ACTIVATIONS,
+        dtype=DTYPES,
+    )
+    @example(0, 40, 1, 30, 4, "bf16", torch.bfloat16)
+    @example(0, 3, 600, 24, 6, "bf16", torch.bfloat16)
+    @example(0, 8, 70, 24, 4, "nvfp4", torch.bfloat16)
+    @example(0, 8, 130, 24, 4, "bf16", torch.float32)
+    def test_product(self, seed, experts, load, tiles, columns, activation, dtype):
+        draw = torch.randint(0, 2 * load, (experts,), generator=strategies.generator(seed))
+        weight = weights_of(seed, experts, 16 * tiles, 128 * columns, "cuda")
+        x, offsets = sorted_rows(seed, draw.tolist(), 3, 128 * columns, "cuda")
+        assert dispatch.explain(grouped_gemm, x, weight, offsets).chosen == "cute"
+        check_product(x, weight, offsets, activation, dtype)
+
+    @given(
+        seed=strategies.seeds(),
+        experts=st.integers(1, 40),
+        load=st.sampled_from(LOADS),
+        tiles=st.integers(1, 40),
+        columns=st.integers(1, 6),
+        weighted=st.booleans(),
+    )
+    @example(0, 40, 1, 30, 4, True)
+    @example(0, 8, 70, 24, 4, True)
+    @example(0, 8, 130, 24, 4, False)
+    def test_swiglu(self, seed, experts, load, tiles, columns, weighted):
+        draw = torch.randint(0, 2 * load, (experts,), generator=strategies.generator(seed))
+        weight = weights_of(seed, experts, 16 * tiles, 128 * columns, "cuda", "rows")
+        x, offsets = sorted_rows(seed, draw.tolist(), 2, 128 * columns, "cuda")
+        row_weight = strategies.normal(seed, (x.shape[0],)).cuda() if weighted else None
+        check_swiglu(x, weight, offsets, 10.0, row_weight=row_weight)
+
+    @pytest.mark.parametrize("tokens", [12, 400])
+    def test_one_graph_serves_any_routing(self, tokens):
+        weight = weights_of(0, 16, 512, 512, "cuda", "rows")
+        x, offsets = sorted_rows(0, [tokens] + [0] * 15, 0, 512, "cuda")
+        grouped_gemm_swiglu(x, weight, offsets, 10.0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = grouped_gemm_swiglu(x, weight, offsets, 10.0)
+        for seed in range(200):
+            ids = torch.randint(0, 17, (tokens,), generator=strategies.generator(seed))
+            if seed % 3 == 0:
+                ids = ids % 3
+            counts = torch.bincount(ids, minlength=17)[:16]
+            offsets.copy_(torch.tensor([0, *counts.cumsum(0).tolist()]).int())
+            x.copy_(strategies.normal(seed, x.shape, torch.bfloat16))
+            out.fill_(math.nan)
+            graph.replay()
+            assert_bitwise(out, grouped_gemm_swiglu(x, weight, offsets, 10.0), f"routing {seed}")
+
+    def test_a_row_has_the_same_bits_as_in_another_batch_of_that_size(self):
+        weight = weights_of(0, 4, 256, 512, "cuda")
+        x, offsets = sorted_rows(0, [5, 40, 0, 19], 0, 512, "cuda")
+        got = grouped_gemm(x, weight, offsets)
+        alone, bounds = x.clone(), torch.tensor([0, 0, 40, 40, 40]).int().cuda()
+        alone[:40] = x[5:45]
+        assert_bitwise(grouped_gemm(alone, weight, bounds)[:40], got[5:45], "rows of one expert")
+
+    def test_one_expert_within_the_budget_of_the_dense_kernel(self):
+        weight = weights_of(0, 3, 768, 512, "cuda")
+        x, offsets = sorted_rows(0, [0, 300, 0], 0, 512, "cuda")
+        got = grouped_gemm(x, weight, offsets, out_dtype=torch.float32)
+        want = gemm(x, weight[1], out_dtype=torch.float32)
+        left, right = x.double(), dequantize(weight, torch.float64)[1]
+        budget = gemm_budget(left, right, torch.float32)
+        assert_within_budget(got, want.double(), 2 * budget, "product")
