@@ -20,8 +20,10 @@ import pytest
 pytest.importorskip("cutlass")
 triton = pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm  # noqa: E402
+from dsv4.cute import _images, gemm, grouped_gemm  # noqa: E402
+from dsv4.cute.sm90 import grouped_plan  # noqa: E402
 from dsv4.cute.sm90.few_plan import FewPlan, few_plan  # noqa: E402
+from dsv4.cute.sm90.grouped_plan import Experts, GroupedPlan  # noqa: E402
 from dsv4.cute.sm90.many_plan import ManyPlan  # noqa: E402
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts  # noqa: E402
 
@@ -46,6 +48,10 @@ MATRICES = [
     (8192, 1024, 1),
 ]
 
+# Experts, intermediate and hidden size: Pro's, Flash's, and an eighth of Pro's experts.
+ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
+TOP_K = 6
+
 
 def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
     tiles = rows // 16
@@ -69,6 +75,31 @@ def plans_of_many():
         for tokens in token_counts(8192)
     }
     return sorted((plan for plan in found if isinstance(plan, ManyPlan)), key=repr)
+
+
+def routed_kinds(experts, inner, hidden):
+    """Both products of routed experts, with scales of rows, weights of them, float32 results."""
+    for scaled, other in ((False, False), (False, True), (True, True)):
+        yield Experts(2 * inner, hidden, experts, False, scaled, True, other)
+        yield Experts(hidden, inner, experts, other, scaled and other)
+    yield Experts(hidden, inner, experts, False, True)
+
+
+def plans_of_experts():
+    """What routed experts take for these numbers of tokens; every tile they take for others."""
+    every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
+    found = {
+        grouped_plan.choose(wanted, TOP_K * tokens)
+        for wanted in every
+        for tokens in (1, 8, 64, 512, 4096, 32768)
+    }
+    tiles = {(plan.token_block, plan.warpgroups) for plan in found}
+    for wanted in every:
+        for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
+            if (plan.token_block, plan.warpgroups) not in tiles:
+                tiles.add((plan.token_block, plan.warpgroups))
+                found.add(plan)
+    return sorted(found, key=repr)
 
 
 def inspected(cubin, folder):
@@ -121,6 +152,29 @@ def test_many_tokens(plan, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", plans_of_experts(), ids=repr)
+def test_routed_experts(plan, tmp_path):
+    image = _images.compile_image(plan, "sm_90a")
+    numbers, instructions = inspected(image.cubin, tmp_path)
+
+    def count(name):
+        return sum(i.startswith(name) for i in instructions)
+
+    assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+    assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
+    assert numbers["REG"] * plan.threads <= REGISTER_FILE
+    assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+    assert count("HGMMA") == 4 * plan.depth
+    assert count("WARPGROUP.DEPBAR") == plan.depth + 1
+    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+    assert count("UTMALDG.2D")
+    assert count("STG.E.128"), "rows that no expert owns are filled by 16 bytes"
+    assert "ACQBULK" in instructions, "offsets are the kernel before's"
+    assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
+    assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("float32_out", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 256, 512, 4096])
 def test_swiglu(tokens, float32_out, tmp_path):
@@ -136,10 +190,20 @@ def test_swiglu(tokens, float32_out, tmp_path):
         assert sum(i.startswith("HGMMA") for i in instructions) == 4 * plan.depth
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
-def test_parameters_lie_where_the_kernel_reads_them(tokens, tmp_path):
+@pytest.mark.parametrize(
+    ("plan", "packed"),
+    [
+        (choose(Product(6144, 7168, 1, False, False), 1), gemm.FEW_PARAMETERS),
+        (choose(Product(6144, 7168, 1, False, False), 64), gemm.MANY_PARAMETERS),
+        (
+            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384),
+            grouped_gemm.PARAMETERS,
+        ),
+    ],
+    ids=["few", "many", "grouped"],
+)
+def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
     """The bytes that are packed for a launch, against what the compiled kernel declares."""
-    plan = choose(Product(6144, 7168, 1, False, False), tokens)
     module, name = plan.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)(**dataclasses.asdict(plan))
     made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
@@ -152,7 +216,6 @@ def test_parameters_lie_where_the_kernel_reads_them(tokens, tmp_path):
         end = start + width
         offsets.append(start)
         sizes.append(width)
-    packed = gemm.FEW_PARAMETERS if tokens == 1 else gemm.MANY_PARAMETERS
     assert packed.offsets == offsets
     assert [struct.calcsize(kind) for kind in packed.kinds] == sizes
     assert packed.size == end
@@ -171,6 +234,34 @@ def test_plans_of_many_tokens_fit_their_matrix():
                 assert plan.blocks == 1 or plan.stages * plan.x_bytes >= sums
             else:
                 assert tokens <= 16
+
+
+def test_plans_of_experts_fit_their_matrix():
+    for sizes in ROUTED:
+        for wanted in routed_kinds(*sizes):
+            found = grouped_gemm.plans(wanted, 4096 * TOP_K)
+            assert found == list(dict.fromkeys(found))
+            for plan in found:
+                assert isinstance(plan, GroupedPlan)
+                assert wanted.columns // 64 % plan.depth == 0
+                assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
+                kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
+                assert kind == wanted[3:]
+            chosen = {grouped_plan.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)}
+            assert chosen <= set(found)
+
+
+def test_too_many_experts_have_no_plan():
+    most = Experts(256, 256, grouped_plan.MOST_EXPERTS, False, False)
+    assert grouped_plan.choose(most, 64) is not None
+    assert grouped_plan.choose(most._replace(experts=most.experts + 1), 64) is None
+
+
+def test_rows_of_experts_stand_for_others():
+    counted = [grouped_plan.counted_as(rows) for rows in range(1, 5000)]
+    assert counted == sorted(counted)
+    assert all(found >= rows for rows, found in enumerate(counted, 1))
+    assert all(2 * rows >= found for rows, found in enumerate(counted, 1))
 
 
 def test_numbers_of_tokens_stand_for_others():
