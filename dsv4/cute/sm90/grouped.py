@@ -21,16 +21,15 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._experts import all_tiles, clear_lines, count_tiles, find_expert, last_row
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, GroupedPlan
 from dsv4.cute.sm90.many import COPY_REGISTERS, ManyKernel
 
 Value = Any
-_BISECTIONS = MOST_EXPERTS.bit_length()
 
 
 class GroupedKernel(GroupedPlan, ManyKernel):
@@ -187,6 +186,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         empty = full + 8 * self.stages
         tiles_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
+        table = (tiles_at, rows_at, experts)
         cute.arch.griddepcontrol_launch_dependents()
         if warp == self.mma_warps and lane < self.stages:
             ptx.barrier_init(full + Uint32(lane * 8), 1)
@@ -194,9 +194,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             ptx.fence_barrier_init()
         cute.arch.griddepcontrol_wait()
         if warp == 0:
-            self._count(offsets, experts, tiles_at, rows_at, lane)
+            count_tiles(offsets, table, self.token_block, lane)
         cute.arch.sync_threads()
-        order = (tiles_at, rows_at, experts, row_blocks)
+        order = (table, row_blocks)
 
         if warp >= self.mma_warps:
             cute.arch.setmaxregister_decrease(COPY_REGISTERS)
@@ -221,9 +221,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     )
                     tile += stride
             else:
-                end = ptx.load_shared_int(rows_at + Uint32(experts * 4))
-                idle = thread - 32 * (self.mma_warps + 1)
-                self._clear(out, (end + first, tokens, stride), row_tiles, idle)
+                lines = (last_row(table) + first, tokens, stride)
+                vectors = row_tiles * (self.tile_bytes // 16)
+                clear_lines(out, lines, vectors, thread - 32 * (self.mma_warps + 1), 96)
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
             slice_ = mma.get_slice(thread)
@@ -281,77 +281,21 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         """Bytes of a token's results in a tile of 16 rows."""
         return self.tile_outputs * (4 if self.float32_out else 2)
 
-    @cute.jit
-    def _count(
-        self, offsets: Value, experts: Value, tiles_at: Value, rows_at: Value, lane: Value
-    ) -> None:
-        """A warp: tiles of tokens before each expert, and the first row of each; of all, the end.
-
-        Offsets that are out of order, or beyond the rows there are, are the caller's to avoid.
-        """
-        before = Int32(0)
-        for base in cutlass.range(0, experts, 32, unroll=1):
-            expert = base + lane
-            place = offsets + Int64(cutlass.min(expert, experts - 1)) * 4
-            begin = Int32(ptx.load_global(place))
-            end = Int32(ptx.load_global(place + 4))
-            tiles = cutlass.max(end - begin + (self.token_block - 1), 0) // self.token_block
-            if expert >= experts:
-                tiles = Int32(0)
-            running = tiles
-            for power in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_op(
-                    running, 1 << power, mask_and_clamp=0, kind=nvvm.ShflKind.up
-                )
-                if lane >= (1 << power):
-                    running = running + other
-            if expert < experts:
-                ptx.store_shared_int(tiles_at + Uint32(expert * 4), before + running - tiles)
-                ptx.store_shared_int(rows_at + Uint32(expert * 4), begin)
-            if expert == experts - 1:
-                ptx.store_shared_int(rows_at + Uint32(experts * 4), end)
-            before = before + cute.arch.shuffle_sync(running, 31)
-        if lane == 0:
-            ptx.store_shared_int(tiles_at + Uint32(experts * 4), before)
-
     def _total(self, order: Value) -> Value:
-        """Tiles of all experts; read anew each time, so that no register has to keep it."""
-        tiles_at, _, experts, row_blocks = order
-        return ptx.load_shared_int(tiles_at + Uint32(experts * 4)) * row_blocks
+        """Tiles of all experts' rows and columns of results."""
+        table, row_blocks = order
+        return all_tiles(table) * row_blocks
 
     @cute.jit
     def _find(self, tile: Value, order: Value) -> Value:
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
-        tiles_at, rows_at, experts, row_blocks = order
-        token_tile = cutlass.max(tile, 0) // row_blocks
-        low, high = Int32(0), experts
-        for _ in cutlass.range(_BISECTIONS, unroll=1):
-            middle = (low + high) // 2
-            if high - low > 1:
-                if ptx.load_shared_int(tiles_at + Uint32(middle * 4)) <= token_tile:
-                    low = middle
-                else:
-                    high = middle
-        begin = ptx.load_shared_int(tiles_at + Uint32(low * 4))
-        tiles = cutlass.max(ptx.load_shared_int(tiles_at + Uint32(low * 4 + 4)) - begin, 1)
-        rest = cutlass.max(tile, 0) - begin * row_blocks
+        table, row_blocks = order
+        tile = cutlass.max(tile, 0)
+        expert, before, tiles, start, end = find_expert(tile // row_blocks, table)
+        rest = tile - before * row_blocks
         row_block = rest // tiles
-        start = ptx.load_shared_int(rows_at + Uint32(low * 4))
-        start = start + (rest - row_block * tiles) * self.token_block
-        end = ptx.load_shared_int(rows_at + Uint32(low * 4 + 4))
-        return low, row_block, start, end - start
-
-    @cute.jit
-    def _clear(self, out: Value, lines: Value, row_tiles: Value, idle: Value) -> None:
-        """Zeros in the lines, every ``stride``-th, by the threads of three warps."""
-        line, tokens, stride = lines
-        vectors = row_tiles * (self.tile_bytes // 16)
-        zero = Uint32(0)
-        while line < tokens:
-            at = out + Int64(line) * vectors * 16
-            for vector in cutlass.range(idle, vectors, 96, unroll=1):
-                ptx.store_global4(at + Int64(vector) * 16, [zero, zero, zero, zero])
-            line += stride
+        start += (rest - row_block * tiles) * self.token_block
+        return expert, row_block, start, end - start
 
     def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
         """Outputs of SwiGLU, two tokens of each tile of 8, times what their tokens weigh."""

@@ -1,0 +1,107 @@
+"""Which expert's rows a tile of a grouped product has, found on the GPU.
+
+Rows are sorted by expert. A block adds up the experts' numbers of tiles of rows into a table in its
+shared memory, once, and finds a tile's expert by bisection. An expert without rows has no tile.
+Offsets that are out of order, or beyond the rows there are, are the caller's to avoid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass._mlir.dialects import nvvm
+
+from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
+
+Value = Any
+_BISECTIONS = MOST_EXPERTS.bit_length()
+
+
+@cute.jit
+def count_tiles(offsets: Value, table: Value, block: cutlass.Constexpr, lane: Value) -> None:
+    """A warp fills a table from the offsets.
+
+    Args:
+        offsets: Address of int32 ``[experts + 1]`` in global memory.
+        table: Addresses of int32 ``[experts + 1]`` in shared memory, for tiles before each expert
+            and for first rows, with the totals as last entries; and the number of experts.
+        block: Rows of a tile.
+        lane: Of the warp.
+    """
+    tiles_at, rows_at, experts = table
+    before = Int32(0)
+    for base in cutlass.range(0, experts, 32, unroll=1):
+        expert = base + lane
+        place = offsets + Int64(cutlass.min(expert, experts - 1)) * 4
+        begin = Int32(ptx.load_global(place))
+        end = Int32(ptx.load_global(place + 4))
+        tiles = cutlass.max(end - begin + (block - 1), 0) // block
+        if expert >= experts:
+            tiles = Int32(0)
+        running = tiles
+        for power in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_op(
+                running, 1 << power, mask_and_clamp=0, kind=nvvm.ShflKind.up
+            )
+            if lane >= (1 << power):
+                running = running + other
+        if expert < experts:
+            ptx.store_shared_int(tiles_at + Uint32(expert * 4), before + running - tiles)
+            ptx.store_shared_int(rows_at + Uint32(expert * 4), begin)
+        if expert == experts - 1:
+            ptx.store_shared_int(rows_at + Uint32(experts * 4), end)
+        before = before + cute.arch.shuffle_sync(running, 31)
+    if lane == 0:
+        ptx.store_shared_int(tiles_at + Uint32(experts * 4), before)
+
+
+def all_tiles(table: Value) -> Value:
+    """Tiles of all experts; read anew each time, so that no register has to keep it."""
+    tiles_at, _, experts = table
+    return ptx.load_shared_int(tiles_at + Uint32(experts * 4))
+
+
+def last_row(table: Value) -> Value:
+    """The row after the last expert's."""
+    _, rows_at, experts = table
+    return ptx.load_shared_int(rows_at + Uint32(experts * 4))
+
+
+@cute.jit
+def find_expert(tile: Value, table: Value) -> Value:
+    """Expert of a tile, tiles before it, its own tiles, its first row and the row after its last.
+
+    Of a tile that there is not, some expert's; its tiles are at least 1 then, too.
+    """
+    tiles_at, rows_at, experts = table
+    low, high = Int32(0), experts
+    for _ in cutlass.range(_BISECTIONS, unroll=1):
+        middle = (low + high) // 2
+        if high - low > 1:
+            if ptx.load_shared_int(tiles_at + Uint32(middle * 4)) <= tile:
+                low = middle
+            else:
+                high = middle
+    before = ptx.load_shared_int(tiles_at + Uint32(low * 4))
+    tiles = cutlass.max(ptx.load_shared_int(tiles_at + Uint32(low * 4 + 4)) - before, 1)
+    first = ptx.load_shared_int(rows_at + Uint32(low * 4))
+    end = ptx.load_shared_int(rows_at + Uint32(low * 4 + 4))
+    return low, before, tiles, first, end
+
+
+@cute.jit
+def clear_lines(
+    out: Value, lines: Value, vectors: Value, thread: Value, threads: cutlass.Constexpr
+) -> None:
+    """Zeros in lines of ``vectors`` 16 bytes: ``(first, end, stride)``, by so many threads."""
+    line, end, stride = lines
+    zero = Uint32(0)
+    while line < end:
+        at = out + Int64(line) * vectors * 16
+        for vector in cutlass.range(thread, vectors, threads, unroll=1):
+            ptx.store_global4(at + Int64(vector) * 16, [zero, zero, zero, zero])
+        line += stride
