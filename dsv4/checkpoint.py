@@ -395,22 +395,4 @@ def _expert_parts(module: Any, expert: int, quantised: bool) -> tuple[Any, Any, 
     if not quantised:
         both = module.gate_up_proj[expert].detach()
         return both[:inner], both[inner:], module.down_proj[expert].detach()
-    both, down = (
-        module.quantized_weight("gate_up_proj")[expert],
-        module.quantized_weight("down_proj"),
-    )
-    return _rows(both, 0, inner), _rows(both, 1, inner), down[expert]
-
-
-def _rows(both: QuantizedTensor, part: int, inner: int) -> QuantizedTensor:
-    """Gate (0) or up (1) of a stack of the two."""
-    rows = slice(part * inner, (part + 1) * inner)
-    step = both.format.block[0]
-    blocks = slice(rows.start // step, rows.stop // step)
-    scales = both.scales
-    if scales.element_size() == 1:
-        scales = scales.view(torch.uint8)[blocks].view(both.scales.dtype)
-    else:
-        scales = scales[blocks]
-    scale = None if both.global_scale is None else both.global_scale[part : part + 1]
-    return QuantizedTensor(both.codes[rows], scales, scale, both.format)
+    return module.get_expert(expert)

@@ -21,6 +21,7 @@ from dsv4.testing import strategies
 from dsv4.testing.models import random_model
 
 SIZES = {"moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 32}
+KINDS = (layers.Linear, layers.DeepseekV4Experts)
 ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
 
@@ -313,9 +314,7 @@ class TestModel:
     def test_everything_is_packed_and_gives_the_same_bits(self, activation):
         model, plain, report = packed_and_not(activation)
         assert report.kept == {}
-        assert report.packed == [
-            name for name, m in plain.named_modules() if isinstance(m, layers.Linear)
-        ]
+        assert report.packed == [n for n, m in plain.named_modules() if isinstance(m, KINDS)]
         inner = "model.layers.0.mlp.shared_experts"
         assert (f"{inner}.gate_proj", f"{inner}.up_proj") in report.joined
         attention = "mtp.0.layer.self_attn"
@@ -341,12 +340,13 @@ class TestModel:
         layers.quantize_(plain, "nvfp4", ["*.self_attn.*", "*.shared_experts.*"])
         model = copy.deepcopy(plain)
         report = layers.pack_(model)
-        linears = {n for n, m in plain.named_modules() if isinstance(m, layers.Linear)}
-        assert set(report.packed) | set(report.kept) == linears
+        found = {n for n, m in plain.named_modules() if isinstance(m, KINDS)}
+        assert set(report.packed) | set(report.kept) == found
         assert not set(report.packed) & set(report.kept)
         assert "wanted nvfp4" in report.kept["lm_head"]
         assert "is 64 x 32, wanted" in report.kept["model.layers.0.mlp.shared_experts.down_proj"]
         assert "model.layers.0.self_attn.q_b_proj" in report.kept
+        assert "are plain, wanted nvfp4" in report.kept["model.layers.0.mlp.experts"]
         ids = torch.arange(20)[None]
         with torch.no_grad():
             assert torch.equal(model(ids), plain(ids))

@@ -216,6 +216,8 @@ class ExpertsSlot(Slot):
         return [entries[name] for e in range(self.count) for name in self.names_of(e)]
 
     def problems(self, entries: Entries, options: Options) -> Iterator[str]:
+        if getattr(self.module, "layout", LINEAR) != LINEAR:
+            yield f"{self.name}: the layer is packed, call dsv4.layers.unpack_ first"
         found = self._entries(entries)
         kinds = {options.format_of(entry) for entry in found}
         if len(kinds) > 1 or any(e.format and len(e.shape) == 3 for e in found):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from dsv4 import fragments
 from dsv4.config import ModelConfig
-from dsv4.formats import Format, QuantizedTensor, format_named
+from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, Format, QuantizedTensor, format_named
+from dsv4.layers._in_place import Writes, apart, packing, unpacking
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -18,13 +21,14 @@ from dsv4.layers._module import (
     quantize_weight,
 )
 from dsv4.layers.observer import AmaxObserver
-from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 _SUFFIXES = ("", "_scale", "_scale_2", "_input_scale")
+_HALF = "half packed"
 
 
 class DeepseekV4Experts(FixedDtypeModule):
@@ -37,27 +41,44 @@ class DeepseekV4Experts(FixedDtypeModule):
 
     With DeepSeek's numerics the routing weight multiplies before the down projection, with
     transformers' after it: equal in exact arithmetic, not after rounding (section 8.2).
+
+    ``pack`` re-lays NVFP4 weights for Hopper's tensor cores, gate and up rows in turn;
+    ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 then. Packed layers round nothing
+    between the first product and SwiGLU, where others round the product to the dtype of
+    ``hidden_states``. State dicts do not know the layout: a packed layer writes what an unpacked
+    one writes, and refuses to load.
+
+    Attributes:
+        format: None for plain weights, else their ``Format``.
+        layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` when packed.
+        activation: ``"bf16"`` leaves the inputs of both products as they are; ``"nvfp4"`` quantises
+            them, with the scales of their expert or, without those, with a scale per row.
     """
 
-    stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s)
+    stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
+    gate_up_row_scale: torch.Tensor | None
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         self.num_experts = config.n_routed_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.numerics = config.numerics
         self.activation = config.activation
         self.format: Format | None = None
+        self.layout = LINEAR
         self.observers: dict[str, AmaxObserver] | None = None
         self.gate_up_proj = empty_weight(
             self.num_experts, 2 * self.intermediate_dim, self.hidden_dim
         )
         self.down_proj = empty_weight(self.num_experts, self.hidden_dim, self.intermediate_dim)
-        for name in sorted(self.stored):
+        for name in sorted(self.stored - {"gate_up_row_scale"}):
             self.register_parameter(name, None)
+        # Of a packed layer [E, 2 I]: gate_up_proj_scale_2 of every row, which products ask for.
+        self.register_buffer("gate_up_row_scale", None, persistent=False)
 
     def forward(
         self,
@@ -79,28 +100,49 @@ class DeepseekV4Experts(FixedDtypeModule):
         """
         order, offsets, places = moe_permute(top_k_index, self.num_experts)
         rows = moe_gather(hidden_states, places)
-        gate_up = self._project("gate_up_proj", rows, offsets)
         weights: torch.Tensor | None = top_k_weights
         row_weight = None
         if self.numerics == "deepseek":
             row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
-        inner = swiglu(gate_up, self.limit, row_weight=row_weight)
+        inner = self._activated(rows, offsets, row_weight)
         out = self._project("down_proj", inner, offsets)
         return moe_combine(out, places, offsets, weights, shared=shared)
 
-    def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        if self.observers is not None:
-            self._observe(name, rows, offsets)
-        if self.format is None:
-            return grouped_gemm(rows, getattr(self, name), offsets)
-        quantises = self.activation == "nvfp4" and self.observers is None
-        return grouped_gemm(
+    def _activated(
+        self, rows: torch.Tensor, offsets: torch.Tensor, row_weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """SwiGLU of the first product, ``[R, I]``."""
+        name = "gate_up_proj"
+        if self.layout == LINEAR:
+            gate_up = self._project(name, rows, offsets)
+            return swiglu(gate_up, self.limit, row_weight=row_weight)
+        activation, scale = self._quantising(name, rows, offsets)
+        return grouped_gemm_swiglu(
             rows,
             self.quantized_weight(name),
             offsets,
-            activation="nvfp4" if quantises else "bf16",
-            input_scale=getattr(self, name + "_input_scale") if quantises else None,
+            self.limit,
+            row_weight=row_weight,
+            activation=activation,
+            input_scale=scale,
         )
+
+    def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        activation, scale = self._quantising(name, rows, offsets)
+        if self.format is None:
+            return grouped_gemm(rows, getattr(self, name), offsets)
+        weight = self.quantized_weight(name)
+        return grouped_gemm(rows, weight, offsets, activation=activation, input_scale=scale)
+
+    def _quantising(
+        self, name: str, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[str, torch.Tensor | None]:
+        """How a product takes its rows, and with which scales; an observer sees them first."""
+        if self.observers is not None:
+            self._observe(name, rows, offsets)
+        if self.activation != "nvfp4" or self.observers is not None:
+            return "bf16", None
+        return "nvfp4", getattr(self, name + "_input_scale")
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
         assert self.observers is not None
@@ -111,27 +153,184 @@ class DeepseekV4Experts(FixedDtypeModule):
     def quantized_weight(self, name: str) -> QuantizedTensor:
         """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``.
 
+        Gate rows come first. Of a packed layer the value is packed, and gate rows are the even
+        ones, up rows the odd ones.
+
         Raises:
             ValueError: if the weights are plain.
         """
         if self.format is None:
             raise ValueError("Experts: the weights are plain, wanted quantised ones")
         global_scale = getattr(self, name + "_scale_2")
-        two = name == "gate_up_proj" and global_scale is not None
-        segments = (self.intermediate_dim, self.intermediate_dim) if two else ()
+        segments: tuple[int, ...] = ()
+        if name == "gate_up_proj" and global_scale is not None:
+            if self.layout == LINEAR:
+                segments = (self.intermediate_dim, self.intermediate_dim)
+            else:
+                global_scale = self.gate_up_row_scale
         return QuantizedTensor(
             getattr(self, name),
             getattr(self, name + "_scale"),
             global_scale,
             self.format,
-            segments=segments,
+            self.layout,
+            segments,
         )
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``gate_up_proj`` or ``down_proj`` as a plain tensor ``[E, N, K]``."""
+        """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
         if self.format is None:
             return getattr(self, name).to(dtype)
-        return dequantize(self.quantized_weight(name), dtype)
+        dense = dequantize(self.quantized_weight(name), dtype)
+        return apart(dense) if self._in_turn(name) else dense
+
+    def _in_turn(self, name: str) -> bool:
+        """Whether the rows are gate and up in turn."""
+        return name == "gate_up_proj" and self.layout != LINEAR
+
+    def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+        """Gate, up and down of one expert as ``set_expert`` takes them, never packed.
+
+        Views of the stack, or of a packed one copies.
+
+        Raises:
+            ValueError: if the weights are plain.
+        """
+        both, down = (self._linear(name, expert) for name in _PROJECTIONS)
+        return self._part(both, 0), self._part(both, 1), down
+
+    def _linear(self, name: str, expert: int) -> QuantizedTensor:
+        """One expert's matrix as an unpacked layer has it."""
+        one = self.quantized_weight(name)[expert].with_layout(LINEAR)
+        if not self._in_turn(name):
+            return one
+        return QuantizedTensor(
+            apart(one.codes),
+            apart(_bytes(one.scales)).view(one.scales.dtype),
+            getattr(self, name + "_scale_2")[expert],
+            one.format,
+            segments=(self.intermediate_dim, self.intermediate_dim),
+        )
+
+    def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
+        """Gate (0) or up (1), a view."""
+        rows = slice(part * self.intermediate_dim, (part + 1) * self.intermediate_dim)
+        step = both.format.block[0]
+        blocks = slice(rows.start // step, rows.stop // step)
+        scale = None if both.global_scale is None else both.global_scale[part : part + 1]
+        return QuantizedTensor(both.codes[rows], both.scales[blocks], scale, both.format)
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Re-lay NVFP4 weights for Hopper's tensor cores, gate and up rows in turn, losing nothing.
+
+        In place, expert by expert: codes and scales stay where they are, and beside them memory
+        holds one expert's gate and up at most and what ``dsv4.fragments`` needs. Whoever else holds
+        the tensors, a state dict for instance, holds packed bytes then. CUDA graphs captured before
+        must be captured again. A packed layer stays as it is.
+
+        Raises:
+            ValueError: if the weights are not NVFP4, a matrix is not a whole number of tiles (16
+                rows, 64 columns), a block scale is negative or the weights are on the meta device;
+                nothing is changed then.
+        """
+        if self.layout == FRAGMENTS:
+            return
+        self._check_packable()
+        scale = self.quantized_weight("gate_up_proj").global_scale
+        assert scale is not None
+        for name in _PROJECTIONS:
+            self._own(name)
+            self._own(name + "_scale")
+        self._rewrite(packing)
+        self._finish(FRAGMENTS, torch.uint8)
+        self.gate_up_row_scale = scale.detach().repeat(1, self.intermediate_dim)
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Undo ``pack``, bit for bit and likewise in place. An unpacked layer stays as it is.
+
+        Raises:
+            ValueError: if ``pack`` or ``unpack`` was interrupted before.
+        """
+        if self.layout == LINEAR:
+            return
+        self._check_whole()
+        self._rewrite(unpacking)
+        self._finish(LINEAR, torch.float8_e4m3fn)
+        self.gate_up_row_scale = None
+
+    def _check_packable(self) -> None:
+        self._check_whole()
+        if self.format != NVFP4:
+            found = "plain" if self.format is None else self.format.name
+            raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {FRAGMENTS!r}")
+        if self.gate_up_proj.is_meta:
+            raise ValueError("Experts: the weights are on the meta device, wanted ones with values")
+        for name in _PROJECTIONS:
+            rows, columns = self.quantized_weight(name).shape[1:]
+            if not fragments.fits(rows, columns):
+                raise ValueError(
+                    f"Experts: a matrix of {name} is {rows} x {columns}, wanted multiples of "
+                    f"{fragments.ROWS} x {fragments.COLUMNS} for layout {FRAGMENTS!r}"
+                )
+            if int(getattr(self, name + "_scale").view(torch.int8).amin()) < 0:
+                raise ValueError(
+                    f"Experts: a block scale of {name} is negative, wanted scales with their sign "
+                    "bit 0"
+                )
+
+    def _check_whole(self) -> None:
+        if self.layout == _HALF:
+            raise ValueError(
+                "Experts: the weights are half packed, pack or unpack was interrupted: "
+                "call to_format and set them again"
+            )
+
+    def _own(self, name: str) -> None:
+        """See to it that a parameter can be written in place."""
+        tensor = getattr(self, name)
+        if not tensor.is_contiguous() or tensor.is_inference():
+            new = tensor.detach().clone(memory_format=torch.contiguous_format)
+            setattr(self, name, frozen(new))
+
+    def _rewrite(self, how: Callable[..., Writes]) -> None:
+        for expert in range(self.num_experts):
+            for name in _PROJECTIONS:
+                codes, scales = (_bytes(getattr(self, name + s))[expert] for s in ("", "_scale"))
+                for target, source in how(codes, scales, pairs=name == "gate_up_proj"):
+                    self.layout = _HALF
+                    target.copy_(source)
+
+    def _finish(self, layout: str, scale_dtype: torch.dtype) -> None:
+        """Say what the bytes are now."""
+        for name in _PROJECTIONS:
+            scales = getattr(self, name + "_scale").detach().view(scale_dtype)
+            setattr(self, name + "_scale", frozen(scales))
+        self.layout = layout
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout == LINEAR:
+            return
+        for name in _PROJECTIONS:
+            codes, scales = (torch.empty_like(getattr(self, name + s)) for s in ("", "_scale"))
+            for expert in range(self.num_experts):
+                one = self._linear(name, expert)
+                codes[expert], scales[expert] = one.codes, _bytes(one.scales)
+            destination[prefix + name] = codes
+            destination[prefix + name + "_scale"] = scales.view(torch.float8_e4m3fn)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        if self.layout == LINEAR:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+            return
+        lists[-1].append(
+            f"{prefix}gate_up_proj: the layer is packed, wanted an unpacked one: call "
+            "dsv4.layers.unpack_ first"
+        )
 
     def to_format(
         self,
@@ -157,7 +356,7 @@ class DeepseekV4Experts(FixedDtypeModule):
                 f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
                 f"{chosen.block[0]}: the {chosen.name} blocks of gate and up would overlap"
             )
-        self.format = chosen
+        self.format, self.layout, self.gate_up_row_scale = chosen, LINEAR, None
         self.stored = DeepseekV4Experts.stored | (set(_PROJECTIONS) if chosen else set())
         for name in _PROJECTIONS:
             self._declare(name, chosen, scale_dtype, input_scale, device)
@@ -208,9 +407,15 @@ class DeepseekV4Experts(FixedDtypeModule):
             input_scales: Activation scales of gate/up and of down, scalars.
 
         Raises:
-            ValueError: if an index, a shape or a format differs; nothing is changed then.
+            ValueError: if an index, a shape or a format differs, or the layer is packed; nothing
+                is changed then.
         """
         inner, hidden = self.intermediate_dim, self.hidden_dim
+        if self.layout != LINEAR:
+            raise ValueError(
+                "Experts: the layer is packed, wanted an unpacked one: call dsv4.layers.unpack_ "
+                "first"
+            )
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"Experts: expert is {expert}, wanted 0..{self.num_experts - 1}")
         self._check_matrix("gate", gate, (inner, hidden))
@@ -273,11 +478,12 @@ class DeepseekV4Experts(FixedDtypeModule):
             self.set_expert(e, gate, up, out)
 
     def extra_repr(self) -> str:
-        """Sizes, format and activation."""
+        """Sizes, format, activation, and the layout of packed weights."""
+        layout = "" if self.layout == LINEAR else f", layout={self.layout}"
         name = "plain" if self.format is None else self.format.name
         return (
             f"{self.num_experts} experts, {self.hidden_dim} -> {self.intermediate_dim}, {name}, "
-            f"activation={self.activation}"
+            f"activation={self.activation}{layout}"
         )
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dsv4.formats import LINEAR
+from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear, join_weights
+
+_KINDS = (Linear, DeepseekV4Experts)
 
 
 @dataclass
@@ -15,8 +18,8 @@ class Packing:
     """What ``pack_`` did.
 
     Attributes:
-        packed: Names of the linear layers that are packed now.
-        joined: Names of those that share one matrix, per matrix.
+        packed: Names of the linear layers and routed experts that are packed now.
+        joined: Names of the linear layers that share one matrix, per matrix.
         kept: Names of the others, and why each is as it was.
     """
 
@@ -26,18 +29,19 @@ class Packing:
 
 
 def pack_(model: nn.Module) -> Packing:
-    """Pack every ``Linear`` that can be, and join what is multiplied together.
+    """Pack every ``Linear`` and ``DeepseekV4Experts`` that can be, and join what goes together.
 
     The values stay bit for bit. Memory holds the model and at most one more copy of one matrix (of
-    a joined one the rows of all its layers). Pack after loading, quantising and moving; CUDA graphs
-    that were captured before must be captured again. Routed experts are not packed.
+    a joined one the rows of all its layers); routed experts change in place, one after another.
+    Packed experts round one step less (``DeepseekV4Experts``). Pack after loading, quantising and
+    moving; CUDA graphs that were captured before must be captured again.
 
     Args:
         model: Any module; changed in place.
     """
     report = Packing()
     for name, layer in model.named_modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, _KINDS):
             try:
                 layer.pack()
                 report.packed.append(name)
@@ -63,7 +67,7 @@ def unpack_(model: nn.Module) -> tuple[str, ...]:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and module.layout != LINEAR
+        if isinstance(module, _KINDS) and module.layout != LINEAR
     }
     for layer in layers.values():
         layer.unpack()
