@@ -17,9 +17,12 @@ from dsv4 import fragments
 from dsv4.config import ModelConfig
 from dsv4.cute import _images
 from dsv4.cute import gemm as cute_gemm
+from dsv4.cute import grouped_gemm as cute_grouped
+from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.formats import NVFP4
 from dsv4.integrations._swap import OutputHead
 from dsv4.layers._pooling import PoolingModule
+from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
 
@@ -59,6 +62,29 @@ class Product:
     activation: str
     out_dtype: torch.dtype
 
+    def plans(self, max_tokens: int) -> list[Any]:
+        """Configurations of all kernels for up to that many tokens."""
+        return cute_gemm.plans(
+            self.rows, self.columns, self.groups, self.activation, self.out_dtype, max_tokens
+        )
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """The same of packed routed experts.
+
+    Attributes:
+        experts: Sizes and kind.
+        top_k: Rows of each token.
+    """
+
+    experts: Experts
+    top_k: int
+
+    def plans(self, max_tokens: int) -> list[Any]:
+        """Configurations of all kernels for up to that many tokens, whatever their experts."""
+        return cute_grouped.plans(self.experts, max_tokens * self.top_k)
+
 
 def warmup(
     model: Any,
@@ -75,8 +101,9 @@ def warmup(
     ``~/.cache/dsv4/kernels``; those of another machine's GPU can be made by naming ``arch``.
 
     Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
-    bfloat16; of a configuration, every linear layer that can be packed, as if all were NVFP4 in a
-    bfloat16 model. Routed experts have no such kernels.
+    bfloat16; of a configuration, every linear layer and all routed experts that can be packed, as
+    if all were NVFP4 in a bfloat16 model. Routed experts whose activations are quantised with
+    stored scales have no such kernels.
 
     Args:
         model: A module, a ``ModelConfig`` or transformers' configuration.
@@ -84,7 +111,7 @@ def warmup(
             with ``arch``, none: the kernels are only compiled.
         arch: ``"sm_90a"``; by default that of the GPU.
         max_tokens: Most tokens of a product. Above 8192 there are no further kernels. A model needs
-            about 30 for up to 64 tokens, to which a decoding batch may be bound, and 55 for all.
+            about 40 for up to 64 tokens, to which a decoding batch may be bound, and 80 for all.
         progress: Whether to show progress on stderr, as a bar if rich is installed.
 
     Returns:
@@ -101,7 +128,7 @@ def warmup(
         raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)
-    plans = [] if chosen is None else kernel_plans(products(model), max_tokens)
+    plans = [] if chosen is None else kernel_plans(every_product(model), max_tokens)
     compiled = 0
     with _progress(len(plans), progress) as advance:
         for plan in plans:
@@ -115,27 +142,58 @@ def warmup(
     return Warmup(len(plans), compiled, time.perf_counter() - start)
 
 
-def kernel_plans(found: Sequence[Product], max_tokens: int) -> list[Any]:
+def kernel_plans(found: Sequence[Product | GroupedProduct], max_tokens: int) -> list[Any]:
     """The configurations of all kernels of these products, each once."""
-    return list(
-        dict.fromkeys(
-            plan
-            for p in found
-            for plan in cute_gemm.plans(
-                p.rows, p.columns, p.groups, p.activation, p.out_dtype, max_tokens
-            )
-        )
-    )
+    return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens)))
+
+
+def every_product(model: Any) -> list[Product | GroupedProduct]:
+    """Those of linear layers and of routed experts."""
+    return [*products(model), *grouped_products(model)]
 
 
 def products(model: Any) -> list[Product]:
     """The products of packed weights, each shape once; see ``warmup`` for which layers count."""
     if isinstance(model, nn.Module):
-        plain = getattr(model, "dtype", torch.bfloat16) != torch.bfloat16
-        return [] if plain else _products(model, lambda layer: layer.format == NVFP4)
+        return [] if _not_bfloat16(model) else _products(model, lambda layer: layer.format == NVFP4)
+    return _products(_empty(model), lambda layer: True)
+
+
+def grouped_products(model: Any) -> list[GroupedProduct]:
+    """The same of packed routed experts."""
+    if isinstance(model, nn.Module):
+        layers = [] if _not_bfloat16(model) else _experts_of(model)
+        layers = [layer for layer in layers if layer.format == NVFP4]
+    else:
+        layers = _experts_of(_empty(model))
+    return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer)))
+
+
+def _not_bfloat16(model: nn.Module) -> bool:
+    return bool(getattr(model, "dtype", torch.bfloat16) != torch.bfloat16)
+
+
+def _empty(config: Any) -> DeepseekV4ForCausalLM:
     with torch.device("meta"):
-        empty = DeepseekV4ForCausalLM(ModelConfig.of(model))
-    return _products(empty, lambda layer: True)
+        return DeepseekV4ForCausalLM(ModelConfig.of(config))
+
+
+def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
+    return [module for module in model.modules() if isinstance(module, DeepseekV4Experts)]
+
+
+def _of_experts(layer: DeepseekV4Experts) -> list[GroupedProduct]:
+    """Of gate and up, and of down; none if the layer cannot be packed."""
+    inner, hidden = layer.intermediate_dim, layer.hidden_dim
+    if not (fragments.fits(2 * inner, hidden) and fragments.fits(hidden, inner)):
+        return []
+    quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
+    found = []
+    if not (quantises and layer.gate_up_proj_input_scale is not None):
+        found.append(Experts(2 * inner, hidden, layer.num_experts, False, quantises, True, weighs))
+    if not (quantises and layer.down_proj_input_scale is not None):
+        found.append(Experts(hidden, inner, layer.num_experts, False, quantises))
+    return [GroupedProduct(experts, layer.num_experts_per_tok) for experts in found]
 
 
 def _products(model: nn.Module, nvfp4: Callable[[Linear], bool]) -> list[Product]:

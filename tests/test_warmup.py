@@ -13,10 +13,12 @@ from torch import nn
 
 import dsv4
 from dsv4 import _warmup, layers
-from dsv4._warmup import Product, kernel_plans, products
+from dsv4._warmup import GroupedProduct, Product, grouped_products, kernel_plans, products
 from dsv4.cute import _images
 from dsv4.cute import gemm as cute_gemm
+from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._driver import Image
+from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.integrations._swap import OutputHead
 from dsv4.testing.models import random_model
 
@@ -63,11 +65,44 @@ def launched(model, monkeypatch):
         )
 
     monkeypatch.setattr(module, "_gemm", record)
+    run_everything(model)
+    return found
+
+
+def run_everything(model):
     with torch.inference_mode():
         model.generate([list(range(1, 20))], 2, stop_ids=())
         ids = torch.arange(1, 20).unsqueeze(0)
         _, streams = model.model(ids)
         model.draft(ids, streams)
+
+
+def launched_of_experts(model, top_k, monkeypatch):
+    """The same of packed experts."""
+    module = importlib.import_module("dsv4.ops.grouped_gemm")
+    found = []
+
+    def recording(name):
+        run = getattr(module, name)
+
+        def record(x, codes, scales, scale, segments, offsets, format, layout, activation, *rest):
+            assert layout == "fragments_16x64"
+            given, *swiglu, out_dtype, _ = rest
+            if given is None:
+                experts, rows, half = codes.shape
+                float32, quantises = out_dtype == torch.float32, activation == "nvfp4"
+                weighed = bool(swiglu) and swiglu[1] is not None
+                kind = (float32, quantises, bool(swiglu), weighed)
+                found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k))
+            return run(
+                x, codes, scales, scale, segments, offsets, format, layout, activation, *rest
+            )
+
+        monkeypatch.setattr(module, name, record)
+
+    recording("_grouped_gemm")
+    recording("_grouped_gemm_swiglu")
+    run_everything(model)
     return found
 
 
@@ -83,6 +118,59 @@ def test_the_products_are_those_that_the_model_runs(numerics, activation, monkey
     assert len(found) == len(set(found))
     assert {p.activation for p in found} >= {activation}
     assert {p.groups for p in found} == {1, config.o_groups}
+
+
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_so_are_those_of_experts(numerics, activation, calibrated, monkeypatch):
+    config = dsv4.ModelConfig.tiny(numerics=numerics, activation=activation, **WHOLE)
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    assert grouped_products(model) == [], "plain"
+    layers.quantize_(model, names=["*.experts"])
+    if calibrated:
+        with layers.calibrate(model):
+            run_everything(model)
+    found = grouped_products(model)
+    assert len(layers.pack_(model).packed) == config.total_layers
+    assert found == grouped_products(model)
+    launched = launched_of_experts(model, config.num_experts_per_tok, monkeypatch)
+    assert set(found) == set(launched)
+    assert len(found) == (0 if calibrated and activation == "nvfp4" else 2)
+    if not calibrated:
+        assert grouped_products(config) == found
+
+
+def test_experts_that_cannot_be_packed_need_no_kernel():
+    config = dsv4.ModelConfig.tiny(moe_intermediate_size=32)
+    experts = layers.DeepseekV4Experts(config).requires_grad_(False)
+    experts.quantize()
+    assert grouped_products(experts) == grouped_products(config) == []
+    model = random_model(dsv4.ModelConfig.tiny(**WHOLE), 0)
+    layers.quantize_(model, names=["*.experts"])
+    assert grouped_products(model) == [], "float32"
+
+
+def test_kernels_of_experts_are_for_every_choice_of_every_token():
+    config = dsv4.ModelConfig.flash()
+    first, second = (p.experts for p in grouped_products(config))
+    assert first == Experts(4096, 4096, 256, False, False, True, True)
+    assert second == Experts(4096, 2048, 256, False, False)
+    for tokens in (1, 64, 8192):
+        wanted = [*cute_grouped.plans(first, 6 * tokens), *cute_grouped.plans(second, 6 * tokens)]
+        assert kernel_plans(grouped_products(config), tokens) == wanted
+    w4a4 = grouped_products(config.replace(activation="nvfp4", numerics="transformers"))
+    assert w4a4[0].experts == Experts(4096, 4096, 256, False, True, True, False)
+    assert w4a4[1].experts == Experts(4096, 2048, 256, False, True)
+
+
+def test_kernels_of_experts_are_compiled_too(compiled):
+    config = dsv4.ModelConfig.tiny(**WHOLE)
+    done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)
+    dense, grouped = (kernel_plans(found(config), 64) for found in (products, grouped_products))
+    assert grouped
+    assert done.kernels == len(dense) + len(grouped)
+    assert compiled == [(plan, "sm_90a") for plan in [*dense, *grouped]]
 
 
 def _plain_names(model):
