@@ -79,10 +79,10 @@ def plans_of_many():
 
 def routed_kinds(experts, inner, hidden):
     """Both products of routed experts, with scales of rows, weights of them, float32 results."""
-    for scaled, other in ((False, False), (False, True), (True, True)):
-        yield Experts(2 * inner, hidden, experts, False, scaled, True, other)
-        yield Experts(hidden, inner, experts, other, scaled and other)
-    yield Experts(hidden, inner, experts, False, True)
+    for scaled, weighted in ((False, False), (False, True), (True, True)):
+        yield Experts(2 * inner, hidden, experts, False, scaled, True, weighted)
+    for float32_out, scaled in ((False, False), (True, False), (False, True)):
+        yield Experts(hidden, inner, experts, float32_out, scaled)
 
 
 def plans_of_experts():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -77,6 +78,16 @@ def parser() -> argparse.ArgumentParser:
     layer.add_argument("--context", type=_positive, default=8192, help="tokens before; 8192")
     _common(layer)
     layer.set_defaults(command=_layer)
+    moe = commands.add_parser("moe", help="routed experts and the block around them, by routing")
+    _sizes(moe, [1, 8, 64, 512, 4096])
+    moe.add_argument(
+        "--routings",
+        type=lambda text: text.split(","),
+        default=["uniform", "zipf", "single"],
+        help="uniform, zipf, single, comma-separated; default all",
+    )
+    _common(moe)
+    moe.set_defaults(command=_moe)
     env = commands.add_parser("env", help="this machine: names, versions, measured rates")
     env.add_argument("--device", default=argparse.SUPPRESS)
     env.set_defaults(command=_env)
@@ -101,9 +112,12 @@ def _common(to: argparse.ArgumentParser) -> None:
     add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
 
 
-def _sizes(to: argparse.ArgumentParser) -> None:
+def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] = (16,)) -> None:
     to.add_argument("--shapes", default="tiny", help=f"{', '.join(PRESETS)}, comma-separated")
-    to.add_argument("--tokens", type=_numbers, default=[16], help="e.g. 1,16,256; default 16")
+    usual = ",".join(map(str, tokens))
+    to.add_argument(
+        "--tokens", type=_numbers, default=list(tokens), help=f"e.g. 1,16,256; default {usual}"
+    )
 
 
 def _positive(text: str) -> int:
@@ -176,11 +190,15 @@ def _print_header(options: argparse.Namespace) -> dict[str, Any]:
     return header
 
 
-def _finish(options: argparse.Namespace, header: dict[str, Any], rows: list[Row]) -> int:
-    """Print and write the rows; the exit status."""
+def _finish(
+    options: argparse.Namespace, header: dict[str, Any], rows: list[Row], table: str | None = None
+) -> int:
+    """Print and write the rows, with a table of one's own or the usual one; the exit status."""
     print()
     if getattr(options, "markdown", False):
         print(report.markdown(rows), end="")
+    elif table is not None:
+        print(table)
     else:
         report.table(rows)
     written = []
@@ -233,6 +251,28 @@ def _layer(options: argparse.Namespace) -> int:
             for name, us in kernels:
                 print(f"{us:8.2f}  {name[:100]}")
     return _finish(options, header, rows)
+
+
+def _moe(options: argparse.Namespace) -> int:
+    from dsv4.bench import moe
+
+    header = _print_header(options)
+    found: moe.Found = {}
+    stopped = OK
+    try:
+        wanted = options.shapes.split(","), options.routings, options.tokens
+        moe.run(*wanted, _measuring(options), environment.rates(_device(options)), found)
+    except KeyboardInterrupt:
+        stopped = INTERRUPTED
+        print(f"interrupted after {len(found)} points", file=sys.stderr)
+    except UsageError:
+        raise
+    except Exception:  # whatever it is, what was measured until then is kept
+        stopped = IMPOSSIBLE
+        print(f"error: after {len(found)} points", file=sys.stderr)
+        traceback.print_exc()
+    rows = [row for parts in found.values() for row in parts.values()]
+    return _finish(options, header, rows, moe.table(found)) or stopped
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -26,7 +26,10 @@ HEADINGS = (
     "best rival / us",
     "why this backend",
 )
-_RIGHT = ("tokens", "error", "us", "floor us", "% copy", "best rival / us")
+_RIGHT = (
+    *("tokens", "error", "us", "floor us", "% copy", "best rival / us"),
+    *("experts", "gate_up us", "down us", "pair us", "pair / floor", "block us"),
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -1,0 +1,515 @@
+"""Routed experts of a layer: both products as a pair, and the block from the router to the output.
+
+Weights are packed for Hopper where they are whole tiles, activations bfloat16, numerics DeepSeek's
+(the routing weight multiplies before the down projection). A CUDA graph holds several calls, each
+with tokens and a routing of its own, and the level-2 cache is cleared before a replay: a call finds
+weights in the cache only as far as its experts are those of the call before.
+
+Routings, each token choosing ``k`` distinct experts:
+
+* ``uniform``: every set of k with the same probability.
+* ``zipf``: experts in random order, the i-th with weight 1 / i; a token draws k times without
+  putting back, each time in proportion to the weights of what is left.
+* ``single``: every token's first choice is the same random expert, the other k - 1 are uniform
+  among the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from dsv4 import dispatch, fragments, ops
+from dsv4.bench import budgets, check, fused_judges, moe_rivals, timing
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.environment import Rates
+from dsv4.bench.measure import Options
+from dsv4.bench.problem import Draw, Problem, UsageError, Verdict
+from dsv4.bench.report import number, plain
+from dsv4.bench.results import Row
+from dsv4.config import ModelConfig
+from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
+
+PARTS = ("gate_up", "down", "pair", "block")
+_MOST_CALLS, _INPUT_BYTES = 8, 4 << 30  # of a graph
+_ROWS_CHECKED, _TOKENS_CHECKED = 8, 64
+# Bytes of E4M3's 2^-4 to 2^1, whose exponents fragments store with 3 added.
+_SCALE_BYTES = (0x18 + (3 << 3), 0x40 + (3 << 3))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of a layer.
+
+    Attributes:
+        preset: Name of ``config``.
+        config: Sizes.
+        gate_up: ``[E, 2 I, H]`` in fragments, rows of gate and up in turn, a global scale per row.
+        down: ``[E, H, I]`` in fragments, a global scale per expert.
+    """
+
+    preset: str
+    config: ModelConfig
+    gate_up: QuantizedTensor
+    down: QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and their routing.
+
+    Attributes:
+        x: ``[T, H]``.
+        shared: ``[T, H]``, the shared expert's output.
+        ids: ``[T, k]`` int64.
+        weights: float32 ``[T, k]``.
+        places: int32 ``[T, k]``, the sorted row of each choice.
+        offsets: int32 ``[E + 1]``.
+        rows: ``[T k, H]``, sorted by expert.
+        row_weight: float32 ``[T k]``.
+    """
+
+    x: torch.Tensor
+    shared: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    places: torch.Tensor
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    row_weight: torch.Tensor
+
+    @property
+    def touched(self) -> int:
+        """Experts that have a row."""
+        return int((self.offsets.diff() > 0).sum())
+
+
+def uniform(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
+    """``[tokens, k]`` int64; see the module."""
+    return draw.distinct(tokens, k, experts)
+
+
+def zipf(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
+    """``[tokens, k]`` int64; see the module. The k largest of log weights with Gumbel noise."""
+    rank = draw.permutation(experts) + 1
+    noise = torch.rand((tokens, experts), generator=draw.generator, device=draw.device)
+    return (-rank.log() - (-noise.log()).log()).topk(k).indices
+
+
+def single(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
+    """``[tokens, k]`` int64; see the module."""
+    first = draw.integers(0, experts, (1, 1)).expand(tokens, 1)
+    others = draw.distinct(tokens, k - 1, experts - 1)
+    return torch.cat((first, others + (others >= first)), 1)
+
+
+ROUTINGS: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
+    "uniform": uniform,
+    "zipf": zipf,
+    "single": single,
+}
+
+
+def config_of(preset: str) -> ModelConfig:
+    """Sizes by name; the tiny ones widened to what kernels for packed weights take.
+
+    Raises:
+        UsageError: if the name is unknown.
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"shapes are {preset!r}, wanted one of {', '.join(PRESETS)}")
+    config = PRESETS[preset]()
+    if preset == "tiny":
+        return config.replace(hidden_size=128, moe_intermediate_size=128)
+    return config
+
+
+def draw_layer(preset: str, draw: Draw) -> Layer:
+    """Random weights; codes are drawn as they are stored, so they alone take memory."""
+    c = config_of(preset)
+    experts, inner, hidden = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
+    gate_up = _packed(draw, (experts, 2 * inner, hidden), 2 * inner)
+    return Layer(preset, c, gate_up, _packed(draw, (experts, hidden, inner), 1))
+
+
+def _packed(draw: Draw, shape: tuple[int, int, int], global_scales: int) -> QuantizedTensor:
+    experts, rows, columns = shape
+    assert fragments.fits(rows, columns)
+    codes = draw.integers(0, 256, (experts, rows, columns // 2), torch.uint8)
+    scales = draw.integers(*_SCALE_BYTES, (experts, rows, columns // 16), torch.uint8)
+    spread = torch.rand((experts, global_scales), generator=draw.generator, device=draw.device)
+    global_scale = (0.5 + spread) * columns**-0.5
+    return QuantizedTensor(codes, scales, global_scale, NVFP4, FRAGMENTS)
+
+
+def draw_inputs(c: ModelConfig, routing: str, tokens: int, draw: Draw) -> Inputs:
+    """Tokens with one of ``ROUTINGS``."""
+    k, experts = c.num_experts_per_tok, c.n_routed_experts
+    ids = ROUTINGS[routing](draw, tokens, k, experts)
+    weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1) * c.routed_scaling_factor
+    x, shared = (draw.normal(tokens, c.hidden_size) for _ in range(2))
+    order, offsets, places = ops.moe_permute(ids, experts, backend="reference")
+    rows = ops.moe_gather(x, places, backend="reference")
+    row_weight = weights.reshape(-1)[order.long()]
+    return Inputs(x, shared, ids, weights, places, offsets, rows, row_weight)
+
+
+def all_inputs(layer: Layer, routing: str, tokens: int, options: Options) -> list[Inputs]:
+    """Those of a graph's calls, so many as memory allows; on the CPU one."""
+    c = layer.config
+    width = c.num_experts_per_tok * (c.hidden_size + c.moe_intermediate_size) + 2 * c.hidden_size
+    count = max(2, min(_MOST_CALLS, _INPUT_BYTES // (2 * width * tokens)))
+    count = count if options.device.type == "cuda" else 1
+    draws = (Draw(options.seed + 1 + i, options.device) for i in range(count))
+    return [draw_inputs(c, routing, tokens, draw) for draw in draws]
+
+
+def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """The first product and its SwiGLU, ``[T k, I]``."""
+    return ops.grouped_gemm_swiglu(
+        inputs.rows,
+        layer.gate_up,
+        inputs.offsets,
+        layer.config.swiglu_limit,
+        row_weight=inputs.row_weight,
+    )
+
+
+def down(layer: Layer, inputs: Inputs, inner: torch.Tensor) -> torch.Tensor:
+    """The second product, ``[T k, H]``."""
+    return ops.grouped_gemm(inner, layer.down, inputs.offsets)
+
+
+def pair(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """Both products, ``[T k, H]``."""
+    return down(layer, inputs, gate_up(layer, inputs))
+
+
+def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """From the router's choice to the output, ``[T, H]``: what the layer runs."""
+    order, offsets, places = ops.moe_permute(inputs.ids, layer.config.n_routed_experts)
+    rows = ops.moe_gather(inputs.x, places)
+    row_weight = inputs.weights.reshape(-1)[order.long()]
+    own = dataclasses.replace(inputs, rows=rows, offsets=offsets, row_weight=row_weight)
+    return ops.moe_combine(pair(layer, own), places, offsets, None, shared=inputs.shared)
+
+
+def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
+    """Each of ``PARTS`` against the float64 oracle, in rows of a few experts and a few tokens.
+
+    Every other value has to be finite. A product is checked on what the one before really gave, and
+    the block as the sum of what the pair gave.
+    """
+    inner = gate_up(layer, inputs)
+    out = down(layer, inputs, inner)
+    found = {
+        "gate_up": check.combine(_finite(inner), *_verify_gate_up(layer, inputs, inner)),
+        "down": check.combine(_finite(out), *_verify_down(layer, inputs, inner, out)),
+    }
+    found["pair"] = check.combine(found["gate_up"], found["down"])
+    summed = _verify_sum(inputs, out, block(layer, inputs))
+    found["block"] = check.combine(found["pair"], summed)
+    return found
+
+
+def _finite(values: torch.Tensor) -> Verdict:
+    bad = values.numel() - int(values.isfinite().sum())
+    return Verdict(not bad, None, f"{bad} values are not finite" if bad else "")
+
+
+def _sampled(offsets: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The experts with the most and the fewest rows, the first and the last; some rows of each."""
+    bounds = offsets.tolist()
+    live = [e for e, (a, b) in enumerate(pairwise(bounds)) if a < b]
+    by_size = sorted(live, key=lambda e: bounds[e + 1] - bounds[e])
+    for expert in sorted({by_size[0], by_size[-1], live[0], live[-1]}):
+        start, end = bounds[expert : expert + 2]
+        places = torch.linspace(start, end - 1, min(end - start, _ROWS_CHECKED))
+        yield expert, places.round().long().to(offsets.device)
+
+
+def _expert(weight: QuantizedTensor, expert: int) -> QuantizedTensor:
+    """One expert, still ``[1, N, K]``."""
+    part = slice(expert, expert + 1)
+    assert weight.global_scale is not None
+    scale = weight.global_scale[part]
+    return dataclasses.replace(
+        weight, codes=weight.codes[part], scales=weight.scales[part], global_scale=scale
+    )
+
+
+def _judged(problem: Problem, found: torch.Tensor) -> Verdict:
+    return problem.judge(problem, (found,), problem.widened().run("reference"))
+
+
+def _all(rows: torch.Tensor) -> torch.Tensor:
+    """Offsets of one expert that owns every row."""
+    return torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=rows.device)
+
+
+def _verify_gate_up(layer: Layer, inputs: Inputs, inner: torch.Tensor) -> Iterator[Verdict]:
+    for expert, rows in _sampled(inputs.offsets):
+        weight = _expert(layer.gate_up, expert)
+        args = (inputs.rows[rows], weight, _all(rows), layer.config.swiglu_limit)
+        kwargs = {"activation": "bf16", "row_weight": inputs.row_weight[rows]}
+        judge = fused_judges.grouped_gemm_swiglu
+        yield _judged(Problem(ops.grouped_gemm_swiglu, args, kwargs, judge, 0), inner[rows])
+
+
+def _verify_down(
+    layer: Layer, inputs: Inputs, inner: torch.Tensor, out: torch.Tensor
+) -> Iterator[Verdict]:
+    for expert, rows in _sampled(inputs.offsets):
+        args = (inner[rows], _expert(layer.down, expert), _all(rows))
+        judge = check.within(budgets.product)
+        yield _judged(Problem(ops.grouped_gemm, args, {}, judge, 0), out[rows])
+
+
+def _verify_sum(inputs: Inputs, out: torch.Tensor, found: torch.Tensor) -> Verdict:
+    tokens = torch.linspace(0, found.shape[0] - 1, min(found.shape[0], _TOKENS_CHECKED))
+    chosen = tokens.round().long().to(found.device)
+    places = inputs.places[chosen]
+    y = out[places.flatten().long()]
+    rows = torch.arange(y.shape[0], dtype=torch.int32, device=y.device).view(places.shape)
+    ones = torch.ones(places.shape, device=y.device)
+    kwargs = {"shared": inputs.shared[chosen]}
+    judge = check.within(budgets.combination)
+    summed = Problem(ops.moe_combine, (y, rows, _all(y), ones), kwargs, judge, 0)
+    return check.combine(_finite(found), _judged(summed, found[chosen]))
+
+
+def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int]]:
+    """Bytes that each of ``PARTS`` has to move, and operations of its products.
+
+    Weights of the experts that have rows, once; inputs and results of each product. Of the block:
+    weights, tokens and the result, nothing between them.
+    """
+    c = layer.config
+    rows, inner, hidden = tokens * c.num_experts_per_tok, c.moe_intermediate_size, c.hidden_size
+    experts = c.n_routed_experts
+    weights = [round(touched * w.nbytes / experts) for w in (layer.gate_up, layer.down)]
+    flops = [4 * rows * inner * hidden, 2 * rows * inner * hidden]
+    moved = [weight + 2 * rows * (inner + hidden) for weight in weights]
+    return {
+        "gate_up": (moved[0], flops[0]),
+        "down": (moved[1], flops[1]),
+        "pair": (sum(moved), sum(flops)),
+        "block": (sum(weights) + 6 * tokens * hidden + 12 * rows, sum(flops)),
+    }
+
+
+def measure(
+    layer: Layer, routing: str, tokens: int, options: Options, rates: Rates
+) -> dict[str, Row]:
+    """A row for each of ``PARTS``, checked first; one that is wrong has no time."""
+    inputs = all_inputs(layer, routing, tokens, options)
+    touched = sum(one.touched for one in inputs) / len(inputs)
+    moved = costs(layer, tokens, touched)
+    verdicts = verify(layer, inputs[0])
+    inners = [gate_up(layer, one) for one in inputs]
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "gate_up": [partial(gate_up, layer, one) for one in inputs],
+        "down": [partial(down, layer, *both) for both in zip(inputs, inners, strict=True)],
+        "pair": [partial(pair, layer, one) for one in inputs],
+        "block": [partial(block, layer, one) for one in inputs],
+    }
+    rows = {}
+    for part in PARTS:
+        row = _row(layer, routing, tokens, part, round(touched), moved[part], rates)
+        taken = _explained(layer, inputs[0], inners[0], part)
+        row = dataclasses.replace(row, **taken, **_checked(verdicts[part]))
+        if row.match:
+            timed = timing.measure(calls[part], options.device, options.repeat)
+            share = rates.copy_share(row.bytes, timed.us)
+            row = dataclasses.replace(row, us=timed.us, timer=timed.timer, copy_share=share)
+            row = dataclasses.replace(row, message=timed.note)
+        rows[part] = row
+    return rows
+
+
+def _row(
+    layer: Layer,
+    routing: str,
+    tokens: int,
+    part: str,
+    touched: int,
+    moved: tuple[int, int],
+    rates: Rates,
+) -> Row:
+    c = layer.config
+    sizes = {"E": c.n_routed_experts, "H": c.hidden_size, "I": c.moe_intermediate_size}
+    return Row(
+        op="moe",
+        case=f"{layer.preset} {routing} {part}",
+        shape={**sizes, "k": c.num_experts_per_tok, "touched": touched},
+        tokens=tokens,
+        backend="auto",
+        reason="each operator's own choice",
+        us=None,
+        floor_us=rates.floor_us(*moved),
+        bytes=moved[0],
+        flops=moved[1],
+    )
+
+
+def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> dict[str, Any]:
+    """Which implementation a product has, and why; nothing for what has several operators."""
+    if part == "gate_up":
+        args = (inputs.rows, layer.gate_up, inputs.offsets, layer.config.swiglu_limit)
+        named = {"row_weight": inputs.row_weight}
+        found = dispatch.explain(ops.grouped_gemm_swiglu, *args, **named)
+    elif part == "down":
+        found = dispatch.explain(ops.grouped_gemm, inner, layer.down, inputs.offsets)
+    else:
+        return {}
+    return {"backend": found.chosen or "none", "reason": found.reason}
+
+
+def _checked(verdict: Verdict) -> dict[str, Any]:
+    error = "bitwise" if verdict.match and verdict.error is None else verdict.error
+    return {"match": verdict.match, "error": error, "message": verdict.message}
+
+
+Point = tuple[str, str, int]  # preset, routing, tokens
+Found = dict[Point, dict[str, Row]]
+
+
+def run(
+    presets: Sequence[str],
+    routings: Sequence[str],
+    tokens: Sequence[int],
+    options: Options,
+    rates: Rates,
+    found: Found,
+) -> None:
+    """Measure everything into ``found``, a point at a time; what rivals take goes there after.
+
+    Rivals come last, because one that writes where it should not ends the process's use of a GPU.
+
+    Raises:
+        UsageError: if a name is unknown.
+    """
+    unknown = [name for name in routings if name not in ROUTINGS]
+    if unknown:
+        raise UsageError(f"routing is {unknown[0]!r}, wanted one of {', '.join(ROUTINGS)}")
+    for preset in presets:
+        config_of(preset)
+    for preset in presets:
+        layer = draw_layer(preset, Draw(options.seed, options.device))
+        for routing in routings:
+            for count in tokens:
+                rows = measure(layer, routing, count, options, rates)
+                found[preset, routing, count] = rows
+                print("  ".join(cells((preset, routing, count), rows)), flush=True)
+        del layer
+    for preset in presets:
+        layer = draw_layer(preset, Draw(options.seed, options.device))
+        for name, prepare in moe_rivals.RIVALS.items():
+            _run_rival(layer, name, prepare, options, found)
+        del layer
+
+
+def _run_rival(
+    layer: Layer, name: str, prepare: moe_rivals.Prepare, options: Options, found: Found
+) -> None:
+    """Time one rival at every point of a preset; why it could not is said in the pair's row."""
+    points = [point for point in found if point[0] == layer.preset]
+    print(f"{layer.preset}: {name}", flush=True)
+    made = moe_rivals.attempt(lambda: prepare(layer.gate_up, layer.down))
+    for point in points:
+        rows = found[point]
+        if not all(row.match for row in rows.values()):
+            continue
+        if isinstance(made, str):
+            taken: dict[str, float] | str = made
+        else:
+            taken = moe_rivals.attempt(partial(_rival_times, layer, made, point, options))
+        if isinstance(taken, str):
+            said = "; ".join(filter(None, (rows["pair"].message, f"{name}: {taken}")))
+            rows["pair"] = dataclasses.replace(rows["pair"], message=said)
+            continue
+        for part, us in taken.items():
+            rivals = {**rows[part].rivals, name: us}
+            rows[part] = dataclasses.replace(rows[part], rivals=rivals)
+    del made
+    moe_rivals.release(options.device)
+
+
+def _rival_times(
+    layer: Layer, made: moe_rivals.Pair, point: Point, options: Options
+) -> dict[str, float]:
+    """Microseconds of each product and of both, SwiGLU by this package's own kernel."""
+    inputs = all_inputs(layer, point[1], point[2], options)
+    limit = layer.config.swiglu_limit
+    moe_rivals.compare(made, inputs[0].rows, inputs[0].offsets, (layer.gate_up, layer.down))
+    ends = [made.offsets(one.offsets) for one in inputs]
+    both = list(zip(inputs, ends, strict=True))
+
+    def first(one: Inputs, end: Any) -> torch.Tensor:
+        product = made.gate_up(one.rows, end)
+        return ops.swiglu(product, limit, layout="interleaved", row_weight=one.row_weight)
+
+    def pair_of(one: Inputs, end: Any) -> torch.Tensor:
+        return made.down(first(one, end), end)
+
+    inners = [first(*each) for each in both]
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "gate_up": [partial(first, *each) for each in both],
+        "down": [partial(made.down, i, end) for i, end in zip(inners, ends, strict=True)],
+        "pair": [partial(pair_of, *each) for each in both],
+    }
+    return {
+        part: timing.measure(some, options.device, options.repeat).us
+        for part, some in calls.items()
+    }
+
+
+HEADINGS = (
+    "shapes",
+    "routing",
+    "tokens",
+    "experts",
+    "floor us",
+    "gate_up us",
+    "down us",
+    "pair us",
+    "pair / floor",
+    "block us",
+    "check",
+    "rivals' pair us",
+)
+
+
+def cells(point: Point, rows: dict[str, Row]) -> tuple[str, ...]:
+    """The texts of a point, in the order of ``HEADINGS``."""
+    pair_ = rows["pair"]
+    times = {part: "-" if row.us is None else number(row.us) for part, row in rows.items()}
+    ratio = "-" if pair_.us is None else f"{pair_.us / pair_.floor_us:.2f}"
+    rivals = (f"{name} {number(us)}" for name, us in pair_.rivals.items())
+    return (
+        point[0],
+        point[1],
+        str(point[2]),
+        str(pair_.shape["touched"]),
+        number(pair_.floor_us),
+        times["gate_up"],
+        times["down"],
+        times["pair"],
+        ratio,
+        times["block"],
+        "ok" if all(row.match for row in rows.values()) else "WRONG",
+        ", ".join(rivals),
+    )
+
+
+def table(found: Found) -> str:
+    """A line a point, then what was wrong and why rivals have no time."""
+    lines = plain(HEADINGS, [cells(*item) for item in found.items()])
+    notes = [row.message for rows in found.values() for row in rows.values() if row.message]
+    return "\n".join([*lines, *dict.fromkeys(notes)])

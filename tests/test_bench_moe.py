@@ -1,0 +1,414 @@
+"""``python -m dsv4.bench moe``: its routings, checks, rivals and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.bench import environment, moe, moe_rivals, results
+from dsv4.bench.cli import main
+from dsv4.bench.measure import Options
+from dsv4.bench.problem import Draw
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
+from dsv4.ops import dequantize
+
+CPU = torch.device("cpu")
+OPTIONS = Options(CPU, repeat=1)
+RATES = environment.Rates(0.02, 0.01, 0.1)
+GROUPED_MM = "torch._grouped_mm (bf16 weights)"
+HUMMING = "Humming (one global scale)"
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "rates", lambda device: RATES)
+
+
+@pytest.fixture
+def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_rivals, "RIVALS", {})
+
+
+@pytest.fixture(scope="module")
+def layer() -> moe.Layer:
+    return moe.draw_layer("tiny", Draw(0, CPU))
+
+
+def inputs_of(layer: moe.Layer, routing: str, tokens: int, seed: int = 0) -> moe.Inputs:
+    return moe.draw_inputs(layer.config, routing, tokens, Draw(seed, CPU))
+
+
+def rows_of(path: Path) -> list[dict]:
+    found = json.loads(path.read_text())
+    results.validate(found)
+    return found["rows"]
+
+
+def command(path: Path, *more: str) -> int:
+    given = ["--tokens", "1,5", "--repeat", "1", "--device", "cpu", "--json", str(path)]
+    return main(["moe", *given, *more])
+
+
+@pytest.mark.parametrize("kind", moe.ROUTINGS)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    tokens=st.integers(1, 40),
+    experts=st.integers(3, 50),
+    data=st.data(),
+)
+def test_a_token_chooses_distinct_experts(kind, seed, tokens, experts, data):
+    k = data.draw(st.integers(2, experts - 1))
+    ids = moe.ROUTINGS[kind](Draw(seed, CPU), tokens, k, experts)
+    assert (ids.shape, ids.dtype) == ((tokens, k), torch.int64)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < experts
+    ordered = ids.sort(1).values
+    assert bool((ordered[:, 1:] > ordered[:, :-1]).all())
+    assert torch.equal(ids, moe.ROUTINGS[kind](Draw(seed, CPU), tokens, k, experts))
+
+
+@given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 60))
+def test_one_expert_has_every_token_and_is_no_choice_after_the_first(seed, tokens):
+    ids = moe.single(Draw(seed, CPU), tokens, 4, 20)
+    assert bool((ids[:, 0] == ids[0, 0]).all())
+    assert not bool((ids[:, 1:] == ids[0, 0]).any())
+
+
+def shares(kind: str, experts: int = 16, k: int = 1, tokens: int = 200_000) -> torch.Tensor:
+    """Of the choices, the most frequent expert's first."""
+    ids = moe.ROUTINGS[kind](Draw(3, CPU), tokens, k, experts)
+    counts = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values
+    return counts / ids.numel()
+
+
+def test_first_choices_follow_zipf():
+    weights = 1 / torch.arange(1, 17)
+    torch.testing.assert_close(shares("zipf"), weights / weights.sum(), atol=0.005, rtol=0)
+
+
+def test_later_choices_are_in_proportion_to_what_is_left():
+    """Two of three without putting back: the chance of each expert, by hand."""
+    p = [6 / 11, 3 / 11, 2 / 11]
+
+    def chosen(i: int) -> float:
+        return p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i)
+
+    found = 2 * shares("zipf", experts=3, k=2)
+    torch.testing.assert_close(
+        found, torch.tensor([chosen(i) for i in range(3)]), atol=5e-3, rtol=0
+    )
+
+
+def test_uniform_is_even_and_the_others_of_single_too():
+    assert float(shares("uniform", k=4).max()) < 1.02 / 16
+    found = shares("single", k=4)
+    assert float(found[0]) == pytest.approx(1 / 4)
+    assert float(found[1]) < 1.02 * 3 / 4 / 15
+
+
+def test_zipf_ranks_experts_anew_for_each_seed():
+    most = {
+        int(torch.bincount(moe.zipf(Draw(seed, CPU), 500, 2, 64).flatten()).argmax())
+        for seed in range(8)
+    }
+    assert len(most) > 3
+
+
+def test_weights_are_in_fragments_with_healthy_scales(layer):
+    c = layer.config
+    experts, inner, hidden = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
+    assert layer.gate_up.shape == (experts, 2 * inner, hidden)
+    assert layer.down.shape == (experts, hidden, inner)
+    assert layer.gate_up.global_scale.shape == (experts, 2 * inner)
+    assert layer.down.global_scale.shape == (experts, 1)
+    for weight in (layer.gate_up, layer.down):
+        weight.validate(check_values=True)
+        scales = weight.with_layout(LINEAR).scales.float()
+        assert 2**-4 <= float(scales.min()) < float(scales.max()) <= 2
+
+
+@pytest.mark.parametrize("preset", ["flash", "pro"])
+def test_published_sizes(preset):
+    c = moe.config_of(preset)
+    sizes = (c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
+    assert sizes == {"flash": (256, 2048, 4096), "pro": (384, 3072, 7168)}[preset]
+
+
+@pytest.mark.parametrize("kind", moe.ROUTINGS)
+def test_rows_lie_by_expert(layer, kind):
+    inputs = inputs_of(layer, kind, 9)
+    for expert in range(layer.config.n_routed_experts):
+        start, end = inputs.offsets[expert : expert + 2].tolist()
+        slots = (inputs.ids == expert).nonzero()
+        assert end - start == len(slots)
+        assert torch.equal(inputs.rows[start:end], inputs.x[slots[:, 0]])
+        assert torch.equal(inputs.row_weight[start:end], inputs.weights[slots[:, 0], slots[:, 1]])
+    assert inputs.touched == len(inputs.ids.unique())
+
+
+def test_the_floor_counts_what_has_to_be_moved(layer):
+    c, tokens, touched = layer.config, 7, 5
+    found = moe.costs(layer, tokens, touched)
+    rows, h, i = tokens * c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
+    expert = 2 * i * h * 9 // 16 + 4 * 2 * i, h * i * 9 // 16 + 4
+    assert found["gate_up"] == (5 * expert[0] + 2 * rows * (h + i), 4 * rows * h * i)
+    assert found["down"] == (5 * expert[1] + 2 * rows * (h + i), 2 * rows * h * i)
+    assert found["pair"] == tuple(map(sum, zip(found["gate_up"], found["down"], strict=True)))
+    assert found["block"][1] == found["pair"][1]
+    assert found["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("kind", moe.ROUTINGS)
+def test_the_reference_is_right(layer, kind, tokens):
+    verdicts = moe.verify(layer, inputs_of(layer, kind, tokens))
+    assert set(verdicts) == set(moe.PARTS)
+    assert all(verdict.match for verdict in verdicts.values()), verdicts
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("gate_up", {"gate_up", "pair", "block"}),
+        ("down", {"down", "pair", "block"}),
+        ("block", {"block"}),
+    ],
+)
+@pytest.mark.parametrize("value", [1.05, float("nan")])
+def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
+    right = getattr(moe, part)
+    damaged = []
+
+    def other(*args):
+        out = right(*args).clone()
+        damaged.append(out)
+        out[0, 0] = out[0, 0] * value + (value - 1) * out[0].norm()
+        return out
+
+    monkeypatch.setattr(moe, part, other)
+    rows = moe.measure(layer, "single", 8, OPTIONS, RATES)
+    assert damaged
+    if part == "gate_up" and math.isnan(value):
+        wrong = {*wrong, "down"}  # a product of NaN is NaN, which the check of down cannot judge
+    assert {name for name, row in rows.items() if row.match is False} == wrong
+    assert all((row.us is None) == (name in wrong) for name, row in rows.items())
+    results.validate(results.document(_header(), rows.values()))
+    line = moe.cells(("tiny", "single", 8), rows)
+    assert line[moe.HEADINGS.index("check")] == "WRONG"
+
+
+def _header() -> dict:
+    header = {"gpu": "g", "driver": "d", "versions": {}, "commit": "c", "command": "x"}
+    return (
+        header
+        | dict.fromkeys(("copy_tbs", "read_tbs", "bf16_tflops", "node_us"), 1.0)
+        | {"date": "d"}
+    )
+
+
+def test_a_run_on_the_cpu(tmp_path: Path, capsys):
+    path = tmp_path / "moe.json"
+    assert command(path, "--routings", "uniform,zipf,single") == 0
+    rows = rows_of(path)
+    assert [row["case"] for row in rows[::8]] == [f"tiny {kind} gate_up" for kind in moe.ROUTINGS]
+    assert len(rows) == 3 * 2 * 4
+    for row in rows:
+        assert row["op"] == "moe"
+        assert row["match"] is True
+        assert row["us"] > 0
+        assert row["floor_us"] == pytest.approx(RATES.floor_us(row["bytes"], row["flops"]))
+        assert 2 <= row["shape"]["touched"] <= min(8, 2 * row["tokens"])
+        product = row["case"].endswith(("gate_up", "down"))
+        assert row["backend"] == ("reference" if product else "auto")
+    printed = capsys.readouterr().out.splitlines()
+    [heading] = [line for line in printed if line.startswith("shapes")]
+    assert heading.split("  ")[0] == "shapes"
+    assert all(name in heading for name in moe.HEADINGS)
+
+
+def test_markdown_and_a_folder(tmp_path: Path, capsys, without_rivals):
+    assert command(f"{tmp_path}/", "--routings", "single", "--markdown") == 0
+    folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
+    assert len(rows_of(folder / "moe.json")) == 2 * 4
+    assert sum(line.startswith("| moe") for line in capsys.readouterr().out.splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--routings", "even"], "routing is 'even', wanted one of uniform, zipf, single"),
+        (["--shapes", "huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
+        (["--shapes", "tiny,huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
+        (["--tokens", "0"], "0 is below 1"),
+        (["--repeat", "0"], "0 is below 1"),
+        (["--device", "cuda:99"], "--device is 'cuda:99'"),
+    ],
+)
+def test_bad_commands_say_what_to_write(arguments: list[str], message: str, capsys):
+    assert main(["moe", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted after 1 points"),
+        (torch.OutOfMemoryError("no room"), 1, "no room"),
+        (TypeError("a bug"), 1, "a bug"),
+    ],
+)
+def test_what_was_measured_before_a_stop_is_written(
+    monkeypatch, capsys, tmp_path: Path, without_rivals, stop, status, said
+):
+    measure = moe.measure
+
+    def once(layer, routing, tokens, *rest):
+        if tokens > 1:
+            raise stop
+        return measure(layer, routing, tokens, *rest)
+
+    monkeypatch.setattr(moe, "measure", once)
+    assert command(tmp_path / "x.json") == status
+    assert len(rows_of(tmp_path / "x.json")) == 4
+    assert said in capsys.readouterr().err
+
+
+def test_seeds_give_other_weights_and_routings():
+    draws = [moe.draw_layer("tiny", Draw(seed, CPU)) for seed in (0, 0, 1)]
+    assert torch.equal(draws[0].gate_up.codes, draws[1].gate_up.codes)
+    assert not torch.equal(draws[0].gate_up.codes, draws[2].gate_up.codes)
+    other = dataclasses.replace(OPTIONS, seed=7)
+    ids = [moe.all_inputs(draws[0], "uniform", 9, o)[0].ids for o in (OPTIONS, OPTIONS, other)]
+    assert torch.equal(ids[0], ids[1])
+    assert not torch.equal(ids[0], ids[2])
+
+
+def test_calls_of_a_graph_have_routings_of_their_own(layer, monkeypatch):
+    """As on a GPU, without one: inputs alone are drawn here."""
+    monkeypatch.setattr(moe, "Draw", lambda seed, device: Draw(seed, CPU))
+    options = dataclasses.replace(OPTIONS, device=torch.device("cuda"))
+    found = moe.all_inputs(layer, "uniform", 3, options)
+    assert len(found) == 8
+    assert len({tuple(one.ids.flatten().tolist()) for one in found}) == 8
+
+
+def measured(monkeypatch, tmp_path: Path, **rivals) -> list[dict]:
+    monkeypatch.setattr(moe_rivals, "RIVALS", rivals)
+    assert command(tmp_path / "r.json", "--routings", "zipf") == 0
+    return rows_of(tmp_path / "r.json")
+
+
+def test_a_rival_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
+    def fails(gate_up, down):
+        raise OSError("no compiler\nand more")
+
+    def breaks(gate_up, down):
+        def product(x, ends):
+            raise RuntimeError("")
+
+        return moe_rivals.Pair(product, product, lambda offsets: offsets, False)
+
+    rows = measured(monkeypatch, tmp_path, absent=fails, broken=breaks)
+    for row in rows:
+        assert row["us"] > 0
+        assert row["rivals"] == {}
+        pair = row["case"].endswith("pair")
+        assert row["message"] == ("absent: OSError: no compiler; broken: RuntimeError: " * pair)
+    assert "absent: OSError: no compiler" in capsys.readouterr().out
+
+
+def one_after_another(gate_up, down) -> moe_rivals.Pair:
+    """Right, and in plain PyTorch."""
+
+    def product(weight):
+        dense = dequantize(weight, torch.bfloat16)
+
+        def multiply(x, bounds):
+            pairs = zip(itertools.pairwise(bounds), dense, strict=True)
+            return torch.cat([F.linear(x[a:b], matrix) for (a, b), matrix in pairs])
+
+        return multiply
+
+    return moe_rivals.Pair(product(gate_up), product(down), torch.Tensor.tolist, False)
+
+
+def test_grouped_mm_multiplies_what_was_packed(layer):
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this PyTorch has no _grouped_mm")
+    inputs = inputs_of(layer, "zipf", 20)
+    try:
+        made = moe_rivals.grouped_mm(layer.gate_up, layer.down)
+        made.gate_up(inputs.rows, made.offsets(inputs.offsets))
+    except RuntimeError as refusal:
+        pytest.skip(str(refusal))
+    moe_rivals.compare(made, inputs.rows, inputs.offsets, (layer.gate_up, layer.down))
+
+
+def test_a_rival_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
+    def halves(gate_up, down):
+        made = one_after_another(gate_up, down)
+        return dataclasses.replace(made, down=lambda x, ends: made.down(x, ends) / 2)
+
+    rows = measured(monkeypatch, tmp_path, right=one_after_another, wrong=halves)
+    for row in rows:
+        timed = not row["case"].endswith("block")
+        assert set(row["rivals"]) == ({"right"} if timed else set())
+        if row["case"].endswith("pair"):
+            assert row["message"].startswith("wrong: ValueError: off by 5.0e-01")
+
+
+class HummingLayer(torch.nn.Module):
+    """What Humming's takes, multiplied by PyTorch."""
+
+    def __init__(self, shape_n, shape_k, num_experts, weight_config, torch_dtype):
+        super().__init__()
+        assert weight_config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+        self.sizes, self.dense = (num_experts, shape_n, shape_k), None
+
+    def load_from_tensors(self, found):
+        scale = found["weight_scale_2"]
+        assert scale.shape == self.sizes[:1]
+        weight = QuantizedTensor(
+            found["weight"], found["weight_scale"], scale.unsqueeze(1), NVFP4
+        ).validate()
+        assert weight.shape == self.sizes
+        self.stored = weight
+
+    def transform(self):
+        self.dense = dequantize(self.stored, torch.bfloat16)
+
+    def forward(self, x, expert_layout, compute_config):
+        assert compute_config == {"gemm_type": "grouped_contiguous"}
+        assert expert_layout.dtype == torch.int64
+        pairs = zip(itertools.pairwise(expert_layout.tolist()), self.dense, strict=True)
+        return torch.cat([F.linear(x[a:b], matrix) for (a, b), matrix in pairs])
+
+
+def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
+    library = SimpleNamespace(HummingLayer=HummingLayer)
+    monkeypatch.setattr(moe_rivals.importlib, "import_module", lambda name: library)
+    rows = measured(monkeypatch, tmp_path, humming=moe_rivals.humming)
+    assert all(set(row["rivals"]) == {"humming"} for row in rows if "block" not in row["case"])
+
+
+def test_rivals_that_do_not_fit_are_not_made(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
+    device = torch.device("cuda")
+    moe_rivals._room(device, 40 << 30)
+    with pytest.raises(RuntimeError, match=r"take 52 GB and 17 to spare, 64 GB are free"):
+        moe_rivals._room(device, 48 << 30)
+
+
+def test_rivals_are_named():
+    assert set(moe_rivals.RIVALS) == {GROUPED_MM, HUMMING}
