@@ -43,6 +43,26 @@ def store_shared_int(address: Value, value: Value) -> None:
     _asm("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
 
 
+def count_shared(address: Value) -> Value:
+    """Add 1 in shared memory; what was there. What others counted before, they wrote before."""
+    return _asm("atom.acq_rel.cta.shared::cta.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [address])
+
+
+def wait_shared_at_least(address: Value, value: Value) -> None:
+    """Wait until a word of shared memory, which others publish, is not below ``value``."""
+    _asm(
+        "{ .reg .pred p; .reg .u32 v; AGAIN: ld.acquire.cta.shared::cta.u32 v, [{$r0}]; "
+        "setp.lt.u32 p, v, {$r1}; @p bra AGAIN; }",
+        (),
+        [address, value],
+    )
+
+
+def publish_shared(address: Value, value: Value) -> None:
+    """Write a word of shared memory after all that this thread wrote before."""
+    _asm("st.release.cta.shared::cta.u32 [{$r0}], {$r1};", (), [address, value])
+
+
 def load_shared_float4(address: Value) -> tuple[Value, ...]:
     """Four float32 from shared memory."""
     return _asm(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])

@@ -12,14 +12,22 @@ import torch
 
 from dsv4.cute._driver import Kernel, Parameters, tensor_map
 from dsv4.cute._launch import ARCH, NO_CUTS, aligned, loaded, stream_of
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedPlan, choose, counted_as
+from dsv4.cute.sm90.grouped_plan import (
+    Experts,
+    GroupedFewPlan,
+    GroupedPlan,
+    choose,
+    counted_as,
+)
 from dsv4.ops.quantize import bfloat16_operand
 
-# Parameters in the order of ``GroupedKernel.kernel``; before them what tensor copies need, the
-# sizes of X, and a layout without any content.
+# Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
+# ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
+# layout without any content.
+FEW_PARAMETERS = Parameters(*"qqqqqqqq", *"iii", "q", *"iiiiii", "f")
 PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqqqq", *"iiiii", "q", *"iiiiii", "f")
 _BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@8q")
-_AFTER = struct.Struct("@5iq6if")
+_FEW_AFTER, _AFTER = struct.Struct("@3iq6if"), struct.Struct("@5iq6if")
 
 
 def grouped_gemm(
@@ -111,9 +119,10 @@ class _Prepared(NamedTuple):
 
     kernel: Kernel
     blocks: int
+    kinds: Parameters
     before: bytes
     after: bytes
-    matrix: tuple[int, int, int, int]  # rows, columns, stride and box of X
+    matrix: tuple[int, ...]  # rows, columns, stride and box of X, where tensor copies read it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,22 +142,16 @@ def _prepared(
     resident = kernel.prepare(device)
     ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
     cuts = (*ends, *NO_CUTS[len(ends) :])
-    after = _AFTER.pack(
-        tokens,
-        wanted.experts,
-        wanted.columns // 64,
-        wanted.rows // 16,
-        -(-wanted.rows // plan.rows),
-        token_stride,
-        scales_each,
-        *cuts,
-        not segments and scales_each > 1,
-        16,
-        limit,
-    )
+    rest = (token_stride, scales_each, *cuts, not segments and scales_each > 1, 16, limit)
+    sizes = (tokens, wanted.experts)
+    if isinstance(plan, GroupedFewPlan):
+        after = _FEW_AFTER.pack(*sizes, wanted.rows // 16, *rest)
+        return _Prepared(kernel, resident, FEW_PARAMETERS, b"", after, ())
+    row_blocks = -(-wanted.rows // plan.rows)
+    after = _AFTER.pack(*sizes, wanted.columns // 64, wanted.rows // 16, row_blocks, *rest)
     before = _BEFORE.pack(tokens, wanted.columns, b"")
     matrix = (tokens, wanted.columns, token_stride, plan.token_block)
-    return _Prepared(kernel, resident, before, after, matrix)
+    return _Prepared(kernel, resident, PARAMETERS, before, after, matrix)
 
 
 def _launch(
@@ -177,11 +180,13 @@ def _launch(
         out.data_ptr(),
         offsets.data_ptr(),
     )
-    packed = tensor_map(start, *launch.matrix) + launch.before + addresses + launch.after
-    launch.kernel.launch(launch.blocks, stream_of(index), PARAMETERS, packed)
+    packed = launch.before + addresses + launch.after
+    if launch.matrix:
+        packed = tensor_map(start, *launch.matrix) + packed
+    launch.kernel.launch(launch.blocks, stream_of(index), launch.kinds, packed)
 
 
-def plans(experts: Experts, max_tokens: int) -> list[GroupedPlan]:
+def plans(experts: Experts, max_tokens: int) -> list[GroupedPlan | GroupedFewPlan]:
     """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
     stand, tokens = [], 1
     while tokens < max_tokens:

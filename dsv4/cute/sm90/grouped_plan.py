@@ -9,9 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan, candidates, depth_of, step_cycles
 
 MOST_EXPERTS = 512
+ROWS = 8  # of X, of a segment of the kernel for few rows an expert
+PLACES = 8  # of sums of row tiles, in its shared memory
+STATE_BYTES = 32
+_FEW_ROWS = 4  # an expert, on average: up to here that kernel is taken
+_WARPS = 16
+_SHARED_ROOM = 227 * 1024
 _PROCESSORS = 132  # of an H200
 # More than a dense product has: an expert's tokens should fit one tile, whatever their number.
 _TOKEN_BLOCKS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
@@ -61,8 +68,40 @@ class GroupedPlan(ManyPlan):
         return super().shared_bytes + _TABLE_BYTES
 
 
+@dataclass(frozen=True)
+class GroupedFewPlan(FewPlan):
+    """One configuration of the kernel for few rows an expert.
+
+    ``blocks`` and ``token_tiles`` are 1, and ``depth`` is a divisor of ``steps``.
+
+    Attributes:
+        parts: Parts of K, a divisor of ``tiles``.
+        row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
+    """
+
+    parts: int = 1
+    row_weighted: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Where the kernel's class is."""
+        return "dsv4.cute.sm90.grouped_few:GroupedFewKernel"
+
+    @property
+    def steps(self) -> int:
+        """Tiles of 64 columns of a part."""
+        return self.tiles // self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        sums = PLACES * self.parts * self.partial_bytes
+        state = 8 + 8 * PLACES + STATE_BYTES
+        return self.x_bytes + sums + self.turned_bytes + state + _TABLE_BYTES
+
+
 @functools.lru_cache(maxsize=1 << 14)
-def choose(wanted: Experts, tokens: int) -> GroupedPlan | None:
+def choose(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None:
     """The configuration for a number of rows of X, None if there is none.
 
     How many of them each expert has is known on the GPU alone, so the choice supposes that they
@@ -72,9 +111,12 @@ def choose(wanted: Experts, tokens: int) -> GroupedPlan | None:
 
 
 @functools.cache
-def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | None:
+def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None:
     if wanted.experts > MOST_EXPERTS:
         return None
+    few = _few(wanted)
+    if few is not None and tokens <= _FEW_ROWS * wanted.experts:
+        return few
     found = min(
         _candidates(wanted),
         key=lambda plan: _cycles(plan, wanted, tokens),
@@ -92,6 +134,29 @@ def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | None:
         wanted.swiglu,
         wanted.row_weighted,
     )
+
+
+def _few(wanted: Experts) -> GroupedFewPlan | None:
+    """Parts of K of about 16 tiles, as many as the smallest remainder of work asks for."""
+    tiles = wanted.columns // 64
+    depth = 2 if wanted.float32_out or wanted.row_scaled else 4
+    fitting = [p for p in range(1, 17) if tiles % (p * depth) == 0]
+    if not fitting:
+        return None
+    parts = min(fitting, key=lambda p: abs(tiles // p - 16))
+    plan = GroupedFewPlan(
+        wanted.columns,
+        1,
+        _WARPS,
+        1,
+        wanted.float32_out,
+        wanted.row_scaled,
+        depth,
+        wanted.swiglu,
+        parts,
+        wanted.row_weighted,
+    )
+    return plan if plan.shared_bytes <= _SHARED_ROOM else None
 
 
 def _candidates(wanted: Experts) -> Iterator[ManyPlan]:
