@@ -3,10 +3,10 @@
 The arithmetic of ``few`` with the experts of ``grouped``: bound by reading, once, the weights of
 every expert that has rows.
 
-* A segment is up to 8 rows of one expert. The row tiles (16 rows of the weight) of all segments, one
-  after another, are shared out evenly: every block has a range of them, of one segment or few.
-* A block copies a segment's rows of X to shared memory, whole, once. A job is a part of K of one row
-  tile; the warps take jobs in turn, and ask for the weights of the next while they multiply.
+* A segment is up to 8 rows of one expert. The row tiles (16 rows of the weight) of all segments,
+  one after another, are shared out evenly: every block has a range of them, of one segment or few.
+* A block copies a segment's rows of X to shared memory, whole, once. A job is a part of K of one
+  row tile; the warps take jobs in turn, and ask for the weights of the next while they multiply.
 * A warp leaves its sums in shared memory. The one that finds itself the last of a row tile adds the
   parts in ascending order and stores the results; nobody waits for it. A place is used again when
   its results are out, which whoever wants it checks.
@@ -146,8 +146,8 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         weight = (codes, scales)
         while ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END):
             if warp == 0:
-                expert, start, count = self._enter(state, table, row_tiles, lane)
-                self._ask_rows(x, shared_x, x_full, (start, count), token_stride)
+                here = self._enter(state, table, row_tiles, lane)
+                self._ask_rows(x, shared_x, x_full, here, token_stride)
             cute.arch.sync_threads()
             job = warp
             at = self._address(weight, self._job(state, job), lane)
@@ -218,7 +218,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
     @cute.jit
     def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> Value:
-        """A warp writes down the block's next segment; returns its expert, first row and rows."""
+        """A warp writes down the block's next segment; returns its first row and rows of X."""
         begin = ptx.load_shared_int(state + _BEGIN)
         segment = begin // row_tiles
         first = begin - segment * row_tiles
@@ -229,7 +229,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             ptx.store_shared_int(state + _FIRST, first)
             ptx.store_shared_int(state + _JOBS, (end - begin) * self.parts)
             ptx.store_shared_int(state + _BASE, expert * row_tiles + first)
-        return expert, start, count
+        return start, count
 
     @cute.jit
     def _proceed(self, state: Value) -> None:
