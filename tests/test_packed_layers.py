@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import layers
+from dsv4 import fragments, layers
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, save
 from dsv4.config import ModelConfig
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor, cat_rows
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import quantize
+from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
+from dsv4.ops.quantize import dequantize
 from dsv4.testing import strategies
-from dsv4.testing.models import random_model
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.models import random_model, randomize_
 
 SIZES = {"moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 32}
 KINDS = (layers.Linear, layers.DeepseekV4Experts)
@@ -307,6 +314,459 @@ class TestJoint:
         found = sum(t.nbytes for t in torch.nn.ModuleList(joined).buffers())
         assert found == sum(layer.quantized_weight().nbytes for layer in plain)
         assert not any(name for layer in joined for name, _ in layer.named_parameters())
+
+
+CHOICES = st.tuples(st.integers(0, 9), st.integers(1, 3))  # tokens, experts of each
+NUMERICS = st.sampled_from(["deepseek", "transformers"])
+
+
+def routed(seed, *, hidden=64, inner=64, count=5, activation="bf16", numerics="deepseek", static=0):
+    """NVFP4 experts, with activation scales if ``static`` is above 0."""
+    config = ModelConfig.tiny(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        n_routed_experts=count,
+        activation=activation,
+        numerics=numerics,
+    )
+    experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
+    experts.gate_up_proj[:, :inner] *= 3  # else gate and up might do with one global scale
+    experts.quantize()
+    if static:
+        drawn = torch.rand(2, count, generator=strategies.generator(seed)) + 0.5
+        for name, scale in zip(("gate_up_proj", "down_proj"), drawn, strict=True):
+            scale = torch.nn.Parameter(static * scale / LARGEST, requires_grad=False)
+            setattr(experts, name + "_input_scale", scale)
+    return experts
+
+
+def packed_copy(experts):
+    other = copy.deepcopy(experts)
+    other.pack()
+    assert other.layout == FRAGMENTS
+    return other
+
+
+def routing(seed, tokens, top_k, count):
+    """Any experts: twice the same, none at all, and what is no expert's number."""
+    generator = strategies.generator(seed)
+    ids = torch.randint(-1, count + 1, (tokens, top_k), generator=generator)
+    if seed % 3 == 0:
+        ids %= 2
+    return ids, torch.rand(tokens, top_k, generator=generator)
+
+
+def random_bytes(seed):
+    """Experts of any codes, any scales of sign 0, NaN too, and any global scales."""
+    experts, generator = routed(seed, static=1), strategies.generator(seed)
+    for name in ("gate_up_proj", "down_proj"):
+        for suffix, top in (("", 256), ("_scale", 128)):
+            tensor = raw(getattr(experts, name + suffix))
+            tensor.copy_(torch.randint(0, top, tensor.shape, generator=generator))
+        scale = getattr(experts, name + "_scale_2")
+        scale.copy_(torch.rand(scale.shape, generator=generator))
+    return experts
+
+
+def truth_and_budget(experts, x, ids, weights, shared=None):
+    """Float64 result of bfloat16 inputs, and how far a float32 one with its roundings may be off.
+
+    A product in float32 is off by ``(K + 4) u S`` (``gemm_budget``), SwiGLU has a slope of at most
+    1.1 in the gate, and exp is within 1e-5.
+    """
+    wide, u = unit_roundoff(torch.float32), unit_roundoff(torch.bfloat16)
+    known = (ids >= 0) & (ids < experts.num_experts)
+    which, factor = ids.clamp(0, experts.num_experts - 1), weights.double().unsqueeze(-1)
+    first, last = (
+        experts.dense_weight(n, torch.float64)[which] for n in ("gate_up_proj", "down_proj")
+    )
+    x = x.double()
+
+    def rounded(value, error):
+        return error + 1.01 * u * (value.abs() + error) + 1e-37
+
+    def product(weight, value, error):
+        sizes = torch.einsum("tknc,tkc->tkn", weight.abs(), value.abs() + error)
+        spread = torch.einsum("tknc,tkc->tkn", weight.abs(), error)
+        sums = 1.01 * (value.shape[-1] + 4) * wide * sizes
+        return torch.einsum("tknc,tkc->tkn", weight, value), spread + sums
+
+    rows = x.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    both, error = product(first, rows, torch.zeros_like(rows))
+    if experts.layout == LINEAR:
+        error = rounded(both, error)
+    (gate, up), (gate_error, up_error) = both.chunk(2, -1), error.chunk(2, -1)
+    gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    inner = F.silu(gate) * up
+    error = 1.1 * gate_error * (up.abs() + up_error) + F.silu(gate).abs() * up_error
+    error = error + 1e-5 * inner.abs()
+    if experts.numerics == "deepseek":
+        inner, error = inner * factor, error * factor
+    out, error = product(last, inner, rounded(inner, error))
+    error = rounded(out, error)
+    if experts.numerics == "transformers":
+        out, error = out * factor, error * factor
+    out, error = (torch.where(known.unsqueeze(-1), t, 0.0) for t in (out, error))
+    sizes = (out.abs() + error).sum(1)
+    out, error = out.sum(1), error.sum(1)
+    if shared is not None:
+        out, sizes = out + shared.double(), sizes + shared.double().abs()
+    return out, rounded(out, error + (ids.shape[1] + 3) * wide * sizes)
+
+
+def close(found, expected, relative):
+    return bool((found.double() - expected.double()).norm() <= relative * expected.double().norm())
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        old = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in old:
+            self.bytes = max(self.bytes, out.nbytes)
+        return out
+
+
+class TestExperts:
+    @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, st.sampled_from([0, 4]))
+    def test_gives_the_same(self, seed, choices, activation, numerics, static):
+        """But for the rounding of the first product, which float64 does not see."""
+        plain = routed(seed, activation=activation, numerics=numerics, static=static)
+        packed = packed_copy(plain)
+        x = 10 * normal(seed, choices[0], 64)
+        ids, weights = routing(seed, *choices, 5)
+        shared = normal(seed + 1, choices[0], 64)
+        for extra in ((), (shared,)):
+            found, expected = (m(x, ids, weights.double(), *extra) for m in (packed, plain))
+            assert found.dtype == expected.dtype
+            assert found.shape == expected.shape
+            assert close(found, expected, 1e-12)
+
+    @given(strategies.seeds(), CHOICES, NUMERICS)
+    def test_both_are_within_their_budgets(self, seed, choices, numerics):
+        """The packed one within that of one rounding less."""
+        plain = routed(seed, numerics=numerics)
+        x = (10 * normal(seed, choices[0], 64)).bfloat16()
+        ids, weights = routing(seed, *choices, 5)
+        shared = normal(seed + 1, choices[0], 64).bfloat16()
+        for experts in (plain, packed_copy(plain)):
+            truth, budget = truth_and_budget(experts, x, ids, weights, shared)
+            assert_within_budget(experts(x, ids, weights, shared), truth, budget, experts.layout)
+
+    @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, DTYPES, st.sampled_from([0, 4]))
+    def test_it_is_its_operators(self, seed, choices, activation, numerics, dtype, static):
+        """On the weights as they were, gate and up rows in turn, every one with its own scale."""
+        plain = routed(seed, activation=activation, numerics=numerics, static=static)
+        x = (10 * normal(seed, choices[0], 64)).to(dtype)
+        ids, weights = routing(seed, *choices, 5)
+        found = packed_copy(plain)(x, ids, weights)
+        parts = [plain.get_expert(e) for e in range(5)]
+
+        def in_turn(name):
+            both = ([raw(getattr(p, name)) for p in gate_and_up[:2]] for gate_and_up in parts)
+            return torch.stack([torch.stack(two, 1).flatten(0, 1) for two in both])
+
+        scale = torch.stack([torch.cat([p.global_scale for p in e[:2]]).repeat(64) for e in parts])
+        scales = in_turn("scales").view(torch.float8_e4m3fn)
+        first = QuantizedTensor(in_turn("codes"), scales, scale, NVFP4)
+        order, offsets, places = moe_permute(ids, 5)
+        row_weight = weights.flatten()[order.long()] if numerics == "deepseek" else None
+        quantised = activation == "nvfp4"
+        of_first, of_last = (
+            {"activation": activation, "input_scale": getattr(plain, n) if quantised else None}
+            for n in ("gate_up_proj_input_scale", "down_proj_input_scale")
+        )
+        rows = moe_gather(x, places)
+        inner = grouped_gemm_swiglu(
+            rows, first, offsets, plain.limit, row_weight=row_weight, **of_first
+        )
+        out = grouped_gemm(inner, plain.quantized_weight("down_proj"), offsets, **of_last)
+        expected = moe_combine(out, places, offsets, None if row_weight is not None else weights)
+        assert_bitwise(found, expected, "result")
+
+    @given(strategies.seeds())
+    @settings(max_examples=10)
+    def test_trap_t32_the_clamp_acts_on_real_values(self, seed):
+        """Packed ones clamp, and not products that still lack their global scale."""
+        plain = routed(seed)
+        packed = packed_copy(plain)
+        x, ids = 40 * normal(seed, 12, 64), torch.arange(12).remainder(5).unsqueeze(1)
+        gate, up = torch.einsum(
+            "tnk,tk->tn", plain.dense_weight("gate_up_proj", torch.float64)[ids[:, 0]], x
+        ).chunk(2, -1)
+        limit = plain.limit
+        assert (gate > limit).any()
+        assert (up.abs() > limit).any()
+        inner = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        down = plain.dense_weight("down_proj", torch.float64)[ids[:, 0]]
+        expected = torch.einsum("tnk,tk->tn", down, inner)
+        assert close(packed(x, ids, torch.ones(12, 1)), expected, 1e-6)
+
+    @given(strategies.seeds())
+    @settings(max_examples=20)
+    def test_every_bit_comes_back(self, seed):
+        experts = random_bytes(seed)
+        before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+        dense = [experts.dense_weight(name) for name in ("gate_up_proj", "down_proj")]
+        parts = [part.to("cpu") for e in range(5) for part in copy.deepcopy(experts).get_expert(e)]
+        experts.pack()
+        assert experts.gate_up_proj_scale.dtype == experts.down_proj_scale.dtype == torch.uint8
+        for name, expected in zip(("gate_up_proj", "down_proj"), dense, strict=True):
+            assert torch.equal(raw(experts.dense_weight(name)), raw(expected))
+            assert experts.quantized_weight(name).validate().layout == FRAGMENTS
+        found = [part for e in range(5) for part in experts.get_expert(e)]
+        for one, two in zip(found, parts, strict=True):
+            assert torch.equal(one.validate().codes, two.codes)
+            assert torch.equal(raw(one.scales), raw(two.scales))
+            assert torch.equal(one.global_scale, two.global_scale)
+        same_state(experts.state_dict(), before)
+        experts.unpack()
+        assert experts.layout == LINEAR
+        same_state(experts.state_dict(), before)
+        same_state(dict(experts.named_parameters()), before)
+        assert dict(experts.named_buffers()) == {}
+
+    def test_the_packed_value_has_gate_and_up_in_turn(self):
+        plain = routed(1)
+        found = packed_copy(plain).quantized_weight("gate_up_proj")
+        assert found.segments == ()
+        dense = plain.dense_weight("gate_up_proj")
+        assert torch.equal(dequantize(found)[:, 0::2], dense[:, :64])
+        assert torch.equal(dequantize(found)[:, 1::2], dense[:, 64:])
+
+    def test_in_place(self):
+        experts = routed(1)
+        names = ("gate_up_proj", "gate_up_proj_scale", "down_proj", "down_proj_scale")
+        codes = [experts.gate_up_proj, experts.down_proj]
+        places = [getattr(experts, name).data_ptr() for name in names]
+        for change in (experts.pack, experts.pack, experts.unpack, experts.unpack):
+            change()
+            assert [getattr(experts, name).data_ptr() for name in names] == places
+            assert experts.gate_up_proj is codes[0]
+            assert experts.down_proj is codes[1]
+
+    @pytest.mark.parametrize("pieces", [1, 3])
+    def test_one_expert_at_a_time(self, pieces, monkeypatch):
+        """Nothing near the size of the stack is made; an expert in pieces is the same."""
+        experts = routed(1, inner=256, count=24)
+        expected = packed_copy(experts)
+        expert = experts.gate_up_proj[0].nbytes
+        monkeypatch.setattr("dsv4.layers._in_place._CODES", 2 * expert // pieces)
+        with Largest() as seen:
+            experts.pack()
+        assert expert <= seen.bytes <= 4 * expert  # of one, as int32
+        for name, tensor in expected.named_parameters():
+            assert torch.equal(raw(experts.get_parameter(name)), raw(tensor)), name
+        with Largest() as seen:
+            experts.unpack()
+        assert seen.bytes <= 4 * expert
+
+    def test_what_cannot_be_written_is_copied(self):
+        expected = packed_copy(routed(1))
+        experts = routed(1)
+        strided = experts.gate_up_proj.detach().mT.contiguous().mT
+        experts.gate_up_proj = torch.nn.Parameter(strided, requires_grad=False)
+        with torch.inference_mode():
+            copied = experts.down_proj.detach().clone()
+        experts.down_proj = torch.nn.Parameter(copied, requires_grad=False)
+        experts.pack()
+        assert torch.equal(experts.gate_up_proj, expected.gate_up_proj)
+        assert torch.equal(experts.down_proj, expected.down_proj)
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"hidden": 96}, "gate_up_proj is 128 x 96, wanted multiples of 16 x 64"),
+            ({"inner": 32}, "down_proj is 64 x 32, wanted multiples of 16 x 64"),
+        ],
+    )
+    def test_refuses_what_is_not_whole_tiles(self, sizes, message):
+        self.check_refused(routed(1, **sizes), message)
+
+    def test_refuses_other_weights(self):
+        config = ModelConfig.tiny(**SIZES)
+        experts = layers.DeepseekV4Experts(config).requires_grad_(False)
+        self.check_refused(experts, "are plain, wanted nvfp4")
+        experts.quantize("mxfp4")
+        self.check_refused(experts, "are mxfp4, wanted nvfp4")
+        for name in ("gate_up_proj", "down_proj"):
+            experts = routed(1)
+            raw(getattr(experts, name + "_scale"))[4, 2, 1] |= 0x80
+            self.check_refused(experts, f"block scale of {name} is negative")
+        with pytest.raises(ValueError, match="meta device"):
+            routed(1).to("meta").pack()
+
+    @staticmethod
+    def check_refused(experts, message):
+        parameters = dict(experts.named_parameters())
+        before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            experts.pack()
+        assert experts.layout == LINEAR
+        assert all(experts.get_parameter(name) is t for name, t in parameters.items())
+        same_state(experts.state_dict(), before)
+
+    @pytest.mark.parametrize("change", ["pack", "unpack"])
+    def test_half_packed_ones_say_so(self, change, monkeypatch):
+        experts, run, calls = routed(1), getattr(fragments, change), []
+        if change == "unpack":
+            experts.pack()
+
+        def fails(codes, scales):
+            calls.append(codes)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return run(codes, scales)
+
+        monkeypatch.setattr(fragments, change, fails)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(experts, change)()
+        for again in (experts.pack, experts.unpack):
+            with pytest.raises(ValueError, match=r"half packed.*interrupted"):
+                again()
+        with pytest.raises(ValueError, match="half packed"):
+            experts(torch.zeros(1, 64), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
+        with pytest.raises(ValueError, match="half packed"):
+            experts.state_dict()
+        experts.to_format("nvfp4")
+        assert experts.layout == LINEAR
+        experts.load_state_dict(routed(1).state_dict())
+        monkeypatch.undo()
+        experts.pack()
+        assert torch.equal(experts.gate_up_proj, packed_copy(routed(1)).gate_up_proj)
+
+    def test_what_a_packed_layer_refuses(self):
+        experts = packed_copy(routed(1))
+        before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+        with pytest.raises(ValueError, match=r"the layer is packed.*unpack_ first"):
+            experts.set_expert(0, *routed(2).get_expert(0))
+        with pytest.raises(ValueError, match="are nvfp4 already"):
+            experts.quantize()
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=r"gate_up_proj: the layer is packed.*unpack_"):
+                experts.load_state_dict(before, assign=assign)
+        same_state(experts.state_dict(), before)
+        experts.to_format(None)
+        assert (experts.layout, experts.gate_up_row_scale) == (LINEAR, None)
+        experts.load_state_dict(dict(layers.DeepseekV4Experts(config_of(experts)).state_dict()))
+
+    def test_copies_moves_and_casts(self):
+        plain = routed(1, activation="nvfp4", static=4)
+        packed = packed_copy(plain)
+        file = io.BytesIO()
+        torch.save(packed, file)
+        file.seek(0)
+        x, (ids, weights) = normal(1, 7, 64), routing(1, 7, 2, 5)
+        expected = packed(x, ids, weights)
+        for other in (copy.deepcopy(packed), torch.load(file, weights_only=False)):
+            packed.unpack()
+            for dtype in (torch.bfloat16, torch.float64):
+                other.to(dtype)
+            other.type(torch.float32)
+            assert other.gate_up_row_scale.dtype == torch.float32
+            assert torch.equal(other(x, ids, weights), expected)
+            same_state(other.state_dict(), plain.state_dict())
+        other.to("meta")
+        assert {t.device.type for t in (*other.parameters(), *other.buffers())} == {"meta"}
+        assert other.quantized_weight("gate_up_proj").device.type == "meta"
+
+    def test_row_scales_are_made_once(self):
+        experts = packed_copy(routed(1))
+        held = experts.gate_up_row_scale
+        assert torch.equal(held, experts.gate_up_proj_scale_2.repeat(1, 64))
+        assert experts.quantized_weight("gate_up_proj").global_scale is held
+        assert not [name for name in experts.state_dict() if "row_scale" in name]
+
+    def test_says_its_layout(self):
+        experts = routed(1)
+        assert "layout" not in repr(experts)
+        assert "nvfp4, activation=bf16, layout=fragments_16x64" in repr(packed_copy(experts))
+
+    def test_calibration_sees_the_same(self):
+        plain = routed(1, activation="nvfp4")
+        packed = packed_copy(plain)
+        x, (ids, weights) = normal(1, 30, 64), routing(1, 30, 2, 5)
+        for experts in (plain, packed):
+            with layers.calibrate(experts):
+                experts(x, ids, weights)
+        same_state(packed.state_dict(), plain.state_dict())
+        assert close(packed(x, ids, weights), plain(x, ids, weights), 1e-12)
+
+
+def config_of(experts):
+    return ModelConfig.tiny(
+        hidden_size=experts.hidden_dim,
+        moe_intermediate_size=experts.intermediate_dim,
+        n_routed_experts=experts.num_experts,
+    )
+
+
+@pytest.mark.gpu
+class TestExpertsOnGpu:
+    """Of sizes that the kernels can have: K is a multiple of 128."""
+
+    @staticmethod
+    def pair(activation, numerics):
+        sizes = {"hidden": 256, "inner": 128, "count": 16}
+        packed = packed_copy(routed(1, activation=activation, numerics=numerics, **sizes))
+        return packed, copy.deepcopy(packed).to("cuda")
+
+    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+    @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+    @pytest.mark.parametrize("tokens", [0, 1, 9, 150])
+    def test_equals_the_cpu(self, tokens, activation, numerics):
+        experts, there = self.pair(activation, numerics)
+        for seed in range(5):
+            x = (4 * normal(seed, tokens, 256)).bfloat16()
+            shared = normal(seed + 1, tokens, 256).bfloat16()
+            ids, weights = routing(seed, tokens, 4, 16)
+            inputs = (x, ids, weights, shared)
+            found = there(*(t.cuda() for t in inputs)).cpu()
+            if activation == "bf16":
+                truth, budget = truth_and_budget(experts, *inputs)
+                assert_within_budget(found, truth, budget, f"routing {seed}")
+            else:
+                # A last bit of the largest value of a row moves all its codes near a boundary.
+                assert close(found, experts(*inputs), 0.05)
+
+    @pytest.mark.parametrize("change", ["pack", "unpack"])
+    def test_is_packed_there_as_here(self, change):
+        experts, there = self.pair("bf16", "deepseek")
+        if change == "pack":
+            experts.unpack()
+            there = copy.deepcopy(experts).cuda()
+        for one in (experts, there):
+            getattr(one, change)()
+        same_state(
+            {n: t.cpu() for n, t in there.named_parameters()}, dict(experts.named_parameters())
+        )
+
+    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+    @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+    @pytest.mark.parametrize("tokens", [3, 60])
+    def test_one_graph_serves_any_routing(self, tokens, activation, numerics):
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+        _, experts = self.pair(activation, numerics)
+        x = torch.zeros(tokens, 256, dtype=torch.bfloat16, device="cuda")
+        ids, weights = (t.cuda() for t in routing(0, tokens, 4, 16))
+        with torch.inference_mode():
+            experts(x, ids, weights)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = experts(x, ids, weights)
+            for seed in range(50):
+                some = routing(seed, tokens, 4, 16)
+                ids.copy_(some[0])
+                weights.copy_(some[1])
+                x.copy_(normal(seed, tokens, 256))
+                out.fill_(math.nan)
+                graph.replay()
+                assert_bitwise(out, experts(x, ids, weights), f"routing {seed}")
 
 
 class TestModel:

@@ -157,10 +157,11 @@ class DeepseekV4Experts(FixedDtypeModule):
         ones, up rows the odd ones.
 
         Raises:
-            ValueError: if the weights are plain.
+            ValueError: if the weights are plain, or were left half packed.
         """
         if self.format is None:
             raise ValueError("Experts: the weights are plain, wanted quantised ones")
+        self._check_whole()
         global_scale = getattr(self, name + "_scale_2")
         segments: tuple[int, ...] = ()
         if name == "gate_up_proj" and global_scale is not None:
@@ -234,6 +235,7 @@ class DeepseekV4Experts(FixedDtypeModule):
                 rows, 64 columns), a block scale is negative or the weights are on the meta device;
                 nothing is changed then.
         """
+        self._check_whole()
         if self.layout == FRAGMENTS:
             return
         self._check_packable()
@@ -253,15 +255,14 @@ class DeepseekV4Experts(FixedDtypeModule):
         Raises:
             ValueError: if ``pack`` or ``unpack`` was interrupted before.
         """
+        self._check_whole()
         if self.layout == LINEAR:
             return
-        self._check_whole()
         self._rewrite(unpacking)
         self._finish(LINEAR, torch.float8_e4m3fn)
         self.gate_up_row_scale = None
 
     def _check_packable(self) -> None:
-        self._check_whole()
         if self.format != NVFP4:
             found = "plain" if self.format is None else self.format.name
             raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {FRAGMENTS!r}")

@@ -19,6 +19,7 @@ DAMAGED = (
 PRODUCERS = "tests/test_checkpoint_producers.py::"
 RECIPROCALS = PRODUCERS + "test_reciprocal_global_scales_are_inverted"
 EXPERTS_CLAMP = QUANTISED + "test_trap_t32_the_clamp_acts_on_real_values"
+PACKED_EXPERTS = "tests/test_packed_layers.py::TestExperts::"
 SHARED_CLAMP = QUANTISED + "test_trap_t32_the_shared_expert_clamps_real_values"
 FOLD = (
     "    if global_scale is not None and scales.dtype == torch.float8_e4m3fn:\n"
@@ -351,6 +352,22 @@ MUTANTS = (
         "swiglu(gate_up, self.limit, row_weight",
         "swiglu(gate_up, None if self.format else self.limit, row_weight",
         EXPERTS_CLAMP,
+    ),
+    Mutant(
+        "T32",
+        "packed experts ignore the clamp",
+        LAYERS + "experts.py",
+        "            self.limit,\n            row_weight=row_weight,",
+        "            None,\n            row_weight=row_weight,",
+        PACKED_EXPERTS + "test_trap_t32_the_clamp_acts_on_real_values",
+    ),
+    Mutant(
+        "T28",
+        "global scales of gate and up one after the other, their rows in turn",
+        LAYERS + "experts.py",
+        "scale.detach().repeat(1, self.intermediate_dim)",
+        "scale.detach().repeat_interleave(self.intermediate_dim, 1)",
+        PACKED_EXPERTS + "test_gives_the_same",
     ),
     Mutant(
         "T32",
