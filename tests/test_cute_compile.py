@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton")
 from dsv4.cute import _images, gemm, grouped_gemm  # noqa: E402
 from dsv4.cute.sm90 import grouped_plan  # noqa: E402
 from dsv4.cute.sm90.few_plan import FewPlan, few_plan  # noqa: E402
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedPlan  # noqa: E402
+from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan  # noqa: E402
 from dsv4.cute.sm90.many_plan import ManyPlan  # noqa: E402
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts  # noqa: E402
 
@@ -88,18 +88,26 @@ def routed_kinds(experts, inner, hidden):
 def plans_of_experts():
     """What routed experts take for these numbers of tokens; every tile they take for others."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
-    found = {
+    chosen = {
         grouped_plan.choose(wanted, TOP_K * tokens)
         for wanted in every
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
+    found = {plan for plan in chosen if isinstance(plan, GroupedPlan)}
     tiles = {(plan.token_block, plan.warpgroups) for plan in found}
     for wanted in every:
         for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
-            if (plan.token_block, plan.warpgroups) not in tiles:
+            if isinstance(plan, GroupedPlan) and (plan.token_block, plan.warpgroups) not in tiles:
                 tiles.add((plan.token_block, plan.warpgroups))
                 found.add(plan)
     return sorted(found, key=repr)
+
+
+def plans_of_few_rows():
+    """Every configuration that these experts take while most of them have few rows."""
+    every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
+    found = {grouped_plan.choose(wanted, 1) for wanted in every}
+    return sorted((plan for plan in found if isinstance(plan, GroupedFewPlan)), key=repr)
 
 
 def inspected(cubin, folder):
@@ -175,6 +183,26 @@ def test_routed_experts(plan, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", plans_of_few_rows(), ids=repr)
+def test_routed_experts_of_few_rows(plan, tmp_path):
+    image = _images.compile_image(plan, "sm_90a")
+    numbers, instructions = inspected(image.cubin, tmp_path)
+
+    def count(name):
+        return sum(i.startswith(name) for i in instructions)
+
+    assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+    assert numbers["REG"] * plan.threads <= REGISTER_FILE
+    assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+    assert count("HMMA.16816.F32.BF16") >= 4
+    assert count("UBLKCP.S.G")
+    assert count("STG.E.128")
+    assert "ACQBULK" in instructions, "offsets are the kernel before's"
+    assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("float32_out", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 256, 512, 4096])
 def test_swiglu(tokens, float32_out, tmp_path):
@@ -196,11 +224,15 @@ def test_swiglu(tokens, float32_out, tmp_path):
         (choose(Product(6144, 7168, 1, False, False), 1), gemm.FEW_PARAMETERS),
         (choose(Product(6144, 7168, 1, False, False), 64), gemm.MANY_PARAMETERS),
         (
-            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384),
+            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
+            grouped_gemm.FEW_PARAMETERS,
+        ),
+        (
+            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1 << 16),
             grouped_gemm.PARAMETERS,
         ),
     ],
-    ids=["few", "many", "grouped"],
+    ids=["few", "many", "experts of few rows", "experts"],
 )
 def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
     """The bytes that are packed for a launch, against what the compiled kernel declares."""
@@ -241,8 +273,14 @@ def test_plans_of_experts_fit_their_matrix():
         for wanted in routed_kinds(*sizes):
             found = grouped_gemm.plans(wanted, 4096 * TOP_K)
             assert found == list(dict.fromkeys(found))
-            for plan in found:
-                assert isinstance(plan, GroupedPlan)
+            assert isinstance(found[-1], GroupedPlan)
+            for plan in (plan for plan in found if isinstance(plan, GroupedFewPlan)):
+                assert (plan.columns, plan.blocks, plan.token_tiles) == (wanted.columns, 1, 1)
+                assert wanted.columns // 64 % (plan.parts * plan.depth) == 0
+                assert plan.shared_bytes <= MOST_SHARED
+                kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
+                assert kind == wanted[3:]
+            for plan in (plan for plan in found if isinstance(plan, GroupedPlan)):
                 assert wanted.columns // 64 % plan.depth == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)

@@ -16,7 +16,7 @@ from dsv4.cute import _driver, gemm, grouped_gemm
 from dsv4.cute._driver import Image, Kernel, Parameters
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan
-from dsv4.cute.sm90.grouped_plan import Experts
+from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan
 from dsv4.cute.sm90.plans import Product, choose
 
 MAP = bytes(range(128))
@@ -159,6 +159,18 @@ def test_swiglu(driver, tokens, limit, told):
 
 EXPERTS, INNER, HIDDEN = 5, 512, 256
 NEVER = 2**31 - 1
+ADDRESSES = ("codes", "scales", "global_scale", "x", "out", "offsets")
+# The arguments of both kernels, in order.
+_FIRST = ("codes", "scales", "global_scale", "x", "row_scale", "row_weight", "out", "offsets")
+_LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "sixteen", "limit")
+OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST)
+OF_ANY_ROWS = (
+    *("map", "map_rows", "map_columns", "layout"),
+    *_FIRST,
+    *("tokens", "experts", "k_blocks", "row_tiles", "row_blocks"),
+    *_LAST,
+)
+FEW, SOME = 16, 40  # rows of the first kernel and of the second
 
 
 class Grouped:
@@ -172,108 +184,145 @@ class Grouped:
         self.rows, self.columns = rows, columns
 
     def __call__(self, driver, function, x, *rest, segments=(), activation="bf16", dtype=None):
-        driver.kinds, driver.launches, driver.maps = grouped_gemm.PARAMETERS, [], []
+        """Launches: grid, threads, stream, and the kernel's arguments by name."""
+        self.wanted = Experts(
+            self.rows,
+            self.columns,
+            EXPERTS,
+            dtype == torch.float32,
+            activation == "nvfp4",
+            bool(rest),
+            bool(rest) and rest[1] is not None,
+        )
+        self.plan = grouped_plan.choose(self.wanted, max(x.shape[0], 1))
+        few = isinstance(self.plan, GroupedFewPlan)
+        driver.kinds = grouped_gemm.FEW_PARAMETERS if few else grouped_gemm.PARAMETERS
+        driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None)
         self.out = function(x, *parts, *named, *rest, dtype or torch.bfloat16)
-        return [(*launch[:3], flat(launch[3])) for launch in driver.launches]
+        names = OF_FEW_ROWS if few else OF_ANY_ROWS
+        return [
+            (*launch[:3], dict(zip(names, flat(launch[3]), strict=True)))
+            for launch in driver.launches
+        ]
 
     def addresses(self, x, row_scale=0, row_weight=0):
-        """In the order in which the kernel takes them."""
-        first = [t.data_ptr() for t in (self.codes, self.block, self.scale, x)]
-        return [*first, row_scale, row_weight, self.out.data_ptr(), self.offsets.data_ptr()]
+        own = (self.codes, self.block, self.scale, x, self.out, self.offsets)
+        named = dict(zip(ADDRESSES, (t.data_ptr() for t in own), strict=True))
+        return {**named, "row_scale": row_scale, "row_weight": row_weight}
+
+
+def told_of(product, x):
+    """What every launch tells of the sizes."""
+    tokens, row_tiles = x.shape[0], product.rows // 16
+    told = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
+    told["stride"] = x.stride(0)
+    if isinstance(product.plan, GroupedFewPlan):
+        return told
+    told |= {"k_blocks": product.columns // 64, "layout": b"\0", "map": MAP}
+    told |= {"map_rows": tokens, "map_columns": product.columns}
+    return told | {"row_blocks": -(-product.rows // product.plan.rows)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 24, 3000])
+@pytest.mark.parametrize("tokens", [1, FEW, SOME, 300, 3000])
 def test_experts(driver, tokens, dtype):
-    product = Grouped(HIDDEN, INNER)
-    x = torch.empty(tokens, INNER).bfloat16()
+    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     [(grid, threads, stream, values)] = product(
         driver, grouped_gemm.grouped_gemm, x, segments=(), dtype=dtype
     )
-    wanted = Experts(HIDDEN, INNER, EXPERTS, dtype == torch.float32, False)
-    plan = grouped_plan.choose(wanted, tokens)
+    few = isinstance(product.plan, GroupedFewPlan)
+    assert few == (tokens <= FEW)
     assert (product.out.shape, product.out.dtype) == ((tokens, HIDDEN), dtype)
     # As many blocks as fit the GPU: how many tiles there are is known to the kernel alone.
-    assert (grid, threads, stream) == (132, plan.threads, 77)
-    assert values == [
-        MAP, tokens, INNER, b"\0", *product.addresses(x), tokens, EXPERTS, INNER // 64,
-        HIDDEN // 16, -(-HIDDEN // plan.rows), INNER, 1, NEVER, NEVER, NEVER, 0, 16, math.inf,
-    ]  # fmt: skip
-    assert driver.maps == [(x.data_ptr(), tokens, INNER, INNER, plan.token_block)]
+    assert (grid, threads, stream) == (132, product.plan.threads, 77)
+    never = {"cut0": NEVER, "cut1": NEVER, "cut2": NEVER}
+    scales = {"scales_each": 1, "scale_rows": 0, "limit": math.inf}
+    assert values == {**told_of(product, x), **product.addresses(x), **never, **scales}
+    found = [] if few else [(x.data_ptr(), tokens, INNER, INNER, product.plan.token_block)]
+    assert driver.maps == found
 
 
 @pytest.mark.parametrize(
     ("segments", "scales", "told"),
     [
-        ((), 1, [1, NEVER, NEVER, NEVER, 0]),
-        ((), HIDDEN, [HIDDEN, NEVER, NEVER, NEVER, 1]),
-        ((HIDDEN,), 1, [1, NEVER, NEVER, NEVER, 0]),
-        ((100, 156), 2, [2, 100, NEVER, NEVER, 0]),
-        ((16, 40, 100, 100), 4, [4, 16, 56, 156, 0]),
+        ((), 1, (1, NEVER, NEVER, NEVER, 0)),
+        ((), HIDDEN, (HIDDEN, NEVER, NEVER, NEVER, 1)),
+        ((HIDDEN,), 1, (1, NEVER, NEVER, NEVER, 0)),
+        ((100, 156), 2, (2, 100, NEVER, NEVER, 0)),
+        ((16, 40, 100, 100), 4, (4, 16, 56, 156, 0)),
     ],
 )
-def test_scales_of_experts(driver, segments, scales, told):
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_scales_of_experts(driver, tokens, segments, scales, told):
     """Scales of an expert, rows at which the next one holds, whether every row has its own."""
-    x = torch.empty(40, INNER).bfloat16()
+    x = torch.empty(tokens, INNER).bfloat16()
     [(_, _, _, values)] = Grouped(HIDDEN, INNER, scales)(
         driver, grouped_gemm.grouped_gemm, x, segments=segments
     )
-    assert values[-7:-2] == told
+    names = ("scales_each", "cut0", "cut1", "cut2", "scale_rows")
+    assert tuple(values[name] for name in names) == told
 
 
 @pytest.mark.parametrize(("limit", "told"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_swiglu_of_experts(driver, limit, told, weighted):
-    product, tokens = Grouped(2 * INNER, HIDDEN, 2 * INNER), 48
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
+    product = Grouped(2 * INNER, HIDDEN, 2 * INNER)
     x, weight = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(tokens)
     [(grid, threads, _, values)] = product(
         driver, grouped_gemm.grouped_gemm_swiglu, x, limit, weight if weighted else None
     )
-    wanted = Experts(2 * INNER, HIDDEN, EXPERTS, False, False, True, weighted)
-    plan = grouped_plan.choose(wanted, tokens)
-    assert (plan.swiglu, plan.row_weighted) == (True, weighted)
-    assert (grid, threads) == (132, plan.threads)
+    assert (product.plan.swiglu, product.plan.row_weighted) == (True, weighted)
+    assert (grid, threads) == (132, product.plan.threads)
     assert product.out.shape == (tokens, INNER)
+    never = {"cut0": NEVER, "cut1": NEVER, "cut2": NEVER}
+    scales = {"scales_each": 2 * INNER, "scale_rows": 1, "limit": told}
     addresses = product.addresses(x, row_weight=weight.data_ptr() if weighted else 0)
-    assert values == [
-        MAP, tokens, HIDDEN, b"\0", *addresses, tokens, EXPERTS, HIDDEN // 64, 2 * INNER // 16,
-        -(-2 * INNER // plan.rows), HIDDEN, 2 * INNER, NEVER, NEVER, NEVER, 1, 16, told,
-    ]  # fmt: skip
+    assert values == {**told_of(product, x), **addresses, **never, **scales}
 
 
-def test_weights_of_rows_are_read_as_float32(driver):
-    """Whatever dtype and stride they come in; the copy lives until the launch."""
-    weight = torch.ones(2, 48, dtype=torch.bfloat16).T[:, 0]
-    x = torch.empty(48, HIDDEN).bfloat16()
+def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):
+    """Whatever dtype and stride they come in."""
+    seen, launch = [], grouped_gemm._launch
+    monkeypatch.setattr(
+        grouped_gemm, "_launch", lambda *told: (seen.append(told[5]), launch(*told))
+    )
+    weight = torch.ones(SOME, 2, dtype=torch.bfloat16)[:, 0]
+    x = torch.empty(SOME, HIDDEN).bfloat16()
     [(_, _, _, values)] = Grouped(2 * INNER, HIDDEN)(
         driver, grouped_gemm.grouped_gemm_swiglu, x, None, weight
     )
-    assert values[9] not in (0, weight.data_ptr())
+    assert (seen[0].dtype, seen[0].stride()) == (torch.float32, (1,))
+    assert values["row_weight"] == seen[0].data_ptr()
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_quantised_rows_of_experts_have_a_scale_each(driver, monkeypatch, swiglu):
-    other, scale = torch.empty(48, HIDDEN).bfloat16(), torch.ones(48)
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_quantised_rows_of_experts_have_a_scale_each(driver, monkeypatch, tokens, swiglu):
+    other, scale = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(tokens)
     monkeypatch.setattr(grouped_gemm, "bfloat16_operand", lambda x, scales: (other, scale))
-    product, x = Grouped(2 * INNER, HIDDEN), torch.empty(48, HIDDEN).bfloat16()
+    product, x = Grouped(2 * INNER, HIDDEN), torch.empty(tokens, HIDDEN).bfloat16()
     function = grouped_gemm.grouped_gemm_swiglu if swiglu else grouped_gemm.grouped_gemm
     rest = (10.0, None) if swiglu else ()
     [(_, _, _, values)] = product(driver, function, x, *rest, activation="nvfp4")
-    assert values[4:12] == product.addresses(other, row_scale=scale.data_ptr())
+    assert values.items() >= product.addresses(other, row_scale=scale.data_ptr()).items()
 
 
-def test_rows_of_experts_apart_and_misaligned(driver):
-    """A stride is told to the kernel; rows that tensor copies cannot read are copied."""
-    product, wide = Grouped(HIDDEN, INNER), torch.empty(24, INNER + 72).bfloat16()
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_rows_of_experts_apart_and_misaligned(driver, tokens):
+    """A stride is told to the kernel; rows that bulk copies cannot read are copied."""
+    product, wide = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER + 72).bfloat16()
     x = wide[:, 8 : 8 + INNER]
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)
-    assert values[4:12] == product.addresses(x)
-    assert values[17] == driver.maps[0][3] == INNER + 72
-    [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, wide[:, 4 : 4 + INNER])
-    assert values[7] != wide[:, 4:].data_ptr()
-    assert values[17] == driver.maps[0][3] == INNER
+    assert values.items() >= {**product.addresses(x), "stride": INNER + 72}.items()
+    assert all(told[3] == INNER + 72 for told in driver.maps)
+    odd = wide[:, 4 : 4 + INNER]
+    [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, odd)
+    assert values["x"] != odd.data_ptr()
+    assert values["stride"] == INNER
+    assert all(told[3] == INNER for told in driver.maps)
 
 
 def test_no_rows_launch_nothing(driver):
