@@ -717,7 +717,7 @@ class TestExpertsOnGpu:
 
     @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
     @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
-    @pytest.mark.parametrize("tokens", [0, 1, 9, 150])
+    @pytest.mark.parametrize("tokens", [0, 1, 9, 40])
     def test_equals_the_cpu(self, tokens, activation, numerics):
         experts, there = self.pair(activation, numerics)
         for seed in range(5):
