@@ -236,6 +236,14 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     assert all(name in heading for name in moe.HEADINGS)
 
 
+def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_rivals):
+    path = tmp_path / "moe.json"
+    assert main(["moe", "--repeat", "1", "--device", "cpu", "--json", str(path)]) == 0
+    found = [(row["case"], row["tokens"]) for row in rows_of(path)]
+    kinds = ("uniform", "zipf", "single")
+    assert found == [(f"tiny {k} {p}", t) for k in kinds for t in (1, 8) for p in moe.PARTS]
+
+
 def test_markdown_and_a_folder(tmp_path: Path, capsys, without_rivals):
     assert command(f"{tmp_path}/", "--routings", "single", "--markdown") == 0
     folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     _common(layer)
     layer.set_defaults(command=_layer)
     moe = commands.add_parser("moe", help="routed experts and the block around them, by routing")
-    _sizes(moe, [1, 8, 64, 512, 4096])
+    _sizes(moe, None)
     moe.add_argument(
         "--routings",
         type=lambda text: text.split(","),
@@ -112,11 +112,11 @@ def _common(to: argparse.ArgumentParser) -> None:
     add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
 
 
-def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] = (16,)) -> None:
+def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] | None = (16,)) -> None:
     to.add_argument("--shapes", default="tiny", help=f"{', '.join(PRESETS)}, comma-separated")
-    usual = ",".join(map(str, tokens))
+    usual = "16" if tokens else "1,8,64,512,4096, on a CPU 1,8"
     to.add_argument(
-        "--tokens", type=_numbers, default=list(tokens), help=f"e.g. 1,16,256; default {usual}"
+        "--tokens", type=_numbers, default=tokens, help=f"e.g. 1,16,256; default {usual}"
     )
 
 
@@ -260,7 +260,8 @@ def _moe(options: argparse.Namespace) -> int:
     found: moe.Found = {}
     stopped = OK
     try:
-        wanted = options.shapes.split(","), options.routings, options.tokens
+        usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
+        wanted = options.shapes.split(","), options.routings, options.tokens or usual
         moe.run(*wanted, _measuring(options), environment.rates(_device(options)), found)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
