@@ -310,7 +310,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         before = Int32(0)
         if lane == 0:
             before = Int32(ptx.count_shared(counts + Uint32(slot * 4)))
-        return cute.arch.shuffle_sync(before, 0) == self.parts - 1
+        before = cute.arch.shuffle_sync(before, 0)
+        cute.arch.sync_warp()  # what lane 0 has acquired, all have: a shuffle orders no memory
+        return before == self.parts - 1
 
     @cute.jit
     def _added(self, parts: Value, counts: Value, place: Value, lane: Value) -> Value:
