@@ -110,7 +110,7 @@ def _not_hopper(call: Call) -> str | None:
 
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
-    x, weight, scales, global_scale, segments, _, _, layout, _, input_scale, *_ = call.args
+    x, weight, scales, global_scale, segments, _, _, layout, *_ = call.args
     if layout != FRAGMENTS:
         return (
             f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
@@ -119,8 +119,6 @@ def cute_grouped(call: Call) -> str | None:
     elsewhere = _wrong_dtypes(call) or _not_hopper(call)
     if elsewhere:
         return elsewhere
-    if input_scale is not None:
-        return "input_scale is given: one scale per expert is quantised with by the reference alone"
     if len(segments) > _MOST_SEGMENTS:
         return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
     if not all(t.is_contiguous() for t in (weight, scales, global_scale)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
-from dsv4.cute.grouped_gemm import plans
+from dsv4.cute.grouped_gemm import of_rows, plans
 from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, choose
 from dsv4.formats import FRAGMENTS
 from dsv4.ops.gemm import gemm
@@ -63,15 +63,18 @@ def loads(draw, experts, most):
     return draw(st.lists(st.integers(0, most // experts), min_size=experts, max_size=experts))
 
 
-def check_product(x, weight, offsets, activation, dtype):
+def check_product(x, weight, offsets, activation, dtype, scale=None):
     """Within the budget of float32 sums of every expert's product; zeros after the last."""
-    got = grouped_gemm(x, weight, offsets, activation=activation, out_dtype=dtype)
+    options = {"activation": activation, "input_scale": scale, "out_dtype": dtype}
+    got = grouped_gemm(x, weight, offsets, **options)
     dense = dequantize(weight, torch.float64)
     start = 0
     for expert, end in enumerate(offsets.tolist()[1:]):
         left = x[start:end]
         if activation == "nvfp4":
-            left = dequantize(quantize(left, scaling="token"), torch.float64)
+            one = None if scale is None else scale[expert]
+            scaling = "token" if scale is None else "static"
+            left = dequantize(quantize(left, scaling=scaling, global_scale=one), torch.float64)
         left, right = left.double(), dense[expert]
         budget = gemm_budget(left, right, dtype)
         assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")
@@ -104,6 +107,20 @@ class TestValues:
         weight = weights_of(seed, 5, 16 * tiles, 128 * columns, device, scales)
         x, offsets = sorted_rows(seed + 1, counts, spare, 128 * columns, device)
         check_product(x, weight, offsets, activation, dtype)
+
+    @given(seed=strategies.seeds(), counts=loads(5, 40), spare=st.integers(0, 3), dtype=DTYPES)
+    def test_a_calibrated_scale_of_each_expert(self, device, seed, counts, spare, dtype):
+        weight = weights_of(seed, 5, 32, 128, device)
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        scale = torch.tensor([0.001, 0.002, 0.004, 0.008, 0.01], device=device)
+        check_product(x, weight, offsets, "nvfp4", dtype, scale)
+
+    @given(counts=loads(4, 30), spare=st.integers(0, 3))
+    def test_values_of_experts_for_their_rows(self, device, counts, spare):
+        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device)
+        values = torch.arange(4, device=device)
+        got = of_rows(values, offsets, sum(counts) + spare)[: sum(counts)]
+        assert got.tolist() == [e for e, count in enumerate(counts) for _ in range(count)]
 
     @given(
         seed=strategies.seeds(),

@@ -52,7 +52,7 @@ def grouped_gemm(
     wanted = Experts(rows, x.shape[1], experts, out_dtype == torch.float32, activation == "nvfp4")
     out = x.new_empty((x.shape[0], rows), dtype=out_dtype)
     parts = (weight, scales, global_scale, offsets)
-    return _product(wanted, x, parts, tuple(segments), None, math.inf, out)
+    return _product(wanted, x, parts, tuple(segments), input_scale, None, math.inf, out)
 
 
 def grouped_gemm_swiglu(
@@ -86,7 +86,7 @@ def grouped_gemm_swiglu(
     out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
-    return _product(wanted, x, parts, tuple(segments), row_weight, bound, out)
+    return _product(wanted, x, parts, tuple(segments), input_scale, row_weight, bound, out)
 
 
 def _product(
@@ -94,6 +94,7 @@ def _product(
     x: torch.Tensor,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     segments: tuple[int, ...],
+    input_scale: torch.Tensor | None,
     row_weight: torch.Tensor | None,
     limit: float,
     out: torch.Tensor,
@@ -103,7 +104,8 @@ def _product(
         return out
     row_scale = None
     if wanted.row_scaled:
-        x, row_scale = bfloat16_operand(x, None)
+        each = None if input_scale is None else of_rows(input_scale, parts[3], x.shape[0])
+        x, row_scale = bfloat16_operand(x, each)
     x = aligned(x)
     device = x.device.index
     if torch.cuda.current_device() == device:
@@ -112,6 +114,16 @@ def _product(
         with torch.cuda.device(x.device):
             _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
     return out
+
+
+def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Each expert's value for its rows, ``[rows]``, without reading the offsets on the host.
+
+    Rows of no expert get the last one's, which is as good as any.
+    """
+    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    expert = torch.bucketize(numbers, offsets[1:], right=True)
+    return values[expert.clamp_(max=values.shape[0] - 1)]
 
 
 class _Prepared(NamedTuple):
