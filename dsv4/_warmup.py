@@ -102,8 +102,7 @@ def warmup(
 
     Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
     bfloat16; of a configuration, every linear layer and all routed experts that can be packed, as
-    if all were NVFP4 in a bfloat16 model. Routed experts whose activations are quantised with
-    stored scales have no such kernels.
+    if all were NVFP4 in a bfloat16 model.
 
     Args:
         model: A module, a ``ModelConfig`` or transformers' configuration.
@@ -188,11 +187,10 @@ def _of_experts(layer: DeepseekV4Experts) -> list[GroupedProduct]:
     if not (fragments.fits(2 * inner, hidden) and fragments.fits(hidden, inner)):
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
-    found = []
-    if not (quantises and layer.gate_up_proj_input_scale is not None):
-        found.append(Experts(2 * inner, hidden, layer.num_experts, False, quantises, True, weighs))
-    if not (quantises and layer.down_proj_input_scale is not None):
-        found.append(Experts(hidden, inner, layer.num_experts, False, quantises))
+    found = (
+        Experts(2 * inner, hidden, layer.num_experts, False, quantises, True, weighs),
+        Experts(hidden, inner, layer.num_experts, False, quantises),
+    )
     return [GroupedProduct(experts, layer.num_experts_per_tok) for experts in found]
 
 

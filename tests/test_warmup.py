@@ -87,13 +87,12 @@ def launched_of_experts(model, top_k, monkeypatch):
 
         def record(x, codes, scales, scale, segments, offsets, format, layout, activation, *rest):
             assert layout == "fragments_16x64"
-            given, *swiglu, out_dtype, _ = rest
-            if given is None:
-                experts, rows, half = codes.shape
-                float32, quantises = out_dtype == torch.float32, activation == "nvfp4"
-                weighed = bool(swiglu) and swiglu[1] is not None
-                kind = (float32, quantises, bool(swiglu), weighed)
-                found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k))
+            _, *swiglu, out_dtype, _ = rest
+            experts, rows, half = codes.shape
+            float32, quantises = out_dtype == torch.float32, activation == "nvfp4"
+            weighed = bool(swiglu) and swiglu[1] is not None
+            kind = (float32, quantises, bool(swiglu), weighed)
+            found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k))
             return run(
                 x, codes, scales, scale, segments, offsets, format, layout, activation, *rest
             )
@@ -136,9 +135,8 @@ def test_so_are_those_of_experts(numerics, activation, calibrated, monkeypatch):
     assert found == grouped_products(model)
     launched = launched_of_experts(model, config.num_experts_per_tok, monkeypatch)
     assert set(found) == set(launched)
-    assert len(found) == (0 if calibrated and activation == "nvfp4" else 2)
-    if not calibrated:
-        assert grouped_products(config) == found
+    assert len(found) == 2
+    assert grouped_products(config) == found
 
 
 def test_experts_that_cannot_be_packed_need_no_kernel():
