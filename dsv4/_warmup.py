@@ -188,8 +188,8 @@ def _of_experts(layer: DeepseekV4Experts) -> list[GroupedProduct]:
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
     found = (
-        Experts(2 * inner, hidden, layer.num_experts, False, quantises, True, weighs),
-        Experts(hidden, inner, layer.num_experts, False, quantises),
+        Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs),
+        Experts(hidden, inner, layer.num_local_experts, False, quantises),
     )
     return [GroupedProduct(experts, layer.num_experts_per_tok) for experts in found]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import layers
+from dsv4._checkpoint.slots import ExpertsSlot
 from dsv4.config import ModelConfig
 from dsv4.formats import FORMATS, QuantizedTensor, cat_rows
 from dsv4.layers.observer import LARGEST
@@ -250,6 +251,65 @@ def test_stacking_expert_by_expert_copies_bits(format: str, seed: int) -> None:
     if format == "nvfp4":
         assert experts.gate_up_proj_input_scale.tolist() == [1.0, 2.0, 3.0]
         assert experts.down_proj_input_scale.tolist() == [2.0, 3.0, 4.0]
+
+
+def a_range(whole: layers.DeepseekV4Experts, config: ModelConfig, first: int, count: int | None):
+    """The experts of a range, quantised as they are in the whole."""
+    part = layers.DeepseekV4Experts(config, first, count).requires_grad_(False)
+    if whole.format is None:
+        held = slice(first, first + part.num_local_experts)
+        part.gate_up_proj = torch.nn.Parameter(whole.gate_up_proj[held], requires_grad=False)
+        part.down_proj = torch.nn.Parameter(whole.down_proj[held], requires_grad=False)
+        return part
+    part.to_format(whole.format)
+    for i in range(part.num_local_experts):
+        part.set_expert(i, *whole.get_expert(first + i))
+    return part
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    cut=st.integers(1, 4),
+    tokens=st.integers(0, 9),
+    numerics=st.sampled_from(["deepseek", "transformers"]),
+    kind=st.sampled_from(["plain", "nvfp4", "packed"]),
+)
+@settings(max_examples=20)
+def test_ranges_of_experts_add_up_to_the_whole(
+    seed: int, cut: int, tokens: int, numerics: str, kind: str
+) -> None:
+    config = ModelConfig.tiny(
+        n_routed_experts=5, hidden_size=64, moe_intermediate_size=64, numerics=numerics
+    )
+    whole = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False).double(), seed)
+    if kind != "plain":
+        whole.quantize()
+    parts = [a_range(whole, config, 0, cut), a_range(whole, config, cut, None)]
+    if kind == "packed":
+        for layer in (whole, *parts):
+            layer.pack()
+    generator = torch.Generator().manual_seed(seed)
+    x, shared = normal(seed, tokens, 64), normal(seed + 1, tokens, 64)
+    ids = torch.randint(-1, 6, (tokens, 3), generator=generator)
+    weights = torch.rand(tokens, 3, generator=generator, dtype=torch.float64)
+    sums = parts[0](x, ids, weights, shared) + parts[1](x, ids, weights)
+    assert close(sums, whole(x, ids, weights, shared))
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 2), (5, None), (3, 3), (0, 0)])
+def test_a_range_of_no_experts_is_refused(first: int, count: int | None) -> None:
+    config = ModelConfig.tiny(n_routed_experts=5)
+    with pytest.raises(ValueError, match=rf"first_expert is {first} .* wanted a range of 0\.\.4"):
+        layers.DeepseekV4Experts(config, first, count)
+
+
+def test_a_range_is_named_and_read_by_its_experts_numbers() -> None:
+    config = ModelConfig.tiny(n_routed_experts=5)
+    part = layers.DeepseekV4Experts(config, 2, 3)
+    assert repr(part).startswith("DeepseekV4Experts(2 to 4 of 5 experts")
+    assert part.gate_up_proj.shape[0] == 3
+    slot = ExpertsSlot("layers.3.ffn.experts", part)
+    assert slot.names_of(0)[0] == "layers.3.ffn.experts.2.gate_proj.weight"
 
 
 def test_fp8_blocks_may_not_straddle_gate_and_up() -> None:

@@ -183,8 +183,8 @@ class ExpertsSlot(Slot):
         return int(self.module.gate_up_proj.shape[0])
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
-        """Canonical names of gate, up and down."""
-        prefix = f"{self.name}.{expert}"
+        """Canonical names of gate, up and down of an expert of the stack."""
+        prefix = f"{self.name}.{getattr(self.module, 'first_expert', 0) + expert}"
         gate, up, down = (f"{prefix}.{p}.weight" for p in PROJECTIONS)
         return gate, up, down
 

@@ -73,7 +73,7 @@ def _observe(name: str, layer: nn.Module) -> None:
     else:
         assert isinstance(layer, DeepseekV4Experts)
         busy = layer.observers is not None
-        layer.observers = {p: AmaxObserver(layer.num_experts) for p in _EXPERT_INPUTS}
+        layer.observers = {p: AmaxObserver(layer.num_local_experts) for p in _EXPERT_INPUTS}
     if busy:
         raise ValueError(f"calibrate: {name} is being calibrated already")
 

@@ -32,7 +32,10 @@ _HALF = "half packed"
 
 
 class DeepseekV4Experts(FixedDtypeModule):
-    """All routed experts of a layer, stacked.
+    """The routed experts of a layer, or a range of them for expert parallelism, stacked.
+
+    With a range, ``forward`` gives the sum of those experts alone, rounded like the whole: adding
+    up the ranges' results, in any way, is the caller's, and so is giving ``shared`` to one of them.
 
     Parameters of plain experts: ``gate_up_proj [E, 2I, H]`` (gate rows first) and
     ``down_proj [E, H, I]``. Of quantised ones: the same names for the codes, and with the suffixes
@@ -48,6 +51,14 @@ class DeepseekV4Experts(FixedDtypeModule):
     ``hidden_states``. State dicts do not know the layout: a packed layer writes what an unpacked
     one writes, and refuses to load.
 
+    Args:
+        config: A ``ModelConfig`` or transformers' configuration.
+        first_expert: The first expert held here.
+        num_local_experts: E, how many are; None for all from ``first_expert`` on.
+
+    Raises:
+        ValueError: if there are no such experts.
+
     Attributes:
         format: None for plain weights, else their ``Format``.
         layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` when packed.
@@ -58,10 +69,14 @@ class DeepseekV4Experts(FixedDtypeModule):
     stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
     gate_up_row_scale: torch.Tensor | None
 
-    def __init__(self, config: Any) -> None:
+    def __init__(
+        self, config: Any, first_expert: int = 0, num_local_experts: int | None = None
+    ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         self.num_experts = config.n_routed_experts
+        self.first_expert = first_expert
+        self.num_local_experts = _local(self.num_experts, first_expert, num_local_experts)
         self.num_experts_per_tok = config.num_experts_per_tok
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
@@ -72,9 +87,11 @@ class DeepseekV4Experts(FixedDtypeModule):
         self.layout = LINEAR
         self.observers: dict[str, AmaxObserver] | None = None
         self.gate_up_proj = empty_weight(
-            self.num_experts, 2 * self.intermediate_dim, self.hidden_dim
+            self.num_local_experts, 2 * self.intermediate_dim, self.hidden_dim
         )
-        self.down_proj = empty_weight(self.num_experts, self.hidden_dim, self.intermediate_dim)
+        self.down_proj = empty_weight(
+            self.num_local_experts, self.hidden_dim, self.intermediate_dim
+        )
         for name in sorted(self.stored - {"gate_up_row_scale"}):
             self.register_parameter(name, None)
         # Of a packed layer [E, 2 I]: gate_up_proj_scale_2 of every row, which products ask for.
@@ -87,18 +104,23 @@ class DeepseekV4Experts(FixedDtypeModule):
         top_k_weights: torch.Tensor,
         shared: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum of the chosen experts' outputs, each times its weight.
+        """Sum of the chosen experts' outputs, of those held here, each times its weight.
 
         Args:
             hidden_states: ``[T, H]``.
-            top_k_index: ``[T, k]`` int64; an index outside ``0..E-1`` means "no expert".
+            top_k_index: ``[T, k]`` int64; an index outside the experts held here adds nothing.
             top_k_weights: ``[T, k]``.
             shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
         """
-        order, offsets, places = moe_permute(top_k_index, self.num_experts)
+        order, offsets, places = moe_permute(
+            top_k_index,
+            self.num_experts,
+            first_expert=self.first_expert,
+            num_local_experts=self.num_local_experts,
+        )
         rows = moe_gather(hidden_states, places)
         weights: torch.Tensor | None = top_k_weights
         row_weight = None
@@ -296,7 +318,7 @@ class DeepseekV4Experts(FixedDtypeModule):
             setattr(self, name, frozen(new))
 
     def _rewrite(self, how: Callable[..., Writes]) -> None:
-        for expert in range(self.num_experts):
+        for expert in range(self.num_local_experts):
             for name in _PROJECTIONS:
                 codes, scales = (_bytes(getattr(self, name + s))[expert] for s in ("", "_scale"))
                 for target, source in how(codes, scales, pairs=name == "gate_up_proj"):
@@ -316,7 +338,7 @@ class DeepseekV4Experts(FixedDtypeModule):
             return
         for name in _PROJECTIONS:
             codes, scales = (torch.empty_like(getattr(self, name + s)) for s in ("", "_scale"))
-            for expert in range(self.num_experts):
+            for expert in range(self.num_local_experts):
                 one = self._linear(name, expert)
                 codes[expert], scales[expert] = one.codes, _bytes(one.scales)
             destination[prefix + name] = codes
@@ -372,7 +394,7 @@ class DeepseekV4Experts(FixedDtypeModule):
     ) -> None:
         gate_up = name == "gate_up_proj"
         inner, hidden = self.intermediate_dim, self.hidden_dim
-        shape = (self.num_experts, *((2 * inner, hidden) if gate_up else (hidden, inner)))
+        shape = (self.num_local_experts, *((2 * inner, hidden) if gate_up else (hidden, inner)))
         for suffix in _SUFFIXES:
             setattr(self, name + suffix, None)
         if chosen is None:
@@ -383,10 +405,10 @@ class DeepseekV4Experts(FixedDtypeModule):
         setattr(self, name + "_scale", frozen(empty.scales))
         if empty.global_scale is not None:
             count = 2 if gate_up else 1
-            scale_2 = torch.empty(self.num_experts, count, device=device)
+            scale_2 = torch.empty(self.num_local_experts, count, device=device)
             setattr(self, name + "_scale_2", frozen(scale_2))
         if input_scale:
-            scale = torch.empty(self.num_experts, device=device)
+            scale = torch.empty(self.num_local_experts, device=device)
             setattr(self, name + "_input_scale", frozen(scale))
 
     @torch.no_grad()
@@ -401,7 +423,7 @@ class DeepseekV4Experts(FixedDtypeModule):
         """Copy one expert's matrices into the stack.
 
         Args:
-            expert: Its index in the stack.
+            expert: Its index in the stack: its number less ``first_expert``.
             gate: ``[I, H]``, plain or of this layer's format.
             up: ``[I, H]``, likewise.
             down: ``[H, I]``, likewise.
@@ -417,8 +439,8 @@ class DeepseekV4Experts(FixedDtypeModule):
                 "Experts: the layer is packed, wanted an unpacked one: call dsv4.layers.unpack_ "
                 "first"
             )
-        if not 0 <= expert < self.num_experts:
-            raise ValueError(f"Experts: expert is {expert}, wanted 0..{self.num_experts - 1}")
+        if not 0 <= expert < self.num_local_experts:
+            raise ValueError(f"Experts: expert is {expert}, wanted 0..{self.num_local_experts - 1}")
         self._check_matrix("gate", gate, (inner, hidden))
         self._check_matrix("up", up, (inner, hidden))
         self._check_matrix("down", down, (hidden, inner))
@@ -473,19 +495,36 @@ class DeepseekV4Experts(FixedDtypeModule):
         inner = self.intermediate_dim
         gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
         self.to_format(format)
-        for e in range(self.num_experts):
+        for e in range(self.num_local_experts):
             parts = (gate_up[e, :inner], gate_up[e, inner:], down[e])
             gate, up, out = (quantize_weight(part, format) for part in parts)
             self.set_expert(e, gate, up, out)
+
+    def _range(self) -> str:
+        """Which of how many."""
+        if self.num_local_experts == self.num_experts:
+            return str(self.num_experts)
+        last = self.first_expert + self.num_local_experts - 1
+        return f"{self.first_expert} to {last} of {self.num_experts}"
 
     def extra_repr(self) -> str:
         """Sizes, format, activation, and the layout of packed weights."""
         layout = "" if self.layout == LINEAR else f", layout={self.layout}"
         name = "plain" if self.format is None else self.format.name
         return (
-            f"{self.num_experts} experts, {self.hidden_dim} -> {self.intermediate_dim}, {name}, "
+            f"{self._range()} experts, {self.hidden_dim} -> {self.intermediate_dim}, {name}, "
             f"activation={self.activation}{layout}"
         )
+
+
+def _local(experts: int, first: int, count: int | None) -> int:
+    count = experts - first if count is None else count
+    if first < 0 or count < 1 or first + count > experts:
+        raise ValueError(
+            f"Experts: first_expert is {first} and num_local_experts {count}, wanted a range of "
+            f"0..{experts - 1}"
+        )
+    return count
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
