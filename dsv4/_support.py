@@ -111,12 +111,7 @@ def _not_hopper(call: Call) -> str | None:
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
     x, weight, scales, global_scale, segments, _, _, layout, *_ = call.args
-    if layout != FRAGMENTS:
-        return (
-            f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
-            "QuantizedTensor.with_layout or the layer's pack()"
-        )
-    elsewhere = _wrong_dtypes(call) or _not_hopper(call)
+    elsewhere = _not_packed(layout) or _wrong_dtypes(call) or _not_hopper(call)
     if elsewhere:
         return elsewhere
     if len(segments) > _MOST_SEGMENTS:
@@ -144,13 +139,16 @@ def parts(call: Call) -> str | None:
 
 def packed(call: Call) -> str | None:
     """Why no kernel for weights in fragments can run a product, or None."""
-    layout = call.args[6]
+    return _not_packed(call.args[6]) or _wrong_dtypes(call)
+
+
+def _not_packed(layout: str) -> str | None:
     if layout != FRAGMENTS:
         return (
             f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
             "QuantizedTensor.with_layout or the layer's pack()"
         )
-    return _wrong_dtypes(call)
+    return None
 
 
 def _wrong_dtypes(call: Call) -> str | None:

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from dsv4.cute._driver import Kernel
+from dsv4.cute._driver import Kernel, Parameters
 from dsv4.cute._images import image
 
 ARCH = "sm_90a"
-NO_CUTS = (2**31 - 1,) * 3  # rows at which segments end: there are at most four
+_NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
+
+
+class Prepared(NamedTuple):
+    """A launch but for its addresses and stream."""
+
+    kernel: Kernel
+    blocks: int
+    kinds: Parameters
+    before: bytes
+    after: bytes
+    matrix: tuple[int, ...]  # rows, columns, stride and box of X, where tensor copies read it
+
+
+def cuts(segments: Sequence[int]) -> tuple[int, ...]:
+    """First rows of the second, third and fourth segment."""
+    ends = tuple(itertools.accumulate(segments))[:-1]
+    return (*ends, *_NO_CUTS[len(ends) :])
 
 
 @functools.cache

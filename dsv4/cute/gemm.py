@@ -6,12 +6,11 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from dsv4.cute._driver import Kernel, Parameters, tensor_map
-from dsv4.cute._launch import ARCH, NO_CUTS, aligned, loaded, stream_of
+from dsv4.cute._driver import Parameters, tensor_map
+from dsv4.cute._launch import ARCH, Prepared, aligned, cuts, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
@@ -125,17 +124,6 @@ def _multiply(
         _launch(launch, x[part], scale, places, out[part])
 
 
-class _Prepared(NamedTuple):
-    """A launch but for its addresses and stream."""
-
-    kernel: Kernel
-    blocks: int
-    kinds: Parameters
-    before: bytes
-    after: bytes
-    matrix: tuple[int, ...]  # rows, columns, stride and box of X, where tensor copies read it
-
-
 @functools.lru_cache(maxsize=4096)
 def _prepared(
     product: Product,
@@ -145,16 +133,14 @@ def _prepared(
     scale_rows: bool,
     limit: float,
     device: int,
-) -> _Prepared:
+) -> Prepared:
     """Made once, because it takes longer than a launch."""
     plan = choose(product, tokens)
     assert plan is not None
     kernel = loaded(plan, ARCH)
     resident = kernel.prepare(device)
-    ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
-    cuts = (*ends, *NO_CUTS[len(ends) :])
     group_stride = 0 if product.groups == 1 else product.columns
-    rest = (token_stride, group_stride, *cuts, scale_rows, product.groups, 16, limit)
+    rest = (token_stride, group_stride, *cuts(segments), scale_rows, product.groups, 16, limit)
     if isinstance(plan, FewPlan):
         tiles = product.rows // 16
         after = _FEW_AFTER.pack(tokens, tiles, tiles // product.groups, *rest)
@@ -162,7 +148,7 @@ def _prepared(
         if plan.blocks == product.groups == 1:
             clusters = min(clusters, resident)  # each takes row tiles in turn
         blocks = clusters * plan.blocks
-        return _Prepared(kernel, blocks, FEW_PARAMETERS, b"", after, ())
+        return Prepared(kernel, blocks, FEW_PARAMETERS, b"", after, ())
     columns = product.columns * product.groups
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
     after = _MANY_AFTER.pack(
@@ -179,11 +165,11 @@ def _prepared(
     clusters = tiles if plan.blocks > 1 else min(tiles, resident)
     matrix = (tokens, columns, token_stride, plan.token_block)
     before = _MANY_BEFORE.pack(tokens, columns, b"")
-    return _Prepared(kernel, clusters * plan.blocks, MANY_PARAMETERS, before, after, matrix)
+    return Prepared(kernel, clusters * plan.blocks, MANY_PARAMETERS, before, after, matrix)
 
 
 def _launch(
-    launch: _Prepared,
+    launch: Prepared,
     x: torch.Tensor,
     row_scale: torch.Tensor | None,
     weight: tuple[int, int, int],

@@ -6,12 +6,11 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from dsv4.cute._driver import Kernel, Parameters, tensor_map
-from dsv4.cute._launch import ARCH, NO_CUTS, aligned, loaded, stream_of
+from dsv4.cute._driver import Parameters, tensor_map
+from dsv4.cute._launch import ARCH, Prepared, aligned, cuts, loaded, stream_of
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
     GroupedFewPlan,
@@ -126,17 +125,6 @@ def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Ten
     return values[expert.clamp_(max=values.shape[0] - 1)]
 
 
-class _Prepared(NamedTuple):
-    """A launch but for its addresses and stream."""
-
-    kernel: Kernel
-    blocks: int
-    kinds: Parameters
-    before: bytes
-    after: bytes
-    matrix: tuple[int, ...]  # rows, columns, stride and box of X, where tensor copies read it
-
-
 @functools.lru_cache(maxsize=4096)
 def _prepared(
     wanted: Experts,
@@ -146,24 +134,22 @@ def _prepared(
     scales_each: int,
     limit: float,
     device: int,
-) -> _Prepared:
+) -> Prepared:
     """Made once, because it takes longer than a launch."""
     plan = choose(wanted, tokens)
     assert plan is not None
     kernel = loaded(plan, ARCH)
     resident = kernel.prepare(device)
-    ends = [sum(segments[: i + 1]) for i in range(len(segments) - 1)]
-    cuts = (*ends, *NO_CUTS[len(ends) :])
-    rest = (token_stride, scales_each, *cuts, not segments and scales_each > 1, 16, limit)
+    rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
     sizes = (tokens, wanted.experts)
     if isinstance(plan, GroupedFewPlan):
         after = _FEW_AFTER.pack(*sizes, wanted.rows // 16, *rest)
-        return _Prepared(kernel, resident, FEW_PARAMETERS, b"", after, ())
+        return Prepared(kernel, resident, FEW_PARAMETERS, b"", after, ())
     row_blocks = -(-wanted.rows // plan.rows)
     after = _AFTER.pack(*sizes, wanted.columns // 64, wanted.rows // 16, row_blocks, *rest)
     before = _BEFORE.pack(tokens, wanted.columns, b"")
     matrix = (tokens, wanted.columns, token_stride, plan.token_block)
-    return _Prepared(kernel, resident, PARAMETERS, before, after, matrix)
+    return Prepared(kernel, resident, PARAMETERS, before, after, matrix)
 
 
 def _launch(

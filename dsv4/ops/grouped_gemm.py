@@ -101,8 +101,8 @@ def grouped_gemm(
         ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
             not finite and above 0 or is given with ``"bf16"``.
     """
-    parts = _checked("grouped_gemm", x, weight, offsets, activation, input_scale)
     out_dtype = check_operands("grouped_gemm", x, activation, out_dtype)
+    parts = _checked("grouped_gemm", x, weight, offsets, activation, input_scale)
     return _grouped_gemm(x, *parts, activation, input_scale, out_dtype, backend)
 
 
@@ -144,8 +144,8 @@ def grouped_gemm_swiglu(
             above 0, or ``row_weight`` has another shape or device.
     """
     op = "grouped_gemm_swiglu"
-    parts = _checked(op, x, weight, offsets, activation, input_scale)
     out_dtype = check_operands(op, x, activation, out_dtype)
+    parts = _checked(op, x, weight, offsets, activation, input_scale)
     rows = parts[0].shape[1]
     if rows % 2:
         raise ValueError(f"{op}: weight has {rows} rows, wanted an even number")
@@ -180,7 +180,6 @@ def _checked(
     input_scale: torch.Tensor | None,
 ) -> _Parts:
     """Raise unless the operands fit; the weight in parts, with the offsets where operators do."""
-    check_operands(op, x, activation, None)
     _check.dtype(op, "offsets", offsets, torch.int32)
     shape = _check_weight(op, weight)
     _check.shape(op, "x", x, [None, None])

@@ -21,13 +21,12 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90._experts import all_tiles, clear_lines, count_tiles, find_expert, last_row
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, GroupedPlan
-from dsv4.cute.sm90.many import COPY_REGISTERS, ManyKernel
+from dsv4.cute.sm90.many import COPY_REGISTERS, ManyKernel, rows_of_x
 
 Value = Any
 
@@ -37,15 +36,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        x = make_fake_tensor(
-            BFloat16,
-            (cute.sym_int(), cute.sym_int(divisibility=64)),
-            stride=(cute.sym_int64(divisibility=8), 1),
-            assumed_align=16,
-        )
         return cute.compile(
             self,
-            x,
+            rows_of_x(),
             *[Int64(0)] * 8,
             *[Int32(1)] * 5,
             Int64(8),
@@ -83,23 +76,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        layout = cute.tile_to_shape(swizzle, (self.token_block, 64, self.stages), (0, 1, 2))
-        atom, x_tiles = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            x,
-            cute.select(layout, mode=[0, 1]),
-            (self.token_block, 64),
-        )
-        op = warpgroup.MmaF16BF16Op(
-            BFloat16,
-            Float32,
-            (64, self.token_block, 16),
-            warpgroup.OperandSource.RMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-        )
-        mma = cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
+        atom, x_tiles, layout, mma = self.tools(x)
         self.kernel(
             atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, row_weight,
             out, offsets, tokens, experts, k_blocks, row_tiles, row_blocks, token_stride,

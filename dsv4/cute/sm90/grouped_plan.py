@@ -137,7 +137,10 @@ def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None
 
 
 def _few(wanted: Experts) -> GroupedFewPlan | None:
-    """Parts of K of about 26 tiles, the fastest of those measured, if shared memory holds X."""
+    """Parts of K of about 26 tiles, the fastest of those measured, if shared memory holds X.
+
+    Not one part where there can be more: the code for one spills registers.
+    """
     tiles = wanted.columns // 64
     depth = 2 if wanted.float32_out or wanted.row_scaled else 4
     fitting = [p for p in range(1, 17) if tiles % (p * depth) == 0]

@@ -41,17 +41,22 @@ _BEHIND, _ALL, _READY = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
 
+def rows_of_x() -> Any:
+    """Any X, for the compiler: rows of bfloat16 that begin at multiples of 16 bytes."""
+    return make_fake_tensor(
+        BFloat16,
+        (cute.sym_int(), cute.sym_int(divisibility=64)),
+        stride=(cute.sym_int64(divisibility=8), 1),
+        assumed_align=16,
+    )
+
+
 class ManyKernel(ManyPlan):
     """The kernel of one configuration."""
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        x = make_fake_tensor(
-            BFloat16,
-            (cute.sym_int(), cute.sym_int(divisibility=64)),
-            stride=(cute.sym_int64(divisibility=8), 1),
-            assumed_align=16,
-        )
+        x = rows_of_x()
         return cute.compile(
             self,
             x,
@@ -94,6 +99,23 @@ class ManyKernel(ManyPlan):
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        atom, x_tiles, layout, mma = self.tools(x)
+        self.kernel(
+            atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
+            tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks, group_blocks,
+            token_stride, group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
+            limit,
+        ).launch(
+            grid=[self.blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.blocks, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
+        """Tensor copy of a block of X, X as it addresses it, layout of the stages, product."""
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(swizzle, (self.token_block, 64, self.stages), (0, 1, 2))
         atom, x_tiles = cpasync.make_tiled_tma_atom(
@@ -111,19 +133,7 @@ class ManyKernel(ManyPlan):
             OperandMajorMode.K,
         )
         mma = cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
-        self.kernel(
-            atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
-            tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks, group_blocks,
-            token_stride, group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
-            limit,
-        ).launch(
-            grid=[self.blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.blocks, 1, 1],
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )  # fmt: skip
+        return atom, x_tiles, layout, mma
 
     @cute.kernel
     def kernel(
