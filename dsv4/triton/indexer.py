@@ -339,9 +339,11 @@ def _query_tile_of(
 
 @triton.jit
 def _dot(a, b, OPERAND: tl.constexpr):
+    # "else" matters: Triton 3.6 compiles what follows a return, and refuses two operand types.
     if INTERPRETED or tl.float32 == OPERAND:
         return tl.dot(widen(a), widen(b), input_precision="ieee")
-    return tl.dot(a, b)
+    else:  # noqa: RET505
+        return tl.dot(a, b)
 
 
 @triton.jit
