@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from experts_cases import truth_and_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -24,7 +25,7 @@ from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.quantize import dequantize
 from dsv4.testing import strategies
-from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 from dsv4.testing.models import random_model, randomize_
 
 SIZES = {"moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 32}
@@ -366,52 +367,6 @@ def random_bytes(seed):
         scale = getattr(experts, name + "_scale_2")
         scale.copy_(torch.rand(scale.shape, generator=generator))
     return experts
-
-
-def truth_and_budget(experts, x, ids, weights, shared=None):
-    """Float64 result of bfloat16 inputs, and how far a float32 one with its roundings may be off.
-
-    A product in float32 is off by ``(K + 4) u S`` (``gemm_budget``), SwiGLU has a slope of at most
-    1.1 in the gate, and exp is within 1e-5.
-    """
-    wide, u = unit_roundoff(torch.float32), unit_roundoff(torch.bfloat16)
-    known = (ids >= 0) & (ids < experts.num_experts)
-    which, factor = ids.clamp(0, experts.num_experts - 1), weights.double().unsqueeze(-1)
-    first, last = (
-        experts.dense_weight(n, torch.float64)[which] for n in ("gate_up_proj", "down_proj")
-    )
-    x = x.double()
-
-    def rounded(value, error):
-        return error + 1.01 * u * (value.abs() + error) + 1e-37
-
-    def product(weight, value, error):
-        sizes = torch.einsum("tknc,tkc->tkn", weight.abs(), value.abs() + error)
-        spread = torch.einsum("tknc,tkc->tkn", weight.abs(), error)
-        sums = 1.01 * (value.shape[-1] + 4) * wide * sizes
-        return torch.einsum("tknc,tkc->tkn", weight, value), spread + sums
-
-    rows = x.unsqueeze(1).expand(-1, ids.shape[1], -1)
-    both, error = product(first, rows, torch.zeros_like(rows))
-    if experts.layout == LINEAR:
-        error = rounded(both, error)
-    (gate, up), (gate_error, up_error) = both.chunk(2, -1), error.chunk(2, -1)
-    gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-    inner = F.silu(gate) * up
-    error = 1.1 * gate_error * (up.abs() + up_error) + F.silu(gate).abs() * up_error
-    error = error + 1e-5 * inner.abs()
-    if experts.numerics == "deepseek":
-        inner, error = inner * factor, error * factor
-    out, error = product(last, inner, rounded(inner, error))
-    error = rounded(out, error)
-    if experts.numerics == "transformers":
-        out, error = out * factor, error * factor
-    out, error = (torch.where(known.unsqueeze(-1), t, 0.0) for t in (out, error))
-    sizes = (out.abs() + error).sum(1)
-    out, error = out.sum(1), error.sum(1)
-    if shared is not None:
-        out, sizes = out + shared.double(), sizes + shared.double().abs()
-    return out, rounded(out, error + (ids.shape[1] + 3) * wide * sizes)
 
 
 def close(found, expected, relative):

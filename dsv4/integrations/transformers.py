@@ -10,6 +10,8 @@ What differs from transformers' own modules:
 * ``output_attentions=True`` raises where the attention was swapped, because the weights are never
   materialised. ``output_hidden_states`` and ``output_router_logits`` work.
 * The experts ignore ``config._experts_implementation``; ``set_experts_implementation`` is harmless.
+  Where they were not swapped, ``experts_implementation="dsv4"`` runs transformers' own experts on
+  this package's operators, see ``register_experts``.
 * Left-padded batches: prompts of different lengths in one batch give each other's positions to the
   compressors, in transformers as here, because a compressed entry covers slots of the padded row.
   Prefill equals transformers'. In decode, transformers shows all entries of a heavily compressed
@@ -29,12 +31,42 @@ import torch
 from torch import nn
 
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
+from dsv4.integrations._experts import experts_forward
 from dsv4.integrations._report import Kept, Replaced, Report
 from dsv4.integrations._swap import PARTS, Plan
 
-__all__ = ["PARTS", "Kept", "Replaced", "Report", "apply", "from_pretrained"]
+__all__ = [
+    "EXPERTS_IMPLEMENTATION",
+    "PARTS",
+    "Kept",
+    "Replaced",
+    "Report",
+    "apply",
+    "from_pretrained",
+    "register_experts",
+]
+
+EXPERTS_IMPLEMENTATION = "dsv4"
 
 _logger = logging.getLogger(__name__)
+
+
+def register_experts() -> None:
+    """Make ``experts_implementation="dsv4"`` known to transformers; ``apply`` does so, too.
+
+    ``from_pretrained(..., experts_implementation="dsv4")`` of transformers and
+    ``model.set_experts_implementation("dsv4")`` then run the experts of a stock DeepSeek-V4, plain
+    stacked weights, on this package's operators. For inference only: a backward pass raises. Other
+    models' experts (with bias, transposed weights, another activation or gate) are refused when
+    they are called.
+
+    Raises:
+        ImportError: if transformers is not installed.
+    """
+    _modeling()
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
 
 
 def apply(
@@ -85,6 +117,7 @@ def apply(
         )
     config = _configuration(ModelConfig.of(model.config), numerics, activation)
     plan = Plan(config, modeling, _chosen(parts))
+    register_experts()
     _install_recorders(model, modeling)
     plan.visit(model)
     replaced = plan.execute()

@@ -180,6 +180,14 @@ MUTANTS = (
         SHARED,
     ),
     Mutant(
+        "T9",
+        "transformers' own experts, run by these operators, do not clamp",
+        "dsv4/integrations/_experts.py",
+        "swiglu(gate_up, self.limit)",
+        "swiglu(gate_up, None)",
+        "tests/test_transformers_experts.py::test_trap_t9_t32_the_clamp_is_applied",
+    ),
+    Mutant(
         "T10",
         "log(1 + exp(x)) in float32",
         REFERENCE + "router.py",
