@@ -54,6 +54,7 @@ class Product:
         groups: Groups of rows with an input each.
         activation: ``"bf16"`` or ``"nvfp4"``.
         out_dtype: Of the result.
+        swiglu: Whether the result is the SwiGLU of gate and up rows in turn.
     """
 
     rows: int
@@ -61,11 +62,18 @@ class Product:
     groups: int
     activation: str
     out_dtype: torch.dtype
+    swiglu: bool = False
 
     def plans(self, max_tokens: int) -> list[Any]:
         """Configurations of all kernels for up to that many tokens."""
         return cute_gemm.plans(
-            self.rows, self.columns, self.groups, self.activation, self.out_dtype, max_tokens
+            self.rows,
+            self.columns,
+            self.groups,
+            self.activation,
+            self.out_dtype,
+            max_tokens,
+            swiglu=self.swiglu,
         )
 
 
@@ -206,23 +214,28 @@ def _products(model: nn.Module, nvfp4: Callable[[Linear], bool]) -> list[Product
         for layer in _float32_results(parent):
             if layer in linear:
                 linear[layer] = torch.float32
-        for names in getattr(parent, "joined", ()):
-            layers = [getattr(parent, name) for name in names]
-            if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
-                found += _product(layers, linear.pop(layers[0]))
-                for layer in layers[1:]:
-                    del linear[layer]
+        for how in ("joined", "joined_in_turn"):
+            for names in getattr(parent, how, ()):
+                layers = [getattr(parent, name) for name in names]
+                if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
+                    in_turn = how == "joined_in_turn"
+                    found += _product(layers, linear.pop(layers[0]), swiglu=in_turn)
+                    for layer in layers[1:]:
+                        del linear[layer]
     for layer, dtype in linear.items():
         found += _product([layer], dtype)
     return list(dict.fromkeys(found))
 
 
-def _product(layers: Sequence[Linear], out_dtype: torch.dtype) -> list[Product]:
+def _product(
+    layers: Sequence[Linear], out_dtype: torch.dtype, *, swiglu: bool = False
+) -> list[Product]:
     """One, or none if a layer cannot be packed."""
     first, rows = layers[0], [layer.out_features for layer in layers]
     if not all(fragments.fits(n // first.groups, first.in_features) for n in rows):
         return []
-    return [Product(sum(rows), first.in_features, first.groups, first.activation, out_dtype)]
+    shape = (sum(rows), first.in_features, first.groups)
+    return [Product(*shape, first.activation, out_dtype, swiglu)]
 
 
 def _float32_results(module: nn.Module) -> list[nn.Module]:

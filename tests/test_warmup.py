@@ -53,18 +53,23 @@ def compiled(monkeypatch):
 
 def launched(model, monkeypatch):
     """The products with packed weights of one run of everything the model can do."""
-    module = importlib.import_module("dsv4.ops.gemm")
-    found, run = [], module._gemm
+    found = []
 
-    def record(x, codes, scales, scale, segments, format, layout, activation, given, groups, *rest):
-        columns = codes.shape[1] * 2
-        if layout == "fragments_16x64":
-            found.append(Product(codes.shape[0], columns, groups, activation, rest[0]))
-        return run(
-            x, codes, scales, scale, segments, format, layout, activation, given, groups, *rest
-        )
+    def recording(name):
+        module = importlib.import_module(f"dsv4.ops.{name}")
+        run, swiglu = getattr(module, f"_{name}"), name == "gemm_swiglu"
 
-    monkeypatch.setattr(module, "_gemm", record)
+        def record(x, codes, scales, scale, segments, format, layout, activation, *rest):
+            groups, out_dtype = (1 if swiglu else rest[1]), rest[2]
+            if layout == "fragments_16x64":
+                shape = (codes.shape[0], codes.shape[1] * 2, groups)
+                found.append(Product(*shape, activation, out_dtype, swiglu))
+            return run(x, codes, scales, scale, segments, format, layout, activation, *rest)
+
+        monkeypatch.setattr(module, f"_{name}", record)
+
+    recording("gemm")
+    recording("gemm_swiglu")
     run_everything(model)
     return found
 
@@ -117,6 +122,7 @@ def test_the_products_are_those_that_the_model_runs(numerics, activation, monkey
     assert len(found) == len(set(found))
     assert {p.activation for p in found} >= {activation}
     assert {p.groups for p in found} == {1, config.o_groups}
+    assert [p.rows for p in found if p.swiglu] == [2 * config.moe_intermediate_size]
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
@@ -194,7 +200,7 @@ def test_every_kind_of_product_is_found():
     assert Product(32768, 1024, 1, "bf16", bfloat16) in found
     assert Product(8192, 4096, 8, "bf16", bfloat16) in found, "groups"
     assert Product(1024 + 512, 4096, 1, "bf16", bfloat16) in found, "joined"
-    assert Product(2 * 2048, 4096, 1, "bf16", bfloat16) in found, "joined"
+    assert Product(2 * 2048, 4096, 1, "bf16", bfloat16, True) in found, "gate and up in turn"
     assert Product(1024, 4096, 1, "bf16", float32) in found, "the compressor computes in float32"
     assert Product(129280, 4096, 1, "bf16", float32) in found, "logits"
     w4a4 = products(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
@@ -216,7 +222,7 @@ def test_what_is_not_packed_needs_no_kernel():
 def test_layers_that_quantise_differently_are_not_joined():
     mlp = layers.DeepseekV4MLP(dsv4.ModelConfig.tiny(**WHOLE))
     layers.quantize_(mlp)
-    assert [p.rows for p in products(mlp)] == [128, 128]
+    assert [(p.rows, p.swiglu) for p in products(mlp)] == [(128, True), (128, False)]
     mlp.up_proj.activation = "nvfp4"
     assert {(p.rows, p.activation) for p in products(mlp)} == {
         (64, "bf16"),
@@ -242,7 +248,7 @@ def test_as_many_tokens_as_are_asked_for(most, kinds):
 
 
 def test_plans_are_those_of_the_product(monkeypatch):
-    """What ``gemm`` takes for every token count, groups and dtypes included."""
+    """What a product takes for every token count, groups, dtypes and SwiGLU included."""
     taken = []
 
     class StopError(Exception):
@@ -253,14 +259,17 @@ def test_plans_are_those_of_the_product(monkeypatch):
         raise StopError
 
     monkeypatch.setattr(cute_gemm, "loaded", kernel)
-    product = cute_gemm.Product(384, 256, 2, True, True)
-    out, x = torch.empty(300, 2, 192), torch.empty(300, 2, 256)
-    weight = (x, x, torch.ones(1), ())
-    for tokens in range(1, 301):
-        with pytest.raises(StopError):
-            cute_gemm._multiply(product, x[:tokens], x[:, 0], weight, 1.0, out[:tokens])
-    wanted = cute_gemm.plans(384, 256, 2, "nvfp4", torch.float32, 300)
-    assert list(dict.fromkeys(taken)) == wanted
+    for groups, swiglu in ((2, False), (1, True)):
+        taken.clear()
+        product = cute_gemm.Product(384, 256, groups, True, True, swiglu)
+        out, x = torch.empty(300, groups, 192), torch.empty(300, groups, 256)
+        weight = (x, x, torch.ones(1), ())
+        for tokens in range(1, 301):
+            with pytest.raises(StopError):
+                cute_gemm._multiply(product, x[:tokens], x[:, 0], weight, 1.0, out[:tokens])
+        wanted = cute_gemm.plans(384, 256, groups, "nvfp4", torch.float32, 300, swiglu=swiglu)
+        assert list(dict.fromkeys(taken)) == wanted
+        assert {plan.swiglu for plan in taken} == {swiglu}
 
 
 def test_kernels_are_compiled_once(compiled, folder):

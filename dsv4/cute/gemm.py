@@ -197,8 +197,10 @@ def plans(
     activation: str,
     out_dtype: torch.dtype,
     max_tokens: int,
+    *,
+    swiglu: bool = False,
 ) -> list[Plan]:
-    """The configurations that ``gemm`` takes for 1 to ``max_tokens`` tokens, each once.
+    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
 
     Args:
         rows: N, of all groups, a multiple of 16 in each.
@@ -207,7 +209,9 @@ def plans(
         activation: ``"bf16"`` or ``"nvfp4"``.
         out_dtype: bfloat16 or float32.
         max_tokens: At least 1.
+        swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.
     """
-    product = Product(rows, columns, groups, out_dtype == torch.float32, activation == "nvfp4")
+    kind = (out_dtype == torch.float32, activation == "nvfp4", swiglu)
+    product = Product(rows, columns, groups, *kind)
     found = (choose(product, tokens) for tokens in token_counts(max_tokens))
     return list(dict.fromkeys(plan for plan in found if plan is not None))

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from dsv4.formats import QuantizedTensor
+from dsv4.formats import FRAGMENTS, LINEAR, QuantizedTensor
+from dsv4.layers._in_place import packing
 from dsv4.layers._module import FixedDtypeModule
 
 
 class JointWeight(FixedDtypeModule):
-    """Packed NVFP4 weights of several layers, one after another in the rows of one matrix.
+    """Packed NVFP4 weights of several layers in one matrix: one after another, or rows in turn.
 
     It is a submodule of each of those layers, so moving or copying a model moves or copies it once
     and the layers still share it. Its tensors are buffers that no state dict holds, because every
     layer writes its own rows.
 
     Args:
-        weight: With one segment, and so one global scale, per layer.
-
-    Attributes:
-        rows: Rows of each layer.
+        weight: With one segment, and so one global scale, per layer; or ``rows_in_turn`` of them.
+        rows: Rows of each of the n layers.
+        in_turn: Whether row ``r`` is one of layer ``r % n``.
     """
 
     stored = frozenset({"codes", "scales", "global_scale"})
@@ -27,27 +29,57 @@ class JointWeight(FixedDtypeModule):
     scales: torch.Tensor
     global_scale: torch.Tensor
 
-    def __init__(self, weight: QuantizedTensor) -> None:
+    def __init__(self, weight: QuantizedTensor, rows: tuple[int, ...], *, in_turn: bool) -> None:
         super().__init__()
         self.format, self.layout = weight.format, weight.layout
-        self.rows = weight.segments or (weight.rows,)
+        self.rows, self.in_turn = rows, in_turn
         self.register_buffer("codes", weight.codes, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("global_scale", weight.global_scale, persistent=False)
 
     def whole(self) -> QuantizedTensor:
-        """All rows, a segment per layer."""
+        """All rows: a segment per layer, or in turn, each with its global scale."""
+        segments = () if self.in_turn else self.rows
         return QuantizedTensor(
-            self.codes, self.scales, self.global_scale, self.format, self.layout, self.rows
+            self.codes, self.scales, self.global_scale, self.format, self.layout, segments
         )
 
     def part(self, index: int) -> QuantizedTensor:
-        """The rows of one layer, a view. Whole tiles of rows stay in one piece in every layout."""
+        """The rows of one layer: a packed view, or of rows in turn, which share tiles, a copy.
+
+        The copy is not packed. Whole tiles of rows stay in one piece in every layout.
+        """
+        scale = self.global_scale[index : index + 1]  # of rows in turn these are the first rows'
+        if self.in_turn:
+            linear, rows = self.whole().with_layout(LINEAR), slice(index, None, len(self.rows))
+            return QuantizedTensor(linear.codes[rows], linear.scales[rows], scale, self.format)
         first = sum(self.rows[:index])
         rows = slice(first, first + self.rows[index])
-        scale = self.global_scale[index : index + 1]
         return QuantizedTensor(self.codes[rows], self.scales[rows], scale, self.format, self.layout)
 
     def extra_repr(self) -> str:
         """Rows of each layer."""
         return f"rows={self.rows}"
+
+
+def rows_in_turn(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Row ``r`` is row ``r // n`` of part ``r % n``, with the global scale of that part.
+
+    Beside the result, memory holds one part unpacked and what ``dsv4.fragments`` needs.
+
+    Args:
+        parts: n packed NVFP4 matrices of one shape with one global scale each.
+    """
+    first, count = parts[0], len(parts)
+    codes, scales = (
+        torch.empty((count * t.shape[0], t.shape[1]), dtype=torch.uint8, device=t.device)
+        for t in (first.codes, first.scales)
+    )
+    for i, part in enumerate(parts):
+        linear = part.with_layout(LINEAR)
+        codes[i::count] = linear.codes
+        scales[i::count] = linear.scales.view(torch.uint8)
+    for target, source in packing(codes, scales, pairs=False):
+        target.copy_(source)
+    each = torch.cat([part.global_scale for part in parts if part.global_scale is not None])
+    return QuantizedTensor(codes, scales, each.repeat(first.rows), first.format, FRAGMENTS)

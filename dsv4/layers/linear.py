@@ -20,7 +20,7 @@ from dsv4.formats import (
     cat_rows,
     format_named,
 )
-from dsv4.layers._joint import JointWeight
+from dsv4.layers._joint import JointWeight, rows_in_turn
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -30,6 +30,7 @@ from dsv4.layers._module import (
 )
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import dequantize
 
 ACTIVATIONS = ("bf16", "nvfp4")
@@ -140,7 +141,7 @@ class Linear(FixedDtypeModule):
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
         if self.joint is not None:
-            return self.joint.part(self.joint_part)
+            return self.joint.part(self.joint_part).with_layout(self.layout)
         assert self.weight_scale is not None
         return QuantizedTensor(
             self.weight, self.weight_scale, self.weight_scale_2, self.format, self.layout
@@ -244,18 +245,27 @@ class Linear(FixedDtypeModule):
         """Undo ``pack``, bit for bit; leaves a joint weight. An unpacked layer stays as it is."""
         if self.layout == LINEAR:
             return
-        weight = self.quantized_weight()
-        if self.joint is not None and weight.global_scale is not None:
-            weight = replace(weight, global_scale=weight.global_scale.clone())
-        self._hold(weight.with_layout(LINEAR))
+        self._hold(self._unpacked())
+
+    def _unpacked(self) -> QuantizedTensor:
+        """The weight of a packed layer as an unpacked one has it, in tensors of its own."""
+        joint = self.joint
+        weight = self.quantized_weight() if joint is None else joint.part(self.joint_part)
+        weight = weight.with_layout(LINEAR)
+        assert weight.global_scale is not None
+        return replace(
+            weight,
+            codes=weight.codes.contiguous(),
+            scales=weight.scales.contiguous(),
+            global_scale=weight.global_scale.clone(),
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.layout == LINEAR:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        weight = self.quantized_weight().with_layout(LINEAR)
-        assert weight.global_scale is not None
-        parts = (weight.codes, weight.scales, weight.global_scale.clone(), self.input_scale)
+        weight = self._unpacked()
+        parts = (weight.codes, weight.scales, weight.global_scale, self.input_scale)
         for name, tensor in zip((*_OWN, "input_scale"), parts, strict=True):
             if tensor is not None:
                 destination[prefix + name] = tensor.detach()
@@ -385,15 +395,50 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
     if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
         return torch.cat([layer(x) for layer in layers], dim=-1)
     weight = _joined(layers)
-    activation = layers[0].activation
-    common = _common_input_scale(layers) if activation == "nvfp4" else None
+    activation, common = _quantising(layers)
     return gemm(x, weight, activation=activation, input_scale=common)
+
+
+def joint_swiglu(
+    gate: Linear, up: Linear, x: torch.Tensor, limit: float | None
+) -> torch.Tensor | None:
+    """SwiGLU of both projections of one input, without a rounding between, in one operator.
+
+    The input is quantised as in ``joint_linear``.
+
+    Args:
+        gate: ``[I, K]``.
+        up: ``[I, K]``.
+        x: ``[..., K]``.
+        limit: Clamp bound, greater than 0, or None for no clamp.
+
+    Returns:
+        ``[..., I]``; None where the rows do not stand in turn (``join_weights``) or the layers
+        differ in what they do to ``x``.
+    """
+    layers, joint = (gate, up), gate.joint
+    if joint is None or not joint.in_turn or not _share(layers, joint):
+        return None
+    if gate.activation != up.activation:
+        return None
+    activation, scale = _quantising(layers)
+    for layer in layers:
+        if layer.observer is not None:
+            layer.observer.see(x)
+            activation, scale = "bf16", None
+    return gemm_swiglu(x, joint.whole(), limit, activation=activation, input_scale=scale)
+
+
+def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
+    """How a product of layers that agree on it takes its input, and with which scale."""
+    activation = layers[0].activation
+    return activation, _common_input_scale(layers) if activation == "nvfp4" else None
 
 
 def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
     """The rows of all layers: their joint weight, or a copy."""
     joint = layers[0].joint
-    if joint is not None and _share(layers, joint):
+    if joint is not None and not joint.in_turn and _share(layers, joint):
         return joint.whole()
     return cat_rows([layer.quantized_weight() for layer in layers])
 
@@ -405,20 +450,23 @@ def _share(layers: Sequence[Linear], joint: JointWeight) -> bool:
     )
 
 
-def join_weights(layers: Sequence[Linear]) -> bool:
-    """Let packed layers share one matrix, so that ``joint_linear`` of them copies nothing.
+def join_weights(layers: Sequence[Linear], *, in_turn: bool = False) -> bool:
+    """Let packed layers share one matrix, so that a product of all of them copies nothing.
 
-    Needs memory for one copy of the matrix. Layers that share it already stay as they are.
+    Needs memory for one copy of the matrix, and for rows in turn for one layer's more. Layers that
+    share it already stay as they are.
 
     Args:
         layers: Layers of one input, in the order in which ``joint_linear`` gets them.
+        in_turn: Whether their rows stand in turn, for the SwiGLU of gate and up in one operator; a
+            layer alone is multiplied from a copy then. By default layer comes after layer.
 
     Returns:
         Whether they share it now: only packed layers of equal ``in_features``, on one device, each
-        with one global scale, can.
+        with one global scale, can, and in turn only layers of equal ``out_features``.
     """
     joint = layers[0].joint
-    if joint is not None and _share(layers, joint):
+    if joint is not None and joint.in_turn == in_turn and _share(layers, joint):
         return True
     if any(layer.layout != FRAGMENTS for layer in layers):
         return False
@@ -427,7 +475,11 @@ def join_weights(layers: Sequence[Linear]) -> bool:
         return False
     if any(part.global_scale is None or part.global_scale.numel() != 1 for part in parts):
         return False
-    shared = JointWeight(cat_rows(parts))
+    rows = tuple(part.rows for part in parts)
+    if in_turn and len(set(rows)) > 1:
+        return False
+    whole = rows_in_turn(parts) if in_turn else cat_rows(parts)
+    shared = JointWeight(whole, rows, in_turn=in_turn)
     for i, layer in enumerate(layers):
         layer._enter(shared, i)
     return True

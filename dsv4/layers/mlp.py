@@ -8,14 +8,19 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers.linear import Linear, joint_linear
+from dsv4.layers.linear import Linear, joint_linear, joint_swiglu
 from dsv4.ops.swiglu import swiglu
 
 
 class DeepseekV4MLP(nn.Module):
-    """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification section 8.2)."""
+    """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification section 8.2).
 
-    joined = (("gate_proj", "up_proj"),)
+    Packed (``dsv4.layers.pack_``), gate and up rows stand in turn in one matrix, and nothing is
+    rounded between the first product and SwiGLU, where otherwise the product is rounded to the
+    dtype of ``x``.
+    """
+
+    joined_in_turn = (("gate_proj", "up_proj"),)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -34,5 +39,8 @@ class DeepseekV4MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H]`` to the same."""
-        gate_up = joint_linear([self.gate_proj, self.up_proj], x)
-        return self.down_proj(swiglu(gate_up, self.limit))
+        inner = joint_swiglu(self.gate_proj, self.up_proj, x, self.limit)
+        if inner is None:
+            gate_up = joint_linear([self.gate_proj, self.up_proj], x)
+            inner = swiglu(gate_up, self.limit)
+        return self.down_proj(inner)

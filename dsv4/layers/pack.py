@@ -32,9 +32,10 @@ def pack_(model: nn.Module) -> Packing:
     """Pack every ``Linear`` and ``DeepseekV4Experts`` that can be, and join what goes together.
 
     The values stay bit for bit. Memory holds the model and at most one more copy of one matrix (of
-    a joined one the rows of all its layers); routed experts change in place, one after another.
-    Packed experts round one step less (``DeepseekV4Experts``). Pack after loading, quantising and
-    moving; CUDA graphs that were captured before must be captured again.
+    a joined one the rows of all its layers, of gate and up half as much more); routed experts
+    change in place, one after another. Packed experts, routed and shared, round one step less
+    (``DeepseekV4Experts``, ``DeepseekV4MLP``). Pack after loading, quantising and moving; CUDA
+    graphs that were captured before must be captured again.
 
     Args:
         model: Any module; changed in place.
@@ -48,11 +49,17 @@ def pack_(model: nn.Module) -> Packing:
             except ValueError as error:
                 report.kept[name] = str(error)
     for name, module in model.named_modules():
-        for group in getattr(module, "joined", ()):
-            parts = [getattr(module, part) for part in group]
-            if all(isinstance(part, Linear) for part in parts) and join_weights(parts):
-                report.joined.append(tuple(f"{name}.{part}".lstrip(".") for part in group))
+        for how in ("joined", "joined_in_turn"):
+            for group in getattr(module, how, ()):
+                parts = [getattr(module, part) for part in group]
+                if _join(parts, in_turn=how == "joined_in_turn"):
+                    report.joined.append(tuple(f"{name}.{part}".lstrip(".") for part in group))
     return report
+
+
+def _join(parts: list[nn.Module], *, in_turn: bool) -> bool:
+    layers = [part for part in parts if isinstance(part, Linear)]
+    return len(layers) == len(parts) and join_weights(layers, in_turn=in_turn)
 
 
 def unpack_(model: nn.Module) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ PRODUCERS = "tests/test_checkpoint_producers.py::"
 RECIPROCALS = PRODUCERS + "test_reciprocal_global_scales_are_inverted"
 EXPERTS_CLAMP = QUANTISED + "test_trap_t32_the_clamp_acts_on_real_values"
 PACKED_EXPERTS = "tests/test_packed_layers.py::TestExperts::"
+PACKED_SHARED = "tests/test_packed_mlp.py::TestValues::"
 SHARED_CLAMP = QUANTISED + "test_trap_t32_the_shared_expert_clamps_real_values"
 FOLD = (
     "    if global_scale is not None and scales.dtype == torch.float8_e4m3fn:\n"
@@ -384,6 +385,30 @@ MUTANTS = (
         "swiglu(gate_up, self.limit)",
         "swiglu(gate_up, None if self.gate_proj.format else self.limit)",
         SHARED_CLAMP,
+    ),
+    Mutant(
+        "T32",
+        "a packed shared expert ignores the clamp",
+        LAYERS + "mlp.py",
+        "self.up_proj, x, self.limit)",
+        "self.up_proj, x, None)",
+        PACKED_SHARED + "test_trap_t32_the_clamp_acts_on_real_values",
+    ),
+    Mutant(
+        "T32",
+        "a packed shared expert's limit is divided by its global scale",
+        LAYERS + "linear.py",
+        "gemm_swiglu(x, joint.whole(), limit,",
+        "gemm_swiglu(x, joint.whole(), limit / float(joint.global_scale.amax()),",
+        PACKED_SHARED + "test_trap_t32_the_clamp_acts_on_real_values",
+    ),
+    Mutant(
+        "T28",
+        "global scales of the shared gate and up one after the other, their rows in turn",
+        LAYERS + "_joint.py",
+        "each.repeat(first.rows)",
+        "each.repeat_interleave(first.rows)",
+        PACKED_SHARED + "test_gives_the_same",
     ),
     Mutant(
         "T33",
