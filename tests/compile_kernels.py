@@ -1,5 +1,7 @@
 """Compile every Triton kernel that the bench's cases launch, for a GPU that need not be there.
 
+And those of ``dsv4.fragments``, which is no operator.
+
     python -m tests.compile_kernels 90      (or 100; without TRITON_INTERPRET)
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
@@ -23,13 +25,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4 import _support, dispatch
+from dsv4 import _support, dispatch, fragments
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.problem import Case, Draw
 from dsv4.triton import _launch
 
 _MULTIPROCESSORS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FRAGMENTS = "fragments"
 SIZES = (("flash", 1), ("pro", 1), ("flash", 2048))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
@@ -74,13 +77,26 @@ def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
     _launch.multiprocessors = lambda device: _MULTIPROCESSORS[arch]
     _launch.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
-        for preset, tokens in SIZES:
-            for case in _cases(op, preset, tokens):
-                with _support.interpret_triton():
-                    problem = case.build(_Unfilled(0, torch.device("cpu")))
-                    if dispatch.explain(problem.function, *problem.args, **problem.kwargs).chosen:
-                        problem.run("triton")
+        with _support.interpret_triton():
+            _move() if op == FRAGMENTS else _run(op)
         yield from (_report(op, *found.pop(key)) for key in list(found))
+
+
+def _run(op: str) -> None:
+    for preset, tokens in SIZES:
+        for case in _cases(op, preset, tokens):
+            problem = case.build(_Unfilled(0, torch.device("cpu")))
+            if dispatch.explain(problem.function, *problem.args, **problem.kwargs).chosen:
+                problem.run("triton")
+
+
+def _move() -> None:
+    """There and back, with a number of tiles that is a multiple of 16 and one that is not."""
+    for columns in (7168, 1536):
+        codes, scales = (torch.zeros((32, columns // n), dtype=torch.uint8) for n in (2, 16))
+        for pairs in (False, True):
+            fragments.unpack(codes, scales, pairs=pairs)
+            fragments.pack(codes, scales.view(torch.float8_e4m3fn), pairs=pairs)
 
 
 def _cases(op: str, preset: str, tokens: int) -> list[Case]:
@@ -113,7 +129,11 @@ def _tool(name: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
-    wanted = sys.argv[2:] or list(MAKERS)
-    having = [op for op in wanted if any(r.name == "triton" for r in dispatch.implementations(op))]
+    wanted = sys.argv[2:] or [*MAKERS, FRAGMENTS]
+    having = [
+        op
+        for op in wanted
+        if op == FRAGMENTS or any(r.name == "triton" for r in dispatch.implementations(op))
+    ]
     for report in compile_all(int(sys.argv[1]), having):
         print(json.dumps(report), flush=True)

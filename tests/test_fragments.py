@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4 import fragments
+from dsv4.config import ModelConfig
 from dsv4.elements import decode_e2m1, unpack
 from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor, cat_rows
+from dsv4.layers import DeepseekV4Experts
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.reference import fragments as reference
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.models import randomize_
 
 KERNELS = ("triton",)
 
@@ -82,15 +87,15 @@ class TestLayout:
             inner, k = column % 64, column % 16
             lane, half = row % 8 * 4 + k % 8 // 2, column % 2
             word = int(words[row // 16, column // 64, lane, inner // 16, half])
-            place = fragments._PLACES[2 * (k // 8) + row % 16 // 8]
+            place = fragments.PLACES[2 * (k // 8) + row % 16 // 8]
             found = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(place))
             assert found == nibble
             byte = int(tiles[row // 16, column // 64, row % 8, inner // 16, row % 16 // 8])
-            assert byte == int(fragments._scale_bytes()[int(scales[row, column // 16])])
+            assert byte == int(fragments.scale_bytes()[int(scales[row, column // 16])])
 
     def test_the_scale_byte_is_a_shifted_bfloat16(self):
         """``(byte << 4) + 0x7600`` is, as 16 bits, ``scale * 2^119``: zero, subnormals, NaN too."""
-        bits = (fragments._scale_bytes().int() << 4) + fragments.SCALE_BIAS
+        bits = (fragments.scale_bytes().int() << 4) + fragments.SCALE_BIAS
         signed = torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
         got = signed.view(torch.bfloat16).double() * 2.0**-119
         want = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -101,6 +106,110 @@ class TestLayout:
         weight = cat_rows([quantize(torch.randn(16, 64), scaling="weight") for _ in range(3)])
         assert weight.with_layout(FRAGMENTS).segments == (16, 16, 16)
         same(weight.with_layout(FRAGMENTS).with_layout(LINEAR), weight)
+
+
+class TestMoving:
+    """Whatever moves the bytes, they are those of the reference."""
+
+    @given(
+        seed=strategies.seeds(),
+        batch=st.lists(st.integers(0, 2), max_size=2),
+        rows=st.integers(1, 3),
+        columns=st.integers(1, 19),
+        pairs=st.booleans(),
+        strided=st.booleans(),
+    )
+    def test_the_same_bits(self, device, seed, batch, rows, columns, pairs, strided):
+        weight = drawn(seed, (*batch, 16 * rows, 64 * columns))
+        want = reference.pack(weight.codes, weight.scales.view(torch.uint8), pairs)
+        linear = [weight.codes.to(device), weight.scales.view(torch.uint8).to(device)]
+        if strided:
+            linear = [t.mT.contiguous().mT for t in linear]
+        codes, scales = fragments.pack(linear[0], linear[1].view(torch.float8_e4m3fn), pairs=pairs)
+        assert_bitwise(codes.cpu(), want[0], "packed codes")
+        assert_bitwise(scales.cpu(), want[1], "packed scales")
+        if strided:
+            codes, scales = codes.mT.contiguous().mT, scales.mT.contiguous().mT
+        codes, scales = fragments.unpack(codes, scales, pairs=pairs)
+        assert_bitwise(codes.cpu(), weight.codes, "linear codes")
+        assert_bitwise(scales.view(torch.uint8).cpu(), weight.scales.view(torch.uint8), "scales")
+
+    @given(seed=strategies.seeds(), pairs=st.booleans())
+    def test_any_bytes_come_apart_alike(self, device, seed, pairs):
+        """Bytes that no scale has, too: a damaged weight is not made sound by the kernel."""
+        codes = torch.randint(0, 256, (32, 64), generator=strategies.generator(seed)).byte()
+        scales = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
+        want = reference.unpack(codes, scales, pairs)
+        got = fragments.unpack(codes.to(device), scales.to(device), pairs=pairs)
+        assert_bitwise(got[0].cpu(), want[0], "codes")
+        assert_bitwise(got[1].view(torch.uint8).cpu(), want[1], "scales")
+
+    def test_pairs_are_rows_in_turn(self):
+        weight = drawn(0, (3, 32, 128))
+        order = torch.tensor([half * 16 + i for i in range(16) for half in range(2)])
+        ordered = dataclasses.replace(
+            weight, codes=weight.codes[:, order], scales=weight.scales[:, order]
+        )
+        want = ordered.with_layout(FRAGMENTS)
+        got = fragments.pack(weight.codes, weight.scales, pairs=True)
+        assert_bitwise(got[0], want.codes, "codes")
+        assert_bitwise(got[1], want.scales, "scales")
+
+    def test_codes_at_an_odd_address(self, device):
+        weight = drawn(0, (16, 64)).to(device)
+        packed = weight.with_layout(FRAGMENTS)
+        room = torch.empty(packed.codes.numel() + 1, dtype=torch.uint8, device=device)
+        odd = room[1:].view(packed.codes.shape)
+        odd.copy_(packed.codes)
+        assert torch.equal(fragments.unpack(odd, packed.scales)[0], weight.codes)
+
+
+class TestExperts:
+    def test_in_place_there_and_back(self, device):
+        """A layer packs as the reference does, gate and up rows in turn, and comes back."""
+        config = ModelConfig.tiny(n_routed_experts=3, hidden_size=192, moe_intermediate_size=64)
+        plain = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
+        plain.quantize()
+        experts = copy.deepcopy(plain).to(device)
+        experts.pack()
+        for name in ("gate_up_proj", "down_proj"):
+            codes, scales = (getattr(plain, name + suffix) for suffix in ("", "_scale"))
+            pairs = name == "gate_up_proj"
+            want = reference.pack(codes, scales.view(torch.uint8), pairs)
+            assert_bitwise(getattr(experts, name).cpu(), want[0], name)
+            assert_bitwise(getattr(experts, name + "_scale").cpu(), want[1], name)
+        for expert in range(3):
+            parts = zip(experts.get_expert(expert), plain.get_expert(expert), strict=True)
+            for one, two in parts:
+                assert_bitwise(one.codes.cpu(), two.codes, "codes")
+                assert_bitwise(one.scales.float().cpu(), two.scales.float(), "scales")
+        experts.unpack()
+        for name, tensor in plain.named_parameters():
+            found = experts.get_parameter(name).cpu()
+            assert_bitwise(found.view(torch.uint8), tensor.view(torch.uint8), name)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize(("rows", "columns"), [(6144, 7168), (7168, 3072), (65536, 1536)])
+    @pytest.mark.parametrize("pairs", [False, True])
+    def test_beside_the_result_there_is_nothing(self, rows, columns, pairs):
+        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(0, 127, (rows, columns // 16), dtype=torch.uint8, device="cuda")
+        scales = scales.view(torch.float8_e4m3fn)
+        fragments.pack(codes[:16], scales[:16])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        packed = fragments.pack(codes, scales, pairs=pairs)
+        most = torch.cuda.max_memory_allocated() - before
+        assert most <= codes.nbytes + scales.nbytes + (1 << 20)
+        want = reference.pack(codes, scales.view(torch.uint8), pairs)
+        found = fragments.unpack(*packed, pairs=pairs)
+        assert_bitwise(packed[0], want[0], "packed codes")
+        assert_bitwise(packed[1], want[1], "packed scales")
+        assert_bitwise(found[0], codes, "codes")
+        assert_bitwise(found[1].view(torch.uint8), scales.view(torch.uint8), "scales")
 
 
 class TestExpansion:
@@ -161,6 +270,6 @@ class TestBadInput:
     def test_check_values_reads_them(self):
         weight = quantize(torch.randn(16, 64), scaling="weight").with_layout(FRAGMENTS)
         weight.validate(check_values=True)
-        weight.scales[0, 0] = fragments._NAN
+        weight.scales[0, 0] = fragments.NAN
         with pytest.raises(ValueError, match="block scales are NaN"):
             weight.validate(check_values=True)

@@ -37,7 +37,7 @@ def compiled(arch):
 def test_every_kernel_compiles_and_fits(arch):
     """One test, because compiling takes minutes: no local memory, resources, the wait, E2M1."""
     kernels = compiled(arch)
-    assert {kernel["op"] for kernel in kernels} == KERNEL_OPS
+    assert {kernel["op"] for kernel in kernels} == KERNEL_OPS | {"fragments"}
     assert not [k for k in kernels if k["stack"] or k["local"]]
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel

@@ -7,19 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsv4 import fragments
+from dsv4.reference.fragments import apart, in_turns
 
 Writes = Iterator[tuple[torch.Tensor, torch.Tensor]]
 _CODES = 1 << 22  # that are moved at once
-
-
-def in_turns(rows: torch.Tensor) -> torch.Tensor:
-    """``[*batch, 2 I, columns]``, gate rows first, with gate and up rows in turn."""
-    return rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
-
-
-def apart(rows: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``in_turns``."""
-    return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
 
 
 def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
@@ -34,6 +25,11 @@ def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes
     Yields:
         A view of the codes or scales, and its new bytes.
     """
+    if fragments.by_kernel(codes):
+        new, moved = fragments.pack(codes, scales.view(torch.float8_e4m3fn), pairs=pairs)
+        yield codes, new
+        yield scales, moved
+        return
     if pairs:
         yield codes, in_turns(codes)
         yield scales, in_turns(scales)
@@ -42,6 +38,11 @@ def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes
 
 def unpacking(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
     """The inverse of ``packing``."""
+    if fragments.by_kernel(codes):
+        new, moved = fragments.unpack(codes, scales, pairs=pairs)
+        yield codes, new
+        yield scales, moved.view(torch.uint8)
+        return
     yield from _pieces(fragments.unpack, codes, scales, torch.uint8)
     if pairs:
         yield codes, apart(codes)

@@ -12,7 +12,7 @@ from torch import nn
 from dsv4 import fragments
 from dsv4.config import ModelConfig
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, Format, QuantizedTensor, format_named
-from dsv4.layers._in_place import Writes, apart, packing, unpacking
+from dsv4.layers._in_place import Writes, packing, unpacking
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -25,6 +25,7 @@ from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
+from dsv4.reference.fragments import apart
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 _SUFFIXES = ("", "_scale", "_scale_2", "_input_scale")
@@ -102,15 +103,18 @@ class DeepseekV4Experts(FixedDtypeModule):
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
+        shared: torch.Tensor | Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Sum of the chosen experts' outputs, of those held here, each times its weight.
 
         Args:
             hidden_states: ``[T, H]``.
-            top_k_index: ``[T, k]`` int64; an index outside the experts held here adds nothing.
+            top_k_index: ``[T, k]`` int64; other ranks' experts, -1 and the number of experts add
+                nothing. Anything else raises on the CPU, and adds nothing on another device, where
+                ``dsv4.debug.count_dropped`` counts it.
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
+            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding; or a
+                function that gives it, called when everything else is under way.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -128,6 +132,8 @@ class DeepseekV4Experts(FixedDtypeModule):
             row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
         inner = self._activated(rows, offsets, row_weight)
         out = self._project("down_proj", inner, offsets)
+        if callable(shared):
+            shared = shared()
         return moe_combine(out, places, offsets, weights, shared=shared)
 
     def _activated(
@@ -224,16 +230,13 @@ class DeepseekV4Experts(FixedDtypeModule):
 
     def _linear(self, name: str, expert: int) -> QuantizedTensor:
         """One expert's matrix as an unpacked layer has it."""
-        one = self.quantized_weight(name)[expert].with_layout(LINEAR)
+        one = self.quantized_weight(name)[expert]
         if not self._in_turn(name):
-            return one
-        return QuantizedTensor(
-            apart(one.codes),
-            apart(_bytes(one.scales)).view(one.scales.dtype),
-            getattr(self, name + "_scale_2")[expert],
-            one.format,
-            segments=(self.intermediate_dim, self.intermediate_dim),
-        )
+            return one.with_layout(LINEAR)
+        codes, scales = fragments.unpack(one.codes, one.scales, pairs=True)
+        global_scale = getattr(self, name + "_scale_2")[expert]
+        segments = (self.intermediate_dim, self.intermediate_dim)
+        return QuantizedTensor(codes, scales, global_scale, one.format, segments=segments)
 
     def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
         """Gate (0) or up (1), a view."""

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from dsv4 import formats, fragments
+from dsv4 import formats
 from dsv4.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
 from dsv4.formats import FORMATS, NVFP4
+from dsv4.reference import fragments
 from dsv4.scales import e8m0_to_float, scales_to_float, swizzle_scales, unswizzle_scales
 
 _E4M3_NAN = 0x7F
@@ -137,7 +138,8 @@ def operand(
         return codes.to(dtype) * _expand_tiles(scales_to_float(scales), rows, columns).to(dtype)
     width = description.block[1]
     if layout == formats.FRAGMENTS:
-        codes, scales = fragments.unpack(codes, scales)
+        codes, scales = fragments.unpack(codes, scales, False)
+        scales = scales.view(torch.float8_e4m3fn)
     values = decode_e2m1(unpack(codes), dtype)
     if layout == formats.SWIZZLED:
         scales = unswizzle_scales(scales, codes.shape[-2], values.shape[-1] // width)

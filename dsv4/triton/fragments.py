@@ -1,0 +1,179 @@
+"""Kernels that move NVFP4 codes and scales to fragments and back (layout: ``dsv4.fragments``)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.triton import _launch
+from dsv4.triton._numerics import wait_for_inputs
+
+_TILES = 8  # of a program, side by side: 256 bytes of codes of each of 16 rows
+
+
+@triton.jit
+def _linear_row(row_tile, row, rows, PAIRS: tl.constexpr):
+    """Where row ``row`` of a row of tiles stands in linear matrices of ``rows`` rows, int64."""
+    below = row_tile % (rows // 16) * 16 + row
+    first = (row_tile // (rows // 16)).to(tl.int64) * rows
+    if PAIRS:
+        below = below % 2 * (rows // 2) + below // 2
+    return first + below
+
+
+@triton.jit
+def _placed(byte, REST: tl.constexpr, SIGN: tl.constexpr):
+    """Both codes of a byte: exponent and mantissa from bit REST of their half-words, sign + 3."""
+    both = (byte & 15) | ((byte & 0xF0) << 12)
+    return ((both & 0x70007) << REST) | ((both & 0x80008) << SIGN)
+
+
+@triton.jit
+def _taken(word, rest, sign):
+    """The inverse of ``_placed``."""
+    both = ((word >> rest) & 0x70007) | ((word >> sign) & 0x80008)
+    return (both & 15) | ((both >> 12) & 0xF0)
+
+
+@triton.jit
+def _biased(byte):
+    """Byte of fragments for one of E4M3 (sign 0)."""
+    small = tl.where(byte < 4, byte * 4 + 8, byte * 2 + 16)
+    small = tl.where(byte == 1, 8, tl.where(byte == 0, 0xA0, small))
+    return tl.where(byte < 8, small, tl.where(byte == 0x7F, 0x9C, byte + 24))
+
+
+@triton.jit
+def _unbiased(byte):
+    """The inverse of ``_biased``; 0 for every other byte."""
+    small = tl.where((byte >= 24) & (byte % 2 == 0), (byte - 16) // 2, 0)
+    small = tl.where((byte == 16) | (byte == 20), (byte - 8) // 4, small)
+    small = tl.where(byte == 8, 1, small)
+    large = tl.where(byte == 0x9C, 0x7F, tl.where(byte < 0x97, byte - 24, 0))
+    return tl.where(byte < 32, small, large)
+
+
+@triton.jit
+def _pack_kernel(
+    codes,
+    scales,
+    packed,
+    moved,
+    rows,
+    tiles,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILES tiles of a row of them; ``packed`` as int32."""
+    wait_for_inputs(PDL)
+    row_tile, first = tl.program_id(0), tl.program_id(1) * TILES
+    place = tl.arange(0, TILES * 128)
+    tile, lane, j = first + place // 128, place % 128 // 4, place % 4
+    inside, width = tile < tiles, tiles * 32
+    column = tile * 32 + j * 8 + lane % 4
+    above = codes + _linear_row(row_tile, lane // 4, rows, PAIRS) * width + column
+    below = codes + _linear_row(row_tile, lane // 4 + 8, rows, PAIRS) * width + column
+    word = _placed(tl.load(above, mask=inside, other=0).to(tl.int32), 6, 12)
+    word |= _placed(tl.load(below, mask=inside, other=0).to(tl.int32), 3, 9)
+    word |= _placed(tl.load(above + 4, mask=inside, other=0).to(tl.int32), 0, 11)
+    word |= _placed(tl.load(below + 4, mask=inside, other=0).to(tl.int32), 9, 10)
+    start = row_tile.to(tl.int64) * tiles
+    tl.store(packed + (start + first) * 128 + place, word, mask=inside)
+
+    place = tl.arange(0, TILES * 64)
+    tile, row = first + place // 64, place % 64 // 8 + place % 2 * 8
+    source = _linear_row(row_tile, row, rows, PAIRS) * (tiles * 4) + tile * 4 + place % 8 // 2
+    byte = tl.load(scales + source, mask=tile < tiles, other=0).to(tl.int32)
+    target = moved + (start + first) * 64 + place
+    tl.store(target, _biased(byte).to(tl.uint8), mask=tile < tiles)
+
+
+@triton.jit
+def _unpack_kernel(
+    packed,
+    moved,
+    codes,
+    scales,
+    rows,
+    tiles,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILES tiles of a row of them; ``packed`` and ``codes`` as int32."""
+    wait_for_inputs(PDL)
+    row_tile, first = tl.program_id(0), tl.program_id(1) * TILES
+    row = tl.arange(0, 16)[:, None]
+    linear = _linear_row(row_tile, row, rows, PAIRS)
+    start = row_tile.to(tl.int64) * tiles
+    eight = tl.arange(0, TILES * 8)[None, :]
+    tile, j, k, low = first + eight // 8, eight % 8 // 2, eight % 2, row < 8
+    # By 2 k + h, as in the layout.
+    rest = tl.where(k == 0, tl.where(low, 6, 3), tl.where(low, 0, 9))
+    sign = tl.where(k == 0, tl.where(low, 12, 9), tl.where(low, 11, 10))
+    inside = (tile < tiles) & (row < 16)
+    source = packed + (start + tile) * 128 + row % 8 * 16 + j
+    word = _taken(tl.load(source, mask=inside, other=0), rest, sign)
+    word |= _taken(tl.load(source + 4, mask=inside, other=0), rest, sign) << 8
+    word |= _taken(tl.load(source + 8, mask=inside, other=0), rest, sign) << 16
+    word |= _taken(tl.load(source + 12, mask=inside, other=0), rest, sign) << 24
+    tl.store(codes + linear * (tiles * 8) + first * 8 + eight, word, mask=inside)
+
+    four = tl.arange(0, TILES * 4)[None, :]
+    tile = first + four // 4
+    inside = (tile < tiles) & (row < 16)
+    source = moved + (start + tile) * 64 + row % 8 * 8 + four % 4 * 2 + row // 8
+    byte = _unbiased(tl.load(source, mask=inside, other=0).to(tl.int32)).to(tl.uint8)
+    tl.store(scales + linear * (tiles * 4) + first * 4 + four, byte, mask=inside)
+
+
+def pack(
+    codes: torch.Tensor, scales: torch.Tensor, pairs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.fragments.pack``; scales are uint8."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    packed, moved = torch.empty_like(codes), torch.empty_like(scales)
+    if codes.numel():
+        with _launch.on(codes):
+            _pack_kernel[_grid(codes)](
+                codes,
+                scales,
+                packed.view(torch.int32),
+                moved,
+                codes.shape[-2],
+                codes.shape[-1] // 32,
+                PAIRS=pairs,
+                TILES=_TILES,
+                **_launch.options(codes),
+            )
+    return packed, moved
+
+
+def unpack(
+    codes: torch.Tensor, scales: torch.Tensor, pairs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.fragments.unpack``; scales are uint8."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    if codes.storage_offset() % 4 or codes.data_ptr() % 4:
+        codes = codes.clone()  # words are read
+    linear, moved = torch.empty_like(codes), torch.empty_like(scales)
+    if codes.numel():
+        with _launch.on(codes):
+            _unpack_kernel[_grid(codes)](
+                codes.view(torch.int32),
+                scales,
+                linear.view(torch.int32),
+                moved,
+                codes.shape[-2],
+                codes.shape[-1] // 32,
+                PAIRS=pairs,
+                TILES=_TILES,
+                **_launch.options(codes),
+            )
+    return linear, moved
+
+
+def _grid(codes: torch.Tensor) -> tuple[int, int]:
+    return codes.numel() // codes.shape[-1] // 16, -(-codes.shape[-1] // (32 * _TILES))
