@@ -8,13 +8,18 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.layers._beside import beside
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
-    """``sum over the chosen experts + shared expert`` (specification section 8)."""
+    """``sum over the chosen experts + shared expert`` (specification section 8).
+
+    On CUDA the shared expert runs on a stream of its own beside the router and the routed experts,
+    in a captured graph, too.
+    """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -36,6 +41,6 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         shape = hidden_states.shape
         flat = hidden_states.reshape(-1, shape[-1])
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
+        shared = beside(self.shared_experts, flat)
         _, weights, indices = self.gate(*arguments)
-        shared = self.shared_experts(flat)
         return self.experts(flat, indices, weights, shared).view(shape)

@@ -1,0 +1,59 @@
+"""A module's work on a second CUDA stream, beside what follows on the current one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def beside(module: nn.Module, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+    """Start ``module(x)`` on a stream beside the current one.
+
+    That stream waits for what the current one has been given so far, so ``x`` is ready. The caller
+    keeps ``x`` until it has called the result: no tensor that the second stream reads may be freed
+    before.
+
+    Args:
+        module: Gives one tensor.
+        x: Its input.
+
+    Returns:
+        A function that lets the current stream wait and gives the tensor. Where there is no second
+        stream, on the CPU and under ``torch.compile``, the tensor itself.
+    """
+    if not possible(x):
+        return module(x)
+    current = torch.cuda.current_stream(x.device)
+    side = _stream(current.device_index, current.cuda_stream)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        out = module(x)
+
+    def joined() -> torch.Tensor:
+        current.wait_stream(side)
+        # The memory belongs to the second stream, which may be given it again once it is freed; the
+        # current one reads it still. While a graph is captured nobody else uses these streams, the
+        # second one waits for the current one before its next work, and marking the memory would
+        # keep it from being used again in the whole graph.
+        if not torch.cuda.is_current_stream_capturing():
+            out.record_stream(current)
+        return out
+
+    return joined
+
+
+def possible(x: torch.Tensor) -> bool:
+    """Whether a second stream can be used."""
+    return not torch.compiler.is_compiling() and x.is_cuda
+
+
+@functools.cache
+def _stream(device: int, current: int) -> torch.cuda.Stream:
+    """The second stream of a stream, made on first use.
+
+    One for each, so that work of several streams, or a graph captured on one, does not meet here.
+    """
+    return torch.cuda.Stream(device)

@@ -1,0 +1,274 @@
+"""The shared expert beside the routed ones: order of streams, and the bits of the serial path."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from dsv4 import dispatch, layers
+from dsv4.config import ModelConfig
+from dsv4.layers import _beside
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.models import randomize_
+
+KINDS = ["plain", "nvfp4", "packed"]
+LAYERS = [0, 5]  # chosen by token id, and by score
+
+
+def block(kind, layer=5, **changes):
+    """Of sizes that the kernels can have: K is a multiple of 128."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
+    config = ModelConfig.tiny(num_hidden_layers=6, **{**sizes, **changes})
+    found = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
+    randomize_(found, 1)
+    if kind != "plain":
+        layers.quantize_(found)
+    if kind == "packed":
+        assert layers.pack_(found).kept == {}
+    return found.to(torch.bfloat16)
+
+
+def inputs(seed, module, tokens, device="cpu"):
+    """Hidden states, and token ids where the layer wants them."""
+    x = strategies.normal(seed, (1, tokens, 256), torch.bfloat16).to(device)
+    ids = torch.randint(0, 100, (1, tokens), generator=strategies.generator(seed)).to(device)
+    return (x, ids) if module.is_hash else (x,)
+
+
+@contextlib.contextmanager
+def serially():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_beside, "possible", lambda x: False)
+        yield
+
+
+class TestOnCpu:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_there_is_one_stream(self, kind, layer, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("made a stream"))
+        module = block(kind, layer)
+        x, *ids = inputs(1, module, 7)
+        shared = _beside.beside(module.shared_experts, x[0])
+        assert isinstance(shared, torch.Tensor)
+        _, weights, chosen = module.gate(x, *ids)
+        expected = module.experts(x[0], chosen, weights, shared)
+        assert_bitwise(module(x, *ids)[0], expected, "block")
+
+    def test_experts_ask_for_the_shared_part_at_the_end(self, monkeypatch):
+        module, said = block("plain"), []
+        run = dispatch.run
+
+        def record(op, args):
+            said.append(op)
+            return run(op, args)
+
+        monkeypatch.setattr(dispatch, "run", record)
+        x, ids, weights = inputs(1, module, 3)[0][0], torch.zeros(3, 2).long(), torch.ones(3, 2)
+        shared = module.shared_experts(x)
+        expected = module.experts(x, ids, weights, shared)
+        said.clear()
+        found = module.experts(x, ids, weights, lambda: said.append("shared") or shared)
+        assert_bitwise(found, expected, "experts")
+        assert said[-2:] == ["shared", "moe_combine"]
+
+    def test_compiles_to_one_graph(self):
+        module = block("packed")
+        args = inputs(1, module, 5)
+        torch._dynamo.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert_bitwise(compiled(*args), module(*args), "block")
+
+    def test_nothing_is_made_at_import(self):
+        code = (
+            "import torch\n"
+            "def fail(*args, **kwargs): raise AssertionError('made a stream')\n"
+            "torch.cuda.Stream.__new__ = fail\n"
+            "import dsv4, dsv4.layers\n"
+            "from dsv4.layers import _beside\n"
+            "assert _beside._stream.cache_info().currsize == 0\n"
+            "assert not torch.cuda.is_initialized()\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestOrder:
+    """What is asked of streams, with streams that only write it down."""
+
+    @pytest.fixture
+    def said(self, monkeypatch):
+        """What was done, in order."""
+        found, active = [], ["current"]
+
+        class Stream:
+            device_index = 0
+
+            def __init__(self, name):
+                self.name, self.cuda_stream = name, hash(name)
+
+            def wait_stream(self, other):
+                found.append(f"{self.name} waits for {other.name}")
+
+        @contextlib.contextmanager
+        def stream(which):
+            active.append(which.name)
+            yield
+            active.pop()
+
+        run = dispatch.run
+
+        def record(op, args):
+            found.append(f"{op} on {active[-1]}")
+            return run(op, args)
+
+        monkeypatch.setattr(_beside, "possible", lambda x: True)
+        monkeypatch.setattr(_beside, "_stream", lambda device, current: Stream("side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda t, s: found.append(f"memory kept for {s.name}")
+        )
+        monkeypatch.setattr(dispatch, "run", record)
+        return found
+
+    def test_fork_and_join(self, said):
+        module = block("packed", numerics="transformers")
+        (x,) = inputs(1, module, 3)
+        said.clear()
+        with_two = module(x)
+        assert said == [
+            "side waits for current",
+            "gemm_swiglu on side",
+            "gemm on side",
+            "route_topk on current",
+            "moe_permute on current",
+            "moe_gather on current",
+            "grouped_gemm_swiglu on current",
+            "grouped_gemm on current",
+            "current waits for side",
+            "memory kept for current",
+            "moe_combine on current",
+        ]
+        with serially():
+            assert_bitwise(with_two, module(x), "block")
+
+    def test_in_a_graph_memory_is_used_again(self, said, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        module = block("packed")
+        module(*inputs(1, module, 3))
+        assert said[-2:] == ["current waits for side", "moe_combine on current"]
+
+
+class Slow(nn.Module):
+    """A module after a millisecond or more."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        torch.cuda._sleep(5_000_000)
+        return self.module(*args)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("layer", LAYERS)
+    @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+    @torch.inference_mode()
+    def test_gives_the_bits_of_the_serial_path(self, kind, layer, tokens):
+        module = block(kind, layer).cuda()
+        for seed in range(20):
+            args = inputs(seed, module, tokens, "cuda")
+            found = module(*args)
+            with serially():
+                assert_bitwise(found, module(*args), f"input {seed}")
+
+    @pytest.mark.parametrize("slow", ["input", "shared_experts", "experts"])
+    @torch.inference_mode()
+    def test_whatever_takes_long(self, slow):
+        """Waits that are missing do not show while everything is quick."""
+        module = block("packed").cuda()
+        (x,) = inputs(0, module, 7, "cuda")
+        for name in ("shared_experts", "experts"):
+            if name == slow:
+                setattr(module, name, Slow(getattr(module, name)))
+        for seed in range(20):
+            (new,) = inputs(seed, module, 7, "cuda")
+            torch.cuda.synchronize()
+            if slow == "input":
+                torch.cuda._sleep(5_000_000)
+            x.copy_(new)
+            found = module(x)
+            x.fill_(math.nan)  # on the current stream, after the block
+            with serially():
+                assert_bitwise(found, module(new), f"input {seed}")
+
+    @torch.inference_mode()
+    def test_layers_after_each_other_and_no_pause(self):
+        """Memory of the second stream is given again while the first one is behind."""
+        stack = [block("packed").cuda() for _ in range(4)]
+        (x,) = inputs(0, stack[0], 300, "cuda")
+        with serially():
+            expected = x
+            for module in stack:
+                expected = module(expected)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            found = x
+            torch.cuda._sleep(1_000_000)
+            for module in stack:
+                found = module(found)
+            assert_bitwise(found, expected, "stack")
+
+    @torch.inference_mode()
+    def test_on_streams_of_the_caller(self):
+        module = block("packed").cuda()
+        (x,) = inputs(0, module, 300, "cuda")
+        with serially():
+            expected = module(x)
+        torch.cuda.synchronize()
+        streams, found = [torch.cuda.Stream() for _ in range(3)], []
+        for turn in range(30):
+            with torch.cuda.stream(streams[turn % 3]):
+                found.append(module(x))
+        torch.cuda.synchronize()
+        for turn, one in enumerate(found):
+            assert_bitwise(one, expected, f"turn {turn}")
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    @pytest.mark.parametrize("tokens", [1, 7, 300])
+    @torch.inference_mode()
+    def test_a_captured_graph_takes_new_data(self, layer, tokens):
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+        stack = [block("packed", layer).cuda() for _ in range(3)]
+        args = inputs(0, stack[0], tokens, "cuda")
+
+        def run(x, *ids):
+            for module in stack:
+                x = module(x, *ids)
+            return x
+
+        run(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(*args)
+        for seed in range(20):
+            new = inputs(seed, stack[0], tokens, "cuda")
+            for old, other in zip(args, new, strict=True):
+                old.copy_(other)
+            out.fill_(math.nan)
+            graph.replay()
+            with serially():
+                assert_bitwise(out, run(*new), f"input {seed}")
