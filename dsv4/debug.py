@@ -1,4 +1,4 @@
-"""Where did the first NaN come from.
+"""Where did the first NaN come from, and which experts were chosen that do not exist.
 
 ``first_nonfinite(model, input_ids)`` runs one forward pass with a hook on every submodule and names
 the first one, in execution order, that was given good tensors and returned bad ones, together with
@@ -10,12 +10,16 @@ module is the origin of a NaN if none of its inputs has a NaN, even if one of th
 
 Every check waits for the device: this is for looking, not for production. Hooks see only modules
 that are called as ``module(...)``, and nothing inside a compiled region.
+
+``count_dropped`` counts expert ids that are out of range, which a device drops in silence: on the
+device, without waiting for it, and in CUDA graphs, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from dsv4.ops.moe import out_of_range
 
 # float4_e2m1fn_x2 has no NaN and no infinity, and torch cannot convert it.
 _CHECKED = (
@@ -137,6 +143,106 @@ class Report:
         origins = [o for o in (self.first_nan, self.first_infinite) if o is not None]
         lines += [str(origin) for origin in sorted(origins, key=lambda origin: origin.call)]
         return "\n".join(lines)
+
+
+class DroppedIds:
+    """Expert ids out of range that reached the routed experts of a model.
+
+    The counts are on the device, one per experts module; reading any waits for it.
+    """
+
+    def __init__(self, counters: Mapping[str, torch.Tensor]) -> None:
+        self._counters = dict(counters)
+
+    def per_module(self) -> dict[str, int]:
+        """The count of each experts module by its path, zeros included."""
+        return {name: int(counter) for name, counter in self._counters.items()}
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.per_module().values())
+
+    def reset(self) -> None:
+        """Start again from 0."""
+        for counter in self._counters.values():
+            counter.zero_()
+
+    def __bool__(self) -> bool:
+        return self.total > 0
+
+    def __str__(self) -> str:
+        counts = self.per_module()
+        if not any(counts.values()):
+            return f"no expert id out of range in {len(counts)} layers of experts"
+        lines = [f"{sum(counts.values())} expert ids out of range, which choose no expert:"]
+        lines += [f"  {name or '(the module)'}: {n}" for name, n in counts.items() if n]
+        return "\n".join(lines)
+
+
+# A CUDA graph writes to the counters it was captured with: they live as long as their modules.
+_COUNTERS: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, torch.Tensor]]
+_COUNTERS = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def count_dropped(module: nn.Module) -> Iterator[DroppedIds]:
+    """Count expert ids out of range, for the length of the block, in every layer of experts.
+
+    An id is out of range if it is neither an expert's of the whole model nor -1 or the number of
+    experts, which choose none; those of other ranks' experts are in range. On the CPU such an id
+    raises; a GPU drops it, and only a count tells.
+
+    A CUDA graph captured in the block goes on counting whenever it is replayed, also after it; one
+    that was captured before does not count. Without the block nothing is counted and costs nothing.
+
+    Args:
+        module: A model, or anything that holds ``DeepseekV4Experts`` of this package or of
+            transformers, on one device.
+
+    Yields:
+        The counts, starting from 0. They can be read whenever the device may be waited for, that
+        is, not while a graph is captured.
+
+    Raises:
+        ValueError: if ``module`` holds no experts.
+    """
+    found = {name: m for name, m in module.named_modules() if _is_experts(m)}
+    if not found:
+        raise ValueError(f"count_dropped: {type(module).__name__} holds no DeepseekV4Experts")
+    counters = {name: _counter(experts) for name, experts in found.items()}
+    report = DroppedIds(counters)
+    report.reset()
+    handles = [
+        experts.register_forward_pre_hook(_counting(counters[name]), with_kwargs=True)
+        for name, experts in found.items()
+    ]
+    try:
+        yield report
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return any(base.__name__ == "DeepseekV4Experts" for base in type(module).__mro__)
+
+
+def _counter(experts: nn.Module) -> torch.Tensor:
+    device = next(experts.parameters()).device
+    known = _COUNTERS.setdefault(experts, {})
+    if device not in known:
+        with torch.inference_mode(False):  # it is written to in and out of that mode
+            known[device] = torch.zeros((), dtype=torch.int64, device=device)
+    return known[device]
+
+
+def _counting(counter: torch.Tensor) -> Any:
+    def before(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        counter.add_(out_of_range(ids, experts.num_experts).sum())
+
+    return before
 
 
 def check_parameters(module: nn.Module) -> list[BadTensor]:

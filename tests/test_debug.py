@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import importlib.util
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dsv4.debug import check_parameters, first_nonfinite, watch
+from dsv4.config import ModelConfig
+from dsv4.debug import check_parameters, count_dropped, first_nonfinite, watch
+from dsv4.layers import DeepseekV4Experts
+from dsv4.ops.moe import moe_permute
+from dsv4.testing import strategies as fuzz
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.models import random_model, randomize_
+
+EXPERTS = 4
 
 
 class Scale(nn.Module):
@@ -235,3 +246,148 @@ def test_works_on_device(device):
     model = chain(2).to(device)
     model[1].scale.scale.fill_(torch.nan)
     assert first_nonfinite(model, torch.ones(2, 4, device=device)).first.module == "1.scale"
+
+
+# Expert ids out of range -----------------------------------------------------------------------
+
+
+def experts_of(first: int = 0, count: int | None = None, seed: int = 0) -> nn.Module:
+    config = ModelConfig.tiny(n_routed_experts=EXPERTS)
+    return randomize_(DeepseekV4Experts(config, first, count).requires_grad_(False), seed)
+
+
+def call(experts, ids):
+    ids = torch.as_tensor(ids)
+    device = next(experts.parameters()).device
+    x = fuzz.normal(0, (ids.shape[0], experts.hidden_dim))
+    return experts(*(t.to(device) for t in (x, ids, torch.ones(ids.shape))))
+
+
+def wrong(ids) -> int:
+    """Counted by hand."""
+    return sum(e < -1 or e > EXPERTS for row in torch.as_tensor(ids).tolist() for e in row)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """A CPU that drops ids out of range, as a device does."""
+    for name in ("reference", "triton") if importlib.util.find_spec("triton") else ("reference",):
+        monkeypatch.setattr(f"dsv4.{name}.moe.check_ids", lambda ids, num_experts: None)
+
+
+IDS = st.lists(st.lists(st.integers(-3, EXPERTS + 2), min_size=3, max_size=3), max_size=5)
+
+
+@given(batches=st.lists(IDS, max_size=3), first=st.integers(0, EXPERTS - 1))
+def test_ids_out_of_range_are_counted_and_others_ranks_are_not(device, unchecked, batches, first):
+    experts = experts_of(first).to(device)
+    batches = [torch.tensor(ids, dtype=torch.int64).view(-1, 3) for ids in batches]
+    with count_dropped(experts) as dropped:
+        for ids in batches:
+            found = call(experts, ids)
+            # Where they are not counted, either.
+            assert_bitwise(
+                found, call(copy.deepcopy(experts), ids.where((ids > -2) & (ids < 5), -1))
+            )
+    assert dropped.per_module() == {"": sum(map(wrong, batches))}
+    assert bool(dropped) == (dropped.total > 0)
+    call(experts, [[9, 9, 9]])
+    assert dropped.total == sum(map(wrong, batches))
+
+
+def test_each_layer_has_its_count(unchecked):
+    model = nn.ModuleDict({"a": experts_of(), "b": experts_of(), "c": nn.Linear(2, 2)})
+    with count_dropped(model) as dropped:
+        assert str(dropped) == "no expert id out of range in 2 layers of experts"
+        call(model["a"], [[0, -1, EXPERTS]])
+        assert not dropped
+        call(model["b"], [[7, 0, -2], [9, 1, 2]])
+        assert dropped.per_module() == {"a": 0, "b": 3}
+        assert str(dropped) == "3 expert ids out of range, which choose no expert:\n  b: 3"
+        dropped.reset()
+        assert dropped.total == 0
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+    with count_dropped(model) as again:
+        assert again.total == 0
+
+
+def test_on_the_cpu_they_raise_and_are_counted():
+    experts = experts_of()
+    with count_dropped(experts) as dropped:
+        with pytest.raises(ValueError, match=r"ids\[1, 0\] is 9, wanted an expert, 0 to 3"):
+            call(experts, [[0, 1], [9, 2]])
+        assert dropped.total == 1
+    with pytest.raises(ValueError, match="count_dropped: Linear holds no DeepseekV4Experts"):
+        count_dropped(nn.Linear(2, 2)).__enter__()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("outer", [torch.inference_mode, torch.no_grad])
+def test_counts_in_and_out_of_inference_mode(unchecked, mode, outer):
+    experts = experts_of()
+    with outer(), count_dropped(experts) as dropped:
+        call(experts, [[9]])
+    with mode(), count_dropped(experts) as dropped:
+        call(experts, [[9]])
+    assert dropped.total == 1
+
+
+def test_a_whole_model_drops_nothing():
+    model = random_model(ModelConfig.tiny())
+    with count_dropped(model) as dropped:
+        model(torch.tensor([[1, 2, 3]]))
+    assert len(dropped.per_module()) == len(model.model.layers)
+    assert dropped.total == 0
+
+
+class Sorting(DeepseekV4Experts):
+    """Experts whose forward can be captured on any GPU."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return moe_permute(top_k_index, self.num_experts)[1]
+
+
+def check_replays(experts, ids):
+    """A graph captured in the block counts on every replay, also after the block."""
+    x = torch.ones(ids.shape[0], experts.hidden_dim, device="cuda", dtype=torch.bfloat16)
+    weights, low = torch.ones(ids.shape, device="cuda"), -4
+    with count_dropped(experts) as dropped, torch.inference_mode():
+        experts(x, ids, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, ids, top_k_weights=weights)
+        dropped.reset()
+        total = 0
+        for seed in range(20):
+            generator = fuzz.generator(seed)
+            ids.copy_(torch.randint(low, EXPERTS - low, ids.shape, generator=generator))
+            graph.replay()
+            total += wrong(ids)
+            assert dropped.total == total
+            assert_bitwise(out, experts(x, ids.where((ids > -2) & (ids <= EXPERTS), -1), weights))
+    graph.replay()
+    assert dropped.total == total + wrong(ids)
+    del dropped
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
+    graph.replay()
+    assert not others.any()
+
+
+@pytest.mark.gpu
+def test_a_graph_counts_on_every_replay():
+    experts = Sorting(ModelConfig.tiny(n_routed_experts=EXPERTS)).cuda()
+    check_replays(experts, torch.zeros(5, 3, dtype=torch.int64, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_packed_experts_counts_on_every_replay():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+    config = ModelConfig.tiny(n_routed_experts=EXPERTS, hidden_size=256, moe_intermediate_size=128)
+    experts = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
+    experts.quantize()
+    experts.pack()
+    check_replays(experts.cuda(), torch.zeros(5, 3, dtype=torch.int64, device="cuda"))

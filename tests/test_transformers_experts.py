@@ -16,6 +16,7 @@ from torch import nn
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
+from dsv4.debug import count_dropped
 from dsv4.integrations.transformers import apply, register_experts
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
@@ -140,6 +141,14 @@ def test_runs_a_rank_of_transformers_expert_parallelism() -> None:
         local = torch.where(away, last - first, ids - first)
         total += rank(x, local, weights.masked_fill(away, 0.0))
     torch.testing.assert_close(total, eager(module)(x, ids, weights), rtol=1e-12, atol=1e-12)
+
+
+def test_ids_out_of_range_raise_and_are_counted() -> None:
+    module, _ = their_experts(0, torch.float32)
+    with count_dropped(module) as dropped:
+        with pytest.raises(ValueError, match=r"ids\[1, 0\] is 10, wanted an expert, 0 to 8, or"):
+            module(torch.zeros(2, 64), torch.tensor([[9], [10]]), torch.ones(2, 1))
+        assert dropped.total == 1
 
 
 # The whole model -----------------------------------------------------------------------------

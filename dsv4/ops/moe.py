@@ -81,8 +81,11 @@ def moe_permute(
     """Counting sort of the chosen experts.
 
     Stable: rows of one expert keep the order of their slots. Slots whose id is no local expert
-    (another rank's, -1, ``num_experts`` or anything else out of range) go last, behind every
-    expert, in slot order. One token may choose an expert twice.
+    (another rank's, or -1 or ``num_experts``, which choose none) go last, behind every expert, in
+    slot order. One token may choose an expert twice.
+
+    Any other id is an error, which raises on the CPU. On another device a check would have to wait
+    for the device, so such a slot chooses no expert; ``dsv4.debug.count_dropped`` counts them.
 
     Args:
         ids: ``[T, k]``, int32 or int64.
@@ -98,8 +101,8 @@ def moe_permute(
 
     Raises:
         TypeError: if ``ids`` is not int32 or int64.
-        ValueError: if ``ids`` is not 2-D, has 2^31 slots or more, or the local experts are not
-            within the layer's.
+        ValueError: if ``ids`` is not 2-D, has 2^31 slots or more, the local experts are not
+            within the layer's, or (on the CPU) an id is out of range.
     """
     _check.integer("moe_permute", "ids", ids)
     _check.shape("moe_permute", "ids", ids, [None, None])
@@ -112,6 +115,30 @@ def moe_permute(
     if not torch.compiler.is_compiling() and ids.numel() >= 2**31:
         raise ValueError(f"moe_permute: ids has {ids.numel()} slots, wanted fewer than 2^31")
     return _moe_permute(ids, num_experts, first_expert, local, backend)
+
+
+def out_of_range(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Which ids are neither an expert's nor -1 or ``num_experts``, bool of their shape."""
+    return (ids < -1) | (ids > num_experts)
+
+
+def check_ids(ids: torch.Tensor, num_experts: int) -> None:
+    """What ``moe_permute`` checks on the CPU: for its implementations, which know the values.
+
+    Does nothing on another device.
+
+    Raises:
+        ValueError: if an id is neither an expert's nor -1 or ``num_experts``.
+    """
+    if ids.device.type != "cpu":
+        return
+    bad = out_of_range(ids, num_experts)
+    if bool(bad.any()):
+        token, slot = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"moe_permute: ids[{token}, {slot}] is {int(ids[token, slot])}, wanted an expert, 0 to "
+            f"{num_experts - 1}, or -1 or {num_experts} for none"
+        )
 
 
 def moe_gather(x: torch.Tensor, rows: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

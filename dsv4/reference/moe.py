@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.ops.moe import check_ids
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import quantize_nvfp4
 
@@ -12,6 +13,7 @@ def moe_permute(
     ids: torch.Tensor, num_experts: int, first_expert: int, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_permute``."""
+    check_ids(ids, num_experts)
     local = ids.flatten().long() - first_expert
     here = (local >= 0) & (local < num_local_experts)
     values, order = torch.where(here, local, num_local_experts).sort(stable=True)

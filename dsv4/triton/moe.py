@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import formats
+from dsv4.ops.moe import check_ids
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
@@ -155,6 +156,7 @@ def moe_permute(
     ids: torch.Tensor, num_experts: int, first_expert: int, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_permute``."""
+    check_ids(ids, num_experts)
     slots, experts = ids.numel(), num_local_experts
     order = ids.new_empty((slots,), dtype=torch.int32)
     offsets = ids.new_empty((experts + 1,), dtype=torch.int32)
