@@ -48,7 +48,7 @@ def _drop(*dropped: str):
     return change
 
 
-W1 = "layers.0.ffn.experts.1.w1"
+W1, W2 = "layers.0.ffn.experts.1.w1", "layers.2.ffn.experts.3.w2"
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 DAMAGE = {
     "missing": (
@@ -59,6 +59,35 @@ DAMAGE = {
     "missing expert": (
         _drop(*(f"{W1}.{p}" for p in ("weight", "weight_scale", "weight_scale_2", "input_scale"))),
         r"experts\.1\.gate_proj\.weight is missing",
+    ),
+    "missing down of an expert": (
+        _drop(*(f"{W2}.{p}" for p in ("weight", "weight_scale", "weight_scale_2", "input_scale"))),
+        r"layers\.2\.mlp\.experts\.3\.down_proj\.weight is missing "
+        r"\(layers\.2\.ffn\.experts\.3\.w2\.weight in",
+    ),
+    "missing whole expert": (
+        lambda t: [t.pop(name) for name in list(t) if name.startswith("layers.1.ffn.experts.2.")],
+        r"(?s)3 problems.*layers\.1\.mlp\.experts\.2\.gate_proj\.weight is missing"
+        r".*experts\.2\.up_proj\.weight is missing.*experts\.2\.down_proj\.weight is missing",
+    ),
+    "an expert too many": (
+        lambda t: t.update(
+            {n.replace("experts.3.", "experts.4."): t[n].clone() for n in list(t) if W2[:-3] in n}
+        ),
+        r"layers\.2\.ffn\.experts\.4\.w1\.weight is not part of the model",
+    ),
+    "experts of several shapes": (
+        lambda t: t.update(
+            {
+                W1 + ".weight": torch.zeros(48, 32, dtype=torch.uint8),
+                W1 + ".weight_scale": torch.ones(48, 4).to(E4M3),
+            }
+        ),
+        r"layers\.0\.ffn\.experts\.1\.w1\.weight has shape \[48, 64\], wanted \[32, 64\]",
+    ),
+    "mxfp4 scales of another dtype": (
+        _replace("mtp.0.ffn.experts.1.w2.scale", torch.ones(64, 1)),
+        r"mtp\.0\.ffn\.experts\.1\.w2\.scale \(F32 \[64, 1\]\): wanted",
     ),
     "missing codes": (_drop(W1 + ".weight"), r"w1\.weight_scale is not part of the model"),
     "missing scales": (_drop(W1 + ".weight_scale"), "needs one tensor of block scales"),
@@ -123,7 +152,8 @@ DAMAGE = {
             [t.pop(f"{W1}.{p}") for p in ("weight_scale", "weight_scale_2", "input_scale")]
             and t.update({W1 + ".weight": torch.zeros(32, 64)})
         ),
-        r"experts are F32, nvfp4, wanted one format",
+        r"model\.layers\.0\.mlp\.experts: experts are F32, nvfp4, wanted one format in a layer; "
+        r"layers\.0\.ffn\.experts\.1\.w1\.weight \(F32 \[32, 64\]\) is F32",
     ),
     "zero global": (_set(W1 + ".weight_scale_2", 0.0), r"w1\.weight_scale_2 .*is 0\.0, wanted"),
     "negative global": (_set(W1 + ".weight_scale_2", -1.0), r"is -1\.0, wanted a finite value"),
@@ -168,6 +198,25 @@ def test_a_damaged_tensor_is_refused_and_nothing_overwritten(sound, tmp_path, ca
     folder = tmp_path / "damaged"
     shutil.copytree(sound, folder)
     _refused(edit(folder, change), message)
+
+
+def test_experts_with_block_scales_of_several_dtypes_are_refused(tmp_path):
+    config = SMALL.replace(moe_intermediate_size=128, activation="bf16")
+    model = make_model(config)
+    for layer in model.model.layers:
+        layer.mlp.experts.quantize("fp8_block")
+    save(model, tmp_path, layout="deepseek")
+    name = "layers.1.ffn.experts.2.w3.scale"
+
+    def change(tensors):
+        dtype = torch.float32 if tensors[name].dtype == E8M0 else E8M0
+        tensors[name] = torch.ones(tensors[name].shape).to(dtype)
+
+    message = r"layers\.1\.mlp\.experts: experts have block scales of several dtypes, .*"
+    with pytest.raises(
+        CheckpointError, match=message + r"layers\.1\.ffn\.experts\.2\.w3\.scale \("
+    ):
+        load(edit(tmp_path, change), progress=False)
 
 
 def test_several_problems_are_one_error(sound, tmp_path):

@@ -99,6 +99,22 @@ def test_gate_and_up_use_the_larger_input_scale(tmp_path):
     assert experts.gate_up_proj_input_scale[1:3].tolist() == [0.5, 0.25]
 
 
+def test_a_range_of_experts_takes_its_own_input_scales(tmp_path):
+    folder = calibrated(tmp_path)
+
+    def change(tensors):
+        for name in tensors:
+            if name.startswith("layers.0.") and name.endswith(".input_scale"):
+                tensors[name].fill_((int(name.split(".")[4]) + 1) / (16 if ".w2." in name else 4))
+
+    model = make_model()
+    model.model.layers[0].mlp.experts = part = DeepseekV4Experts(SMALL, 2, 2)
+    others = [f"model.layers.0.mlp.experts.{e}.*" for e in (0, 1)]
+    fill(model, Checkpoint.open(edit(folder, change)), ignore=others, progress=False)
+    assert part.gate_up_proj_input_scale.tolist() == [0.75, 1.0]
+    assert part.down_proj_input_scale.tolist() == [3 / 16, 4 / 16]
+
+
 def test_every_e8m0_byte_survives(tmp_path):
     """T33: viewed, never cast. A cast of 2^-7 to uint8 gives 0 instead of 120."""
     codes = torch.randint(0, 256, (255, 16), dtype=torch.uint8)

@@ -7,9 +7,10 @@ this package's modules, transformers' modules, and a mixture of the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from dsv4.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4, QuantizedTensor, mxfp4
 
 Matrix = torch.Tensor | QuantizedTensor
 Entries = Mapping[str, Entry]
+_Item = TypeVar("_Item")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -222,13 +224,22 @@ class ExpertsSlot(Slot):
         kinds = {options.format_of(entry) for entry in found}
         if len(kinds) > 1 or any(e.format and len(e.shape) == 3 for e in found):
             words = ", ".join(sorted({entry.kind for entry in found}))
-            yield f"{self.name}: experts are {words}, wanted one format in a layer"
+            odd = _rarest(found, [options.format_of(entry) for entry in found])
+            yield (
+                f"{self.name}: experts are {words}, wanted one format in a layer; "
+                f"{odd.weight} is {odd.kind}"
+            )
             return
         for entry in found:
             if entry.format is None and not entry.weight.dtype.is_floating_point:
                 yield f"{entry.weight}: wrong dtype, wanted a floating or a quantised one"
-        if len({entry.scales.dtype for entry in found if entry.scales}) > 1:
-            yield f"{self.name}: experts have block scales of several dtypes, wanted one"
+        scales = [entry.scales for entry in found if entry.scales]
+        if len({scale.dtype for scale in scales}) > 1:
+            odd_scale = _rarest(scales, [scale.dtype for scale in scales])
+            yield (
+                f"{self.name}: experts have block scales of several dtypes, wanted one; "
+                f"one is {odd_scale}"
+            )
         if kinds == {FP8_BLOCK.name} and self.shapes()[0][0] % 128 and self._quantised:
             yield f"{self.name}: FP8 experts need an intermediate size that is a multiple of 128"
         if options.activation == "nvfp4" and self._quantised:
@@ -334,13 +345,20 @@ class ExpertsSlot(Slot):
         """Per expert the largest scale of some projections, or of all experts; None if unknown."""
         best: list[torch.Tensor | None] = []
         for expert in range(self.count):
-            row = [entries[f"{self.name}.{expert}.{p}.weight"].read_input_scale() for p in members]
+            named = zip(PROJECTIONS, self.names_of(expert), strict=True)
+            row = [entries[name].read_input_scale() for p, name in named if p in members]
             best.append(max((s for s in row if s is not None), default=None, key=float))
         known = [scale for scale in best if scale is not None]
         if not known:
             return None
         largest = max(known, key=float)
         return [largest if scale is None else scale for scale in best]
+
+
+def _rarest(items: Sequence[_Item], keys: Sequence[object]) -> _Item:
+    """The first item of the key that the fewest have."""
+    counts = Counter(keys)
+    return min(zip(items, keys, strict=True), key=lambda pair: counts[pair[1]])[0]
 
 
 def slots_of(root: nn.Module, prefix: str = "") -> list[Slot]:
