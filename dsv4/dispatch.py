@@ -283,13 +283,17 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
     raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
 
 
-def run(op: str, args: Sequence[Any]) -> Any:
-    """Run an operator; ``args`` are its schema arguments, the last of them ``backend``."""
+def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
+    """Run an operator; ``args`` are its schema arguments, the last of them ``backend``.
+
+    ``out`` is where the result goes, for operators that can be told (``_library.define_out``).
+    """
     *rest, backend = args
     call = Call(op, tuple(rest), _device(rest))
     if _explaining.get():
         raise _Explained(call, requested_backend(backend))
-    return _load(choose(call, backend).target)(*rest)
+    implementation = _load(choose(call, backend).target)
+    return implementation(*rest) if out is None else implementation(*rest, out=out)
 
 
 def first(op: str, args: Sequence[Any]) -> Any:

@@ -60,7 +60,7 @@ class _Buffers:
             widths = [layer.out_features for layer in layers]
             return list(joint(layers, x).split(widths, -1))
 
-        def experts(layer: Any, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> Any:
+        def experts(layer: Any, name: str, rows: torch.Tensor, *_: Any) -> Any:
             gate_up = name == "gate_up_proj"
             width = 2 * layer.intermediate_dim if gate_up else layer.hidden_dim
             return self.take((rows.shape[0], width), rows.dtype)

@@ -41,6 +41,7 @@ def grouped_gemm(
     activation: str,
     input_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
@@ -49,7 +50,7 @@ def grouped_gemm(
     """
     experts, rows, _ = weight.shape
     wanted = Experts(rows, x.shape[1], experts, out_dtype == torch.float32, activation == "nvfp4")
-    out = x.new_empty((x.shape[0], rows), dtype=out_dtype)
+    out = x.new_empty((x.shape[0], rows), dtype=out_dtype) if out is None else out
     parts = (weight, scales, global_scale, offsets)
     return _product(wanted, x, parts, tuple(segments), input_scale, None, math.inf, out)
 
@@ -68,6 +69,7 @@ def grouped_gemm_swiglu(
     limit: float | None,
     row_weight: torch.Tensor | None,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
     experts, rows, _ = weight.shape
@@ -82,7 +84,7 @@ def grouped_gemm_swiglu(
     )
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
-    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
+    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype) if out is None else out
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
     return _product(wanted, x, parts, tuple(segments), input_scale, row_weight, bound, out)

@@ -20,6 +20,7 @@ from dsv4.layers._module import (
     frozen,
     quantize_weight,
 )
+from dsv4.layers._workspace import Room, Workspace
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
@@ -65,6 +66,7 @@ class DeepseekV4Experts(FixedDtypeModule):
         layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` when packed.
         activation: ``"bf16"`` leaves the inputs of both products as they are; ``"nvfp4"`` quantises
             them, with the scales of their expert or, without those, with a scale per row.
+        workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
     """
 
     stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
@@ -87,6 +89,7 @@ class DeepseekV4Experts(FixedDtypeModule):
         self.format: Format | None = None
         self.layout = LINEAR
         self.observers: dict[str, AmaxObserver] | None = None
+        self.workspace: Workspace | None = None
         self.gate_up_proj = empty_weight(
             self.num_local_experts, 2 * self.intermediate_dim, self.hidden_dim
         )
@@ -118,28 +121,48 @@ class DeepseekV4Experts(FixedDtypeModule):
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
+
+        Raises:
+            ValueError: if memory is reserved (``dsv4.layers.reserve_experts``), but for fewer
+                tokens, or for another dtype or device.
         """
+        room = self._room(hidden_states, top_k_index.shape[1])
         order, offsets, places = moe_permute(
             top_k_index,
             self.num_experts,
             first_expert=self.first_expert,
             num_local_experts=self.num_local_experts,
         )
-        rows = moe_gather(hidden_states, places)
+        rows = moe_gather(hidden_states, places, out=room.rows)
         weights: torch.Tensor | None = top_k_weights
         row_weight = None
         if self.numerics == "deepseek":
             row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
-        inner = self._activated(rows, offsets, row_weight)
-        out = self._project("down_proj", inner, offsets)
+        inner = self._activated(rows, offsets, row_weight, room.inner)
+        out = self._project("down_proj", inner, offsets, room.rows)
         if callable(shared):
             shared = shared()
         return moe_combine(out, places, offsets, weights, shared=shared)
 
+    def reserve(self, workspace: Workspace | None) -> None:
+        """Use this memory from now on, or with None what the allocator gives."""
+        if self.workspace is not None:
+            del self.workspace  # out of the submodules, which would keep and print a None
+        self.workspace = workspace
+
+    def _room(self, x: torch.Tensor, top_k: int) -> Room:
+        if self.workspace is None or torch.compiler.is_compiling():
+            return Room()
+        return self.workspace.room(x, top_k)
+
     def _activated(
-        self, rows: torch.Tensor, offsets: torch.Tensor, row_weight: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        row_weight: torch.Tensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """SwiGLU of the first product, ``[R, I]``."""
+        """SwiGLU of the first product, ``[R, I]``; in ``out`` if the layer is packed."""
         name = "gate_up_proj"
         if self.layout == LINEAR:
             gate_up = self._project(name, rows, offsets)
@@ -153,14 +176,23 @@ class DeepseekV4Experts(FixedDtypeModule):
             row_weight=row_weight,
             activation=activation,
             input_scale=scale,
+            out=out,
         )
 
-    def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _project(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         activation, scale = self._quantising(name, rows, offsets)
         if self.format is None:
-            return grouped_gemm(rows, getattr(self, name), offsets)
+            return grouped_gemm(rows, getattr(self, name), offsets, out=out)
         weight = self.quantized_weight(name)
-        return grouped_gemm(rows, weight, offsets, activation=activation, input_scale=scale)
+        return grouped_gemm(
+            rows, weight, offsets, activation=activation, input_scale=scale, out=out
+        )
 
     def _quantising(
         self, name: str, rows: torch.Tensor, offsets: torch.Tensor

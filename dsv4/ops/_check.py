@@ -56,3 +56,25 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> None:
     if len(set(present.values())) > 1:
         words = ", ".join(f"{name} on {device}" for name, device in present.items())
         raise ValueError(f"{op}: tensors are on different devices ({words}), wanted one device")
+
+
+def result(
+    op: str, out: torch.Tensor, wanted: Sequence[int], wanted_dtype: torch.dtype, x: torch.Tensor
+) -> None:
+    """Raise unless ``out`` can take a result of this shape and dtype, on the device of ``x``.
+
+    Raises:
+        TypeError: if the dtype differs.
+        ValueError: if the shape or the device differs, ``out`` is not contiguous, or it does not
+            begin at a multiple of 16 bytes, which kernels write at a time.
+    """
+    dtype(op, "out", out, wanted_dtype)
+    shape(op, "out", out, wanted)
+    same_device(op, x=x, out=out)
+    if torch.compiler.is_compiling():
+        return
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(
+            f"{op}: out has strides {list(out.stride())} and begins at address {out.data_ptr()}, "
+            "wanted a contiguous tensor that begins at a multiple of 16 bytes"
+        )

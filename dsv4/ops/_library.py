@@ -35,6 +35,31 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             return dispatch.run(name, args)
 
+    return _register(name, body, fake)
+
+
+def define_out(schema: str) -> Callable[..., None]:
+    """Register ``name_out``: the operator of ``schema`` with its result in a tensor it is given.
+
+    The schema has ``Tensor(a!) out`` before ``backend`` and no result. The implementations are
+    those of the operator itself, which take ``out``, and dispatch chooses among them as there.
+
+    Args:
+        schema: What ``define`` got for the operator.
+    """
+    name, rest = schema.split("(", 1)
+    arguments, _ = rest.split("str backend)")
+    _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ()")
+
+    def body(*args: Any) -> None:
+        *others, out, backend = args
+        with torch.no_grad():
+            dispatch.run(name, (*others, backend), out=out)
+
+    return _register(f"{name}_out", body, lambda *args: None)
+
+
+def _register(name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.dsv4, name).default

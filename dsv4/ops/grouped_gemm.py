@@ -8,7 +8,7 @@ import torch
 
 from dsv4.formats import LINEAR, QuantizedTensor
 from dsv4.ops import _check
-from dsv4.ops._library import define
+from dsv4.ops._library import define, define_out
 from dsv4.ops.gemm import check_columns, check_operands
 from dsv4.ops.quantize import positive
 
@@ -51,20 +51,22 @@ def _fake_swiglu(
     return x.new_empty((x.shape[0], weight.shape[1] // 2), dtype=out_dtype)
 
 
-_grouped_gemm = define(
+_SCHEMA = (
     "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
     "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "ScalarType out_dtype, str backend) -> Tensor",
-    _fake,
+    "ScalarType out_dtype, str backend) -> Tensor"
 )
+_grouped_gemm = define(_SCHEMA, _fake)
+_grouped_gemm_out = define_out(_SCHEMA)
 
 
-_grouped_gemm_swiglu = define(
+_SCHEMA_SWIGLU = (
     "grouped_gemm_swiglu(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
     "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "float? limit, Tensor? row_weight, ScalarType out_dtype, str backend) -> Tensor",
-    _fake_swiglu,
+    "float? limit, Tensor? row_weight, ScalarType out_dtype, str backend) -> Tensor"
 )
+_grouped_gemm_swiglu = define(_SCHEMA_SWIGLU, _fake_swiglu)
+_grouped_gemm_swiglu_out = define_out(_SCHEMA_SWIGLU)
 
 
 def grouped_gemm(
@@ -75,6 +77,7 @@ def grouped_gemm(
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
@@ -91,19 +94,26 @@ def grouped_gemm(
         input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
             row); only with ``"nvfp4"``.
         out_dtype: Floating; ``x.dtype`` if None.
+        out: Where the result goes, of ``out_dtype``, contiguous, at a multiple of 16 bytes and
+            apart from the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[R, N]``.
+        ``[R, N]``; ``out`` if it was given.
 
     Raises:
         TypeError: if a dtype is not as stated.
         ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
-            not finite and above 0 or is given with ``"bf16"``.
+            not finite and above 0 or is given with ``"bf16"``, or ``out`` is not as stated.
     """
     out_dtype = check_operands("grouped_gemm", x, activation, out_dtype)
     parts = _checked("grouped_gemm", x, weight, offsets, activation, input_scale)
-    return _grouped_gemm(x, *parts, activation, input_scale, out_dtype, backend)
+    given = (x, *parts, activation, input_scale, out_dtype)
+    if out is None:
+        return _grouped_gemm(*given, backend)
+    _check.result("grouped_gemm", out, (x.shape[0], parts[0].shape[1]), out_dtype, x)
+    _grouped_gemm_out(*given, out, backend)
+    return out
 
 
 def grouped_gemm_swiglu(
@@ -116,6 +126,7 @@ def grouped_gemm_swiglu(
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``swiglu(x[r] @ weight[e].T)``, gate in the even rows of a weight, up in the odd ones.
@@ -133,10 +144,11 @@ def grouped_gemm_swiglu(
         activation: As in ``grouped_gemm``.
         input_scale: Likewise.
         out_dtype: Floating; ``x.dtype`` if None.
+        out: As in ``grouped_gemm``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[R, I]``.
+        ``[R, I]``; ``out`` if it was given.
 
     Raises:
         TypeError: as ``grouped_gemm``, and if ``row_weight`` is not floating.
@@ -155,9 +167,12 @@ def grouped_gemm_swiglu(
         _check.floating(op, "row_weight", row_weight)
         _check.shape(op, "row_weight", row_weight, [x.shape[0]])
         _check.same_device(op, x=x, row_weight=row_weight)
-    return _grouped_gemm_swiglu(
-        x, *parts, activation, input_scale, limit, row_weight, out_dtype, backend
-    )
+    given = (x, *parts, activation, input_scale, limit, row_weight, out_dtype)
+    if out is None:
+        return _grouped_gemm_swiglu(*given, backend)
+    _check.result(op, out, (x.shape[0], rows // 2), out_dtype, x)
+    _grouped_gemm_swiglu_out(*given, out, backend)
+    return out
 
 
 _Parts = tuple[

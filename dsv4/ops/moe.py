@@ -11,7 +11,7 @@ import torch
 
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
-from dsv4.ops._library import define
+from dsv4.ops._library import define, define_out
 from dsv4.ops.quantize import fake_nvfp4, positive
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -57,7 +57,9 @@ _moe_permute = define(
     "str backend) -> (Tensor, Tensor, Tensor)",
     _fake_permute,
 )
-_moe_gather = define("moe_gather(Tensor x, Tensor rows, str backend) -> Tensor", _fake_gather)
+_GATHER = "moe_gather(Tensor x, Tensor rows, str backend) -> Tensor"
+_moe_gather = define(_GATHER, _fake_gather)
+_moe_gather_out = define_out(_GATHER)
 _moe_gather_quantize = define(
     "moe_gather_quantize(Tensor x, Tensor rows, Tensor offsets, Tensor? input_scale, str layout, "
     "str backend) -> (Tensor, Tensor, Tensor)",
@@ -141,26 +143,39 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
         )
 
 
-def moe_gather(x: torch.Tensor, rows: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+def moe_gather(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
     """Copy each token to its sorted rows, bit for bit: ``out[rows[t, j]] = x[t]``.
 
     Args:
         x: ``[T, H]``, bfloat16, float16, float32 or float64.
         rows: ``[T, k]`` int32 from ``moe_permute``: a permutation of the T k rows.
+        out: Where the result goes, contiguous, at a multiple of 16 bytes and apart from the other
+            tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[T k, H]`` in ``x.dtype``.
+        ``[T k, H]`` in ``x.dtype``; ``out`` if it was given.
 
     Raises:
-        TypeError: if ``x`` is not floating or ``rows`` is not int32.
-        ValueError: if shapes do not fit or tensors are on different devices.
+        TypeError: if ``x`` is not floating, ``rows`` is not int32 or ``out`` has another dtype.
+        ValueError: if shapes do not fit, tensors are on different devices or ``out`` is not as
+            stated.
     """
     _check.floating("moe_gather", "x", x)
     _check.shape("moe_gather", "x", x, [None, None])
     _check_rows("moe_gather", rows, x.shape[0])
     _check.same_device("moe_gather", x=x, rows=rows)
-    return _moe_gather(x, rows, backend)
+    if out is None:
+        return _moe_gather(x, rows, backend)
+    _check.result("moe_gather", out, (rows.numel(), x.shape[1]), x.dtype, x)
+    _moe_gather_out(x, rows, out, backend)
+    return out
 
 
 def moe_gather_quantize(

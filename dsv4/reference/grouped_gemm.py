@@ -26,6 +26,7 @@ def grouped_gemm(
     activation: str,
     input_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
@@ -33,7 +34,9 @@ def grouped_gemm(
     do that: it synchronises and cannot be captured in a CUDA graph.
     """
     bounds = _bounds(offsets, x.shape[0])
-    out = torch.zeros((x.shape[0], weight.shape[1]), dtype=out_dtype, device=x.device)
+    if out is None:
+        out = x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
+    out.zero_()
     compute = compute_dtype(x)
     for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
@@ -65,13 +68,14 @@ def grouped_gemm_swiglu(
     limit: float | None,
     row_weight: torch.Tensor | None,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``. Reads the offsets on the host."""
     stored = (weight, scales, global_scale, segments, offsets, format, layout)
     gate_up = grouped_gemm(x, *stored, activation, input_scale, compute_dtype(x))
-    out = swiglu(gate_up, limit, "interleaved", row_weight, out_dtype)
-    out[int(offsets[-1]) :] = 0  # whatever such a row weighs
-    return out
+    result = swiglu(gate_up, limit, "interleaved", row_weight, out_dtype)
+    result[int(offsets[-1]) :] = 0  # whatever such a row weighs
+    return result if out is None else out.copy_(result)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:

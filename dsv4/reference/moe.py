@@ -24,10 +24,12 @@ def moe_permute(
     return order.to(torch.int32), offsets.to(torch.int32), rows.view(ids.shape).to(torch.int32)
 
 
-def moe_gather(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def moe_gather(
+    x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See ``dsv4.ops.moe.moe_gather``."""
     tokens, top_k = rows.shape
-    out = x.new_empty((tokens * top_k, x.shape[1]))
+    out = x.new_empty((tokens * top_k, x.shape[1])) if out is None else out
     out[rows.flatten().long()] = x.repeat_interleave(top_k, 0)
     return out
 

@@ -247,10 +247,12 @@ def _warps(block: int) -> int:
     return max(1, block // 256)
 
 
-def moe_gather(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def moe_gather(
+    x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See ``dsv4.ops.moe.moe_gather``."""
     tokens, columns = x.shape
-    out = x.new_empty((rows.numel(), columns))
+    out = x.new_empty((rows.numel(), columns)) if out is None else out
     if out.numel() == 0:
         return out
     source, rows = _rows.as_rows(x), rows.contiguous()
