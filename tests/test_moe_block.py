@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4 import dispatch, layers
 from dsv4.config import ModelConfig
@@ -85,6 +86,14 @@ class TestOnCpu:
         torch._dynamo.reset()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         assert_bitwise(compiled(*args), module(*args), "block")
+
+    def test_a_tensor_that_is_none_takes_no_stream(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("asked a GPU"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.empty(3, 8, device="cuda", dtype=torch.bfloat16)
+            assert x.is_cuda
+            out = _beside.beside(nn.Identity(), x)
+        assert out is x
 
     def test_nothing_is_made_at_import(self):
         code = (

@@ -22,7 +22,8 @@ def beside(module: nn.Module, x: torch.Tensor) -> torch.Tensor | Callable[[], to
 
     Returns:
         A function that lets the current stream wait and gives the tensor. Where there is no second
-        stream, on the CPU and under ``torch.compile``, the tensor itself.
+        stream, on the CPU, under ``torch.compile`` and for subclasses of ``Tensor``, the tensor
+        itself.
     """
     if not possible(x):
         return module(x)
@@ -46,8 +47,8 @@ def beside(module: nn.Module, x: torch.Tensor) -> torch.Tensor | Callable[[], to
 
 
 def possible(x: torch.Tensor) -> bool:
-    """Whether a second stream can be used."""
-    return not torch.compiler.is_compiling() and x.is_cuda
+    """Whether a second stream can be used: not for tensors that stand for others, as fake ones."""
+    return not torch.compiler.is_compiling() and x.is_cuda and type(x) is torch.Tensor
 
 
 @functools.cache
