@@ -136,6 +136,14 @@ MUTANTS = (
     ),
     Mutant(
         "T27",
+        "a range of experts takes the input scales of the first ones",
+        "dsv4/_checkpoint/slots.py",
+        "named = zip(PROJECTIONS, self.names_of(expert), strict=True)",
+        'named = ((p, f"{self.name}.{expert}.{p}.weight") for p in PROJECTIONS)',
+        PRODUCERS + "test_a_range_of_experts_takes_its_own_input_scales",
+    ),
+    Mutant(
+        "T27",
         "an expert without calibration data keeps its placeholder",
         "dsv4/_checkpoint/entries.py",
         "return None if self.reciprocal and bool(value == 1.0) else value",
