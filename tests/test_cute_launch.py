@@ -170,7 +170,7 @@ OF_ANY_ROWS = (
     *("tokens", "experts", "k_blocks", "row_tiles", "row_blocks"),
     *_LAST,
 )
-FEW, SOME = 16, 40  # rows of the first kernel and of the second
+FEW, SOME = 48, 80  # rows of the first kernel and of the second
 
 
 class Grouped:

@@ -32,7 +32,7 @@ ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 LIMITS = st.sampled_from([None, 0.5, 10.0])
 # What the host may choose for any number of rows; small counts of experts keep tests quick.
-LOADS = [1, 2, 4, 30, 70, 130, 260, 600]
+LOADS = [1, 2, 4, 8, 30, 70, 130, 260, 600]
 
 
 def weights_of(seed, experts, rows, columns, device, scales="one"):
@@ -253,10 +253,12 @@ class TestPlans:
 
     def test_more_rows_of_an_expert_take_larger_tiles(self):
         wanted = Experts(6144, 7168, 384, False, False, True)
-        assert all(isinstance(choose(wanted, rows), GroupedFewPlan) for rows in (1, 6, 384, 1536))
-        blocks = [choose(wanted, 384 * load).token_block for load in (5, 8, 40, 64, 128)]
+        few = [choose(wanted, rows) for rows in (1, 6, 384, 1536, 1537, 4096)]
+        assert all(isinstance(plan, GroupedFewPlan) for plan in few)
+        assert [plan.segment_rows for plan in few] == [8, 8, 8, 8, 14, 14]
+        blocks = [choose(wanted, 384 * load).token_block for load in (16, 24, 40, 64, 128)]
         assert blocks == sorted(blocks)
-        assert blocks[0] == 16
+        assert blocks[0] == 32
         assert blocks[-1] >= 128
 
     def test_none_for_what_the_kernel_cannot_do(self):
@@ -280,6 +282,8 @@ class TestKernel:
     @example(0, 40, 1, 30, 4, "bf16", torch.bfloat16)
     @example(0, 3, 600, 24, 6, "bf16", torch.bfloat16)
     @example(0, 40, 2, 37, 56, "bf16", torch.bfloat16)
+    @example(0, 40, 8, 37, 56, "bf16", torch.bfloat16)
+    @example(0, 40, 8, 30, 24, "nvfp4", torch.bfloat16)
     @example(0, 5, 2, 448, 24, "nvfp4", torch.float32)
     @example(0, 8, 70, 24, 4, "nvfp4", torch.bfloat16)
     @example(0, 8, 130, 24, 4, "bf16", torch.float32)
@@ -302,6 +306,7 @@ class TestKernel:
     @example(0, 8, 70, 24, 4, True)
     @example(0, 8, 130, 24, 4, False)
     @example(0, 12, 2, 384, 56, True)
+    @example(0, 12, 8, 384, 56, True)
     def test_swiglu(self, seed, experts, load, tiles, columns, weighted):
         draw = torch.randint(0, 2 * load, (experts,), generator=strategies.generator(seed))
         weight = weights_of(seed, experts, 16 * tiles, 128 * columns, "cuda", "rows")

@@ -68,14 +68,14 @@ def load_shared_float4(address: Value) -> tuple[Value, ...]:
     return _asm(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
-def load_matrices4(address: Value) -> tuple[Value, ...]:
+def load_matrices4(address: Value, offset: int = 0) -> tuple[Value, ...]:
     """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` gives where row r of the i-th is.
 
-    Lane ``l`` gets row ``l // 4``, columns ``2 (l % 4)`` and the next, of each.
+    Lane ``l`` gets row ``l // 4``, columns ``2 (l % 4)`` and the next, of each. ``offset`` is part
+    of the instruction: added outside, the compiler keeps a register for every offset of a loop.
     """
-    return _asm(
-        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {_outs(4)}, [{{$r0}}];", [Uint32] * 4, [address]
-    )
+    code = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {_outs(4)}, [{{$r0}}+{offset}];"
+    return _asm(code, [Uint32] * 4, [address])
 
 
 def load_global(address: Value) -> Value:
@@ -83,15 +83,18 @@ def load_global(address: Value) -> Value:
     return _asm("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
 
 
-def load_streamed(address: Value, words: int, wanted: Value | None = None) -> tuple[Value, ...]:
+def load_streamed(
+    address: Value, words: int, wanted: Value | None = None, offset: int = 0
+) -> tuple[Value, ...]:
     """``words`` (2 or 4) 32-bit words that are read once and never written.
 
     Args:
-        address: Of the first.
+        address: Of the first, less ``offset``.
         words: How many.
         wanted: 0 to load nothing and return what is not to be looked at; else it is loaded.
+        offset: Bytes, part of the instruction: see ``load_matrices4``.
     """
-    code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}];"
+    code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     if wanted is None:
         return _asm(code, [Uint32] * words, [address])
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p {code} }}"

@@ -30,6 +30,17 @@ def options(tensor: torch.Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
 
 
+def in_order(tensor: torch.Tensor) -> dict[str, Any]:
+    """The same for a kernel that writes weights: without programmatic launch.
+
+    Products ask for their weights before the kernel in front of them has ended, and would find what
+    was there before.
+    """
+    given = options(tensor)
+    given.pop("launch_pdl", None)
+    return given | {"PDL": False}
+
+
 def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Compute capability of the tensor's GPU; None on the CPU."""
     if tensor.device.type != "cuda":

@@ -146,7 +146,7 @@ def pack(
                 codes.shape[-1] // 32,
                 PAIRS=pairs,
                 TILES=_TILES,
-                **_launch.options(codes),
+                **_launch.in_order(codes),
             )
     return packed, moved
 
@@ -170,7 +170,7 @@ def unpack(
                 codes.shape[-1] // 32,
                 PAIRS=pairs,
                 TILES=_TILES,
-                **_launch.options(codes),
+                **_launch.in_order(codes),
             )
     return linear, moved
 

@@ -19,6 +19,7 @@ from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
 
 Value = Any
 _BISECTIONS = MOST_EXPERTS.bit_length()
+_EACH = MOST_EXPERTS // 32  # experts that a lane counts, all loaded at once
 
 
 @cute.jit
@@ -33,30 +34,28 @@ def count_tiles(offsets: Value, table: Value, block: cutlass.Constexpr, lane: Va
         lane: Of the warp.
     """
     tiles_at, rows_at, experts = table
-    before = Int32(0)
-    for base in cutlass.range(0, experts, 32, unroll=1):
-        expert = base + lane
-        place = offsets + Int64(cutlass.min(expert, experts - 1)) * 4
-        begin = Int32(ptx.load_global(place))
-        end = Int32(ptx.load_global(place + 4))
-        tiles = cutlass.max(end - begin + (block - 1), 0) // block
-        if expert >= experts:
-            tiles = Int32(0)
-        running = tiles
-        for power in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_op(
-                running, 1 << power, mask_and_clamp=0, kind=nvvm.ShflKind.up
-            )
-            if lane >= (1 << power):
-                running = running + other
-        if expert < experts:
-            ptx.store_shared_int(tiles_at + Uint32(expert * 4), before + running - tiles)
-            ptx.store_shared_int(rows_at + Uint32(expert * 4), begin)
-        if expert == experts - 1:
-            ptx.store_shared_int(rows_at + Uint32(experts * 4), end)
-        before = before + cute.arch.shuffle_sync(running, 31)
-    if lane == 0:
+    first = lane * _EACH
+    rows = []
+    for i in cutlass.range_constexpr(_EACH + 1):
+        rows.append(Int32(ptx.load_global(offsets + Int64(cutlass.min(first + i, experts)) * 4)))
+    tiles = [cutlass.max(rows[i + 1] - rows[i] + (block - 1), 0) // block for i in range(_EACH)]
+    running = sum(tiles[1:], tiles[0])
+    before = -running
+    for power in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_op(
+            running, 1 << power, mask_and_clamp=0, kind=nvvm.ShflKind.up
+        )
+        if lane >= (1 << power):
+            running = running + other
+    before += running
+    for i in cutlass.range_constexpr(_EACH):
+        if first + i < experts:
+            ptx.store_shared_int(tiles_at + Uint32((first + i) * 4), before)
+            ptx.store_shared_int(rows_at + Uint32((first + i) * 4), rows[i])
+        before += tiles[i]
+    if lane == 31:
         ptx.store_shared_int(tiles_at + Uint32(experts * 4), before)
+        ptx.store_shared_int(rows_at + Uint32(experts * 4), rows[_EACH])
 
 
 def all_tiles(table: Value) -> Value:

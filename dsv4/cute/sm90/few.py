@@ -162,50 +162,65 @@ class FewKernel(FewPlan):
         rank = block % self.blocks
         tile = block // self.blocks * self.warps + warp
         shared_x, parts, turned, x_full, arrived = self._shared(warp)
-        codes += lane * 16
-        scales += lane // 4 * 8
         stride = grid // self.blocks * self.warps
-        at = self._place(codes, scales, cutlass.min(tile, row_tiles - 1), rank)
+        first = cutlass.min(tile, row_tiles - 1)
+        at = self._place(codes + lane * 16, scales + lane // 4 * 8, first, rank)
         ahead = [self._fetch(at, t) for t in range(self.depth)]
+        zero = x_full - 8
         if lane == 0:
-            ptx.barrier_init(arrived, 1)
+            if cutlass.const_expr(self.blocks > 1):
+                ptx.barrier_init(arrived, 1)
             if warp == 0:
                 ptx.barrier_init(x_full, 1)
                 ptx.barrier_init(x_full + 8, 1)
+                ptx.store_shared_int(zero, Int32(0))
             ptx.fence_barrier_init()
         cute.arch.griddepcontrol_launch_dependents()
+        group = block // self.blocks * self.warps // group_tiles
+        if thread == 0:
+            ptx.store_shared_int(zero + 4, group)
         if cutlass.const_expr(self.blocks > 1):
             cute.arch.cluster_arrive()
         else:
             cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        group = block // self.blocks * self.warps // group_tiles
         if warp == 0:
             self._ask_x(x + group * group_stride * 2, shared_x, x_full, tokens, token_stride, rank)
         if cutlass.const_expr(self.blocks > 1):
             cute.arch.cluster_wait()
         if tile < row_tiles:
             ptx.wait(x_full, Int32(0))
-        rows = shared_x + Uint32(lane % 8 * self.x_row_bytes + lane // 8 * 16)
+        rows = self._rows(shared_x, lane)
         rules = (cut0, cut1, cut2, scale_rows)
-        sizes = (lane, tokens, row_tiles, token_stride, groups, limit)
         if cutlass.const_expr(self.blocks == 1):
-            while tile < row_tiles:
-                follows = tile + stride
-                then = self._place(codes, scales, cutlass.min(follows, row_tiles - 1), rank)
-                follow = (then, Int32(follows < row_tiles))
-                sums, ahead = self._multiply(at, follow, ahead, (rows, x_full), Uint32(sixteen))
-                places = (turned, token_scale + group * 4, out, x + group * group_stride * 2)
-                factors = self._factors(global_scale, tile * 16 + lane // 4, rules)
+            if lane == 0:
+                ptx.store_shared_int(arrived, tile)
+            cute.arch.sync_warp()
+            state = (arrived, zero, stride, row_tiles)
+            while ptx.load_shared_int(arrived) < row_tiles:
+                sums, ahead = self._multiply_next(
+                    (codes, scales), ahead, (shared_x, x_full), state, Uint32(sixteen)
+                )
+                tile = ptx.load_shared_int(arrived)
+                of_warp, of_lane = self._again(zero)
+                group = ptx.load_shared_int(zero + 4)
+                places = (
+                    shared_x + Uint32(self.x_bytes + of_warp * self.partial_bytes),
+                    token_scale + group * 4,
+                    out,
+                    x + group * group_stride * 2,
+                )
+                factors = self._factors(global_scale, tile * 16 + of_lane // 4, rules)
+                sizes = (of_lane, tokens, row_tiles, token_stride, groups, limit)
                 self._store(tile, sums, factors, places, sizes)
-                tile, at = follows, then
+                if of_lane == 0:
+                    ptx.store_shared_int(arrived, tile + stride)
+                cute.arch.sync_warp()
         elif tile < row_tiles:
-            sums, _ = self._multiply(at, (), ahead, (rows, x_full), Uint32(sixteen))
-            # Made again of what the compiler cannot know to be the same, so that nothing made of
-            # it is kept, and spilled, while multiplying.
-            thread += sixteen - 16
-            lane = thread % 32
-            warp = cute.arch.make_warp_uniform(thread // 32)
+            sums = self._multiply(at, ahead, (rows, x_full), Uint32(sixteen))
+            warp, lane = self._again(zero)
+            block += ptx.load_shared_int(zero)
+            rank, group = block % self.blocks, ptx.load_shared_int(zero + 4)
             tile = block // self.blocks * self.warps + warp
             _, parts, turned, _, arrived = self._shared(warp)
             owner = tile % self.blocks
@@ -215,6 +230,7 @@ class FewKernel(FewPlan):
                 sums = self._collect(place, arrived, lane)
                 places = (turned, token_scale + group * 4, out, x + group * group_stride * 2)
                 factors = self._factors(global_scale, tile * 16 + lane // 4, rules)
+                sizes = (lane, tokens, row_tiles, token_stride, groups, limit)
                 self._store(tile, sums, factors, places, sizes)
 
     def _place(self, codes: Value, scales: Value, tile: Value, rank: Value) -> Value:
@@ -222,12 +238,19 @@ class FewKernel(FewPlan):
         index = Int64(tile) * (self.columns // 64) + rank * self.tiles
         return codes + index * _CODE_BYTES, scales + index * _SCALE_BYTES
 
+    def _rows(self, shared_x: Value, lane: Value) -> Value:
+        """Where the lane's row of the first right operands begins."""
+        return shared_x + Uint32(lane % 8 * self.x_row_bytes + lane // 8 * 16)
+
     def _shared(self, warp: Value) -> tuple[Value, ...]:
-        """Addresses of X, the parts, the warp's room, the two barriers of X, that of the parts."""
+        """Addresses of X, the parts, the warp's room, the two barriers of X, that of the parts.
+
+        Before the barriers is a word that is 0.
+        """
         shared_x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         parts = shared_x + self.x_bytes
         turned = parts + self.parts_bytes
-        barriers = turned + self.turned_bytes
+        barriers = turned + self.turned_bytes + 8
         return (
             shared_x,
             parts,
@@ -240,8 +263,8 @@ class FewKernel(FewPlan):
         """The lane's 4 words of codes and 2 of scales of a tile; nothing where not ``wanted``."""
         codes, scales = at
         return [
-            *ptx.load_streamed(codes + tile * _CODE_BYTES, 4, wanted),
-            *ptx.load_streamed(scales + tile * _SCALE_BYTES, 2, wanted),
+            *ptx.load_streamed(codes, 4, wanted, tile * _CODE_BYTES),
+            *ptx.load_streamed(scales, 2, wanted, tile * _SCALE_BYTES),
         ]
 
     @cute.jit
@@ -271,12 +294,57 @@ class FewKernel(FewPlan):
             if cutlass.const_expr(all_ > first):
                 ptx.copy_bulk(to + first, source + first, all_ - first, barrier + 8)
 
+    def _again(self, zero: Value) -> tuple[Value, Value]:
+        """Warp and lane, of what the compiler cannot know to be the same as before.
+
+        So nothing made of them is kept, and spilled, while multiplying. ``zero`` is the address of
+        a word of shared memory that is 0.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        again = thread + ptx.load_shared_int(zero)
+        return cute.arch.make_warp_uniform((again >> 5) & 31), again & 31
+
     @cute.jit
-    def _multiply(self, at: Value, follow: Value, ahead: Value, x: Value, sixteen: Value) -> Value:
-        """The warp's sums, 16 rows by 8 tokens per tile of tokens; what is ahead of the next."""
+    def _multiply(self, at: Value, ahead: Value, x: Value, sixteen: Value) -> Value:
+        """The warp's sums, 16 rows by 8 tokens per tile of tokens."""
+        sums, right, rows, ahead = self._multiply_most(at, ahead, x, sixteen)
+        for t in cutlass.range_constexpr(self.depth):
+            following = self._load_x(rows, min(t + 1, self.depth - 1))
+            sums = self._product(sums, ahead[t], right, sixteen)
+            right = following
+        return self._joined(sums)
+
+    @cute.jit
+    def _multiply_next(
+        self, weight: Value, ahead: Value, x: Value, state: Value, sixteen: Value
+    ) -> Value:
+        """The same of a row tile that others follow; what is ahead of the next one."""
+        codes, scales = weight
+        current, zero, stride, row_tiles = state
+        shared_x, x_full = x
+        _, lane = self._again(zero)
+        tile = ptx.load_shared_int(current)
+        at = self._place(codes + lane * 16, scales + lane // 4 * 8, tile, Int32(0))
+        of_x = (self._rows(shared_x, lane), x_full)
+        sums, right, rows, ahead = self._multiply_most(at, ahead, of_x, sixteen)
+        _, lane = self._again(zero)
+        tile = ptx.load_shared_int(current) + stride
+        more = Int32(tile < row_tiles)
+        tile = cutlass.min(tile, row_tiles - 1)
+        then = self._place(codes + lane * 16, scales + lane // 4 * 8, tile, Int32(0))
+        for t in cutlass.range_constexpr(self.depth):
+            following = self._load_x(rows, min(t + 1, self.depth - 1))
+            sums = self._product(sums, ahead[t], right, sixteen)
+            ahead[t] = self._fetch(then, t, more)
+            right = following
+        return self._joined(sums), ahead
+
+    @cute.jit
+    def _multiply_most(self, at: Value, ahead: Value, x: Value, sixteen: Value) -> Value:
+        """Sums of all tiles but the last ``depth``, which are ahead then; X's next ones."""
         codes, scales = at
         rows, x_full = x
-        sums = [[Float32(0.0)] * 4 for _ in range(2 * self.token_tiles)]
+        sums = [[Float32(0.0)] * 4 for _ in range(self.chains)]
         right = self._load_x(rows, 0)
         for step in cutlass.range(self.tiles // self.depth - 1, unroll=1):
             codes += self.depth * _CODE_BYTES
@@ -286,46 +354,36 @@ class FewKernel(FewPlan):
                     if step == 0:
                         ptx.wait(x_full + 8, Int32(0))
                 following = self._load_x(rows, t + 1)
-                now = ahead[t]
-                # Where row tiles follow one another, asking before multiplying is 6 % faster;
-                # where blocks share K, 4 % slower.
-                if cutlass.const_expr(self.blocks == 1):
-                    ahead[t] = self._fetch((codes, scales), t)
-                sums = self._product(sums, now, right, sixteen)
-                if cutlass.const_expr(self.blocks > 1):
-                    ahead[t] = self._fetch((codes, scales), t)
+                sums = self._product(sums, ahead[t], right, sixteen)
+                # Not before the product: the old words would have to be moved out of the way.
+                ahead[t] = self._fetch((codes, scales), t)
                 right = following
             rows += self.depth * 128
-        for t in cutlass.range_constexpr(self.depth):
-            following = self._load_x(rows, min(t + 1, self.depth - 1))
-            now = ahead[t]
-            if cutlass.const_expr(self.blocks == 1):
-                ahead[t] = self._fetch(follow[0], t, follow[1])
-            sums = self._product(sums, now, right, sixteen)
-            right = following
-        return [
-            [sums[n][i] + sums[n + self.token_tiles][i] for i in range(4)]
-            for n in range(self.token_tiles)
-        ], ahead
+        return sums, right, rows, ahead
+
+    def _joined(self, sums: Value) -> Value:
+        """Sums of all steps of k, for each tile of tokens."""
+        if self.token_tiles > 1:
+            return sums
+        return [[sums[0][i] + sums[1][i] for i in range(4)]]
 
     def _load_x(self, rows: Value, tile: int) -> list[Value]:
         """Right operands of a tile of 64 columns: 8 words per 8 tokens."""
         words: list[Value] = []
         for n in range(self.token_tiles):
-            at = rows + (n * 8 * self.x_row_bytes + tile * 128)
-            words += [*ptx.load_matrices4(at), *ptx.load_matrices4(at + 64)]
+            at = n * 8 * self.x_row_bytes + tile * 128
+            words += [*ptx.load_matrices4(rows, at), *ptx.load_matrices4(rows, at + 64)]
         return words
 
     def _product(
         self, sums: list[list[Value]], left: list[Value], right: list[Value], sixteen: Value
     ) -> list[list[Value]]:
-        """Add a tile; even and odd steps of k have sums of their own, two chains."""
+        """Add a tile; even and odd steps of k have sums of their own where there is one tile."""
         sums = [list(s) for s in sums]
         for j in range(4):
             weights = fragment(left[j], scales_to_bfloat16((left[4], left[5]), j, sixteen))
             for n in range(self.token_tiles):
-                chain = n + j % 2 * self.token_tiles
-                at = 8 * n + 2 * j
+                at, chain = 8 * n + 2 * j, (n + j) % len(sums) if self.token_tiles == 1 else n
                 sums[chain] = ptx.mma_m16n8k16(sums[chain], weights, right[at : at + 2])
         return sums
 

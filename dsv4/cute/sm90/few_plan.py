@@ -19,8 +19,12 @@ _MEASURED = {
     (1, 128, 128, 7168): (8, 6, 7),
     (1, 1024, 64, 4096): (2, 16, 4),
     (1, 512, 512, 1536): (2, 4, 4),
-    (2, 448, 448, 3072): (2, 8, 4),
-    (2, 128, 128, 7168): (8, 4, 2),
+    (2, 4096, 4096, 1536): (1, 16, 4),
+    (2, 448, 448, 16384): (4, 16, 4),
+    (2, 384, 384, 7168): (4, 14, 4),
+    (2, 448, 448, 3072): (4, 16, 4),
+    (2, 128, 128, 7168): (8, 6, 2),
+    (2, 1024, 64, 4096): (2, 16, 4),
     (2, 512, 512, 1536): (2, 8, 4),
     (1, 2048, 2048, 1024): (1, 16, 4),
     (1, 256, 256, 8192): (4, 14, 4),
@@ -29,10 +33,13 @@ _MEASURED = {
     (1, 96, 96, 4096): (8, 8, 4),
     (1, 512, 32, 4096): (2, 4, 4),
     (1, 512, 512, 1024): (2, 8, 4),
-    (2, 256, 256, 4096): (2, 8, 4),
-    (2, 256, 256, 2048): (4, 8, 4),
-    (2, 96, 96, 4096): (8, 8, 2),
-    (2, 512, 512, 1024): (2, 8, 2),
+    (2, 2048, 2048, 1024): (1, 16, 4),
+    (2, 256, 256, 8192): (4, 14, 4),
+    (2, 256, 256, 4096): (8, 8, 4),
+    (2, 256, 256, 2048): (4, 14, 4),
+    (2, 96, 96, 4096): (4, 8, 4),
+    (2, 512, 32, 4096): (2, 8, 4),
+    (2, 512, 512, 1024): (2, 8, 4),
 }
 
 
@@ -82,6 +89,11 @@ class FewPlan:
         return self.token_tiles * 8 * self.x_row_bytes
 
     @property
+    def chains(self) -> int:
+        """Sums that a warp keeps: two of one tile of tokens, so that products can overlap."""
+        return max(2, self.token_tiles)
+
+    @property
     def partial_bytes(self) -> int:
         """Bytes of a warp's sums."""
         return _PARTIAL * self.token_tiles
@@ -115,7 +127,7 @@ class FewPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 2)
+        return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 3)
 
 
 def few_plan(
@@ -139,6 +151,19 @@ def few_plan(
     return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled)
 
 
+def measured(
+    row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
+) -> bool:
+    """Whether the configuration that ``few_plan`` gives is one of those measured."""
+    found = _MEASURED.get((1 if tokens <= 8 else 2, row_tiles, group_tiles, columns))
+    return found is not None and _holds(found[0], float32_out, row_scaled)
+
+
+def _holds(blocks: int, float32_out: bool, row_scaled: bool) -> bool:
+    """Whether what was measured with bfloat16 results has the registers for others."""
+    return not float32_out and not (row_scaled and blocks == 1)
+
+
 @functools.cache
 def _chosen(
     row_tiles: int,
@@ -150,8 +175,7 @@ def _chosen(
 ) -> FewPlan | None:
     one_input = group_tiles == row_tiles
     found = _MEASURED.get((token_tiles, row_tiles, group_tiles, columns))
-    # What needs more registers than 16 warps leave is not among them.
-    if found is not None and not float32_out and not (row_scaled and found[0] == 1):
+    if found is not None and _holds(found[0], float32_out, row_scaled):
         blocks, warps, depth = found
         return FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)

@@ -3,15 +3,17 @@
 The arithmetic of ``few`` with the experts of ``grouped``: bound by reading, once, the weights of
 every expert that has rows.
 
-* A segment is up to 8 rows of one expert. The row tiles (16 rows of the weight) of all segments,
-  one after another, are shared out evenly: every block has a range of them, of one segment or few.
+* A segment is up to ``segment_rows`` rows of one expert. The row tiles (16 rows of the weight) of
+  all segments, one after another, are shared out evenly: every block has a range of them, of one
+  segment or few.
 * A block copies a segment's rows of X to shared memory, whole, once. A job is a part of K of one
   row tile; the warps take jobs in turn, and ask for the weights of the next while they multiply.
-* A warp leaves its sums in shared memory. The one that finds itself the last of a row tile adds the
-  parts in ascending order and stores the results; nobody waits for it. A place is used again when
-  its results are out, which whoever wants it checks.
+* Where there are parts, a warp leaves its sums in shared memory. The one that finds itself the last
+  of a row tile adds them in ascending order and stores the results; nobody waits for it. A place is
+  used again when its results are out, which whoever wants it checks.
 
-So a range of, say, 17.5 row tiles keeps 16 warps busy to within a part of a row tile.
+So with parts a range of, say, 17.5 row tiles keeps 16 warps busy to within a part of a row tile;
+without, there is nothing to add, and fewer instructions a weight.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from dsv4.cute.sm90.few import FewKernel
 from dsv4.cute.sm90.grouped_plan import (
     MOST_EXPERTS,
     PLACES,
-    ROWS,
     STATE_BYTES,
     GroupedFewPlan,
 )
@@ -37,9 +38,11 @@ from dsv4.cute.sm90.grouped_plan import (
 Value = Any
 _CODE_BYTES, _SCALE_BYTES, _PARTIAL = 512, 64, 512
 # What a block is at, in its shared memory, because registers hold weights: the next row tile of all
-# and the end of its range; the segment, the first row tile in it, its jobs, the first row tile of
-# the weights of all experts; row tiles done in the segments before; the parity of X's barrier.
-_BEGIN, _END, _SEGMENT, _FIRST, _JOBS, _BASE, _DONE, _PARITY = range(0, 32, 4)
+# and the end of its range; the segment's first row tile, its jobs, its first row tile of those of
+# all experts, its expert, first row of X and rows; row tiles done in the segments before; the
+# parity of X's barrier; 0; the warps' jobs.
+_BEGIN, _END, _FIRST, _JOBS, _BASE, _OWNER, _ROW, _ROWS = range(0, 32, 4)
+_DONE, _PARITY, _ZERO, _JOB = range(32, 48, 4)
 
 
 class GroupedFewKernel(GroupedFewPlan, FewKernel):
@@ -134,38 +137,44 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
         cute.arch.griddepcontrol_wait()
         if warp == 0:
-            count_tiles(offsets, table, ROWS, lane)
+            count_tiles(offsets, table, self.segment_rows, lane)
         cute.arch.sync_threads()
         if thread == 0:
             total = Int64(all_tiles(table)) * row_tiles
             ptx.store_shared_int(state + _BEGIN, Int32(total * block // grid))
             ptx.store_shared_int(state + _END, Int32(total * (block + 1) // grid))
         cute.arch.sync_threads()
-        rows = shared_x + Uint32(lane % 8 * self.x_row_bytes + lane // 8 * 16)
         rules = (cut0, cut1, cut2, scale_rows)
         weight = (codes, scales)
         while ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END):
             if warp == 0:
-                here = self._enter(state, table, row_tiles, lane)
-                self._ask_rows(x, shared_x, x_full, here, token_stride)
+                _, of_lane = self._again(state + _ZERO)
+                self._enter(state, table, row_tiles, of_lane)
+                cute.arch.sync_warp()
+                self._ask_rows(x, shared_x, x_full, state, token_stride)
             cute.arch.sync_threads()
-            job = warp
-            at = self._address(weight, self._job(state, job), lane)
+            of_warp, of_lane = self._again(state + _ZERO)
+            mine = state + Uint32(_JOB + of_warp * 4)
+            if of_lane == 0:
+                ptx.store_shared_int(mine, of_warp)
+            cute.arch.sync_warp()
+            at = self._address(weight, self._job(state, of_warp), of_lane)
             ahead = [self._fetch(at, t) for t in range(self.depth)]
             ptx.wait(x_full, ptx.load_shared_int(state + _PARITY))
-            while job < ptx.load_shared_int(state + _JOBS):
-                sums, ahead = self._multiply_part(
-                    weight, (state, job, lane), ahead, rows, Uint32(sixteen)
-                )
-                # Made anew, of what the compiler cannot know to be the same, so that nothing made
-                # of it is kept, and spilled, while multiplying.
-                again = thread + (sixteen - 16)
-                of_lane, of_warp = again % 32, cute.arch.make_warp_uniform(again // 32)
-                place = ptx.load_shared_int(state + _DONE) + job // self.parts
-                if self._leave(sums[0], parts, counts, place, job % self.parts, of_lane):
-                    sums = [self._added(parts, counts, place, of_lane)]
-                    owner, row, there = self._find(ptx.load_shared_int(state + _SEGMENT), table)
-                    tile = ptx.load_shared_int(state + _FIRST) + job // self.parts
+            while self._my_job(state) < ptx.load_shared_int(state + _JOBS):
+                sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
+                of_warp, of_lane = self._again(state + _ZERO)
+                job = ptx.load_shared_int(state + Uint32(_JOB + of_warp * 4))
+                last = Int32(1) > 0
+                if cutlass.const_expr(self.parts > 1):
+                    place = ptx.load_shared_int(state + _DONE) + self._tile_of(job)
+                    last = self._leave(sums, parts, counts, place, self._part_of(job), of_lane)
+                if last:
+                    if cutlass.const_expr(self.parts > 1):
+                        sums = self._added(parts, counts, place, of_lane)
+                    tile = ptx.load_shared_int(state + _FIRST) + self._tile_of(job)
+                    row = ptx.load_shared_int(state + _ROW)
+                    owner = ptx.load_shared_int(state + _OWNER)
                     of_owner = global_scale + Int64(owner) * scales_each * 4
                     factors = self._factors(of_owner, tile * 16 + of_lane // 4, rules)
                     places = (
@@ -175,9 +184,12 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                         x + Int64(row) * token_stride * 2,
                         row_weight + Int64(row) * 4,
                     )
+                    there = ptx.load_shared_int(state + _ROWS)
                     sizes = (of_lane, there, row_tiles, token_stride, Int32(1), limit)
                     self._store(tile, sums, factors, places, sizes)
-                job += self.warps
+                if of_lane == 0:
+                    ptx.store_shared_int(state + Uint32(_JOB + of_warp * 4), job + self.warps)
+                cute.arch.sync_warp()
             cute.arch.sync_threads()  # all have read the segment's X
             if thread == 0:
                 self._proceed(state)
@@ -194,7 +206,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         """Addresses of X, the parts, the warps' rooms, the barrier of X, counts, state, table."""
         shared_x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         parts = shared_x + self.x_bytes
-        turned = parts + PLACES * self.parts * _PARTIAL
+        turned = parts + self.sums_bytes
         x_full = turned + self.turned_bytes
         counts = x_full + 8
         state = counts + 8 * PLACES
@@ -210,40 +222,48 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         )
 
     @cute.jit
-    def _find(self, segment: Value, table: Value) -> Value:
-        """Expert of a segment, its first row of X, and how many it has."""
-        expert, before, _, start, end = find_expert(segment, table)
-        start += (segment - before) * ROWS
-        return expert, start, cutlass.min(end - start, ROWS)
-
-    @cute.jit
-    def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> Value:
-        """A warp writes down the block's next segment; returns its first row and rows of X."""
+    def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> None:
+        """A warp writes down the block's next segment."""
         begin = ptx.load_shared_int(state + _BEGIN)
         segment = begin // row_tiles
         first = begin - segment * row_tiles
         end = cutlass.min(ptx.load_shared_int(state + _END), (segment + 1) * row_tiles)
-        expert, start, count = self._find(segment, table)
+        expert, before, _, start, stop = find_expert(segment, table)
+        start += (segment - before) * self.segment_rows
         if lane == 0:
-            ptx.store_shared_int(state + _SEGMENT, segment)
             ptx.store_shared_int(state + _FIRST, first)
             ptx.store_shared_int(state + _JOBS, (end - begin) * self.parts)
             ptx.store_shared_int(state + _BASE, expert * row_tiles + first)
-        return start, count
+            ptx.store_shared_int(state + _OWNER, expert)
+            ptx.store_shared_int(state + _ROW, start)
+            ptx.store_shared_int(state + _ROWS, cutlass.min(stop - start, self.segment_rows))
 
     @cute.jit
     def _proceed(self, state: Value) -> None:
         """A thread: the segment is done."""
-        tiles = ptx.load_shared_int(state + _JOBS) // self.parts
+        tiles = self._tile_of(ptx.load_shared_int(state + _JOBS))
         ptx.store_shared_int(state + _BEGIN, ptx.load_shared_int(state + _BEGIN) + tiles)
         ptx.store_shared_int(state + _DONE, ptx.load_shared_int(state + _DONE) + tiles)
         ptx.store_shared_int(state + _PARITY, ptx.load_shared_int(state + _PARITY) ^ 1)
 
+    def _my_job(self, state: Value) -> Value:
+        """The warp's job."""
+        warp, _ = self._again(state + _ZERO)
+        return ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
+
+    def _tile_of(self, job: Value) -> Value:
+        """The row tile of a job, from the segment's first one; unsigned division is shorter."""
+        return job if self.parts == 1 else Int32(Uint32(job) // Uint32(self.parts))
+
+    def _part_of(self, job: Value) -> Value:
+        """The part of K of a job."""
+        return Int32(0) if self.parts == 1 else Int32(Uint32(job) % Uint32(self.parts))
+
     def _job(self, state: Value, job: Value) -> Value:
         """Where a job's part of its row tile begins, or the last one's: in tiles of 64 columns."""
         job = cutlass.min(job, ptx.load_shared_int(state + _JOBS) - 1)
-        tile = ptx.load_shared_int(state + _BASE) + job // self.parts
-        return tile * (self.columns // 64) + job % self.parts * self.steps
+        tile = ptx.load_shared_int(state + _BASE) + self._tile_of(job)
+        return tile * (self.columns // 64) + self._part_of(job) * self.steps
 
     def _address(self, weight: Value, at: Value, lane: Value) -> tuple[Value, Value]:
         """The lane's codes and scales of a tile."""
@@ -255,11 +275,11 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
     @cute.jit
     def _ask_rows(
-        self, x: Value, shared_x: Value, barrier: Value, rows: Value, token_stride: Value
+        self, x: Value, shared_x: Value, barrier: Value, state: Value, token_stride: Value
     ) -> None:
-        """A warp: start the copies of a segment's rows of X."""
-        start, count = rows
-        lane = cute.arch.lane_idx()
+        """A warp: start the copies of the segment's rows of X."""
+        _, lane = self._again(state + _ZERO)
+        start, count = ptx.load_shared_int(state + _ROW), ptx.load_shared_int(state + _ROWS)
         if lane == 0:
             ptx.expect_bytes(barrier, count * (self.columns * 2))
         cute.arch.sync_warp()
@@ -270,13 +290,15 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
     @cute.jit
     def _multiply_part(
-        self, weight: Value, jobs: Value, ahead: Value, rows: Value, sixteen: Value
+        self, weight: Value, state: Value, ahead: Value, shared_x: Value, sixteen: Value
     ) -> Value:
         """The sums of a job; what is ahead of the warp's next one."""
-        state, job, lane = jobs
+        warp, lane = self._again(state + _ZERO)
+        job = ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
         codes, scales = self._address(weight, self._job(state, job), lane)
-        rows += Uint32(job % self.parts * (self.steps * 128))
-        sums = [[Float32(0.0)] * 4 for _ in range(2)]
+        rows = self._rows(shared_x, lane)
+        rows = [at + Uint32(self._part_of(job) * (self.steps * 128)) for at in rows]
+        sums = [[Float32(0.0)] * 4 for _ in range(self.chains)]
         right = self._load_x(rows, 0)
         for _ in cutlass.range(self.steps // self.depth - 1, unroll=1):
             codes += self.depth * _CODE_BYTES
@@ -286,8 +308,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                 sums = self._product(sums, ahead[t], right, sixteen)
                 ahead[t] = self._fetch((codes, scales), t)
                 right = following
-            rows += self.depth * 128
-        follows = job + self.warps
+            rows = [at + Uint32(self.depth * 128) for at in rows]
+        warp, lane = self._again(state + _ZERO)
+        follows = ptx.load_shared_int(state + Uint32(_JOB + warp * 4)) + self.warps
         next_job = self._address(weight, self._job(state, follows), lane)
         more = Int32(follows < ptx.load_shared_int(state + _JOBS))
         for t in cutlass.range_constexpr(self.depth):
@@ -295,7 +318,27 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             sums = self._product(sums, ahead[t], right, sixteen)
             ahead[t] = self._fetch(next_job, t, more)
             right = following
-        return [[sums[0][i] + sums[1][i] for i in range(4)]], ahead
+        return self._joined(sums), ahead
+
+    def _rows(self, shared_x: Value, lane: Value) -> list[Value]:
+        """Where the lane's row begins, for each tile of 8 rows; the last one's where there is none.
+
+        A row that is not there gives a column of sums that nobody stores.
+        """
+        rows = []
+        for n in range(self.token_tiles):
+            row = lane % 8 + n * 8
+            if n * 8 + 8 > self.segment_rows:
+                row = cutlass.min(row, self.segment_rows - 1)
+            rows.append(shared_x + Uint32(row * self.x_row_bytes + lane // 8 * 16))
+        return rows
+
+    def _load_x(self, rows: list[Value], tile: int) -> list[Value]:
+        """Right operands of a tile of 64 columns: 8 words per 8 rows."""
+        words: list[Value] = []
+        for at in rows:
+            words += [*ptx.load_matrices4(at, tile * 128), *ptx.load_matrices4(at, tile * 128 + 64)]
+        return words
 
     @cute.jit
     def _leave(
@@ -304,8 +347,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         """Write a part's sums; whether it was the last of its row tile."""
         slot = place % PLACES
         ptx.wait_shared_at_least(counts + Uint32((PLACES + slot) * 4), Uint32(place // PLACES))
-        at = parts + Uint32((slot * self.parts + part) * _PARTIAL + lane * 16)
-        ptx.store_shared_float4(at, sums)
+        at = parts + Uint32((slot * self.parts + part) * self.partial_bytes + lane * 16)
+        for n in cutlass.range_constexpr(self.token_tiles):
+            ptx.store_shared_float4(at + n * _PARTIAL, sums[n])
         cute.arch.sync_warp()
         before = Int32(0)
         if lane == 0:
@@ -318,16 +362,17 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     def _added(self, parts: Value, counts: Value, place: Value, lane: Value) -> Value:
         """The sum of the parts, in ascending order; their place is free then."""
         slot = place % PLACES
-        total = [Float32(0.0)] * 4
+        sums = [[Float32(0.0)] * 4 for _ in range(self.token_tiles)]
         for part in cutlass.range_constexpr(self.parts):
-            at = parts + Uint32(slot * (self.parts * _PARTIAL) + lane * 16) + part * _PARTIAL
-            more = ptx.load_shared_float4(at)
-            total = [total[i] + more[i] for i in range(4)]
+            for n in cutlass.range_constexpr(self.token_tiles):
+                at = parts + Uint32(slot * (self.parts * self.partial_bytes) + lane * 16)
+                more = ptx.load_shared_float4(at + (part * self.partial_bytes + n * _PARTIAL))
+                sums[n] = [sums[n][i] + more[i] for i in range(4)]
         cute.arch.sync_warp()
         if lane == 0:
             ptx.store_shared_int(counts + Uint32(slot * 4), Int32(0))
             ptx.publish_shared(counts + Uint32((PLACES + slot) * 4), Uint32(place // PLACES + 1))
-        return total
+        return sums
 
     def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
         """Outputs of SwiGLU for two tokens, times what their tokens weigh."""

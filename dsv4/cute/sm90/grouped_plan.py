@@ -13,10 +13,12 @@ from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan, candidates, depth_of, step_cycles
 
 MOST_EXPERTS = 512
-ROWS = 8  # of X, of a segment of the kernel for few rows an expert
 PLACES = 8  # of sums of row tiles, in its shared memory
-STATE_BYTES = 32
-_FEW_ROWS = 4  # an expert, on average: up to here that kernel is taken
+STATE_BYTES = 48 + 4 * 16
+# Rows of X up to which K is cut into parts, because there are few row tiles for all warps.
+_CUT_ROWS = 64
+# Rows an expert, on average, up to which a segment has 8 rows, and the kernel for few is taken.
+_ONE_TILE, _FEW_ROWS = 4, 12
 _WARPS = 16
 _SHARED_ROOM = 227 * 1024
 _PROCESSORS = 132  # of an H200
@@ -72,20 +74,32 @@ class GroupedPlan(ManyPlan):
 class GroupedFewPlan(FewPlan):
     """One configuration of the kernel for few rows an expert.
 
-    ``blocks`` and ``token_tiles`` are 1, and ``depth`` is a divisor of ``steps``.
+    ``blocks`` is 1, and ``depth`` is a divisor of ``steps``.
 
     Attributes:
         parts: Parts of K, a divisor of ``tiles``.
+        segment_rows: Most rows of X of a segment, at most 8 ``token_tiles``.
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
     """
 
     parts: int = 1
     row_weighted: bool = False
+    segment_rows: int = 8
 
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
         return "dsv4.cute.sm90.grouped_few:GroupedFewKernel"
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a segment's rows of X."""
+        return self.segment_rows * self.x_row_bytes
+
+    @property
+    def sums_bytes(self) -> int:
+        """Room for sums of parts."""
+        return PLACES * self.parts * self.partial_bytes if self.parts > 1 else 0
 
     @property
     def steps(self) -> int:
@@ -95,9 +109,8 @@ class GroupedFewPlan(FewPlan):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        sums = PLACES * self.parts * self.partial_bytes
         state = 8 + 8 * PLACES + STATE_BYTES
-        return self.x_bytes + sums + self.turned_bytes + state + _TABLE_BYTES
+        return self.x_bytes + self.sums_bytes + self.turned_bytes + state + _TABLE_BYTES
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -112,11 +125,12 @@ def choose(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None:
 
 @functools.cache
 def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None:
-    if wanted.experts > MOST_EXPERTS:
+    if wanted.experts > MOST_EXPERTS or wanted.columns % 128:
         return None
-    few = _few(wanted)
-    if few is not None and tokens <= _FEW_ROWS * wanted.experts:
-        return few
+    if tokens <= _FEW_ROWS * wanted.experts:
+        few = _few(wanted, tokens)
+        if few is not None:
+            return few
     found = min(
         _candidates(wanted),
         key=lambda plan: _cycles(plan, wanted, tokens),
@@ -136,30 +150,36 @@ def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None
     )
 
 
-def _few(wanted: Experts) -> GroupedFewPlan | None:
-    """Parts of K of about 26 tiles, the fastest of those measured, if shared memory holds X.
-
-    Not one part where there can be more: the code for one spills registers.
-    """
+def _few(wanted: Experts, tokens: int) -> GroupedFewPlan | None:
+    """The kernel for few rows an expert, None if shared memory does not hold a segment's rows."""
     tiles = wanted.columns // 64
-    depth = 2 if wanted.float32_out or wanted.row_scaled else 4
-    fitting = [p for p in range(1, 17) if tiles % (p * depth) == 0]
-    if not fitting:
-        return None
-    parts = min(fitting, key=lambda p: (p == 1, abs(tiles // p - 26)))
+    token_tiles = 1 if tokens <= _ONE_TILE * wanted.experts else 2
+    parts = _parts(tiles) if tokens <= _CUT_ROWS else 1
+    most = 3 if wanted.float32_out or wanted.row_scaled else 6 if parts > 1 else 4
+    depth = next(n for n in range(most, 0, -1) if tiles // parts % n == 0)
     plan = GroupedFewPlan(
         wanted.columns,
         1,
         _WARPS,
-        1,
+        token_tiles,
         wanted.float32_out,
         wanted.row_scaled,
         depth,
         wanted.swiglu,
         parts,
         wanted.row_weighted,
+        8 * token_tiles,
     )
-    return plan if plan.shared_bytes <= _SHARED_ROOM else None
+    # A few rows less than 16 seldom need a second segment; fewer than 12 would.
+    over = plan.shared_bytes - _SHARED_ROOM
+    rows = plan.segment_rows - max(0, -(-over // plan.x_row_bytes))
+    fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _FEW_ROWS)
+    return dataclasses.replace(plan, segment_rows=rows) if fits else None
+
+
+def _parts(tiles: int) -> int:
+    """Into how many parts K is cut: of about 26 tiles, the fastest of those measured."""
+    return min((p for p in range(1, 17) if tiles % p == 0), key=lambda p: abs(tiles // p - 26))
 
 
 def _candidates(wanted: Experts) -> Iterator[ManyPlan]:

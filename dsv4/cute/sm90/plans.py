@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan
+from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan, measured
 from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
 
 Plan = FewPlan | ManyPlan
@@ -42,8 +42,7 @@ def choose(product: Product, tokens: int) -> Plan | None:
     A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
     few = _few(product, min(tokens, TOKENS))
-    small = product.rows * product.columns <= _SMALL
-    if few is not None and tokens <= (TOKENS if small else _FEW_TOKENS):
+    if few is not None and tokens <= (TOKENS if _takes_sixteen(product) else _FEW_TOKENS):
         return few
     return _many(product, counted_as(tokens)) or few
 
@@ -63,6 +62,15 @@ def token_counts(most: int) -> list[int]:
     """Numbers of tokens that stand for all from 1 to ``most``."""
     stand = {counted_as(tokens) for tokens in range(TOKENS + 1, min(most, 8192) + 1)}
     return [*range(1, min(most, TOKENS) + 1), *sorted(stand)]
+
+
+def _takes_sixteen(product: Product) -> bool:
+    """Whether few tokens means 16: in small matrices, and where that was measured."""
+    if product.rows * product.columns <= _SMALL:
+        return True
+    tiles = product.rows // 16
+    kind = (product.float32_out, product.row_scaled)
+    return measured(tiles, tiles // product.groups, product.columns, TOKENS, *kind)
 
 
 @functools.cache
