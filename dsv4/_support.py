@@ -243,6 +243,33 @@ def index_pages(call: Call) -> str | None:
     return None
 
 
+LARGEST_HEAD = 512
+
+
+def attention(call: Call) -> str | None:
+    """Why the kernel of ``sparse_attention`` cannot run a call, beyond ``triton``, or None."""
+    q, window, page_size, entry_format, _, compressed, other_size, other_format = call.args[:8]
+    rope_dim, dims = call.args[10], q.shape[-1]
+    if dims > LARGEST_HEAD:
+        return f"heads have {dims} dims, and a kernel holds at most {LARGEST_HEAD}"
+    pools = [(window, page_size)] + ([] if compressed is None else [(compressed, other_size)])
+    if entry_format != other_format or len({pool.dtype for pool, _ in pools}) > 1:
+        return "the two caches are of different formats, and a kernel reads one"
+    if q.dtype != torch.bfloat16 or window.dtype not in (torch.bfloat16, torch.uint8):
+        return f"q is {q.dtype} and entries are {window.dtype}, wanted bfloat16 or 'fp8' entries"
+    for pool, size in pools:
+        if not pool.is_contiguous():
+            return f"the pages have strides {pool.stride()}, wanted contiguous ones"
+        if pool.shape[0] * size >= 2**31:
+            return f"there are {pool.shape[0] * size} slots, wanted fewer than 2^31"
+    if entry_format != "fp8":
+        return None
+    entry = dims + rope_dim
+    if entry % 8 or (dims - rope_dim) % 2 or any(pool.data_ptr() % 8 for pool, _ in pools):
+        return "entries do not begin at multiples of 8 bytes, where their scales need to be"
+    return _no_e4m3(call)
+
+
 LARGEST_ROW = 65536
 _LARGEST_GRID = 65535
 

@@ -192,6 +192,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("indexer", "indexer_select", unless=_support.index_pages),
     *_reference("indexer", "indexer_rotate_quantize", "indexer_queries", "indexer_select"),
     *_reference("indexer", "quantize_index_queries"),
+    *_triton("attention", "sparse_attention", unless=_support.attention),
     *_reference("attention", "sparse_attention"),
     *_triton("slots", "entry_slots", "prefix_slots", "window_slots"),
     *_reference("slots", "entry_slots", "prefix_slots", "window_slots"),

@@ -20,9 +20,11 @@ from dsv4.bench.check import (
     sum_error,
 )
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
+from dsv4.dispatch import explain
 from dsv4.formats import FRAGMENTS, LINEAR, QuantizedTensor
 from dsv4.ops import dequantize, read_kv
 from dsv4.pages import Pages
+from dsv4.testing.assertions import unit_roundoff
 
 _CHUNK = 64 << 20  # bytes of gathered entries at a time
 
@@ -330,24 +332,37 @@ def selection(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 
 def attention(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
-    """Weights p are off by twice the error of a logit, exp and the sum; then a sum of p |v|."""
+    """Weights p are off by twice the error of a logit, exp and the sum; then a sum of p |v|.
+
+    The kernel rounds p to bfloat16, where it multiplies and in the sum alike, which moves the mean
+    of v by at most ``u p |v - mean|`` for each.
+    """
     q, window, window_slots, compressed, compressed_slots, sink = problem.args
     pools = [(window, window_slots)]
     if compressed is not None:
         pools.append((compressed, compressed_slots))
     width = sum(slots.shape[1] for _, slots in pools)
     step = max(1, _CHUNK // (8 * width * q.shape[-1]))
-    scale = problem.kwargs["scale"]
+    scale, rounds = problem.kwargs["scale"], _rounds_weights(problem)
     parts = []
     for begin in range(0, q.shape[0], step):
         part = slice(begin, begin + step)
         chunk = [(pages, slots[part]) for pages, slots in pools]
-        parts.append(_attention_part(widen(q[part]), chunk, widen(sink), scale))
+        parts.append(_attention_part(widen(q[part]), chunk, widen(sink), scale, rounds))
     return torch.cat(parts) if parts else torch.zeros_like(truth)
 
 
+def _rounds_weights(problem: Problem) -> bool:
+    found = explain(problem.function, *problem.args, **problem.kwargs, backend=problem.backend)
+    return found.chosen == "triton"
+
+
 def _attention_part(
-    q: torch.Tensor, pools: list[tuple[Pages, torch.Tensor]], sink: torch.Tensor, scale: float
+    q: torch.Tensor,
+    pools: list[tuple[Pages, torch.Tensor]],
+    sink: torch.Tensor,
+    scale: float,
+    rounds: bool,
 ) -> torch.Tensor:
     kv = torch.cat(
         [read_kv(pages, slots, torch.float64, backend="reference") for pages, slots in pools], 1
@@ -359,4 +374,16 @@ def _attention_part(
     size = q.abs() @ kv.abs().transpose(1, 2) * scale
     wrong = (sum_error(q.shape[-1]) + 4 * U) * size.masked_fill(absent, 0).amax(-1, keepdim=True)
     relative = 2 * wrong + 2 * sum_error(kv.shape[1]) + 3 * FUNCTION
-    return relative * (probabilities @ kv.abs())
+    budget = relative * (probabilities @ kv.abs())
+    if rounds:
+        budget += 1.01 * unit_roundoff(torch.bfloat16) * _spread(probabilities, kv)
+    return budget
+
+
+def _spread(probabilities: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """``sum_j p_j |v_j - mean|``, a head at a time: ``[t, h, K]`` and ``[t, K, D]``."""
+    found = torch.empty_like(probabilities @ kv)
+    for head in range(found.shape[1]):
+        p = probabilities[:, head : head + 1]
+        found[:, head] = (p @ (kv - p @ kv).abs()).squeeze(1)
+    return found

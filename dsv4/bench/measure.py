@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,8 @@ def verify(problem: Problem, backend: str) -> Verdict:
     """Compare with the float64 oracle, both on copies of what the operator changes in place."""
     oracle, tested = problem.widened(), problem.fresh()
     actual = tested.run(backend)
-    return problem.judge(problem, actual, oracle.run("reference"))
+    judged = dataclasses.replace(problem, backend=backend)
+    return problem.judge(judged, actual, oracle.run("reference"))
 
 
 def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:

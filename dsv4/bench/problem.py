@@ -110,6 +110,7 @@ class Problem:
         flops: Operations of its products; 0 where moving data is all there is.
         writes: Bytes that have to be written; None: those of the outputs.
         mutates: Positions in ``args`` of tensors or pages changed in place; outputs too.
+        backend: What made the outputs to be judged, for judges that make a difference.
     """
 
     function: Callable[..., Any]
@@ -120,6 +121,7 @@ class Problem:
     flops: int = 0
     writes: int | None = None
     mutates: tuple[int, ...] = ()
+    backend: str = "auto"
 
     @property
     def held(self) -> int:

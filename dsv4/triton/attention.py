@@ -1,0 +1,495 @@
+"""Kernels of ``dsv4.ops.attention``: a tile of heads of one token against blocks of its entries.
+
+An entry is expanded to bfloat16 once, in shared memory, where both products read it: with the
+queries over its dims, and with the weights of the softmax over the entries. Tokens that are too few
+to fill a GPU have their blocks dealt out in turn to several programs, each of which leaves its sums
+in float32 beside the logit they are relative to; a second launch adds them in their order.
+
+Columns of a tile are groups of 64 dims: those with a scale each, then those of the rotary
+embedding; a group that is not full is padded. Every tile is in two halves, so that one half is in
+registers while it is expanded.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.pages import GROUP
+from dsv4.triton import _launch
+from dsv4.triton._entries import page_stride
+from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+
+_GROUP = tl.constexpr(GROUP)
+_SCAN = 1024  # slots that a program looks at together
+_FEW_SLOTS = 2048  # of a token up to which programs that share it do not look for the last one
+_MOST_SPLITS = 128
+_TOGETHER = 16384  # sums that a program of the second launch holds at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A launch, and what the choice of one goes by, in clock cycles of a multiprocessor.
+
+    Attributes:
+        heads: Of a tile.
+        block: Entries of a block.
+        warps: Of a program.
+        stages: One more than the blocks that are asked for ahead.
+        resident: Programs of a multiprocessor.
+        cycles: What a block costs a multiprocessor.
+        start: What a program costs beside its blocks.
+    """
+
+    heads: int
+    block: int
+    warps: int
+    stages: int
+    resident: int
+    cycles: int
+    start: int
+
+
+_SHAPES = (Shape(64, 64, 8, 3, 1, 5200, 5000), Shape(16, 32, 4, 3, 2, 1400, 5000))
+# Of a launch, in cycles, and of the bytes that a multiprocessor moves in one.
+_LAUNCH, _BYTES = 3000, 20
+
+
+@triton.jit
+def _dot(a, b, c):
+    if INTERPRETED:
+        return tl.dot(widen(a), widen(b), c, input_precision="ieee")
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.dot(a, b, c)
+
+
+@triton.jit
+def _last(slots, width, CHUNK: tl.constexpr):
+    """One more than the place of the last slot that is not negative."""
+    place = tl.arange(0, CHUNK)
+    last = tl.zeros([CHUNK], tl.int32)
+    for begin in range(0, width, CHUNK):
+        slot = tl.load(slots + begin + place, mask=begin + place < width, other=-1)
+        last = tl.maximum(last, tl.where(slot >= 0, begin + place + 1, 0))
+    return tl.max(last, 0)
+
+
+@triton.jit
+def _dims(BEGIN: tl.constexpr, COLUMNS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr):
+    """Dim of each column from BEGIN on; ``NOPE + ROPE`` or more where there is none."""
+    column = BEGIN + tl.arange(0, COLUMNS)
+    PADDED: tl.constexpr = (NOPE + _GROUP - 1) // _GROUP * _GROUP
+    if PADDED > NOPE:
+        first = tl.where(column < NOPE, column, NOPE + ROPE)
+        column = tl.where(column < PADDED, first, column - PADDED + NOPE)
+    return column
+
+
+@triton.jit
+def _concatenate(a, b):
+    # Of registers: neither lane nor warp of a value changes.
+    both = tl.permute(tl.join(a, b), [0, 2, 1])
+    return tl.reshape(both, [a.shape[0], 2 * a.shape[1]])
+
+
+@triton.jit
+def _expand(codes, scales, INDEX: tl.constexpr):
+    """bfloat16 values of a group's codes ``[BLOCK, 64]``; ``scales``: bytes of all groups."""
+    byte = (scales >> (8 * INDEX)).to(tl.int32) & 255
+    # Byte 0 is 2^-127, a subnormal number; byte 255 is NaN.
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)
+    factor = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return narrow(e4m3_value(codes) * factor[:, None], tl.bfloat16)
+
+
+@triton.jit
+def _groups(
+    start,
+    scales,
+    read,
+    BEGIN: tl.constexpr,
+    COUNT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """COUNT groups of ``"fp8"`` entries, ``[BLOCK, 64 COUNT]``; ``start``: where their data lie."""
+    SCALED: tl.constexpr = (NOPE + _GROUP - 1) // _GROUP
+    column = tl.arange(0, _GROUP)[None, :]
+    if COUNT > 1:
+        HALF: tl.constexpr = COUNT // 2
+        left = _groups(start, scales, read, BEGIN, HALF, NOPE, ROPE)
+        return _concatenate(left, _groups(start, scales, read, BEGIN + HALF, HALF, NOPE, ROPE))
+    elif BEGIN < SCALED:  # noqa: RET505
+        column += BEGIN * _GROUP
+        mask = read[:, None]
+        if (BEGIN + 1) * _GROUP > NOPE:
+            mask = mask & (column < NOPE)
+        return _expand(tl.load(start[:, None] + column, mask=mask, other=0), scales, BEGIN)
+    else:
+        column += (BEGIN - SCALED) * _GROUP
+        mask = read[:, None]
+        if (BEGIN + 1 - SCALED) * _GROUP > ROPE:
+            mask = mask & (column < ROPE)
+        place = (start + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + column
+        return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _floats(
+    start,
+    read,
+    BEGIN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Columns of ``"plain"`` entries, ``[BLOCK, COLUMNS]``."""
+    dim = _dims(BEGIN, COLUMNS, NOPE, ROPE)[None, :]
+    return tl.load(start[:, None] + dim, mask=read[:, None] & (dim < NOPE + ROPE), other=0.0)
+
+
+@triton.jit
+def _entries(
+    data,
+    stride,
+    slot,
+    second,
+    PAGE: tl.constexpr,
+    SECOND_PAGE: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Both halves of the entries of ``slot`` (int32 ``[BLOCK]``), bfloat16; zeros if it is -1."""
+    read = slot >= 0
+    page, entry, size = slot // PAGE, slot % PAGE, PAGE
+    if PAGE != SECOND_PAGE:
+        page = tl.where(second, slot // SECOND_PAGE, page)
+        entry = tl.where(second, slot % SECOND_PAGE, entry)
+        size = tl.where(second, SECOND_PAGE, PAGE)
+    page = page.to(tl.int64)
+    if data.dtype.element_ty == tl.uint8:
+        start = data + (page * stride + entry * (NOPE + 2 * ROPE))
+        scales = page
+        if NOPE > 0:
+            place = data + (page * stride + (size * (NOPE + 2 * ROPE) + entry * 8))
+            scales = tl.load(place.to(tl.pointer_type(tl.int64)), mask=read, other=0)
+        COUNT: tl.constexpr = HALF // _GROUP
+        left = _groups(start, scales, read, 0, COUNT, NOPE, ROPE)
+        return left, _groups(start, scales, read, COUNT, COUNT, NOPE, ROPE)
+    else:  # noqa: RET505
+        start = data + (page * stride + entry * (NOPE + ROPE))
+        left = _floats(start, read, 0, HALF, NOPE, ROPE)
+        return left, _floats(start, read, HALF, HALF, NOPE, ROPE)
+
+
+@triton.jit
+def _query_place(
+    pointer,
+    head,
+    heads,
+    stride,
+    BEGIN: tl.constexpr,
+    HALF: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    dim = _dims(BEGIN, HALF, NOPE, ROPE)[None, :]
+    return pointer + head[:, None] * stride + dim, (head < heads)[:, None] & (dim < NOPE + ROPE)
+
+
+@triton.jit
+def _finite_origin(top):
+    """What exponents are relative to: 0 where there is nothing, so that no Inf - Inf arises."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit(do_not_specialize=["width", "second_width", "splits"])
+def _attend_kernel(
+    q,
+    window,
+    window_slots,
+    compressed,
+    compressed_slots,
+    sink,
+    out,
+    parts,
+    tops,
+    totals,
+    width,
+    second_width,
+    token_stride,
+    head_stride,
+    window_stride,
+    compressed_stride,
+    scale,
+    heads,
+    splits,
+    PAGE: tl.constexpr,
+    SECOND_PAGE: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCAN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """HEADS heads of one token; with SPLIT, against every ``splits``-th block, into ``parts``."""
+    wait_for_inputs(PDL)
+    D: tl.constexpr = NOPE + ROPE
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(2)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    window_slots += token * width
+    compressed_slots += token * second_width
+    q += token * token_stride
+    place, mask = _query_place(q, head, heads, head_stride, 0, HALF, NOPE, ROPE)
+    left_query = tl.load(place, mask=mask, other=0.0)
+    place, mask = _query_place(q, head, heads, head_stride, HALF, HALF, NOPE, ROPE)
+    right_query = tl.load(place, mask=mask, other=0.0)
+    if SCAN > 0:
+        width = _last(window_slots, width, SCAN)
+        second_width = _last(compressed_slots, second_width, SCAN)
+    first = tl.cdiv(width, BLOCK)
+    blocks = first + tl.cdiv(second_width, BLOCK)
+    left_sum = tl.zeros([HEADS, HALF], tl.float32)
+    right_sum = tl.zeros([HEADS, HALF], tl.float32)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    for block in tl.range(part, blocks, splits, num_stages=STAGES):
+        second = block >= first
+        number = (block - tl.where(second, first, 0)) * BLOCK + tl.arange(0, BLOCK)
+        slots = tl.where(second, compressed_slots, window_slots)
+        inside = number < tl.where(second, second_width, width)
+        slot = tl.maximum(tl.load(slots + number, mask=inside, other=-1), -1).to(tl.int32)
+        data = tl.where(second, compressed, window)
+        stride = tl.where(second, compressed_stride, window_stride)
+        left, right = _entries(data, stride, slot, second, PAGE, SECOND_PAGE, NOPE, ROPE, HALF)
+        none = tl.zeros([HEADS, BLOCK], tl.float32)
+        left_dots = _dot(left_query, tl.trans(left), none)
+        right_dots = _dot(right_query, tl.trans(right), none)
+        factor = tl.full([HEADS], 1.0, tl.float32)
+        weight = tl.zeros([HEADS, BLOCK], tl.bfloat16)
+        # Always so. Products that lead to other products in the same region of code are given to
+        # warps by rows alone, and half of the warps would repeat what the others compute.
+        if blocks > 0:
+            # Two scaled sums: one product would be made of both, in turn, if they were added first.
+            logits = left_dots * scale + right_dots * scale
+            logits = tl.where((slot >= 0)[None, :], logits, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1))
+            origin = _finite_origin(higher)
+            weight = narrow(tl.exp(logits - origin[:, None]), tl.bfloat16)
+            factor = tl.exp(top - origin)
+            # Of the rounded weights: so the result stays a mean of entries and zero.
+            total = total * factor + tl.sum(widen(weight), 1)
+            top = higher
+        left_sum = _dot(weight, left, left_sum * factor[:, None])
+        right_sum = _dot(weight, right, right_sum * factor[:, None])
+    if SPLIT:
+        row = (token * splits + part) * heads + head
+        tl.store(tops + row, top, mask=head < heads)
+        tl.store(totals + row, total, mask=head < heads)
+        parts += (token * splits + part) * (heads * D)
+        place, mask = _query_place(parts, head, heads, D, 0, HALF, NOPE, ROPE)
+        tl.store(place, left_sum, mask=mask)
+        place, mask = _query_place(parts, head, heads, D, HALF, HALF, NOPE, ROPE)
+        tl.store(place, right_sum, mask=mask)
+    else:
+        logit = widen(tl.load(sink + head, mask=head < heads, other=0.0))
+        origin = _finite_origin(tl.maximum(top, logit))
+        factor = tl.exp(top - origin)
+        total = total * factor + tl.exp(logit - origin)
+        factor = tl.where(total == 0, 0.0, factor / total)[:, None]
+        out += token * (heads * D)
+        dtype: tl.constexpr = out.dtype.element_ty
+        place, mask = _query_place(out, head, heads, D, 0, HALF, NOPE, ROPE)
+        tl.store(place, narrow(left_sum * factor, dtype), mask=mask)
+        place, mask = _query_place(out, head, heads, D, HALF, HALF, NOPE, ROPE)
+        tl.store(place, narrow(right_sum * factor, dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    parts,
+    tops,
+    totals,
+    sink,
+    out,
+    heads,
+    splits,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of one token: the sums of all its programs, in their order."""
+    wait_for_inputs(PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logit = widen(tl.load(sink + head))
+    first = token * splits * heads + head
+    part = tl.arange(0, SPLITS)
+    top = tl.load(tops + first + part * heads, mask=part < splits, other=float("-inf"))
+    total = tl.load(totals + first + part * heads, mask=part < splits, other=0.0)
+    origin = _finite_origin(tl.maximum(tl.max(top, 0), logit))
+    total = tl.sum(total * tl.exp(top - origin), 0) + tl.exp(logit - origin)
+    column = tl.arange(0, COLUMNS)
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for begin in tl.static_range(0, SPLITS, ROWS):
+        part = begin + tl.arange(0, ROWS)
+        top = tl.load(tops + first + part * heads, mask=part < splits, other=float("-inf"))
+        place = parts + (first + part * heads)[:, None] * D + column[None, :]
+        mask = (part < splits)[:, None] & (column < D)[None, :]
+        value = tl.load(place, mask=mask, other=0.0)
+        sums += tl.sum(value * tl.exp(top - origin)[:, None], 0)
+    sums = tl.where(total == 0, 0.0, sums / total)
+    place = out + (token * heads + head) * D + column
+    tl.store(place, narrow(sums, out.dtype.element_ty), mask=column < D)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_page_size: int,
+    window_format: str,
+    window_slots: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_page_size: int,
+    compressed_format: str,
+    compressed_slots: torch.Tensor | None,
+    sink: torch.Tensor,
+    rope_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """See ``dsv4.ops.attention.sparse_attention``."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    if compressed is None or compressed_slots is None:
+        compressed, compressed_page_size = window, window_page_size
+        compressed_slots = window_slots[:, :0]
+    if compressed_slots.dtype != window_slots.dtype:
+        window_slots, compressed_slots = window_slots.long(), compressed_slots.long()
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    window_slots, compressed_slots = window_slots.contiguous(), compressed_slots.contiguous()
+    sink = sink.contiguous()
+    tokens, heads, d = q.shape
+    widths = (window_slots.shape[1], compressed_slots.shape[1])
+    # Only Hopper's tensor cores are given tiles of 64 heads.
+    wide = (_launch.capability(q) or (9, 0))[0] == 9
+    shape, splits = plan(tokens, heads, d, widths, _launch.multiprocessors(q.device), wide)
+    kept = (tokens, splits, heads) if splits > 1 else (0,)
+    parts = torch.empty((*kept, d), dtype=torch.float32, device=q.device)
+    tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
+    rope = rope_dim if window_format == "fp8" else 0
+    groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
+    with _launch.on(q):
+        _attend_kernel[(tokens, triton.cdiv(heads, shape.heads), splits)](
+            q,
+            window,
+            window_slots,
+            compressed,
+            compressed_slots,
+            sink,
+            out,
+            parts,
+            tops,
+            totals,
+            *widths,
+            q.stride(0),
+            q.stride(1),
+            page_stride(window),
+            page_stride(compressed),
+            scale,
+            heads,
+            splits,
+            PAGE=window_page_size,
+            SECOND_PAGE=compressed_page_size,
+            NOPE=d - rope,
+            ROPE=rope,
+            HALF=GROUP * max(1, _launch.power_of_two(groups) // 2),
+            HEADS=shape.heads,
+            BLOCK=shape.block,
+            SPLIT=splits > 1,
+            SCAN=0 if splits > 1 and sum(widths) <= _FEW_SLOTS else _SCAN,
+            STAGES=shape.stages,
+            num_warps=shape.warps,
+            **_launch.options(q),
+        )
+        if splits > 1:
+            _merge(parts, tops, totals, sink, out)
+    return out
+
+
+def _merge(
+    parts: torch.Tensor,
+    tops: torch.Tensor,
+    totals: torch.Tensor,
+    sink: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    tokens, splits, heads, d = parts.shape
+    columns, padded = _launch.power_of_two(d), _launch.power_of_two(splits)
+    _merge_kernel[(tokens, heads)](
+        parts,
+        tops,
+        totals,
+        sink,
+        out,
+        heads,
+        splits,
+        D=d,
+        COLUMNS=columns,
+        SPLITS=padded,
+        ROWS=min(padded, max(1, _TOGETHER // columns)),
+        num_warps=4,
+        **_launch.options(out),
+    )
+
+
+@functools.cache
+def plan(
+    tokens: int, heads: int, d: int, widths: tuple[int, int], multiprocessors: int, wide: bool
+) -> tuple[Shape, int]:
+    """The launch that takes the fewest cycles by estimate, and among how many a token is split.
+
+    ``wide``: whether tiles of more than 16 heads may be taken.
+    """
+    estimates = (
+        (_cycles(shape, splits, tokens, heads, d, widths, multiprocessors), i, splits)
+        for i, shape in enumerate(_SHAPES)
+        if shape.heads == 16 or (wide and heads > 16)
+        for splits in range(1, 1 + max(1, min(_MOST_SPLITS, _blocks(shape, widths))))
+    )
+    _, i, splits = min(estimates)
+    return _SHAPES[i], splits
+
+
+def _blocks(shape: Shape, widths: tuple[int, int]) -> int:
+    return sum(triton.cdiv(width, shape.block) for width in widths)
+
+
+def _cycles(
+    shape: Shape,
+    splits: int,
+    tokens: int,
+    heads: int,
+    d: int,
+    widths: tuple[int, int],
+    multiprocessors: int,
+) -> float:
+    """Rounds of programs, and sums written and read again if there are several to a token."""
+    programs = tokens * triton.cdiv(heads, shape.heads) * splits
+    longest = triton.cdiv(_blocks(shape, widths), splits)
+    rounds = triton.cdiv(programs, multiprocessors * shape.resident)
+    held = min(shape.resident, triton.cdiv(programs, multiprocessors))
+    moved = 4 * shape.heads * d / _BYTES if splits > 1 else 0
+    again = _LAUNCH + moved * programs / multiprocessors if splits > 1 else 0
+    return rounds * (shape.start + held * (longest * shape.cycles + moved)) + again
