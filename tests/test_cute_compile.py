@@ -5,6 +5,7 @@ Compiled and inspected, not run: what runs is tested elsewhere.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import importlib
 import itertools
@@ -51,6 +52,7 @@ MATRICES = [
 # Experts, intermediate and hidden size: Pro's, Flash's, and an eighth of Pro's experts.
 ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
 TOP_K = 6
+_BATCH = 8
 
 
 def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
@@ -59,22 +61,22 @@ def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
 
 
 def plans():
-    """Each matrix with every kind of result and scale, at 1 and at 16 tokens."""
-    kinds = itertools.product((False, True), repeat=2)
-    chosen = itertools.product(MATRICES, (1, 16), kinds)
-    found = {plan_of(*matrix, tokens, *kind) for matrix, tokens, kind in chosen}
-    return sorted(found, key=repr)
-
-
-def plans_of_many():
     """Every configuration that one of the matrices takes for up to 8192 tokens."""
-    found = {
+    return {
         choose(Product(*matrix, *kind), tokens)
         for matrix in MATRICES
         for kind in itertools.product((False, True), repeat=2)
         for tokens in token_counts(8192)
     }
-    return sorted((plan for plan in found if isinstance(plan, ManyPlan)), key=repr)
+
+
+def plans_of_swiglu():
+    """Interleaved gate and up."""
+    return {
+        choose(Product(6144, 7168, 1, float32_out, False, swiglu=True), tokens)
+        for float32_out in (False, True)
+        for tokens in (1, 16, 32, 64, 256, 512, 4096)
+    }
 
 
 def routed_kinds(experts, inner, hidden):
@@ -100,122 +102,177 @@ def plans_of_experts():
             if isinstance(plan, GroupedPlan) and (plan.token_block, plan.warpgroups) not in tiles:
                 tiles.add((plan.token_block, plan.warpgroups))
                 found.add(plan)
-    return sorted(found, key=repr)
+    return found
 
 
 def plans_of_few_rows():
     """Every configuration that these experts take while most of them have few rows."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
-    found = {grouped_plan.choose(wanted, 1) for wanted in every}
-    return sorted((plan for plan in found if isinstance(plan, GroupedFewPlan)), key=repr)
+    return {
+        grouped_plan.choose(wanted, rows)
+        for wanted in every
+        for rows in (1, 2 * wanted.experts, 8 * wanted.experts)
+    }
 
 
-def inspected(cubin, folder):
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    run = {"capture_output": True, "text": True, "check": True}
-    usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file], **run).stdout
-    code = subprocess.run([TOOLS / "nvdisasm", "-c", file], **run).stdout
-    numbers = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return numbers, re.findall(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", code)
+def batches(plans, kind):
+    """Those of one kind, a few at a time: the disassembler takes longer to start than to read."""
+    ours = sorted((plan for plan in plans if isinstance(plan, kind)), key=repr)
+    return [ours[start : start + _BATCH] for start in range(0, len(ours), _BATCH)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", plans(), ids=repr)
-def test_few_tokens(plan, tmp_path):
-    image = _images.compile_image(plan, "sm_90a")
-    numbers, instructions = inspected(image.cubin, tmp_path)
-    assert numbers["STACK"] == numbers["LOCAL"] == 0
-    assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
-    assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes <= MOST_SHARED
-    # 16 bytes of codes a lane; the tensor core; X by bulk copies; results by whole sectors.
-    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
-    assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
-    assert "UBLKCP.S.G" in instructions
-    assert any(i.startswith("STG.E.128") for i in instructions)
-    assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+def named(batch):
+    return f"{batch[0]!r} and {len(batch) - 1} more"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", plans_of_many(), ids=repr)
-def test_many_tokens(plan, tmp_path):
-    image = _images.compile_image(plan, "sm_90a")
-    numbers, instructions = inspected(image.cubin, tmp_path)
-    assert numbers["STACK"] == numbers["LOCAL"] == 0
-    assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
-    assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
-    assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes <= MOST_SHARED
-    # The weights are operands from registers: one product of 64 rows for each 16 columns ahead.
-    assert sum(i.startswith("HGMMA") for i in instructions) == 4 * plan.depth
-    # Were the operands of a product in flight overwritten, it would wait after every one.
-    assert sum(i.startswith("WARPGROUP.DEPBAR") for i in instructions) == plan.depth + 1
-    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
-    assert any(i.startswith("UTMALDG.2D") for i in instructions)
-    if not plan.float32_out:
-        assert any(i.startswith("STSM") for i in instructions)
-        assert any(i.startswith("STG.E.128") for i in instructions)
-    assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+def machine_code(cubin):
+    """The one section of instructions of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    start = headers[names][4]
+    found = [h for h in headers if cubin[start + h[0] :].startswith(b".text.")]
+    assert len(found) == 1
+    return cubin[found[0][4] : found[0][4] + found[0][5]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", plans_of_experts(), ids=repr)
-def test_routed_experts(plan, tmp_path):
-    image = _images.compile_image(plan, "sm_90a")
-    numbers, instructions = inspected(image.cubin, tmp_path)
+def run(tool, *arguments):
+    command = [TOOLS / tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    def count(name):
-        return sum(i.startswith(name) for i in instructions)
 
-    assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
-    assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
-    assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-    assert count("HGMMA") == 4 * plan.depth
-    assert count("WARPGROUP.DEPBAR") == plan.depth + 1
-    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
-    assert count("UTMALDG.2D")
-    assert count("STG.E.128"), "rows that no expert owns are filled by 16 bytes"
-    assert "ACQBULK" in instructions, "offsets are the kernel before's"
-    assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
-    assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
+def usage_of(image, file):
+    file.write_bytes(image.cubin)
+    usage = run("cuobjdump", "-res-usage", file)
+    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+def instructions_of(images, file):
+    """Instructions of each, by one run of the disassembler over all, end to end."""
+    codes = [machine_code(image.cubin) for image in images]
+    file.write_bytes(b"".join(codes))
+    listing = run("nvdisasm", "--binary", "SM90a", "--no-dataflow", file)
+    starts = list(itertools.accumulate(map(len, codes), initial=0))
+    found = [[] for _ in codes]
+    for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", listing):
+        found[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
+    assert all("EXIT" in instructions for instructions in found)
+    return found
+
+
+def check_each(batch, folder, check):
+    """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
+    images = [_images.compile_image(plan, "sm_90a") for plan in batch]
+    listings = instructions_of(images, folder / "code")
+    objections = []
+    for plan, image, instructions in zip(batch, images, listings, strict=True):
+        numbers = usage_of(image, folder / "cubin")
+        try:
+            check(plan, image, numbers, instructions)
+        except AssertionError as error:
+            objections.append(f"{plan}: {error}")
+    assert not objections, "\n".join(objections)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", plans_of_few_rows(), ids=repr)
-def test_routed_experts_of_few_rows(plan, tmp_path):
-    image = _images.compile_image(plan, "sm_90a")
-    numbers, instructions = inspected(image.cubin, tmp_path)
-
-    def count(name):
-        return sum(i.startswith(name) for i in instructions)
-
-    assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
-    assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-    assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
-    assert count("HMMA.16816.F32.BF16") >= 4
-    assert count("UBLKCP.S.G")
-    assert count("STG.E.128")
-    assert "ACQBULK" in instructions, "offsets are the kernel before's"
-    assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("float32_out", [False, True])
-@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 256, 512, 4096])
-def test_swiglu(tokens, float32_out, tmp_path):
-    """Interleaved gate and up: the same products, an exponential and half the results."""
-    plan = choose(Product(6144, 7168, 1, float32_out, False, swiglu=True), tokens)
-    numbers, instructions = inspected(_images.compile_image(plan, "sm_90a").cubin, tmp_path)
-    assert numbers["STACK"] == numbers["LOCAL"] == 0
-    assert any(i.startswith("MUFU.EX2") for i in instructions)
-    assert any(i.startswith("SHFL.BFLY") for i in instructions)
-    if isinstance(plan, FewPlan):
+@pytest.mark.parametrize("batch", batches(plans(), FewPlan), ids=named)
+def test_few_tokens(batch, tmp_path):
+    def check(plan, image, numbers, instructions):
+        assert numbers["STACK"] == numbers["LOCAL"] == 0
+        assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes <= MOST_SHARED
+        # 16 bytes of codes a lane; the tensor core; X by bulk copies; results by whole sectors.
+        assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
         assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
-    else:
+        assert "UBLKCP.S.G" in instructions
+        assert any(i.startswith("STG.E.128") for i in instructions)
+        assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+
+    check_each(batch, tmp_path, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", batches(plans(), ManyPlan), ids=named)
+def test_many_tokens(batch, tmp_path):
+    def check(plan, image, numbers, instructions):
+        assert numbers["STACK"] == numbers["LOCAL"] == 0
+        assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
+        assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes <= MOST_SHARED
+        # The weights are operands from registers: a product of 64 rows for each 16 columns ahead.
         assert sum(i.startswith("HGMMA") for i in instructions) == 4 * plan.depth
+        # Were the operands of a product in flight overwritten, it would wait after every one.
+        assert sum(i.startswith("WARPGROUP.DEPBAR") for i in instructions) == plan.depth + 1
+        assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+        assert any(i.startswith("UTMALDG.2D") for i in instructions)
+        if not plan.float32_out:
+            assert any(i.startswith("STSM") for i in instructions)
+            assert any(i.startswith("STG.E.128") for i in instructions)
+        assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+
+    check_each(batch, tmp_path, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", batches(plans_of_experts(), GroupedPlan), ids=named)
+def test_routed_experts(batch, tmp_path):
+    def check(plan, image, numbers, instructions):
+        def count(name):
+            return sum(i.startswith(name) for i in instructions)
+
+        assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+        assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+        assert count("HGMMA") == 4 * plan.depth
+        assert count("WARPGROUP.DEPBAR") == plan.depth + 1
+        assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+        assert count("UTMALDG.2D")
+        assert count("STG.E.128"), "rows that no expert owns are filled by 16 bytes"
+        assert "ACQBULK" in instructions, "offsets are the kernel before's"
+        assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
+        assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
+
+    check_each(batch, tmp_path, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", batches(plans_of_few_rows(), GroupedFewPlan), ids=named)
+def test_routed_experts_of_few_rows(batch, tmp_path):
+    def check(plan, image, numbers, instructions):
+        def count(name):
+            return sum(i.startswith(name) for i in instructions)
+
+        assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+        assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+        assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
+        assert count("UBLKCP.S.G")
+        assert count("STG.E.128")
+        assert "ACQBULK" in instructions, "offsets are the kernel before's"
+        assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
+
+    check_each(batch, tmp_path, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", batches(plans_of_swiglu(), FewPlan | ManyPlan), ids=named)
+def test_swiglu(batch, tmp_path):
+    """The same products, an exponential and half the results."""
+
+    def check(plan, image, numbers, instructions):
+        assert numbers["STACK"] == numbers["LOCAL"] == 0
+        assert any(i.startswith("MUFU.EX2") for i in instructions)
+        assert any(i.startswith("SHFL.BFLY") for i in instructions)
+        if isinstance(plan, FewPlan):
+            assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
+        else:
+            assert sum(i.startswith("HGMMA") for i in instructions) == 4 * plan.depth
+
+    check_each(batch, tmp_path, check)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +285,7 @@ def test_swiglu(tokens, float32_out, tmp_path):
             grouped_gemm.FEW_PARAMETERS,
         ),
         (
-            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1 << 16),
+            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 32),
             grouped_gemm.PARAMETERS,
         ),
     ],
@@ -275,7 +332,8 @@ def test_plans_of_experts_fit_their_matrix():
             assert found == list(dict.fromkeys(found))
             assert isinstance(found[-1], GroupedPlan)
             for plan in (plan for plan in found if isinstance(plan, GroupedFewPlan)):
-                assert (plan.columns, plan.blocks, plan.token_tiles) == (wanted.columns, 1, 1)
+                assert (plan.columns, plan.blocks) == (wanted.columns, 1)
+                assert plan.segment_rows <= 8 * plan.token_tiles <= 16
                 assert wanted.columns // 64 % (plan.parts * plan.depth) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
