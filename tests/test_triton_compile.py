@@ -42,6 +42,7 @@ def test_every_kernel_compiles_and_fits(arch):
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
         assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
-        # Without the wait, programmatic launch would read what is still being written.
-        assert kernel["waits"], kernel
+        # Without the wait, programmatic launch would read what is still being written. What writes
+        # weights is launched without it: products read them before they wait.
+        assert kernel["waits"] == (kernel["op"] != "fragments"), kernel
     assert {k["op"] for k in kernels if k["e2m1"]} == (E2M1_OPS if arch >= 100 else set())
