@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -403,8 +404,12 @@ class HummingLayer(torch.nn.Module):
 
 
 def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
-    library = SimpleNamespace(HummingLayer=HummingLayer)
-    monkeypatch.setattr(moe_rivals.importlib, "import_module", lambda name: library)
+    library, others = SimpleNamespace(HummingLayer=HummingLayer), importlib.import_module
+
+    def found(name):
+        return library if name.startswith("humming") else others(name)
+
+    monkeypatch.setattr(moe_rivals.importlib, "import_module", found)
     rows = measured(monkeypatch, tmp_path, humming=moe_rivals.humming)
     assert all(set(row["rivals"]) == {"humming"} for row in rows if "block" not in row["case"])
 
