@@ -250,6 +250,8 @@ def attention(call: Call) -> str | None:
     """Why the kernel of ``sparse_attention`` cannot run a call, beyond ``triton``, or None."""
     q, window, page_size, entry_format, _, compressed, other_size, other_format = call.args[:8]
     rope_dim, dims = call.args[10], q.shape[-1]
+    if q.shape[0] > _LARGEST_GRID:
+        return f"there are {q.shape[0]} tokens, wanted at most {_LARGEST_GRID}"
     if dims > LARGEST_HEAD:
         return f"heads have {dims} dims, and a kernel holds at most {LARGEST_HEAD}"
     pools = [(window, page_size)] + ([] if compressed is None else [(compressed, other_size)])

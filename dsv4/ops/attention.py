@@ -51,11 +51,12 @@ def sparse_attention(
 
     ``o_h = sum_j exp(s_hj) k_j / (sum_j exp(s_hj) + exp(sink_h))`` with ``s_hj = scale * q_h.k_j``;
     an entry is key and value at once. The sink is a raw logit: ``scale`` does not touch it, and it
-    has no value. float32 throughout (float64 for float64 q), one rounding at the end. An entry
-    whose slot occurs twice counts twice. If every slot is negative and the sink is -inf, the
-    result is 0. An entry that no slot of a token names has no effect on the token, NaN included.
-    A NaN in q makes its token and head NaN if the token has an entry at all; an Inf too, unless
-    every logit it makes is -inf.
+    has no value. float32 throughout (float64 for float64 q), one rounding at the end; but for
+    bfloat16 q an implementation may round the weights ``exp(s_hj)`` to bfloat16, in both sums
+    alike. An entry whose slot occurs twice counts twice. If every slot is negative and the sink is
+    -inf, the result is 0. An entry that no slot of a token names has no effect on the token, NaN
+    included. A NaN in q makes its token and head NaN if the token has an entry at all; an Inf too,
+    unless every logit it makes is -inf.
 
     Args:
         q: ``[T, h, D]`` after norm and RoPE.

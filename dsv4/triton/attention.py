@@ -13,7 +13,7 @@ registers while it is expanded.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -244,9 +244,9 @@ def _attend_kernel(
     """HEADS heads of one token; with SPLIT, against every ``splits``-th block, into ``parts``."""
     wait_for_inputs(PDL)
     D: tl.constexpr = NOPE + ROPE
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     window_slots += token * width
     compressed_slots += token * second_width
     q += token * token_stride
@@ -390,8 +390,12 @@ def sparse_attention(
     tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
     rope = rope_dim if window_format == "fp8" else 0
     groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
+    if window_format != "fp8" and shape.heads > 16:
+        # Entries go to both products as they are, and Triton 3.6 fails to ask for such ahead.
+        shape = replace(shape, block=min(shape.block, 32), stages=1)
     with _launch.on(q):
-        _attend_kernel[(tokens, triton.cdiv(heads, shape.heads), splits)](
+        # Tiles of a token follow one another, so that all but the first find its entries in L2.
+        _attend_kernel[(triton.cdiv(heads, shape.heads), tokens, splits)](
             q,
             window,
             window_slots,
