@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90._experts import all_tiles, clear_lines, count_tiles, find_expert, last_row
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, GroupedPlan
-from dsv4.cute.sm90.many import COPY_REGISTERS, ManyKernel, rows_of_x
+from dsv4.cute.sm90.many import ManyKernel, rows_of_x
 
 Value = Any
 
@@ -176,7 +176,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         order = (table, row_blocks)
 
         if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
                 stage, parity, tile = Int32(0), Int32(1), Int32(first)
                 while tile < self._total(order):
@@ -208,7 +208,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
             sums = cute.make_rmem_tensor(shape, Float32)
             left_shape = slice_.partition_shape_A((64 * self.warpgroups, 64))
-            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
+            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(self.sets)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             mma.set(warpgroup.Field.ACCUMULATE, True)
             codes += lane * 16

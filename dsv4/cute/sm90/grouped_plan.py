@@ -188,8 +188,10 @@ def _candidates(wanted: Experts) -> Iterator[ManyPlan]:
     for plan in candidates(rows, rows, columns, _TOKEN_BLOCKS[-1], *kind, _TOKEN_BLOCKS):
         if plan.blocks > 1:
             continue
-        if plan.warpgroups == 3 and plan.token_block >= 80:
-            # Finding the expert takes a few registers more than a dense product has left here.
+        # Finding the expert takes a few registers more than a dense product has left here, and
+        # so does what its rows weigh.
+        tight = plan.warpgroups == 3 and plan.token_block >= 80
+        if tight or (plan.warpgroups == 4 and wanted.row_weighted):
             depth = depth_of(columns // 64, 1, plan.depth - 2)
             if not depth:
                 continue

@@ -3,8 +3,9 @@
 ``out[m, n] = sum_k x[m, k] w[n, k]`` as ``wgmma`` with the weights as left operand from registers.
 
 * Two to four warpgroups multiply. A warp loads the fragments of its 16 rows straight from global
-  memory, ``depth`` blocks of 64 columns ahead, and expands one while the tensor cores multiply the
-  one before: two sets of left operands, used in turn.
+  memory, ``depth`` blocks of 64 columns ahead. Of two or three warpgroups, each expands one block
+  while the tensor cores multiply the one before: two sets of left operands, used in turn. Of four,
+  each has one set and waits for its product, while the others expand.
 * The last warpgroup's first warp keeps a ring of blocks of X full, by tensor copies into swizzled
   shared memory.
 * Tiles follow one another, and the weights of the next are asked for before the results of the last
@@ -35,7 +36,6 @@ from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
 _CODE_BYTES, _SCALE_BYTES = 512, 64
-COPY_REGISTERS = 40
 _SKEW = 4  # blocks of X
 _BEHIND, _ALL, _READY = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
@@ -218,7 +218,7 @@ class ManyKernel(ManyPlan):
 
         # The copying warp makes the barriers and waits for nobody of its block: X comes first.
         if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
                 if lane < self.stages:
                     ptx.barrier_init(full + Uint32(lane * 8), 1)
@@ -260,7 +260,7 @@ class ManyKernel(ManyPlan):
             shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
             sums = cute.make_rmem_tensor(shape, Float32)
             left_shape = slice_.partition_shape_A((64 * self.warpgroups, 64))
-            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
+            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(self.sets)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             mma.set(warpgroup.Field.ACCUMULATE, True)
             codes += lane * 16
@@ -342,7 +342,10 @@ class ManyKernel(ManyPlan):
             at = at + self.depth + last * (then - at - self.depth)
             for t in cutlass.range_constexpr(self.depth):
                 self._let_follow(t, step, leads)
-                self._expand(words[t % 2], ahead[t], sixteen)
+                if cutlass.const_expr(self.sets == 1):
+                    warpgroup.wait_group(0)
+                    self._release(empty, before, lane)
+                self._expand(words[t % self.sets], ahead[t], sixteen)
                 ahead[t] = self._fetch(codes, scales, at, t)
                 ptx.wait(full + Uint32(stage * 8), parity)
                 warpgroup.fence()
@@ -350,13 +353,14 @@ class ManyKernel(ManyPlan):
                     cute.gemm(
                         mma,
                         sums,
-                        left[t % 2][None, None, k],
+                        left[t % self.sets][None, None, k],
                         right[None, None, k, stage],
                         sums,
                     )
                 warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                self._release(empty, before, lane)
+                if cutlass.const_expr(self.sets == 2):
+                    warpgroup.wait_group(1)
+                    self._release(empty, before, lane)
                 before = stage
                 stage += 1
                 if stage == self.stages:
@@ -433,8 +437,8 @@ class ManyKernel(ManyPlan):
     def _fetch(self, codes: Value, scales: Value, at: Value, tile: int) -> list[Value]:
         """The lane's 4 words of codes and 2 of scales."""
         return [
-            *ptx.load_streamed(codes + Int64(at) * _CODE_BYTES + tile * _CODE_BYTES, 4),
-            *ptx.load_streamed(scales + Int64(at) * _SCALE_BYTES + tile * _SCALE_BYTES, 2),
+            *ptx.load_streamed(codes + Int64(at) * _CODE_BYTES, 4, None, tile * _CODE_BYTES),
+            *ptx.load_streamed(scales + Int64(at) * _SCALE_BYTES, 2, None, tile * _SCALE_BYTES),
         ]
 
     def _expand(self, words: Value, loaded: list[Value], sixteen: Value) -> None:

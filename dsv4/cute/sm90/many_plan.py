@@ -9,7 +9,9 @@ from dataclasses import dataclass
 _SHARED_ROOM = 220 * 1024
 _STAGES = 12
 _TOKEN_BLOCKS = (16, 32, 48, 64, 128, 256)
-_REGISTERS = {2: 232, 3: 152, 4: 104}  # of a thread that multiplies, by warpgroups; others take 40
+# Of a thread that multiplies, and of one that copies, by warpgroups.
+_REGISTERS = {2: 232, 3: 152, 4: 112}
+_COPY_REGISTERS = {2: 40, 3: 40, 4: 32}
 _RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}  # clusters that an H200 holds at a time, by blocks
 _AHEAD = 8
 LINE = 144  # bytes from one token's 64 rows to the next where results are turned, padded
@@ -66,6 +68,11 @@ class ManyPlan:
         return min(most, max(_STAGES, -(-sums // self.x_bytes)))
 
     @property
+    def sets(self) -> int:
+        """Sets of left operands in registers, of 64 columns each."""
+        return 1 if self.warpgroups == 4 else 2
+
+    @property
     def threads(self) -> int:
         """Threads of a block: those that multiply and one warpgroup that copies."""
         return 128 * (self.warpgroups + 1)
@@ -79,6 +86,11 @@ class ManyPlan:
     def mma_registers(self) -> int:
         """Registers of a thread that multiplies."""
         return _REGISTERS[self.warpgroups]
+
+    @property
+    def copy_registers(self) -> int:
+        """Registers of a thread that copies."""
+        return _COPY_REGISTERS[self.warpgroups]
 
     @property
     def shared_bytes(self) -> int:
@@ -121,11 +133,12 @@ def candidates(
     token_blocks: tuple[int, ...] = _TOKEN_BLOCKS,
 ) -> Iterator[ManyPlan]:
     """Every configuration that can multiply; arguments as in ``many_plan``."""
-    # Beside weights, registers hold the sums, two sets of left operands, and what the results need.
-    spare = 72 if float32_out or row_scaled else 64
+    # Beside weights, registers hold the sums, sets of left operands, and what the results need.
+    spare = 40 if float32_out or row_scaled else 32
     sizes = [block for block in token_blocks if block <= 2 * max(tokens, 16)]
     for token_block, warpgroups, blocks in itertools.product(sizes, _REGISTERS, _RESIDENT):
-        room = _REGISTERS[warpgroups] - token_block // 2 - spare - (8 if warpgroups == 4 else 0)
+        held = token_block // 2 + (32 if warpgroups < 4 or blocks > 1 else 24)
+        room = _REGISTERS[warpgroups] - held - spare
         depth = depth_of(columns // 64, blocks, min(room // 6, 1024 // token_block))
         whole = rows == group_rows or group_rows % (64 * warpgroups) == 0
         if depth and whole and token_block % (8 * blocks) == 0:
