@@ -28,6 +28,7 @@ _GROUP = tl.constexpr(GROUP)
 _SCAN = 1024  # slots that a program looks at together
 _FEW_SLOTS = 2048  # of a token up to which programs that share it do not look for the last one
 _MOST_SPLITS = 128
+_MOST_PROGRAMS = 4  # that share tokens, of each that fits a multiprocessor
 _TOGETHER = 16384  # sums that a program of the second launch holds at a time
 
 
@@ -42,6 +43,7 @@ class Shape:
         stages: One more than the blocks that are asked for ahead.
         resident: Programs of a multiprocessor.
         cycles: What a block costs a multiprocessor.
+        latency: For how long a program waits for a block beside that.
         start: What a program costs beside its blocks.
     """
 
@@ -51,10 +53,13 @@ class Shape:
     stages: int
     resident: int
     cycles: int
+    latency: int
     start: int
 
 
-_SHAPES = (Shape(64, 64, 8, 3, 1, 5200, 5000), Shape(16, 32, 4, 3, 2, 1400, 5000))
+# Estimates, not measured. Entries are asked for a block ahead where 64 heads share them; for 16,
+# whose products are of another kind, Triton does not do so.
+_SHAPES = (Shape(64, 64, 8, 3, 1, 5200, 0, 4000), Shape(16, 32, 4, 3, 2, 1300, 1600, 3000))
 # Of a launch, in cycles, and of the bytes that a multiprocessor moves in one.
 _LAUNCH, _BYTES = 3000, 20
 
@@ -470,10 +475,19 @@ def plan(
         (_cycles(shape, splits, tokens, heads, d, widths, multiprocessors), i, splits)
         for i, shape in enumerate(_SHAPES)
         if shape.heads == 16 or (wide and heads > 16)
-        for splits in range(1, 1 + max(1, min(_MOST_SPLITS, _blocks(shape, widths))))
+        for splits in range(1, 1 + _most_splits(shape, tokens, heads, widths, multiprocessors))
     )
     _, i, splits = min(estimates)
     return _SHAPES[i], splits
+
+
+def _most_splits(
+    shape: Shape, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+) -> int:
+    """No more than there are blocks, nor more sums than a few programs for each multiprocessor."""
+    programs = tokens * triton.cdiv(heads, shape.heads)
+    most = _MOST_PROGRAMS * multiprocessors * shape.resident // programs
+    return max(1, min(_MOST_SPLITS, most, _blocks(shape, widths)))
 
 
 def _blocks(shape: Shape, widths: tuple[int, int]) -> int:
@@ -494,6 +508,9 @@ def _cycles(
     longest = triton.cdiv(_blocks(shape, widths), splits)
     rounds = triton.cdiv(programs, multiprocessors * shape.resident)
     held = min(shape.resident, triton.cdiv(programs, multiprocessors))
-    moved = 4 * shape.heads * d / _BYTES if splits > 1 else 0
-    again = _LAUNCH + moved * programs / multiprocessors if splits > 1 else 0
-    return rounds * (shape.start + held * (longest * shape.cycles + moved)) + again
+    block = max(shape.cycles + shape.latency, held * shape.cycles)
+    if splits == 1:
+        return rounds * (shape.start + longest * block)
+    moved = 4 * shape.heads * d / _BYTES
+    again = _LAUNCH + moved * programs / multiprocessors
+    return rounds * (shape.start + longest * block + held * moved) + again
