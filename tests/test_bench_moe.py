@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.bench import environment, moe, moe_rivals, results
+from dsv4.bench import environment, moe, moe_layer, moe_rivals, results
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
+from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
+from dsv4.layers import DeepseekV4SparseMoeBlock
 from dsv4.ops import dequantize
 
 CPU = torch.device("cpu")
@@ -43,6 +44,11 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def layer() -> moe.Layer:
     return moe.draw_layer("tiny", Draw(0, CPU))
+
+
+@pytest.fixture(scope="module")
+def whole(layer) -> DeepseekV4SparseMoeBlock:
+    return moe_layer.build(layer.config, layer.gate_up, layer.down, Draw(5, CPU))
 
 
 def inputs_of(layer: moe.Layer, routing: str, tokens: int, seed: int = 0) -> moe.Inputs:
@@ -167,6 +173,41 @@ def test_the_floor_counts_what_has_to_be_moved(layer):
     assert found["pair"] == tuple(map(sum, zip(found["gate_up"], found["down"], strict=True)))
     assert found["block"][1] == found["pair"][1]
     assert found["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
+    ids, order, places, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * rows, 4 * 9
+    assert found["permute"] == (ids + order + places + offsets, 0)
+    assert found["gather"] == (2 * h * (tokens + rows) + places, 0)
+    assert found["combine"] == (2 * h * (rows + 2 * tokens) + places + offsets, 0)
+    steps = sum(found[part][0] for part in ("permute", "gather", "combine"))
+    assert found["around"] == (steps + order + 2 * weight, 0)
+
+
+def test_the_floor_of_the_layer_counts_router_and_shared_expert_too(layer, whole):
+    c, tokens, touched = layer.config, 7, 5
+    h, i, experts = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
+    expert = 2 * i * h * 9 // 16 + 4 * 2 * i + h * i * 9 // 16 + 4
+    router = 2 * experts * h + 4 * experts
+    flops = 2 * tokens * (3 * (c.num_experts_per_tok + 1) * h * i + experts * h)
+    wanted = (touched + 1) * expert + router + 2 * 2 * tokens * h, flops
+    assert moe_layer.costs(whole, tokens, touched) == wanted
+
+
+def test_the_layer_holds_the_weights_that_are_there(layer, whole):
+    experts = whole.experts
+    for name, weight in (("gate_up_proj", layer.gate_up), ("down_proj", layer.down)):
+        held = experts.quantized_weight(name)
+        assert held.layout == FRAGMENTS
+        for part in ("codes", "scales", "global_scale"):
+            assert getattr(held, part).data_ptr() == getattr(weight, part).data_ptr()
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    assert not any(t.is_meta or t.requires_grad for t in tensors.values())
+    assert whole.gate.weight.dtype == torch.bfloat16
+    assert whole.shared_experts.gate_proj.joint.in_turn
+
+
+def test_the_router_chooses_almost_evenly(whole):
+    ids = whole.gate(Draw(1, CPU).normal(4000, whole.gate.hidden_dim))[2]
+    counts = torch.bincount(ids.flatten(), minlength=whole.gate.num_experts)
+    assert float(counts.max()) < 1.5 * float(counts.float().mean())
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
@@ -182,6 +223,9 @@ def test_the_reference_is_right(layer, kind, tokens):
     [
         ("gate_up", {"gate_up", "pair", "block"}),
         ("down", {"down", "pair", "block"}),
+        ("gather", {"gather", "around", "block"}),
+        ("combine", {"combine", "around", "block"}),
+        ("around", {"around"}),
         ("block", {"block"}),
     ],
 )
@@ -208,6 +252,50 @@ def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
     assert line[moe.HEADINGS.index("check")] == "WRONG"
 
 
+def test_a_wrong_sort_has_no_time(layer, monkeypatch):
+    right = moe.permute
+
+    def swaps(*args):
+        order, offsets, places = right(*args)
+        return order, offsets, places.flip(1)
+
+    monkeypatch.setattr(moe, "permute", swaps)
+    rows = moe.measure(layer, "uniform", 8, OPTIONS, RATES)
+    assert rows["permute"].us is None
+    assert "places differs" in rows["permute"].message
+    assert {name for name, row in rows.items() if row.match} >= {"gate_up", "gather", "combine"}
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_the_layer_is_right_and_has_a_time(layer, whole, tokens):
+    row = moe.measure_layer(layer, whole, tokens, OPTIONS, RATES)
+    assert (row.match, row.case, row.tokens) == (True, "tiny router layer", tokens)
+    assert row.us > 0
+    assert 0 < row.error < 0.01
+
+
+@pytest.mark.parametrize("part", ["gate", "experts", "shared_experts", "weights"])
+def test_a_wrong_layer_has_no_time(layer, whole, monkeypatch, part):
+    module = whole.gate if part == "weights" else getattr(whole, part)
+    right = type(module).forward
+
+    def other(self, *args):
+        out = right(self, *args)
+        if part == "gate":  # the second choice twice
+            return out[0], out[1], out[2][:, 1:].expand(-1, 2)
+        if part == "weights":
+            return out[0], out[1] * 1.001, out[2]
+        return out * 1.05
+
+    monkeypatch.setattr(type(module), "forward", other)
+    row = moe.measure_layer(layer, whole, 8, OPTIONS, RATES)
+    assert (row.match, row.us) == (False, None)
+    results.validate(results.document(_header(), [row]))
+    line = moe.cells(("tiny", "router", 8), {"layer": row})
+    assert line[moe.HEADINGS.index("check")] == "WRONG"
+    assert line[moe.HEADINGS.index("layer us")] == "-"
+
+
 def _header() -> dict:
     header = {"gpu": "g", "driver": "d", "versions": {}, "commit": "c", "command": "x"}
     return (
@@ -221,16 +309,18 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     path = tmp_path / "moe.json"
     assert command(path, "--routings", "uniform,zipf,single") == 0
     rows = rows_of(path)
-    assert [row["case"] for row in rows[::8]] == [f"tiny {kind} gate_up" for kind in moe.ROUTINGS]
-    assert len(rows) == 3 * 2 * 4
+    points = [(kind, tokens) for kind in moe.ROUTINGS for tokens in (1, 5)]
+    wanted = [(f"tiny {kind} {part}", t) for kind, t in points for part in moe.PARTS]
+    wanted += [("tiny router layer", 1), ("tiny router layer", 5)]
+    assert [(row["case"], row["tokens"]) for row in rows] == wanted
     for row in rows:
         assert row["op"] == "moe"
         assert row["match"] is True
         assert row["us"] > 0
         assert row["floor_us"] == pytest.approx(RATES.floor_us(row["bytes"], row["flops"]))
         assert 2 <= row["shape"]["touched"] <= min(8, 2 * row["tokens"])
-        product = row["case"].endswith(("gate_up", "down"))
-        assert row["backend"] == ("reference" if product else "auto")
+        several = row["case"].endswith(("pair", "around", "block", "layer"))
+        assert row["backend"] == ("auto" if several else "reference")
     printed = capsys.readouterr().out.splitlines()
     [heading] = [line for line in printed if line.startswith("shapes")]
     assert heading.split("  ")[0] == "shapes"
@@ -242,14 +332,16 @@ def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_rivals):
     assert main(["moe", "--repeat", "1", "--device", "cpu", "--json", str(path)]) == 0
     found = [(row["case"], row["tokens"]) for row in rows_of(path)]
     kinds = ("uniform", "zipf", "single")
-    assert found == [(f"tiny {k} {p}", t) for k in kinds for t in (1, 8) for p in moe.PARTS]
+    wanted = [(f"tiny {k} {p}", t) for k in kinds for t in (1, 8) for p in moe.PARTS]
+    assert found == [*wanted, ("tiny router layer", 1), ("tiny router layer", 8)]
 
 
 def test_markdown_and_a_folder(tmp_path: Path, capsys, without_rivals):
     assert command(f"{tmp_path}/", "--routings", "single", "--markdown") == 0
     folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
-    assert len(rows_of(folder / "moe.json")) == 2 * 4
-    assert sum(line.startswith("| moe") for line in capsys.readouterr().out.splitlines()) == 8
+    count = 2 * len(moe.PARTS) + 2
+    assert len(rows_of(folder / "moe.json")) == count
+    assert sum(line.startswith("| moe") for line in capsys.readouterr().out.splitlines()) == count
 
 
 @pytest.mark.parametrize(
@@ -288,7 +380,7 @@ def test_what_was_measured_before_a_stop_is_written(
 
     monkeypatch.setattr(moe, "measure", once)
     assert command(tmp_path / "x.json") == status
-    assert len(rows_of(tmp_path / "x.json")) == 4
+    assert len(rows_of(tmp_path / "x.json")) == len(moe.PARTS)
     assert said in capsys.readouterr().err
 
 
@@ -370,7 +462,7 @@ def test_a_rival_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
 
     rows = measured(monkeypatch, tmp_path, right=one_after_another, wrong=halves)
     for row in rows:
-        timed = not row["case"].endswith("block")
+        timed = row["case"].endswith(("gate_up", "down", "pair"))
         assert set(row["rivals"]) == ({"right"} if timed else set())
         if row["case"].endswith("pair"):
             assert row["message"].startswith("wrong: ValueError: off by 5.0e-01")
@@ -411,7 +503,9 @@ def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
 
     monkeypatch.setattr(moe_rivals.importlib, "import_module", found)
     rows = measured(monkeypatch, tmp_path, humming=moe_rivals.humming)
-    assert all(set(row["rivals"]) == {"humming"} for row in rows if "block" not in row["case"])
+    beside = [row for row in rows if row["case"].endswith(("gate_up", "down", "pair"))]
+    assert len(beside) == 2 * 3
+    assert all(set(row["rivals"]) == {"humming"} for row in beside)
 
 
 def test_rivals_that_do_not_fit_are_not_made(monkeypatch):

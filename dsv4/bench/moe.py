@@ -1,4 +1,8 @@
-"""Routed experts of a layer: both products as a pair, and the block from the router to the output.
+"""Routed experts of a layer: both products as a pair, the block around them, and the whole layer.
+
+The block goes from the router's choice to the output; "around" is the block without its products:
+the sort, the rows' weights, the gather and the sum, here of the gathered rows themselves. The layer
+has its router and its shared expert, too, so its routing is the router's.
 
 Weights are packed for Hopper where they are whole tiles, activations bfloat16, numerics DeepSeek's
 (the routing weight multiplies before the down projection). A CUDA graph holds several calls, each
@@ -26,7 +30,7 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch, fragments, ops
-from dsv4.bench import budgets, check, fused_judges, moe_rivals, timing
+from dsv4.bench import budgets, check, fused_judges, moe_layer, moe_rivals, timing
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.environment import Rates
 from dsv4.bench.measure import Options
@@ -35,8 +39,10 @@ from dsv4.bench.report import number, plain
 from dsv4.bench.results import Row
 from dsv4.config import ModelConfig
 from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
+from dsv4.layers import DeepseekV4SparseMoeBlock
 
-PARTS = ("gate_up", "down", "pair", "block")
+PARTS = ("gate_up", "down", "pair", "permute", "gather", "combine", "around", "block")
+ROUTER = "router"  # the layer's routing
 _MOST_CALLS, _INPUT_BYTES = 8, 4 << 30  # of a graph
 _ROWS_CHECKED, _TOKENS_CHECKED = 8, 64
 # Bytes of E4M3's 2^-4 to 2^1, whose exponents fragments store with 3 added.
@@ -109,6 +115,7 @@ def single(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
     return torch.cat((first, others + (others >= first)), 1)
 
 
+Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ROUTINGS: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
     "uniform": uniform,
     "zipf": zipf,
@@ -154,20 +161,34 @@ def draw_inputs(c: ModelConfig, routing: str, tokens: int, draw: Draw) -> Inputs
     ids = ROUTINGS[routing](draw, tokens, k, experts)
     weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1) * c.routed_scaling_factor
     x, shared = (draw.normal(tokens, c.hidden_size) for _ in range(2))
-    order, offsets, places = ops.moe_permute(ids, experts, backend="reference")
+    return _sorted(c, x, shared, ids, weights)
+
+
+def _sorted(
+    c: ModelConfig,
+    x: torch.Tensor,
+    shared: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> Inputs:
+    order, offsets, places = ops.moe_permute(ids, c.n_routed_experts, backend="reference")
     rows = ops.moe_gather(x, places, backend="reference")
     row_weight = weights.reshape(-1)[order.long()]
     return Inputs(x, shared, ids, weights, places, offsets, rows, row_weight)
 
 
 def all_inputs(layer: Layer, routing: str, tokens: int, options: Options) -> list[Inputs]:
-    """Those of a graph's calls, so many as memory allows; on the CPU one."""
-    c = layer.config
+    """Those of a graph's calls."""
+    draws = _draws(layer.config, tokens, options)
+    return [draw_inputs(layer.config, routing, tokens, draw) for draw in draws]
+
+
+def _draws(c: ModelConfig, tokens: int, options: Options) -> list[Draw]:
+    """One for each of a graph's calls, so many as memory allows; on the CPU one."""
     width = c.num_experts_per_tok * (c.hidden_size + c.moe_intermediate_size) + 2 * c.hidden_size
     count = max(2, min(_MOST_CALLS, _INPUT_BYTES // (2 * width * tokens)))
     count = count if options.device.type == "cuda" else 1
-    draws = (Draw(options.seed + 1 + i, options.device) for i in range(count))
-    return [draw_inputs(c, routing, tokens, draw) for draw in draws]
+    return [Draw(options.seed + 1 + i, options.device) for i in range(count)]
 
 
 def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
@@ -191,13 +212,38 @@ def pair(layer: Layer, inputs: Inputs) -> torch.Tensor:
     return down(layer, inputs, gate_up(layer, inputs))
 
 
+def permute(layer: Layer, inputs: Inputs) -> Sorted:
+    """The sort by expert: order, offsets, places."""
+    return ops.moe_permute(inputs.ids, layer.config.n_routed_experts)
+
+
+def gather(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """Tokens to rows in sorted order, ``[T k, H]``."""
+    return ops.moe_gather(inputs.x, inputs.places)
+
+
+def combine(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """The sum of each token's rows and the shared expert's output, ``[T, H]``."""
+    return ops.moe_combine(inputs.rows, inputs.places, inputs.offsets, None, shared=inputs.shared)
+
+
+def around(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """The block with the gathered rows as the products' results, ``[T, H]``."""
+    return combine(layer, _own(layer, inputs))
+
+
 def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
     """From the router's choice to the output, ``[T, H]``: what the layer runs."""
-    order, offsets, places = ops.moe_permute(inputs.ids, layer.config.n_routed_experts)
-    rows = ops.moe_gather(inputs.x, places)
+    own = _own(layer, inputs)
+    return combine(layer, dataclasses.replace(own, rows=pair(layer, own)))
+
+
+def _own(layer: Layer, inputs: Inputs) -> Inputs:
+    """The same sorted and gathered here."""
+    order, offsets, places = permute(layer, inputs)
+    own = dataclasses.replace(inputs, offsets=offsets, places=places)
     row_weight = inputs.weights.reshape(-1)[order.long()]
-    own = dataclasses.replace(inputs, rows=rows, offsets=offsets, row_weight=row_weight)
-    return ops.moe_combine(pair(layer, own), places, offsets, None, shared=inputs.shared)
+    return dataclasses.replace(own, rows=gather(layer, own), row_weight=row_weight)
 
 
 def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
@@ -213,9 +259,32 @@ def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
         "down": check.combine(_finite(out), *_verify_down(layer, inputs, inner, out)),
     }
     found["pair"] = check.combine(found["gate_up"], found["down"])
+    _, offsets, places = permute(layer, inputs)
+    found["permute"] = check.combine(
+        check.same(offsets, inputs.offsets, "offsets"), check.same(places, inputs.places, "places")
+    )
+    found["gather"] = check.same(gather(layer, inputs), inputs.rows, "the gathered rows")
+    for name, sums in (("combine", combine), ("around", around)):
+        found[name] = _verify_sum(inputs, inputs.rows, sums(layer, inputs))
     summed = _verify_sum(inputs, out, block(layer, inputs))
     found["block"] = check.combine(found["pair"], summed)
     return found
+
+
+def verify_layer(layer: Layer, whole: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> Verdict:
+    """As ``verify``: router and shared expert in a few tokens, the block on what they really gave.
+
+    The layer's output is held to the sum of what the pair and the shared expert gave.
+    """
+    some = _chosen(x)
+    routed, shared = whole.gate(x), whole.shared_experts(x)
+    inputs = _sorted(layer.config, x, shared, routed[2], routed[1])
+    return check.combine(
+        moe_layer.verify_router(whole, x, routed, some),
+        moe_layer.verify_shared(whole, x, shared, some),
+        verify(layer, inputs)["block"],
+        _verify_sum(inputs, pair(layer, inputs), _whole(whole, x)),
+    )
 
 
 def _finite(values: torch.Tensor) -> Verdict:
@@ -272,8 +341,7 @@ def _verify_down(
 
 
 def _verify_sum(inputs: Inputs, out: torch.Tensor, found: torch.Tensor) -> Verdict:
-    tokens = torch.linspace(0, found.shape[0] - 1, min(found.shape[0], _TOKENS_CHECKED))
-    chosen = tokens.round().long().to(found.device)
+    chosen = _chosen(found)
     places = inputs.places[chosen]
     y = out[places.flatten().long()]
     rows = torch.arange(y.shape[0], dtype=torch.int32, device=y.device).view(places.shape)
@@ -284,10 +352,16 @@ def _verify_sum(inputs: Inputs, out: torch.Tensor, found: torch.Tensor) -> Verdi
     return check.combine(_finite(found), _judged(summed, found[chosen]))
 
 
+def _chosen(x: torch.Tensor) -> torch.Tensor:
+    """The tokens of ``[T, ...]`` that are checked."""
+    tokens = torch.linspace(0, x.shape[0] - 1, min(x.shape[0], _TOKENS_CHECKED))
+    return tokens.round().long().to(x.device)
+
+
 def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int]]:
     """Bytes that each of ``PARTS`` has to move, and operations of its products.
 
-    Weights of the experts that have rows, once; inputs and results of each product. Of the block:
+    Weights of the experts that have rows, once; inputs and results of each operator. Of the block:
     weights, tokens and the result, nothing between them.
     """
     c = layer.config
@@ -296,10 +370,17 @@ def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int
     weights = [round(touched * w.nbytes / experts) for w in (layer.gate_up, layer.down)]
     flops = [4 * rows * inner * hidden, 2 * rows * inner * hidden]
     moved = [weight + 2 * rows * (inner + hidden) for weight in weights]
+    steps = {
+        "permute": 16 * rows + 4 * (experts + 1),
+        "gather": 2 * (tokens + rows) * hidden + 4 * rows,
+        "combine": 2 * (rows + 2 * tokens) * hidden + 4 * rows + 4 * (experts + 1),
+    }
     return {
         "gate_up": (moved[0], flops[0]),
         "down": (moved[1], flops[1]),
         "pair": (sum(moved), sum(flops)),
+        **{part: (some, 0) for part, some in steps.items()},
+        "around": (sum(steps.values()) + 12 * rows, 0),  # and the rows' weights
         "block": (sum(weights) + 6 * tokens * hidden + 12 * rows, sum(flops)),
     }
 
@@ -317,20 +398,51 @@ def measure(
         "gate_up": [partial(gate_up, layer, one) for one in inputs],
         "down": [partial(down, layer, *both) for both in zip(inputs, inners, strict=True)],
         "pair": [partial(pair, layer, one) for one in inputs],
+        "permute": [partial(permute, layer, one) for one in inputs],
+        "gather": [partial(gather, layer, one) for one in inputs],
+        "combine": [partial(combine, layer, one) for one in inputs],
+        "around": [partial(around, layer, one) for one in inputs],
         "block": [partial(block, layer, one) for one in inputs],
     }
     rows = {}
     for part in PARTS:
         row = _row(layer, routing, tokens, part, round(touched), moved[part], rates)
-        taken = _explained(layer, inputs[0], inners[0], part)
-        row = dataclasses.replace(row, **taken, **_checked(verdicts[part]))
-        if row.match:
-            timed = timing.measure(calls[part], options.device, options.repeat)
-            share = rates.copy_share(row.bytes, timed.us)
-            row = dataclasses.replace(row, us=timed.us, timer=timed.timer, copy_share=share)
-            row = dataclasses.replace(row, message=timed.note)
-        rows[part] = row
+        row = dataclasses.replace(row, **_explained(layer, inputs[0], inners[0], part))
+        rows[part] = _timed(row, verdicts[part], calls[part], options, rates)
     return rows
+
+
+def measure_layer(
+    layer: Layer, whole: DeepseekV4SparseMoeBlock, tokens: int, options: Options, rates: Rates
+) -> Row:
+    """The row of the whole layer, likewise."""
+    draws = _draws(layer.config, tokens, options)
+    inputs = [draw.normal(tokens, layer.config.hidden_size) for draw in draws]
+    touched = sum(len(whole.gate(x)[2].unique()) for x in inputs) / len(inputs)
+    moved = moe_layer.costs(whole, tokens, touched)
+    row = _row(layer, ROUTER, tokens, "layer", round(touched), moved, rates)
+    calls = [partial(_whole, whole, x) for x in inputs]
+    return _timed(row, verify_layer(layer, whole, inputs[0]), calls, options, rates)
+
+
+def _whole(whole: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> torch.Tensor:
+    return whole(x.unsqueeze(0)).squeeze(0)
+
+
+def _timed(
+    row: Row,
+    verdict: Verdict,
+    calls: Sequence[Callable[[], Any]],
+    options: Options,
+    rates: Rates,
+) -> Row:
+    row = dataclasses.replace(row, **_checked(verdict))
+    if not row.match:
+        return row
+    timed = timing.measure(calls, options.device, options.repeat)
+    share = rates.copy_share(row.bytes, timed.us)
+    row = dataclasses.replace(row, us=timed.us, timer=timed.timer, copy_share=share)
+    return dataclasses.replace(row, message=timed.note)
 
 
 def _row(
@@ -359,15 +471,24 @@ def _row(
 
 
 def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> dict[str, Any]:
-    """Which implementation a product has, and why; nothing for what has several operators."""
-    if part == "gate_up":
-        args = (inputs.rows, layer.gate_up, inputs.offsets, layer.config.swiglu_limit)
-        named = {"row_weight": inputs.row_weight}
-        found = dispatch.explain(ops.grouped_gemm_swiglu, *args, **named)
-    elif part == "down":
-        found = dispatch.explain(ops.grouped_gemm, inner, layer.down, inputs.offsets)
-    else:
+    """Which implementation an operator has, and why; nothing for what has several."""
+    c, offsets = layer.config, inputs.offsets
+    first: tuple[Any, ...] = (inputs.rows, layer.gate_up, offsets, c.swiglu_limit)
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+        "gate_up": (ops.grouped_gemm_swiglu, first, {"row_weight": inputs.row_weight}),
+        "down": (ops.grouped_gemm, (inner, layer.down, offsets), {}),
+        "permute": (ops.moe_permute, (inputs.ids, c.n_routed_experts), {}),
+        "gather": (ops.moe_gather, (inputs.x, inputs.places), {}),
+        "combine": (
+            ops.moe_combine,
+            (inputs.rows, inputs.places, offsets, None),
+            {"shared": inputs.shared},
+        ),
+    }
+    if part not in calls:
         return {}
+    function, args, named = calls[part]
+    found = dispatch.explain(function, *args, **named)
     return {"backend": found.chosen or "none", "reason": found.reason}
 
 
@@ -376,7 +497,7 @@ def _checked(verdict: Verdict) -> dict[str, Any]:
     return {"match": verdict.match, "error": error, "message": verdict.message}
 
 
-Point = tuple[str, str, int]  # preset, routing, tokens
+Point = tuple[str, str, int]  # preset, routing (ROUTER for the layer), tokens
 Found = dict[Point, dict[str, Row]]
 
 
@@ -407,7 +528,14 @@ def run(
                 rows = measure(layer, routing, count, options, rates)
                 found[preset, routing, count] = rows
                 print("  ".join(cells((preset, routing, count), rows)), flush=True)
-        del layer
+        whole = moe_layer.build(
+            layer.config, layer.gate_up, layer.down, Draw(options.seed, options.device)
+        )
+        for count in tokens:
+            rows = {"layer": measure_layer(layer, whole, count, options, rates)}
+            found[preset, ROUTER, count] = rows
+            print("  ".join(cells((preset, ROUTER, count), rows)), flush=True)
+        del layer, whole
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device))
         for name, prepare in moe_rivals.RIVALS.items():
@@ -419,7 +547,7 @@ def _run_rival(
     layer: Layer, name: str, prepare: moe_rivals.Prepare, options: Options, found: Found
 ) -> None:
     """Time one rival at every point of a preset; why it could not is said in the pair's row."""
-    points = [point for point in found if point[0] == layer.preset]
+    points = [point for point in found if point[0] == layer.preset and point[1] != ROUTER]
     print(f"{layer.preset}: {name}", flush=True)
     made = moe_rivals.attempt(lambda: prepare(layer.gate_up, layer.down))
     for point in points:
@@ -480,32 +608,44 @@ HEADINGS = (
     "down us",
     "pair us",
     "pair / floor",
+    "around us",
     "block us",
+    "around / block",
+    "layer us",
+    "layer / floor",
     "check",
     "rivals' pair us",
 )
 
 
 def cells(point: Point, rows: dict[str, Row]) -> tuple[str, ...]:
-    """The texts of a point, in the order of ``HEADINGS``."""
-    pair_ = rows["pair"]
-    times = {part: "-" if row.us is None else number(row.us) for part, row in rows.items()}
-    ratio = "-" if pair_.us is None else f"{pair_.us / pair_.floor_us:.2f}"
-    rivals = (f"{name} {number(us)}" for name, us in pair_.rivals.items())
+    """The texts of a point, in the order of ``HEADINGS``; the floor is that of pair or layer."""
+    whose = rows["layer" if point[1] == ROUTER else "pair"]
+    us = {part: rows[part].us if part in rows else None for part in (*PARTS, "layer")}
+    times = {part: "-" if value is None else number(value) for part, value in us.items()}
+    rivals = (f"{name} {number(value)}" for name, value in whose.rivals.items())
     return (
         point[0],
         point[1],
         str(point[2]),
-        str(pair_.shape["touched"]),
-        number(pair_.floor_us),
+        str(whose.shape["touched"]),
+        number(whose.floor_us),
         times["gate_up"],
         times["down"],
         times["pair"],
-        ratio,
+        _over(us["pair"], whose.floor_us),
+        times["around"],
         times["block"],
+        _over(us["around"], us["block"], digits=3),
+        times["layer"],
+        _over(us["layer"], whose.floor_us),
         "ok" if all(row.match for row in rows.values()) else "WRONG",
         ", ".join(rivals),
     )
+
+
+def _over(us: float | None, other: float | None, digits: int = 2) -> str:
+    return "-" if us is None or other is None else f"{us / other:.{digits}f}"
 
 
 def table(found: Found) -> str:
