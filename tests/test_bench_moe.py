@@ -252,17 +252,21 @@ def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
     assert line[moe.HEADINGS.index("check")] == "WRONG"
 
 
-def test_a_wrong_sort_has_no_time(layer, monkeypatch):
+@pytest.mark.parametrize("name", ["order", "places"])
+def test_a_wrong_sort_has_no_time(layer, monkeypatch, name):
     right = moe.permute
 
-    def swaps(*args):
+    def moved(*args):
         order, offsets, places = right(*args)
-        return order, offsets, places.flip(1)
+        if name == "order":
+            return order.flip(0), offsets, places
+        return order, offsets, places.roll(1, 0)
 
-    monkeypatch.setattr(moe, "permute", swaps)
+    monkeypatch.setattr(moe, "permute", moved)
     rows = moe.measure(layer, "uniform", 8, OPTIONS, RATES)
     assert rows["permute"].us is None
-    assert "places differs" in rows["permute"].message
+    assert rows["block"].us is None
+    assert f"{name} differs" in rows["permute"].message
     assert {name for name, row in rows.items() if row.match} >= {"gate_up", "gather", "combine"}
 
 

@@ -259,9 +259,11 @@ def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
         "down": check.combine(_finite(out), *_verify_down(layer, inputs, inner, out)),
     }
     found["pair"] = check.combine(found["gate_up"], found["down"])
-    _, offsets, places = permute(layer, inputs)
+    order, offsets, places = permute(layer, inputs)
     found["permute"] = check.combine(
-        check.same(offsets, inputs.offsets, "offsets"), check.same(places, inputs.places, "places")
+        check.same(order, inputs.places.flatten().argsort(), "order"),
+        check.same(offsets, inputs.offsets, "offsets"),
+        check.same(places, inputs.places, "places"),
     )
     found["gather"] = check.same(gather(layer, inputs), inputs.rows, "the gathered rows")
     for name, sums in (("combine", combine), ("around", around)):
