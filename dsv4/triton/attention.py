@@ -57,8 +57,8 @@ class Shape:
     start: int
 
 
-# Fitted to times on an H200. Blocks of 16 are not among them: of three groups or more Triton 3.6 then
-# makes wrong results.
+# Fitted to times on an H200. Blocks of 16 are not among them: of three groups or more Triton 3.6
+# then makes wrong results.
 _SHAPES = (Shape(64, 64, 8, 2, 1, 8100, 0, 4000), Shape(16, 32, 4, 3, 2, 3700, 600, 6000))
 # Of a launch, in cycles, and of the bytes that a multiprocessor moves in one.
 _LAUNCH, _BYTES = 3000, 20
