@@ -165,7 +165,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                 sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
                 of_warp, of_lane = self._again(state + _ZERO)
                 job = ptx.load_shared_int(state + Uint32(_JOB + of_warp * 4))
-                last = Int32(1) > 0
+                last = Int32(1) > 0  # a value of the kernel, as what takes its place is
                 if cutlass.const_expr(self.parts > 1):
                     place = ptx.load_shared_int(state + _DONE) + self._tile_of(job)
                     last = self._leave(sums, parts, counts, place, self._part_of(job), of_lane)
