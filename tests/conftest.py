@@ -41,12 +41,13 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
-# Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower.
+# Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower. A
+# module whose kernels take seconds there sets its own ``INTERPRETED_SHARE``.
 _INTERPRETED_SHARE = 4
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     """Fewer examples where kernels are interpreted; the explicit ones all run."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     test = getattr(item, "obj", None)
@@ -54,7 +55,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if chosen is None or not str(params.get("device", "")).startswith("cpu-"):
         return (yield)
     function = getattr(test, "__func__", test)
-    fewer = settings(chosen, max_examples=max(1, chosen.max_examples // _INTERPRETED_SHARE))
+    share = getattr(item.module, "INTERPRETED_SHARE", _INTERPRETED_SHARE)
+    fewer = settings(chosen, max_examples=max(1, chosen.max_examples // share))
     function._hypothesis_internal_use_settings = fewer
     try:
         return (yield)

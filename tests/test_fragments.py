@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4 import fragments
 from dsv4.config import ModelConfig
+from dsv4.dispatch import use_backend
 from dsv4.elements import decode_e2m1, unpack
 from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor, cat_rows
 from dsv4.layers import DeepseekV4Experts
@@ -167,9 +168,10 @@ class TestMoving:
 class TestExperts:
     def test_in_place_there_and_back(self, device):
         """A layer packs as the reference does, gate and up rows in turn, and comes back."""
-        config = ModelConfig.tiny(n_routed_experts=3, hidden_size=192, moe_intermediate_size=64)
+        config = ModelConfig.tiny(n_routed_experts=2, hidden_size=128, moe_intermediate_size=64)
         plain = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
-        plain.quantize()
+        with use_backend("reference"):
+            plain.quantize()
         experts = copy.deepcopy(plain).to(device)
         experts.pack()
         for name in ("gate_up_proj", "down_proj"):
@@ -178,7 +180,7 @@ class TestExperts:
             want = reference.pack(codes, scales.view(torch.uint8), pairs)
             assert_bitwise(getattr(experts, name).cpu(), want[0], name)
             assert_bitwise(getattr(experts, name + "_scale").cpu(), want[1], name)
-        for expert in range(3):
+        for expert in range(2):
             parts = zip(experts.get_expert(expert), plain.get_expert(expert), strict=True)
             for one, two in parts:
                 assert_bitwise(one.codes.cpu(), two.codes, "codes")
