@@ -22,7 +22,7 @@ from dsv4.triton import attention as kernels
 
 KERNELS = ("triton",)
 REFERENCE = False
-INTERPRETED_SHARE = 12
+INTERPRETED_SHARE = 25
 BF16, F64 = torch.bfloat16, torch.float64
 U = unit_roundoff(torch.float32)
 # Of the smallest tiles: blocks that are not full, and several to a token.

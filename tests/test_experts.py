@@ -101,7 +101,7 @@ class TestProperties:
         assert close(experts(x, ids[:, moved], weights[:, moved]), experts(x, ids, weights))
 
     @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
-    @settings(max_examples=15)
+    @settings(max_examples=6)
     def test_relabelled_experts_give_the_same(self, kind, batch, activation, numerics):
         experts = experts_of(kind, activation, numerics)
         x, ids, weights, seed = batch
@@ -137,7 +137,7 @@ class TestProperties:
             assert_bitwise(found[token], clean[token], "a token of no expert")
 
     @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
-    @settings(max_examples=15)
+    @settings(max_examples=6)
     def test_ranges_add_up_to_the_whole(self, kind, batch, activation, numerics):
         """Any ranges, of one expert too, and what others hold adds nothing to one."""
         experts = experts_of(kind, activation, numerics)
