@@ -43,7 +43,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 # Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower. A
 # module whose kernels take seconds there sets its own ``INTERPRETED_SHARE``.
-_INTERPRETED_SHARE = 4
+_INTERPRETED_SHARE = 6
 
 
 @pytest.hookimpl(wrapper=True)
