@@ -12,6 +12,7 @@ import torch
 from experts_cases import truth_and_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import normal, raw, same_state
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,22 +33,6 @@ SIZES = {"moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 32}
 KINDS = (layers.Linear, layers.DeepseekV4Experts)
 ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
-
-
-def normal(seed, *shape):
-    return torch.randn(shape, generator=strategies.generator(seed), dtype=torch.float64)
-
-
-def raw(tensor):
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-def same_state(one, two):
-    assert list(one) == list(two)
-    for name in one:
-        assert one[name].dtype == two[name].dtype, name
-        assert one[name].shape == two[name].shape, name
-        assert torch.equal(raw(one[name]), raw(two[name])), name
 
 
 def linear(seed, rows, columns, activation="bf16", groups=0, scale=None):

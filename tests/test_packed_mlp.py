@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import normal, raw, same_state
 from torch.nn import functional as F
 
 from dsv4 import dispatch, layers
@@ -28,22 +29,6 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
 SCALES = st.tuples(*[st.sampled_from([None, 0.01, 0.1])] * 3)  # of activations, of each part
 RATIOS = st.floats(0.1, 10)  # of up's global scale to gate's
-
-
-def normal(seed, *shape):
-    return torch.randn(shape, generator=strategies.generator(seed), dtype=torch.float64)
-
-
-def raw(tensor):
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-def same_state(one, two):
-    assert list(one) == list(two)
-    for name in one:
-        assert one[name].dtype == two[name].dtype, name
-        assert one[name].shape == two[name].shape, name
-        assert torch.equal(raw(one[name]), raw(two[name])), name
 
 
 def close(found, expected, relative=1e-12):

@@ -31,14 +31,12 @@ def options(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def in_order(tensor: torch.Tensor) -> dict[str, Any]:
-    """The same for a kernel that writes weights: without programmatic launch.
+    """The same for a kernel that writes weights, without programmatic launch and without ``PDL``.
 
     Products ask for their weights before the kernel in front of them has ended, and would find what
     was there before.
     """
-    given = options(tensor)
-    given.pop("launch_pdl", None)
-    return given | {"PDL": False}
+    return {name: value for name, value in options(tensor).items() if "pdl" not in name.lower()}
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int] | None:

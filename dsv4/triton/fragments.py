@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch
-from dsv4.triton._numerics import wait_for_inputs
 
 _TILES = 8  # of a program, side by side: 256 bytes of codes of each of 16 rows
 
@@ -64,10 +63,8 @@ def _pack_kernel(
     tiles,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """TILES tiles of a row of them; ``packed`` as int32."""
-    wait_for_inputs(PDL)
     row_tile, first = tl.program_id(0), tl.program_id(1) * TILES
     place = tl.arange(0, TILES * 128)
     tile, lane, j = first + place // 128, place % 128 // 4, place % 4
@@ -100,10 +97,8 @@ def _unpack_kernel(
     tiles,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """TILES tiles of a row of them; ``packed`` and ``codes`` as int32."""
-    wait_for_inputs(PDL)
     row_tile, first = tl.program_id(0), tl.program_id(1) * TILES
     row = tl.arange(0, 16)[:, None]
     linear = _linear_row(row_tile, row, rows, PAIRS)
