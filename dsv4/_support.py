@@ -19,7 +19,7 @@ from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.plans import Product, choose
-from dsv4.formats import FP8_BLOCK, FRAGMENTS
+from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 if TYPE_CHECKING:
     from dsv4.dispatch import Call
@@ -94,6 +94,37 @@ def cute_gemm(call: Call) -> str | None:
             f"kernel multiplies {TOKENS} tokens at a time; that for more wants columns by 128 and, "
             "of each of several groups, rows by 128 or 192"
         )
+    return None
+
+
+_BLACKWELL = ((10, 0), (10, 3))
+
+
+def scaled_mm(call: Call) -> str | None:
+    """Why torch's block-scaled product cannot run a product, or None."""
+    x, codes, scales, _, _, format, layout, activation, _, groups, out_dtype = call.args
+    if format != NVFP4.name:
+        return f"the weight is {format!r}, wanted {NVFP4.name!r}"
+    if activation != NVFP4.name:
+        return f"activations are {activation!r}, and both operands have to be NVFP4"
+    if layout == FRAGMENTS:
+        return f"the weight has layout {layout!r}, wanted {LINEAR!r} or {SWIZZLED!r}"
+    if torch.float64 in (x.dtype, out_dtype):
+        return "x or the result is float64, which only the reference computes in"
+    if call.device.type != "cuda":
+        return f"block-scaled products run on a CUDA GPU, the tensors are on {call.device}"
+    if _capability(call.device) not in _BLACKWELL:
+        found = ".".join(map(str, _capability(call.device)))
+        return f"block-scaled products are asked of compute capability 10.0 and 10.3, not {found}"
+    rows, columns = codes.shape[0] // groups, codes.shape[1] * 2
+    if rows % 16 or columns % 32:
+        return f"a group is {rows} x {columns}, wanted multiples of 16 x 32"
+    if layout == SWIZZLED and groups > 1 and rows % 128:
+        return f"a group has {rows} rows, and swizzled scales of groups begin at multiples of 128"
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        return "the codes or scales are not contiguous"
+    if codes.data_ptr() % 16 or scales.data_ptr() % 16:
+        return "the codes or scales do not begin at multiples of 16 bytes"
     return None
 
 

@@ -153,6 +153,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     _packed("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
     _packed("gemm", "cublas", "dsv4.triton.gemm:gemm", _triton_runs),
+    Implementation("gemm", "scaled_mm", "dsv4.blas.gemm:gemm", _support.scaled_mm),
     *_triton("gemm_fp8", "gemm", unless=_support.fp8_gemm),
     *_reference("gemm", "gemm"),
     _packed("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),

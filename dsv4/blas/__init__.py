@@ -1,0 +1,1 @@
+"""Products by libraries that torch brings along."""
