@@ -1,24 +1,25 @@
-"""The static paged cache of a model: raw key-values, compressed entries, compressor state.
+"""The paged cache of a model: raw key-values, compressed entries, compressor state.
 
-Everything is allocated once. Which slot a token reads or writes is tensor arithmetic on sequence
-rows and positions, so a captured graph replays with other values. Only ``allocate``, ``free`` and
-the ``check`` of numbers the host knows run on the host.
+Every tensor is allocated once. Which slot a token reads or writes is tensor arithmetic on sequence
+rows, positions and page tables, so a captured graph replays with other values. On the host run
+``allocate``, ``free``, ``fork``, ``copy`` and, before a step, ``prepare``: they know how many
+tokens each sequence has, change tables in place and never wait for a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dsv4.config import CSA, ModelConfig
-from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
-from dsv4.pages import COMPACT_FORMATS, ENTRY_FORMATS, Pages
+from dsv4.config import ModelConfig
+from dsv4.layer_cache import CacheSize, LayerBuilder, LayerCache, check_layers
+from dsv4.page_tables import CacheFullError, Growth, PageTable, to_device
+from dsv4.pages import COMPACT_FORMATS, ENTRY_FORMATS
 
-WINDOW_PAGE = 64  # entries per page of raw key-values
-BLOCK = 256  # tokens that one page of compressed entries stands for
+__all__ = ["Batch", "CacheFullError", "CacheStep", "LayerCache", "PagedCache"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,113 +80,16 @@ class Batch:
         return cls(cu, starts, sequences, starts, sequences)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerCache:
-    """What one layer remembers of every sequence.
-
-    Attributes:
-        window: Raw key-values; a sequence owns a ring of ``window_capacity`` entries.
-        window_table: ``[S, P]`` int64, pages of the ring.
-        sliding_window: Positions a token sees raw, itself included.
-        ratio: Tokens per compressed entry, 0 for a sliding-window layer.
-        compressed: Compressed entries, or None.
-        compressed_table: ``[S, P']`` int64, pages of the sequence's entries 0, 1, ...
-        state: Open windows of the compressor, ``[S, slots, 2, c * head_dim]``.
-        indexer_pages: Keys of the indexer (CSA layers), addressed as ``compressed``.
-        indexer_state: Open windows of the indexer's compressor.
-    """
-
-    window: Pages
-    window_table: torch.Tensor
-    sliding_window: int
-    ratio: int = 0
-    compressed: Pages | None = None
-    compressed_table: torch.Tensor | None = None
-    state: torch.Tensor | None = None
-    indexer_pages: Pages | None = None
-    indexer_state: torch.Tensor | None = None
-
-    @property
-    def window_capacity(self) -> int:
-        """Entries of a sequence's ring; position p lies at ring entry ``p % window_capacity``."""
-        return self.window_table.shape[1] * self.window.page_size
-
-    @property
-    def compressed_capacity(self) -> int:
-        """Compressed entries a sequence can hold."""
-        pages, table = self._compressed()
-        return table.shape[1] * pages.page_size
-
-    def window_write_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slot of the raw key-value of each token: ``[T]`` x ``[T]`` -> ``[T]`` int64."""
-        return self._window_slots(sequences, positions, 1).squeeze(-1)
-
-    def window_read_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slots a token at ``positions`` sees: ``max(0, p - w + 1) .. p`` in ascending order.
-
-        Args:
-            sequences: ``[T]`` int, -1 for padding.
-            positions: ``[T]`` int.
-
-        Returns:
-            ``[T, sliding_window]`` int64, -1 where the position would be negative.
-        """
-        return self._window_slots(sequences, positions, self.sliding_window)
-
-    def _window_slots(
-        self, sequences: torch.Tensor, positions: torch.Tensor, window: int
-    ) -> torch.Tensor:
-        return window_slots(self.window_table, self.window.page_size, sequences, positions, window)
-
-    def compressed_write_slots(
-        self, sequence: torch.Tensor, entry_index: torch.Tensor
-    ) -> torch.Tensor:
-        """Slot of compressed entry ``entry_index`` of each row: ``[M]`` int64, -1 stays -1."""
-        pages, table = self._compressed()
-        return entry_slots(table, pages.page_size, sequence, entry_index)
-
-    def compressed_slots_of(self, sequences: torch.Tensor, entry_ids: torch.Tensor) -> torch.Tensor:
-        """Slots of chosen entries: ``[T]`` x ``[T, k]`` -> ``[T, k]`` int64, -1 stays -1."""
-        return self.compressed_write_slots(sequences, entry_ids)
-
-    def compressed_prefix_slots(
-        self, sequences: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
-        """Slots of the entries ``0 .. visible - 1`` of each token's sequence.
-
-        Args:
-            sequences: ``[T]`` int, -1 for padding.
-            visible: ``[T]`` int.
-
-        Returns:
-            ``[T, compressed_capacity]`` int64, -1 from column ``visible`` on.
-        """
-        pages, table = self._compressed()
-        return prefix_slots(table, pages.page_size, sequences, visible)
-
-    def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Every tensor of the layer with the table that says which rows a sequence owns.
-
-        None stands for one row per sequence.
-        """
-        yield self.window.data, self.window_table
-        for pages in (self.compressed, self.indexer_pages):
-            if pages is not None:
-                yield pages.data, self.compressed_table
-        for state in (self.state, self.indexer_state):
-            if state is not None:
-                yield state, None
-
-    def _compressed(self) -> tuple[Pages, torch.Tensor]:
-        if self.compressed is None or self.compressed_table is None:
-            raise ValueError("LayerCache: a sliding-window layer has no compressed entries")
-        return self.compressed, self.compressed_table
-
-
 class PagedCache:
     """Cache of ``max_sequences`` sequences of at most ``max_tokens`` tokens each.
 
+    Each sequence has pages of its own for ``max_tokens``; or, with ``pool_tokens``, takes pages
+    from pools that all share as it grows, and gives back those that its window has left. Then
+    ``prepare`` has to come before every step.
+
     Attributes:
+        config: The model's.
+        size: What there is room for.
         lengths: ``[max_sequences]`` int64 on the device: tokens processed so far.
         layers: One ``LayerCache`` per main layer, then one per MTP layer.
     """
@@ -201,6 +105,8 @@ class PagedCache:
         dtype: torch.dtype = torch.bfloat16,
         entry_format: str | None = None,
         index_format: str = "plain",
+        pool_tokens: int | None = None,
+        window_pages: int | None = None,
     ) -> None:
         """Allocate everything.
 
@@ -216,19 +122,17 @@ class PagedCache:
                 calls for; ``"index_mxfp4"``, the same values in a quarter of bfloat16's bytes with
                 ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either of these, queries are
                 rounded to the same format.
+            pool_tokens: Tokens of all sequences together whose compressed entries have room, in
+                pools that the sequences share; each sequence rounds up to whole pages. None: no
+                pools.
+            window_pages: Pages of raw key-values in their pool; None: enough for a window of every
+                sequence and one chunk of ``max_chunk``.
 
         Raises:
-            ValueError: if a number is below 1, or a format is none of these or does not fit the
-                dims of the indexer's keys.
+            ValueError: if a number is below 1, a format is none of these or does not fit the dims
+                of the indexer's keys, or there are ``window_pages`` without ``pool_tokens``.
         """
-        max_chunk = max_tokens if max_chunk is None else max_chunk
-        for name, value in (
-            ("max_sequences", max_sequences),
-            ("max_tokens", max_tokens),
-            ("max_chunk", max_chunk),
-        ):
-            if value < 1:
-                raise ValueError(f"PagedCache: {name} is {value}, wanted >= 1")
+        size = _size(max_sequences, max_tokens, max_chunk, pool_tokens, window_pages)
         if entry_format is None:
             entry_format = "fp8" if config.numerics == "deepseek" else "plain"
         if entry_format not in ENTRY_FORMATS:
@@ -240,65 +144,297 @@ class PagedCache:
             raise ValueError(
                 f"PagedCache: index_format is {index_format!r}, wanted 'plain', {words}"
             )
+        build = LayerBuilder(config, size, entry_format, index_format, dtype, device)
+        layers = build.layers()
+        lengths = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._hold(config, size, layers, lengths, build.tables)
+
+    @classmethod
+    def of_layers(
+        cls,
+        config: ModelConfig,
+        layers: Sequence[LayerCache],
+        *,
+        max_tokens: int,
+        max_chunk: int | None = None,
+    ) -> PagedCache:
+        """A cache of tensors that somebody else made, a serving engine's pools and page tables.
+
+        Their owner says which pages a sequence has, by changing the tables in place between steps,
+        and which rows are in use; ``allocate``, ``fork`` and ``prepare`` of the result raise. The
+        tables are read and checked here, once.
+
+        Args:
+            config: The model's.
+            layers: One per main layer, or also one per MTP layer. A window table is a ring, see
+                ``LayerCache.window_capacity``; a column without a page holds -1.
+            max_tokens: Longest sequence.
+            max_chunk: Most new tokens of one sequence in one forward; None: ``max_tokens``.
+
+        Raises:
+            TypeError: if a dtype is wrong.
+            ValueError: if a shape, a format, a page size, a table's room or a page is wrong.
+        """
+        rows = layers[0].window_table.shape[0] if layers else 1
+        size = _size(rows, max_tokens, max_chunk, None, None)
+        check_layers(config, layers, size)
+        cache = cls.__new__(cls)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=layers[0].window_table.device)
+        cache._hold(config, size, list(layers), lengths, {})
+        cache._brought = True
+        return cache
+
+    def _hold(
+        self,
+        config: ModelConfig,
+        size: CacheSize,
+        layers: list[LayerCache],
+        lengths: torch.Tensor,
+        tables: Mapping[int, PageTable],
+    ) -> None:
         self.config = config
-        self.max_sequences = max_sequences
-        self.max_tokens = max_tokens
-        self.max_chunk = min(max_chunk, max_tokens)
-        build = _Builder(config, max_sequences, entry_format, index_format, dtype, device)
-        self.lengths = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self.layers = build.layers(max_tokens, self.max_chunk)
-        self._free = list(range(max_sequences))
+        self.size = size
+        self.layers = layers
+        self.lengths = lengths
+        self._tables = tables
+        self._live = [False] * size.sequences
+        self._tokens = [0] * size.sequences  # that each sequence was prepared for
+        self._grown: set[int] = set()  # sequences of the last step, whose windows may have moved on
+        self._brought = False
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that live at one time."""
+        return self.size.sequences
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence."""
+        return self.size.max_tokens
+
+    @property
+    def max_chunk(self) -> int:
+        """Most new tokens of one sequence in one step."""
+        return self.size.max_chunk
+
+    @property
+    def free_pages(self) -> dict[str, int]:
+        """Pages that no sequence holds, by pool; empty without pools."""
+        self._trim()
+        return {table.pool.name: table.pool.free for table in self._tables.values()}
 
     def allocate(self) -> int:
         """Row of a new, empty sequence; the lowest free one.
 
         Raises:
-            RuntimeError: if all ``max_sequences`` are taken.
+            CacheFullError: if all ``max_sequences`` are taken.
         """
-        if not self._free:
-            raise RuntimeError(
+        self._check_owner("allocate")
+        if all(self._live):
+            raise CacheFullError(
                 f"PagedCache: all {self.max_sequences} sequences are taken; free one, "
                 "or make the cache with a larger max_sequences"
             )
-        sequence = self._free.pop(0)
+        sequence = self._live.index(False)
+        self._live[sequence] = True
         self.reset(sequence)
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Give a row back.
+        """Give a row and its pages back.
 
         Raises:
             ValueError: if it is not allocated.
         """
         self._check_allocated("free", sequence)
-        self._free = sorted([*self._free, sequence])
+        self._release(sequence)
+        self._live[sequence] = False
 
     def reset(self, sequence: int) -> None:
         """Forget the tokens of a sequence; the row stays allocated."""
         self._check_allocated("reset", sequence)
+        self._release(sequence)
         self.lengths[sequence] = 0
 
-    def copy(self, source: int, target: int) -> None:
-        """Make ``target`` a copy of ``source``, to continue both apart.
+    def _release(self, sequence: int) -> None:
+        self._tokens[sequence] = 0
+        self._grown.discard(sequence)
+        for table in self._tables.values():
+            table.release(sequence)
+            table.flush()
+
+    def fork(self, source: int) -> int:
+        """A new sequence that goes on where ``source`` is, to continue both apart.
+
+        From pools it shares the pages of compressed entries that are full, which nobody writes
+        again; windows, open pages and compressor state are copied.
+
+        Returns:
+            Its row.
 
         Raises:
+            CacheFullError: if all rows are taken or a pool has too few pages; nothing is changed.
+            ValueError: if ``source`` is not allocated.
+        """
+        self._check_allocated("fork", source)
+        target = self.allocate()
+        try:
+            self.copy(source, target)
+        except CacheFullError:
+            self.free(target)
+            raise
+        return target
+
+    def copy(self, source: int, target: int) -> None:
+        """Make ``target`` forget its tokens and go on where ``source`` is; see ``fork``.
+
+        Raises:
+            CacheFullError: if a pool has too few pages; nothing is changed.
             ValueError: if either is not allocated.
         """
         self._check_allocated("copy", source)
         self._check_allocated("copy", target)
+        if source == target:
+            return
+        self._trim()
+        sealed = {
+            ratio: self._tokens[source] // ratio // table.page_size if ratio else 0
+            for ratio, table in self._tables.items()
+        }
+        for ratio, table in self._tables.items():
+            room = table.pool.free + table.own_pages(target)
+            self._check_room("copy", table, table.fork_pages(source, sealed[ratio]), room)
+        self._release(target)
+        for ratio, table in self._tables.items():
+            self._copy_pages(ratio, table.fork(source, target, sealed[ratio]))
+            table.flush()
+        self._tokens[target] = self._tokens[source]
         self.lengths[target] = self.lengths[source]
         for layer in self.layers:
-            for tensor, table in layer.tensors():
-                if table is None:
+            for tensor, pages in layer.tensors():
+                if pages is None:
                     tensor[target] = tensor[source].clone()
-                else:
-                    tensor[table[target]] = tensor[table[source]]
+                elif not self._tables:
+                    tensor[pages[target]] = tensor[pages[source]]
+
+    def _copy_pages(self, ratio: int, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages of every layer of one ratio, 0 for the window of all."""
+        if not copies:
+            return
+        source, target = to_device(copies, self.lengths.device).unbind(1)
+        for layer in self.layers:
+            for data in layer.pools(ratio):
+                data[target] = data[source]
+
+    def prepare(
+        self, sequences: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None
+    ) -> None:
+        """Make room for a step: to be called before it, on the host, in the order of the steps.
+
+        A cache with pools needs it before every step. It evicts the pages that windows have left,
+        takes the pages that new tokens need, and changes the page tables on the device in place. A
+        cache without pools, or of somebody else's tensors, only checks the numbers.
+
+        Args:
+            sequences: Rows of the cache, distinct; -1 for padding.
+            lengths: New tokens of each, 0 and up.
+            starts: Tokens each has already; None: as many as it was prepared for, which a cache of
+                somebody else's tensors does not know.
+
+        Raises:
+            CacheFullError: if a pool has too few pages; nothing is changed.
+            ValueError: if a row is not allocated or occurs twice, a sequence would have too many
+                tokens, in the chunk or in all, or starts before its end.
+        """
+        if self._brought:
+            if starts is None:
+                raise ValueError("PagedCache.prepare: starts is None, wanted it with brought pages")
+            self.check(lengths, starts)
+            return
+        if starts is None:
+            starts = [self._tokens[row] if row >= 0 else 0 for row in sequences]
+        self._check_step(sequences, lengths, starts)
+        self.check(lengths, starts)
+        steps = [
+            (row, start, start + new)
+            for row, new, start in zip(sequences, lengths, starts, strict=True)
+            if row >= 0 and new > 0
+        ]
+        self._trim()
+        growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
+        for ratio, table in self._tables.items():
+            need = sum(growth.pages for growth in growths[ratio])
+            self._check_room("prepare", table, need, table.pool.free)
+        for ratio, table in self._tables.items():
+            for growth in growths[ratio]:
+                self._copy_pages(ratio, table.grow(growth))
+            table.flush()
+        for row, _, end in steps:
+            self._tokens[row] = end
+            self._grown.add(row)
+
+    def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
+        table = self._tables[ratio]
+        if ratio:
+            return [table.growth(row, 0, end // ratio) for row, _, end in steps]
+        return [table.growth(row, self._window_low(start), end) for row, start, end in steps]
+
+    def _window_low(self, tokens: int) -> int:
+        """First position that the token at position ``tokens`` sees raw."""
+        return max(0, tokens - self.config.sliding_window + 1)
+
+    def _trim(self) -> None:
+        """Evict the pages that windows have left since the last step."""
+        if 0 in self._tables:
+            for row in sorted(self._grown):
+                self._tables[0].trim(row, self._window_low(self._tokens[row]))
+        self._grown.clear()
+
+    def _check_room(self, what: str, table: PageTable, need: int, room: int) -> None:
+        if need > room:
+            raise CacheFullError(
+                f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {room} of "
+                f"{table.pool.size} are free; free a sequence, or make the cache with a larger "
+                f"{'window_pages' if table is self._tables.get(0) else 'pool_tokens'}"
+            )
+
+    def _check_owner(self, what: str) -> None:
+        if self._brought:
+            raise RuntimeError(
+                f"PagedCache.{what}: the pages were brought; who brought them gives them out"
+            )
 
     def _check_allocated(self, what: str, sequence: int) -> None:
-        if not 0 <= sequence < self.max_sequences or sequence in self._free:
+        self._check_owner(what)
+        if not 0 <= sequence < self.max_sequences or not self._live[sequence]:
             raise ValueError(
                 f"PagedCache.{what}: sequence is {sequence}, wanted one that is allocated"
             )
+
+    def _check_step(
+        self, sequences: Sequence[int], lengths: Sequence[int], starts: Sequence[int]
+    ) -> None:
+        if not len(sequences) == len(lengths) == len(starts):
+            raise ValueError(
+                f"PagedCache.prepare: {len(sequences)} sequences, {len(lengths)} lengths and "
+                f"{len(starts)} starts, wanted as many of each"
+            )
+        rows = [row for row in sequences if row != -1]
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"PagedCache.prepare: sequences are {rows}, wanted distinct ones")
+        for i, (row, new, start) in enumerate(zip(sequences, lengths, starts, strict=True)):
+            if new < 0:
+                raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
+            if row == -1:
+                continue
+            self._check_allocated("prepare", row)
+            held = self._tokens[row]
+            # Without pools a step need not have been announced.
+            if start < held or (self._tables and start > held):
+                raise ValueError(
+                    f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: so many tokens "
+                    f"sequence {row} was prepared for, and positions neither go back nor skip any"
+                )
 
     def check(self, lengths: Sequence[int], starts: Sequence[int]) -> None:
         """Raise unless the cache can take a batch whose numbers the host knows.
@@ -320,6 +456,33 @@ class PagedCache:
                 raise ValueError(
                     f"PagedCache: entry {i} of the batch would reach {start} + {new} tokens, "
                     f"wanted at most max_tokens ({self.max_tokens})"
+                )
+
+    def check_model(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        """Raise unless a model of this configuration and dtype can use the cache.
+
+        Raises:
+            TypeError: if plain pages or the compressor state are of another dtype.
+            ValueError: if the cache was made for other layers or dims.
+        """
+        if config is not self.config:
+            for name, found, wanted in _shaping(self.config, config):
+                if found != wanted:
+                    raise ValueError(
+                        f"PagedCache: made for {name} {found}, wanted {wanted} as the model has"
+                    )
+        for i, layer in enumerate(self.layers):
+            data = layer.window.data
+            if layer.window.entry_format == "plain" and data.dtype != dtype:
+                raise TypeError(
+                    f"PagedCache: plain pages of layer {i} have dtype {_name(data.dtype)}, wanted "
+                    f"{_name(dtype)} as the model's hidden states"
+                )
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            if layer.state is not None and layer.state.dtype != wide:
+                raise TypeError(
+                    f"PagedCache: state of layer {i} has dtype {_name(layer.state.dtype)}, wanted "
+                    f"{_name(wide)} for hidden states of {_name(dtype)}"
                 )
 
     def advance(self, batch: Batch) -> None:
@@ -344,76 +507,67 @@ class PagedCache:
                     tensors[id(table)] = table
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
+    def bytes_per_sequence(self, tokens: int) -> dict[str, int]:
+        """Bytes that a sequence of so many tokens occupies between steps, over all layers.
 
-@dataclass(frozen=True)
-class _Builder:
-    config: ModelConfig
-    sequences: int
-    entry_format: str
-    index_format: str
-    dtype: torch.dtype
-    device: torch.device | str | None
+        With pools and one token at a time; for fewer than 64 tokens after a chunk its window may
+        hold a page more. Without pools a sequence occupies its pages for ``max_tokens`` always.
 
-    def layers(self, max_tokens: int, max_chunk: int) -> list[LayerCache]:
-        ring = min(self.config.sliding_window - 1 + max_chunk, max_tokens)
-        tables: dict[int, torch.Tensor] = {0: self._table(-(-ring // WINDOW_PAGE))}
-        layers = []
-        for index in range(self.config.total_layers):
-            ratio = self.config.compress_rate(index)
-            layer = self._window(tables[0])
-            if ratio:
-                if ratio not in tables:
-                    entries = max(1, max_tokens // ratio)
-                    tables[ratio] = self._table(-(-entries // _page_size(ratio)))
-                overlap = self.config.layer_type(index) == CSA
-                layer = self._with_compressed(layer, tables[ratio], ratio, overlap)
-            layers.append(layer)
-        return layers
+        Returns:
+            Bytes of ``"window"``, ``"compressed"`` and ``"indexer"`` pages, which are what grows,
+            and of the compressors' ``"state"``, the same for every length.
 
-    def _window(self, table: torch.Tensor) -> LayerCache:
-        pages = self._pages(table, WINDOW_PAGE, self.config.head_dim, self.entry_format)
-        return LayerCache(pages, table, self.config.sliding_window)
+        Raises:
+            ValueError: if ``tokens`` is not within 0 and ``max_tokens``.
+        """
+        if not 0 <= tokens <= self.max_tokens:
+            raise ValueError(
+                f"bytes_per_sequence: tokens is {tokens}, wanted 0 to {self.max_tokens}"
+            )
+        total = {"window": 0, "compressed": 0, "indexer": 0, "state": 0}
+        for layer in self.layers:
+            for name, count in layer.bytes_of(tokens, grows=bool(self._tables)).items():
+                total[name] += count
+        return total
 
-    def _with_compressed(
-        self, layer: LayerCache, table: torch.Tensor, ratio: int, overlap: bool
-    ) -> LayerCache:
-        size, config = _page_size(ratio), self.config
-        layer = replace(
-            layer,
-            ratio=ratio,
-            compressed_table=table,
-            compressed=self._pages(table, size, config.head_dim, self.entry_format),
-            state=self._state(ratio, overlap, config.head_dim),
+
+def _size(
+    max_sequences: int,
+    max_tokens: int,
+    max_chunk: int | None,
+    pool_tokens: int | None,
+    window_pages: int | None,
+) -> CacheSize:
+    max_chunk = max_tokens if max_chunk is None else max_chunk
+    for name, value in (
+        ("max_sequences", max_sequences),
+        ("max_tokens", max_tokens),
+        ("max_chunk", max_chunk),
+        ("pool_tokens", pool_tokens),
+        ("window_pages", window_pages),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"PagedCache: {name} is {value}, wanted >= 1")
+    if window_pages is not None and pool_tokens is None:
+        raise ValueError(
+            f"PagedCache: window_pages is {window_pages} and pool_tokens None, wanted both: pools "
+            "are of window pages and compressed pages alike"
         )
-        if not overlap:
-            return layer
-        # Index keys may be plain also with "deepseek" numerics: after rounding to FP4 every model
-        # dtype holds them exactly.
-        return replace(
-            layer,
-            indexer_pages=self._pages(table, size, config.index_head_dim, self.index_format),
-            indexer_state=self._state(ratio, overlap, config.index_head_dim),
-        )
-
-    def _table(self, pages: int) -> torch.Tensor:
-        table = torch.arange(self.sequences * pages, device=self.device)
-        return table.view(self.sequences, pages)
-
-    def _pages(self, table: torch.Tensor, size: int, dim: int, entry_format: str) -> Pages:
-        rope = self.config.qk_rope_head_dim
-        return Pages.allocate(table.numel(), size, dim, rope, entry_format, self.dtype, self.device)
-
-    def _state(self, ratio: int, overlap: bool, dim: int) -> torch.Tensor:
-        c = 2 if overlap else 1
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        state = torch.zeros(self.sequences, c * ratio, 2, c * dim, dtype=wide, device=self.device)
-        state[:, :, 1] = -torch.inf
-        return state
+    return CacheSize(
+        max_sequences, max_tokens, min(max_chunk, max_tokens), pool_tokens, window_pages
+    )
 
 
-def _page_size(ratio: int) -> int:
-    # 64 entries at ratio 4, 2 at ratio 128.
-    return max(1, BLOCK // ratio)
+def _shaping(*configs: ModelConfig) -> list[tuple[Any, ...]]:
+    """What gives a cache its shape, by name, of each configuration."""
+    names = ("num_hidden_layers", "head_dim", "qk_rope_head_dim", "index_head_dim")
+    rows = [(name, *(getattr(c, name) for c in configs)) for name in (*names, "sliding_window")]
+    rates = (tuple(c.compress_rate(i) for i in range(c.num_hidden_layers)) for c in configs)
+    return [*rows, ("compression rates", *rates)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.page_tables import to_device
 from dsv4.sampling import Sampler
 
 
@@ -152,6 +153,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         max_tokens: int,
         max_chunk: int | None = None,
         index_format: str = "plain",
+        pool_tokens: int | None = None,
+        window_pages: int | None = None,
     ) -> PagedCache:
         """An empty cache for this model, on its device.
 
@@ -160,6 +163,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one step.
             index_format: Of the indexer's keys, see ``PagedCache``.
+            pool_tokens: Room for compressed entries in shared pools, see ``PagedCache``.
+            window_pages: Room for raw key-values in them.
         """
         return PagedCache(
             self.config,
@@ -169,6 +174,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             device=self.device,
             dtype=self.dtype,
             index_format=index_format,
+            pool_tokens=pool_tokens,
+            window_pages=window_pages,
         )
 
     @torch.inference_mode()
@@ -191,7 +198,9 @@ class DeepseekV4ForCausalLM(nn.Module):
             Logits ``[B, vocab]`` after each prompt's last token.
 
         Raises:
-            ValueError: if a prompt is empty, or ``chunk`` is not within 1 and ``max_chunk``.
+            CacheFullError: if a pool of the cache has too few pages for a chunk.
+            ValueError: if a prompt is empty or too long, or ``chunk`` is not within 1 and
+                ``max_chunk``.
         """
         if any(len(prompt) == 0 for prompt in prompts):
             raise ValueError("prefill: a prompt is empty, wanted at least one token")
@@ -209,21 +218,29 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def decode(
-        self, tokens: torch.Tensor, cache: PagedCache, sequences: torch.Tensor
+        self, tokens: torch.Tensor, cache: PagedCache, sequences: torch.Tensor | Sequence[int]
     ) -> torch.Tensor:
         """One token per sequence.
 
-        A sequence must hold fewer than ``cache.max_tokens`` tokens. Past that its token is not
-        stored, without an error: asking would read the lengths back from the device on every step.
+        With rows on the host the step is prepared and checked here. With rows on the device, as in
+        a graph, ``cache.prepare`` is the caller's: a token without room is not stored, without an
+        error, because asking would read the lengths back from the device on every step.
 
         Args:
             tokens: ``[B]`` int64.
             cache: From ``new_cache``.
-            sequences: ``[B]`` int64 cache rows, on the model's device.
+            sequences: ``[B]`` cache rows: ints, or int64 on the model's device.
 
         Returns:
             Logits ``[B, vocab]``.
+
+        Raises:
+            CacheFullError: if a pool of the cache has no page left.
+            ValueError: if a sequence has ``cache.max_tokens`` tokens already.
         """
+        if not isinstance(sequences, torch.Tensor):
+            cache.prepare(sequences, [1] * len(sequences))
+            sequences = to_device(sequences, self.device)
         batch = Batch.decode(cache.lengths[sequences], sequences)
         hidden, _ = self.model(tokens.unsqueeze(0), None, CacheStep(cache, batch))
         cache.advance(batch)
@@ -236,7 +253,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         lengths = [len(piece) for piece in pieces]
         rows = torch.tensor(list(sequences), device=self.device)
         starts = cache.lengths[rows]
-        cache.check(lengths, starts.tolist())
+        cache.prepare(sequences, lengths, starts.tolist())
         batch = Batch.from_lengths(lengths, starts, rows)
         flat = [token for piece in pieces for token in piece]
         ids = torch.tensor(flat, dtype=torch.long, device=self.device).unsqueeze(0)
@@ -285,10 +302,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             live = [live[k] for k in keep]
             if not live or count == max_new_tokens:
                 break
-            rows = torch.tensor([sequences[i] for i in live], device=self.device)
-            tokens = choose(
-                self.decode(tokens[torch.tensor(keep, device=self.device)], cache, rows)
-            )
+            kept = tokens[to_device(keep, self.device)]
+            tokens = choose(self.decode(kept, cache, [sequences[i] for i in live]))
         return out
 
 

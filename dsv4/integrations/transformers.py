@@ -16,8 +16,11 @@ What differs from transformers' own modules:
   compressors, in transformers as here, because a compressed entry covers slots of the padded row.
   Prefill equals transformers'. In decode, transformers shows all entries of a heavily compressed
   layer, and these modules show those that prefill would show. Neither equals the unpadded prompt,
-  as soon as a compressor has closed a window: batch prompts of equal length, or use
-  ``dsv4.DeepseekV4ForCausalLM.generate``, which packs prompts of any lengths without padding.
+  as soon as a compressor has closed a window: batch prompts of equal length, or generate with
+  ``past_key_values=paged_cache(model, ...)``, which packs prompts of any lengths without padding,
+  as ``dsv4.DeepseekV4ForCausalLM.generate`` does.
+* With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search,
+  ``crop`` and assisted generation raise: a compressor's state cannot go back.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ __all__ = [
     "Report",
     "apply",
     "from_pretrained",
+    "paged_cache",
     "register_experts",
 ]
 
@@ -196,6 +200,54 @@ def from_pretrained(
     return model.eval().requires_grad_(False)
 
 
+def paged_cache(
+    model: Any,
+    *,
+    max_tokens: int,
+    max_sequences: int = 1,
+    max_chunk: int | None = None,
+    index_format: str = "plain",
+    pool_tokens: int | None = None,
+    window_pages: int | None = None,
+) -> Any:
+    """A cache for ``model.generate(..., past_key_values=cache)`` that lives in pages.
+
+    The model's attention has to be this package's, see ``apply``. Each row of the batch is a
+    sequence; its padding is left out, so that left-padded prompts give what they give alone, and
+    ``position_ids`` are those of the cache. ``cache.reset()`` makes it empty for another batch.
+
+    Args:
+        model: transformers' ``DeepseekV4ForCausalLM`` or ``DeepseekV4Model``, swapped.
+        max_tokens: Most tokens of a row, prompt and new ones.
+        max_sequences: Most rows.
+        max_chunk: Most tokens of a row in one forward; a longer prompt needs ``prefill_chunk_size``
+            of generate. None: ``max_tokens``.
+        index_format: As for ``dsv4.PagedCache``.
+        pool_tokens: As for ``dsv4.PagedCache``.
+        window_pages: As for ``dsv4.PagedCache``.
+
+    Returns:
+        A transformers ``Cache``; its ``paged`` is the ``dsv4.PagedCache``.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        TypeError: if the attention of a layer is not this package's.
+        ValueError: if a number is below 1 or the format unknown.
+    """
+    _modeling()
+    from dsv4.integrations._cache import paged_cache_for
+
+    return paged_cache_for(
+        model,
+        max_tokens=max_tokens,
+        max_sequences=max_sequences,
+        max_chunk=max_chunk,
+        index_format=index_format,
+        pool_tokens=pool_tokens,
+        window_pages=window_pages,
+    )
+
+
 def _modeling() -> Any:
     """transformers' module of DeepSeek-V4 code."""
     try:
@@ -247,7 +299,7 @@ def _notes(replaced: Iterable[Replaced]) -> Iterable[str]:
         yield "inference only: a backward pass through a replaced module raises"
     if "attention" in parts:
         yield "output_attentions=True raises: attention weights are never materialised"
-        yield "left-padded batches decode differently; batch prompts of equal length"
+        yield "left-padded batches decode differently, but with paged_cache; see the module's text"
     if "experts" in parts:
         yield "experts_implementation has no effect on replaced experts"
 

@@ -27,7 +27,8 @@ class DeepseekV4Attention(FixedDtypeModule):
     """Attention of one layer, of any of the three types (specification section 4).
 
     ``past_key_values`` decides where earlier tokens come from: None (there are none), one of
-    transformers' cache objects, or a ``CacheStep`` of a ``PagedCache``.
+    transformers' cache objects, a ``CacheStep`` of a ``PagedCache``, or what
+    ``dsv4.integrations.transformers.paged_cache`` makes of both.
     """
 
     wide = frozenset({"sinks"})
@@ -97,6 +98,8 @@ class DeepseekV4Attention(FixedDtypeModule):
             ValueError: if a shape is wrong.
         """
         self._check(hidden_states, attention_mask)
+        if hasattr(past_key_values, "packed_rows"):
+            return self._forward_packed(hidden_states, attention_mask, past_key_values), None
         step = past_key_values if isinstance(past_key_values, CacheStep) else None
         if position_ids is None:
             count = hidden_states.shape[1]
@@ -114,6 +117,23 @@ class DeepseekV4Attention(FixedDtypeModule):
         out = rope(out, cos.unsqueeze(-2), sin.unsqueeze(-2), inverse=True)
         grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
+
+    def _forward_packed(
+        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, past: Any
+    ) -> torch.Tensor:
+        """A ``[B, S]`` batch as the flat batch of a paged cache, at the cache's own positions."""
+        rows = past.packed_rows(self.layer_idx, hidden_states, mask)
+        positions, label = rows.step.batch.positions.unsqueeze(0), self.rope_layer_type
+        tables = rows.step.once(
+            ("rotary", label, hidden_states.dtype),
+            lambda: self.rotary_emb(hidden_states, positions, label),
+        )
+        packed = rows.pack(hidden_states)
+        out, _ = DeepseekV4Attention.forward(
+            self, packed, {label: tables}, positions, past_key_values=rows.step
+        )
+        past.finished(self.layer_idx, hidden_states)
+        return rows.unpack(out, hidden_states)
 
     def _check(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> None:
         if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.config.hidden_size:
@@ -155,6 +175,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         step: CacheStep,
     ) -> torch.Tensor:
         """Write this batch to the cache, then read every key from there."""
+        self._check_cache(step, kv.dtype)
         layer = step.cache.layers[self.layer_idx]
         cos, sin = (table[0] for table in tables)
         norm, written = self.kv_norm, step.write_slots(layer)
@@ -173,6 +194,12 @@ class DeepseekV4Attention(FixedDtypeModule):
             q[0], layer.window, window_slots, compressed, slots, self.sinks, scale=self.scaling
         )
         return out.unsqueeze(0)
+
+    def _check_cache(self, step: CacheStep, dtype: torch.dtype) -> None:
+        """Raise unless the cache was made for this model; once for all layers of a step."""
+        if not torch.compiler.is_compiling():
+            key = ("checked", id(self.config), dtype)
+            step.once(key, lambda: step.cache.check_model(self.config, dtype))
 
     def _attend_dense(
         self,

@@ -1,0 +1,216 @@
+"""A paged cache in the shape of transformers' cache objects. Imports transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.layers.attention import DeepseekV4Attention
+from dsv4.page_tables import to_device
+
+_REFUSED = "the compressors' state of earlier tokens is gone"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The tokens of a ``[B, S]`` batch that are no padding, as one flat batch.
+
+    Attributes:
+        step: The paged cache and the flat batch.
+        kept: Which of the ``B * S`` tokens those are, ``[T]``; None: all.
+    """
+
+    step: CacheStep
+    kept: torch.Tensor | None
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, S, H]`` to ``[1, T, H]``."""
+        flat = x.reshape(1, -1, x.shape[-1])
+        return flat if self.kept is None else flat[:, self.kept]
+
+    def unpack(self, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """``[1, T, H]`` to the shape of ``like``, zeros for padding."""
+        if self.kept is None:
+            return y.view(*like.shape[:2], -1)
+        out = y.new_zeros(like.shape[0] * like.shape[1], y.shape[-1])
+        out[self.kept] = y[0]
+        return out.view(*like.shape[:2], -1)
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks a layer's cache; all layers answer for the whole."""
+
+    is_sliding = True
+    supports_early_init = False
+
+    def __init__(self, owner: PagedTransformersCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing is left to do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: only this package's attention writes to a paged cache."""
+        raise TypeError(
+            "dsv4's paged cache in an attention that is not dsv4's, wanted "
+            "dsv4.integrations.transformers.apply with 'attention' among its parts"
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """A mask over the new tokens alone: it only has to say which of them are padding."""
+        return query_length, self.get_seq_length()
+
+    def get_seq_length(self) -> int:
+        """Tokens of a row so far, padding included."""
+        return self.owner.columns
+
+    def get_max_length(self) -> int:
+        """Tokens that a row has room for."""
+        return self.owner.paged.max_tokens
+
+
+class PagedTransformersCache(Cache):
+    """``past_key_values`` of a swapped model that lives in the pages of a ``PagedCache``.
+
+    Rows are sequences of the paged cache, packed without padding: a left-padded prompt gives what
+    it gives alone. Positions are those of the cache, whatever ``position_ids`` say.
+
+    Attributes:
+        paged: The cache.
+        columns: Tokens of a row so far, padding included.
+    """
+
+    def __init__(self, paged: PagedCache) -> None:
+        super().__init__(layers=[_Layer(self) for _ in range(paged.config.num_hidden_layers)])
+        self.paged = paged
+        self.columns = 0
+        self._rows: list[int] = []
+        self._rows_there: torch.Tensor | None = None
+        self._all_begun = False
+        self._packed: PackedRows | None = None
+
+    def packed_rows(
+        self, layer_idx: int, hidden_states: torch.Tensor, mask: torch.Tensor | None
+    ) -> PackedRows:
+        """The flat batch of a forward; its first layer makes it, and makes room for it.
+
+        Raises:
+            CacheFullError: if the cache has no room for the batch; nothing is changed then.
+            RuntimeError: if the forward before did not come to its end.
+            ValueError: if the batch is of another size than before, or too long.
+        """
+        if layer_idx == 0:
+            if self._packed is not None:
+                raise RuntimeError(
+                    "dsv4's paged cache: the forward before did not come to its end, which leaves "
+                    "layers of different lengths; reset() the cache"
+                )
+            rows, tokens = hidden_states.shape[:2]
+            self._packed = self._begin(rows, tokens, mask)
+        if self._packed is None:
+            raise RuntimeError(
+                f"dsv4's paged cache: the first layer of a forward is {layer_idx}, wanted 0"
+            )
+        return self._packed
+
+    def finished(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
+        """A layer is through; the last one's tokens count from now on."""
+        if layer_idx == len(self.layers) - 1 and self._packed is not None:
+            self.paged.advance(self._packed.step.batch)
+            self.columns += hidden_states.shape[1]
+            self._packed = None
+
+    def _begin(self, rows: int, tokens: int, mask: torch.Tensor | None) -> PackedRows:
+        there = self._take_rows(rows)
+        lengths, kept = [tokens] * rows, None
+        # Padding is on the left: once every row has begun, a single token is none.
+        if mask is not None and (tokens > 1 or not self._all_begun):
+            diagonal = mask[:, 0].diagonal(dim1=-2, dim2=-1).expand(rows, tokens)
+            real = diagonal if diagonal.dtype == torch.bool else diagonal >= 0
+            lengths = real.sum(1).tolist()
+            if sum(lengths) < rows * tokens:
+                kept = real.reshape(-1).nonzero().squeeze(1)
+        self.paged.prepare(self._rows, lengths)
+        starts = self.paged.lengths[there]
+        if tokens == 1 and kept is None:
+            batch = Batch.decode(starts, there)
+        else:
+            batch = Batch.from_lengths(lengths, starts, there)
+        self._all_begun = self._all_begun or all(lengths)
+        return PackedRows(CacheStep(self.paged, batch), kept)
+
+    def _take_rows(self, count: int) -> torch.Tensor:
+        if self._rows_there is not None:
+            if count != len(self._rows):
+                raise ValueError(
+                    f"dsv4's paged cache: batch of {count}, wanted {len(self._rows)} as before; "
+                    "reset() the cache for another batch"
+                )
+            return self._rows_there
+        if count > self.paged.max_sequences:
+            raise ValueError(
+                f"dsv4's paged cache: batch of {count}, wanted at most max_sequences "
+                f"({self.paged.max_sequences})"
+            )
+        self._rows = [self.paged.allocate() for _ in range(count)]
+        self._rows_there = to_device(self._rows, self.paged.lengths.device)
+        return self._rows_there
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        for row in self._rows:
+            self.paged.free(row)
+        self._rows, self._rows_there, self._packed = [], None, None
+        self.columns, self._all_begun = 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to forget the last tokens; 0 is none."""
+        if tokens_to_remove:
+            raise NotImplementedError(
+                f"dsv4's paged cache: crop({tokens_to_remove}), wanted 0: {_REFUSED}. Assisted "
+                "generation needs a copy of the sequence before each guess (PagedCache.fork)"
+            )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
+        """Refuse beam search."""
+        raise NotImplementedError(
+            "dsv4's paged cache: beam search reorders rows, wanted num_beams=1. Without "
+            "past_key_values transformers' own cache serves"
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refuse to repeat rows."""
+        raise NotImplementedError(
+            "dsv4's paged cache: rows cannot be repeated, wanted a batch of its final size"
+        )
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        """Refuse to drop rows."""
+        raise NotImplementedError(
+            "dsv4's paged cache: rows cannot be dropped, wanted a batch of its final size"
+        )
+
+
+def paged_cache_for(model: Any, **sizes: Any) -> PagedTransformersCache:
+    """See ``dsv4.integrations.transformers.paged_cache``."""
+    attention = [(n, m) for n, m in model.named_modules() if n.endswith(".self_attn")]
+    for name, module in attention:
+        if not isinstance(module, DeepseekV4Attention):
+            raise TypeError(
+                f"paged_cache: {name} is a {type(module).__module__}.{type(module).__qualname__}, "
+                "wanted dsv4's: apply(model) with 'attention' among its parts"
+            )
+    if not attention:
+        raise TypeError(
+            f"paged_cache: model is a {type(model).__module__}.{type(model).__qualname__}, wanted "
+            "transformers' DeepseekV4ForCausalLM or DeepseekV4Model"
+        )
+    weight = model.get_input_embeddings().weight
+    config = attention[0][1].config.replace(num_nextn_predict_layers=0)
+    paged = PagedCache(config, device=weight.device, dtype=weight.dtype, **sizes)
+    return PagedTransformersCache(paged)

@@ -1,0 +1,226 @@
+"""Who holds which page: pools with reference counts, and the tables on the device that follow them.
+
+All of it runs on the host, between steps. A table is changed in place, so a captured graph finds
+the new pages in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+class CacheFullError(RuntimeError):
+    """No room: nothing was changed. Free a sequence, or make the cache larger."""
+
+
+class PagePool:
+    """Pages ``0 .. size - 1``, each free or held by one or more users.
+
+    Attributes:
+        name: For messages.
+        size: Pages in all.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._free = list(range(size - 1, -1, -1))
+        self._users = [0] * size
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def users(self, page: int) -> int:
+        """How many hold a page."""
+        return self._users[page]
+
+    def take(self) -> int:
+        """A free page, from now on held by one user. There must be one."""
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def share(self, page: int) -> int:
+        """The same page, held by one user more."""
+        self._users[page] += 1
+        return page
+
+    def give_back(self, page: int) -> None:
+        """One user less."""
+        self._users[page] -= 1
+        if not self._users[page]:
+            self._free.append(page)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a sequence needs before a step.
+
+    Attributes:
+        row: The sequence.
+        first: Page, by its number within the sequence, of the first entry that the step reads.
+        end: One past the page of the last entry that it writes.
+        shared: Whether the last page goes on in the place of the first.
+        split: Whether the page that did so has to leave the place of the first.
+        pages: How many pages it takes from the pool.
+    """
+
+    row: int
+    first: int = 0
+    end: int = 0
+    shared: bool = False
+    split: bool = False
+    pages: int = 0
+
+
+@dataclass
+class _Held:
+    """Pages of a sequence: numbers ``first .. end - 1``; ``twin`` is in the place of the first."""
+
+    pages: dict[int, int] = field(default_factory=dict)
+    first: int = 0
+    end: int = 0
+    twin: int | None = None
+
+
+@dataclass
+class PageTable:
+    """Page tables of some sequences: entry e of a sequence lies on its page ``e // page_size``.
+
+    A sequence may let go of its first pages, and then has a ring: page q stands in column ``q %
+    columns``. Where a step needs entries from the middle of the first page to before the middle of
+    the last, both lie in one page of the pool. A window that is a multiple of the page size
+    therefore occupies as many pages as it has entries for, not one more.
+
+    Attributes:
+        pool: Where pages come from.
+        page_size: Entries per page.
+        table: ``[S, columns]`` int64 on the device; -1 where a sequence has no page.
+    """
+
+    pool: PagePool
+    page_size: int
+    table: torch.Tensor
+    _held: list[_Held] = field(init=False)
+    _changes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._held = [_Held() for _ in range(self.table.shape[0])]
+
+    @property
+    def columns(self) -> int:
+        """Pages a sequence can hold."""
+        return self.table.shape[1]
+
+    def trim(self, row: int, low: int) -> None:
+        """Let go of the pages that only hold entries before ``low``."""
+        held = self._held[row]
+        while held.first < min(held.end, low // self.page_size):
+            self.pool.give_back(held.pages.pop(held.first))
+            if held.first + self.columns >= held.end:
+                self._changes[row, held.first % self.columns] = -1
+            held.first += 1
+            held.twin = None
+
+    def growth(self, row: int, low: int, end: int) -> Growth:
+        """What is missing for a step that reads entries from ``low`` and writes up to ``end``.
+
+        A sequence that holds pages holds that of ``low``; ``trim`` has seen the same ``low``.
+        """
+        held, size = self._held[row], self.page_size
+        first, last = low // size, (end - 1) // size
+        new = last + 1 - max(held.end, first)
+        meets = (end - 1) % size >= low % size
+        split = held.twin is not None and (held.twin < last or (held.twin == last and meets))
+        shared = new > 0 and first < held.end and not meets
+        return Growth(row, first, last + 1, shared, split, max(0, new) - shared + split)
+
+    def grow(self, growth: Growth) -> list[tuple[int, int]]:
+        """Take the pages, which must be there.
+
+        Returns:
+            Pages of the pool whose bytes have to be copied, and where to.
+        """
+        row, held, copies = growth.row, self._held[growth.row], []
+        if growth.split and held.twin is not None:
+            page = self.pool.take()
+            copies.append((held.pages[held.twin], page))
+            self.pool.give_back(held.pages[held.twin])
+            self._put(row, held.twin, page)
+            held.twin = None
+        if not held.pages:
+            held.first = held.end = growth.first
+        while held.end < growth.end:
+            if growth.shared and held.end == growth.end - 1:
+                held.twin = held.end
+                self._put(row, held.end, self.pool.share(held.pages[held.first]))
+            else:
+                self._put(row, held.end, self.pool.take())
+        return copies
+
+    def own_pages(self, row: int) -> int:
+        """How many pages become free if the sequence gives back all of its own."""
+        counts = Counter(self._held[row].pages.values())
+        return sum(self.pool.users(page) == count for page, count in counts.items())
+
+    def fork_pages(self, source: int, sealed: int) -> int:
+        """How many pages ``fork`` takes from the pool."""
+        return len({page for q, page in self._held[source].pages.items() if q >= sealed})
+
+    def fork(self, source: int, target: int, sealed: int) -> list[tuple[int, int]]:
+        """Give ``target``, which holds none, the pages of ``source``.
+
+        Pages before number ``sealed`` are never written again and serve both; the others are new.
+
+        Returns:
+            Pages of the pool whose bytes have to be copied, and where to.
+        """
+        held, copies = self._held[source], dict[int, int]()
+        new = self._held[target] = _Held({}, held.first, held.first, held.twin)
+        for q in range(held.first, held.end):
+            page = held.pages[q]
+            if q < sealed:
+                page = self.pool.share(page)
+            elif page in copies:
+                page = self.pool.share(copies[page])
+            else:
+                copies[page] = page = self.pool.take()
+            self._put(target, q, page)
+        assert new.end == held.end
+        return list(copies.items())
+
+    def release(self, row: int) -> None:
+        """Give back every page of a sequence."""
+        for q, page in self._held[row].pages.items():
+            self.pool.give_back(page)
+            self._changes[row, q % self.columns] = -1
+        self._held[row] = _Held()
+
+    def flush(self) -> None:
+        """Bring the table on the device up to date, in stream order and without waiting."""
+        if not self._changes:
+            return
+        places = [[row, column, page] for (row, column), page in self._changes.items()]
+        rows, columns, pages = to_device(places, self.table.device).unbind(1)
+        self.table.index_put_((rows, columns), pages)
+        self._changes.clear()
+
+    def _put(self, row: int, q: int, page: int) -> None:
+        held = self._held[row]
+        held.pages[q] = page
+        held.end = max(held.end, q + 1)
+        self._changes[row, q % self.columns] = page
+
+
+def to_device(values: Sequence[object], device: torch.device) -> torch.Tensor:
+    """Integers of the host as an int64 tensor; a GPU is not waited for."""
+    host = torch.tensor(values, dtype=torch.int64, device="cpu")
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,485 @@
+"""Sequences in shared pools: they grow, join, leave and fork, and are what they are alone."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import TYPES, Stack, small, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4 import layer_cache
+from dsv4.cache import Batch, CacheFullError, LayerCache, PagedCache
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.pages import Pages
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.configs import chunkings
+from dsv4.testing.strategies import seeds
+
+EXACT = 1e-12  # relative, float64: rounding alone
+BORDERS = (0, 1, 3, 4, 127, 128, 129)
+
+
+def published(**changes) -> ModelConfig:
+    """The published window, rates and pages of 64, 64 and 2 entries; narrow layers."""
+    return small(sliding_window=128, compress_rates={CSA: 4, HCA: 128}, **changes)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if not found.numel():
+        return 0.0
+    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+
+def shuffled(cache: PagedCache, seed: int) -> PagedCache:
+    """The same cache with its free pages in another order."""
+    for table in cache._tables.values():
+        random.Random(seed).shuffle(table.pool._free)
+    return cache
+
+
+def pages_taken(cache: PagedCache) -> dict[str, int]:
+    sizes = {t.pool.name: t.pool.size for t in cache._tables.values()}
+    return {name: sizes[name] - free for name, free in cache.free_pages.items()}
+
+
+def snapshot(cache: PagedCache) -> list[torch.Tensor]:
+    tensors = [t for layer in cache.layers for pair in layer.tensors() for t in pair]
+    return [t.clone() for t in (*tensors, cache.lengths) if t is not None]
+
+
+# Equal to each sequence alone -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+def test_a_mixed_batch_at_every_border_is_each_sequence_alone(numerics: str) -> None:
+    """Prefill to each border, one token, two at once (as a verification), and one again."""
+    config = published(numerics=numerics)
+    stack = Stack(config, 3)
+    cache = shuffled(stack.cache(len(BORDERS), 160, pool_tokens=7 * 256, max_chunk=129), 3)
+    data = [tokens(i, n + 4, config) for i, n in enumerate(BORDERS)]
+    rows = [cache.allocate() for _ in BORDERS]
+    out: list[list[torch.Tensor]] = [[] for _ in BORDERS]
+    done = [0] * len(BORDERS)
+    for step in (BORDERS, *[[n] * len(BORDERS) for n in (1, 2, 1)]):
+        pieces = [x[a : a + n] for x, a, n in zip(data, done, step, strict=True)]
+        for i, piece in enumerate(stack.step(cache, rows, pieces)):
+            out[i].append(piece)
+            done[i] += step[i]
+    for i, x in enumerate(data):
+        assert distance(torch.cat(out[i]), stack.whole(x)) < EXACT, BORDERS[i]
+
+
+@pytest.mark.parametrize("layer_type", TYPES)
+@given(seed=seeds(), data=st.data())
+@settings(max_examples=6)
+def test_any_chunking_of_a_mixed_batch_is_prefill(
+    layer_type: str, seed: int, data: st.DataObject
+) -> None:
+    config = published(layer_types=(layer_type,))
+    stack = Stack(config, seed % 1000)
+    lengths = [data.draw(st.sampled_from(BORDERS[1:])) + data.draw(st.integers(0, 2)) for _ in "ab"]
+    chunks = [data.draw(chunkings(n)) for n in lengths]
+    cache = shuffled(stack.cache(2, 140, pool_tokens=512), seed)
+    hidden = [tokens(seed + i, n, config) for i, n in enumerate(lengths)]
+    rows = [cache.allocate(), cache.allocate()]
+    done, out = [0, 0], [[], []]
+    for turn in range(max(map(len, chunks))):
+        step = [c[turn] if turn < len(c) else 0 for c in chunks]
+        pieces = [x[a : a + n] for x, a, n in zip(hidden, done, step, strict=True)]
+        for i, piece in enumerate(stack.step(cache, rows, pieces)):
+            out[i].append(piece)
+            done[i] += step[i]
+    for x, pieces in zip(hidden, out, strict=True):
+        assert distance(torch.cat(pieces), stack.whole(x)) < EXACT
+
+
+class Crowd:
+    """Sequences in two caches whose pages lie in different orders, and what each has seen."""
+
+    def __init__(self, stack: Stack, seed: int) -> None:
+        self.stack, self.seed = stack, seed
+        sizes = {"pool_tokens": 90, "window_pages": 20, "max_chunk": 12}
+        self.caches = [shuffled(stack.cache(4, 60, **sizes), seed + i) for i in range(2)]
+        self.seen: dict[int, torch.Tensor] = {}
+        self.count = 0
+
+    def join(self) -> None:
+        if len(self.seen) == 4:
+            for cache in self.caches:
+                with pytest.raises(CacheFullError, match="all 4 sequences are taken"):
+                    cache.allocate()
+            return
+        (row,) = {cache.allocate() for cache in self.caches}
+        self.seen[row] = tokens(0, 0, self.stack.config)
+
+    def leave(self, row: int) -> None:
+        for cache in self.caches:
+            cache.free(row)
+        del self.seen[row]
+
+    def fork(self, row: int) -> None:
+        before = [snapshot(cache) for cache in self.caches]
+        rows = set()
+        for cache, old in zip(self.caches, before, strict=True):
+            try:
+                rows.add(cache.fork(row))
+            except CacheFullError:
+                rows.add(-1)
+                for a, b in zip(snapshot(cache), old, strict=True):
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        (new,) = rows
+        if new >= 0:
+            self.seen[new] = self.seen[row]
+
+    def grow(self, wishes: dict[int, int]) -> None:
+        rows = [row for row in wishes if len(self.seen[row]) + wishes[row] <= 60]
+        new = {row: tokens(self.next(), wishes[row], self.stack.config) for row in rows}
+        found = []
+        for cache in self.caches:
+            before = snapshot(cache)
+            try:
+                found.append(self.stack.step(cache, rows, list(new.values())) if rows else [])
+            except CacheFullError:
+                found.append(None)
+                for a, b in zip(snapshot(cache), before, strict=True):
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        if found[0] is None:
+            assert found[1] is None
+            return
+        for row, one, other in zip(rows, *found, strict=True):
+            assert_bitwise(one, other, "pages in another order")
+            start = len(self.seen[row])
+            self.seen[row] = torch.cat((self.seen[row], new[row]))
+            assert distance(one, self.stack.whole(self.seen[row])[start:]) < EXACT
+
+    def next(self) -> int:
+        self.count += 1
+        return 1000 * self.seed + self.count
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 999), data=st.data())
+def test_sequences_that_join_grow_fork_and_leave_are_what_they_are_alone(
+    seed: int, data: st.DataObject
+) -> None:
+    """Pages of 4 and 2 entries and too few of them, so that pools run full now and then."""
+    with mock.patch.multiple(layer_cache, WINDOW_PAGE=4, BLOCK=16):
+        crowd = Crowd(Stack(small(compress_rates={CSA: 4, HCA: 8}), 1), seed)
+        crowd.join()
+        for _ in range(data.draw(st.integers(3, 9))):
+            live = sorted(crowd.seen)
+            action = data.draw(st.sampled_from(["grow", "grow", "grow", "fork", "join", "leave"]))
+            if action == "grow" and live:
+                count = st.one_of(st.just(1), st.integers(0, 12))
+                crowd.grow({row: data.draw(count) for row in live if data.draw(st.booleans())})
+            elif action == "fork" and live and len(live) < 4:
+                crowd.fork(data.draw(st.sampled_from(live)))
+            elif action == "leave" and live:
+                crowd.leave(data.draw(st.sampled_from(live)))
+            elif action == "join":
+                crowd.join()
+        for row in sorted(crowd.seen):
+            crowd.leave(row)
+        for cache in crowd.caches:
+            assert not any(pages_taken(cache).values())
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+# Gigabytes of key-value and index entries of a sequence, specification section 13.
+SPECIFIED = {
+    "pro": {4096: 0.025, 32768: 0.169, 131072: 0.664, 1048576: 5.28},
+    "flash": {4096: 0.018, 32768: 0.118, 131072: 0.464, 1048576: 3.69},
+}
+# Its formula, in bytes: entries of 584 bytes, MXFP4 keys of 68, a window of 128.
+LAYERS = {"pro": (61, 30, 31), "flash": (43, 21, 20)}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", SPECIFIED["pro"])
+def test_memory_of_a_sequence_is_what_the_specification_computes(name: str, length: int) -> None:
+    config = getattr(ModelConfig, name)()
+    cache = PagedCache(
+        config, max_sequences=2, max_tokens=1 << 20, max_chunk=4096, device="meta",
+        index_format="index_mxfp4", pool_tokens=1 << 20,
+    )  # fmt: skip
+    found = cache.bytes_per_sequence(length)
+    entries = found["window"] + found["compressed"] + found["indexer"]
+    layers, csa, hca = LAYERS[name]
+    wanted = 584 * (128 * layers + length // 4 * csa + length // 128 * hca) + 17 * length * csa
+    assert abs(wanted / SPECIFIED[name][length] / 1e9 - 1) < 0.03  # rounded to three digits there
+    assert abs(entries / wanted - 1) < 0.05
+    # 8 open tokens of 2 x (1024 + 256) float32 and 128 of 2 x 512, which section 13 leaves out.
+    assert found["state"] == 4 * (csa * 8 * 2 * 1280 + hca * 128 * 2 * 512)
+
+
+def test_the_bytes_of_a_sequence_are_those_of_the_pages_it_takes() -> None:
+    config = published(num_nextn_predict_layers=0, numerics="deepseek")
+    cache = PagedCache(
+        config, max_sequences=1, max_tokens=2000, max_chunk=500, pool_tokens=2000,
+        index_format="index_mxfp4",
+    )  # fmt: skip
+    row = cache.allocate()
+    page_bytes = {"window": 3 * cache.layers[0].window.page_bytes()}
+    csa, hca = cache.layers[1], cache.layers[2]
+    page_bytes["compressed (ratio 4)"] = csa.compressed.page_bytes()
+    page_bytes["compressed (ratio 4)"] += csa.indexer_pages.page_bytes()
+    page_bytes["compressed (ratio 128)"] = hca.compressed.page_bytes()
+    states = sum(t[0].nbytes for t in (csa.state, csa.indexer_state, hca.state))
+    length = singles = 0
+    for step in (1, 2, 1, 123, 1, *[1] * 200, 500, *[1] * 70, 3, *[1] * 140):
+        cache.prepare([row], [step])
+        length += step
+        singles = singles + 1 if step == 1 else 0
+        if singles >= 64:  # for fewer after a chunk it may be a page more
+            taken = sum(page_bytes[name] * count for name, count in pages_taken(cache).items())
+            assert taken + states == sum(cache.bytes_per_sequence(length).values()), length
+    with pytest.raises(ValueError, match="tokens is 2001, wanted 0 to 2000"):
+        cache.bytes_per_sequence(2001)
+
+
+def test_the_window_costs_the_same_at_any_length() -> None:
+    cache = Stack(published(), 0).cache(1, 1 << 20, max_chunk=4096, pool_tokens=1 << 20)
+    row, taken = cache.allocate(), []
+    for _ in range(40):
+        cache.prepare([row], [4096])
+        for _ in range(65):
+            cache.prepare([row], [1])
+        taken.append(pages_taken(cache)["window"])
+    assert set(taken) == {2}
+
+
+# Full pools and wrong numbers -----------------------------------------------------------------
+
+
+def test_a_full_pool_is_an_error_before_anything_is_written() -> None:
+    stack = Stack(published(), 0)
+    cache = stack.cache(3, 1000, pool_tokens=512, max_chunk=400, window_pages=8)
+    a, b = cache.allocate(), cache.allocate()
+    x = tokens(0, 300, stack.config)
+    stack.step(cache, [a], [x[:200]])
+    before = snapshot(cache)
+    for rows, lengths, words in (
+        ([a, b], [1, 330], r"needs 6 window pages, and 5 of 8 are free; .*larger window_pages"),
+        ([a, b], [60, 8], r"needs 2 compressed \(ratio 4\) pages, and 1 of 2 .*larger pool_tokens"),
+    ):
+        with pytest.raises(CacheFullError, match="prepare: " + words):
+            cache.prepare(rows, lengths)
+        for old, new in zip(before, snapshot(cache), strict=True):
+            assert_bitwise(new, old)
+    stack.step(cache, [b], [x[:8]])
+    with pytest.raises(CacheFullError, match=r"copy: needs 1 compressed \(ratio 4\) pages, and 0"):
+        cache.fork(b)
+    # Whoever has room goes on, with what it would have been.
+    (out,) = stack.step(cache, [a], [x[200:256]])
+    assert distance(out, stack.whole(x[:256])[200:]) < EXACT
+
+
+def test_numbers_that_cannot_be_are_named() -> None:
+    cache = Stack(published(), 0).cache(3, 100, pool_tokens=512, max_chunk=40)
+    a, b = cache.allocate(), cache.allocate()
+    cache.prepare([a, -1, b], [5, 7, 0])
+    for arguments, words in (
+        (([a], [1], [4]), r"starts\[0\] is 4, wanted 5: .*neither go back nor skip"),
+        (([b, a], [1, 1], [0, 6]), r"starts\[1\] is 6, wanted 5"),
+        (([a, a], [1, 1]), r"sequences are \[0, 0\], wanted distinct"),
+        (([2], [1]), "sequence is 2, wanted one that is allocated"),
+        (([-2], [1]), "sequence is -2, wanted one that is allocated"),
+        (([a], [-1]), r"lengths\[0\] is -1, wanted >= 0"),
+        (([a], [41]), r"41 new tokens, wanted at most max_chunk \(40\)"),
+        (([a, b], [1]), "2 sequences, 1 lengths and 2 starts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cache.prepare(*arguments)
+    cache.prepare([b], [40])
+    cache.prepare([b], [40])
+    with pytest.raises(ValueError, match=r"reach 80 \+ 21 tokens, wanted at most max_tokens"):
+        cache.prepare([b], [21])
+    static = Stack(published(), 0).cache(1, 100)
+    row = static.allocate()
+    static.prepare([row], [3], [7])  # without pools a step need not be announced
+    with pytest.raises(ValueError, match=r"starts\[0\] is 9, wanted 10"):
+        static.prepare([row], [1], [9])
+    for sizes, words in (
+        ({"pool_tokens": 0}, "pool_tokens is 0, wanted >= 1"),
+        ({"pool_tokens": 9, "window_pages": 0}, "window_pages is 0, wanted >= 1"),
+        ({"window_pages": 3}, "window_pages is 3 and pool_tokens None, wanted both"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Stack(published(), 0).cache(1, 100, **sizes)
+
+
+def test_forks_and_frees_of_a_static_cache() -> None:
+    stack = Stack(published(), 2)
+    cache = stack.cache(2, 140)
+    assert cache.free_pages == {}
+    x = tokens(5, 132, stack.config)
+    row = cache.allocate()
+    stack.step(cache, [row], [x[:130]])
+    other = cache.fork(row)
+    both = stack.step(cache, [row, other], [x[130:], x[130:].flip(0)])
+    assert distance(both[0], stack.whole(x)[130:]) < EXACT
+    mixed = torch.cat((x[:130], x[130:].flip(0)))
+    assert distance(both[1], stack.whole(mixed)[130:]) < EXACT
+    with pytest.raises(CacheFullError, match="all 2 sequences are taken"):
+        cache.fork(row)
+    with pytest.raises(ValueError, match=r"fork: sequence is 7, wanted one that is allocated"):
+        cache.fork(7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "error", "words"),
+    [
+        ({"sliding_window": 64}, None, ValueError, "made for sliding_window 64, wanted 128"),
+        ({"head_dim": 64}, None, ValueError, "made for head_dim 64, wanted 32 as the model has"),
+        (
+            {"compress_rates": {CSA: 4, HCA: 64}},
+            None,
+            ValueError,
+            r"compression rates \(0, 4, 64\), wanted \(0, 4, 128\)",
+        ),
+        ({"layer_types": (SLIDING, CSA)}, None, ValueError, "num_hidden_layers 2, wanted 3"),
+        ({}, torch.bfloat16, TypeError, "layer 0 have dtype bfloat16, wanted float64"),
+    ],
+)
+def test_a_cache_of_another_model_is_refused(changes, dtype, error, words) -> None:
+    stack = Stack(published(numerics="transformers"), 0)
+    fixed = {
+        "numerics": "transformers",
+        "sliding_window": 128,
+        "compress_rates": {CSA: 4, HCA: 128},
+    }
+    other = Stack(small(**{**fixed, **changes}), 0)
+    cache = PagedCache(other.config, max_sequences=1, max_tokens=64, dtype=dtype or torch.float64)
+    with pytest.raises(error, match=words):
+        stack.step(cache, [cache.allocate()], [tokens(0, 2, stack.config)])
+
+
+def test_a_state_of_another_dtype_is_refused() -> None:
+    stack = Stack(published(numerics="deepseek"), 0)
+    cache = PagedCache(stack.config, max_sequences=1, max_tokens=64)  # FP8 pages fit any dtype
+    with pytest.raises(TypeError, match="state of layer 1 has dtype float32, wanted float64"):
+        stack.step(cache, [cache.allocate()], [tokens(0, 2, stack.config)])
+
+
+# Somebody else's pools and tables -------------------------------------------------------------
+
+
+def brought(config: ModelConfig, **changes) -> list[LayerCache]:
+    """Pools of 20 pages for 2 sequences; tables as an engine has them, int32 and out of order."""
+    dtype, d, rope = torch.float64, config.head_dim, config.qk_rope_head_dim
+
+    def pages(size: int, dim: int = d) -> Pages:
+        return Pages.allocate(20, size, dim, rope, "plain", dtype)
+
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).int()
+    window, csa, hca = order[:6].view(2, 3), order[:2].view(2, 1), order[4:8].view(2, 2)
+
+    def state(ratio: int, c: int, dim: int) -> torch.Tensor:
+        return torch.zeros(2, c * ratio, 2, c * dim, dtype=dtype)
+
+    kinds = {
+        SLIDING: {},
+        CSA: {
+            "ratio": 4, "compressed": pages(64), "compressed_table": csa, "state": state(4, 2, d),
+            "indexer_pages": pages(64, config.index_head_dim),
+            "indexer_state": state(4, 2, config.index_head_dim),
+        },
+        HCA: {
+            "ratio": 128, "compressed": pages(2), "compressed_table": hca,
+            "state": state(128, 1, d),
+        },
+    }  # fmt: skip
+    layers = []
+    for kind, parts in kinds.items():
+        fields = {"window": pages(64), "window_table": window, "sliding_window": 128, **parts}
+        fields.update(changes.get(kind, {}))
+        layers.append(LayerCache(**fields))
+    return layers
+
+
+def test_somebody_elses_pools_serve_as_ours_do() -> None:
+    stack = Stack(published(numerics="transformers"), 4)
+    theirs = PagedCache.of_layers(stack.config, brought(stack.config), max_tokens=192)
+    x = tokens(3, 131, stack.config)
+    ours = stack.cache(2, 192)
+    rows, there = [ours.allocate(), ours.allocate()], torch.tensor([0, 1])
+    for piece in x.split([129, 1, 1]):
+        batch = Batch.from_lengths([0, len(piece)], theirs.lengths[there], there)
+        theirs.prepare([0, 1], [0, len(piece)], theirs.lengths.tolist())
+        found = stack.run(piece, theirs, batch)
+        assert_bitwise(found, stack.step(ours, rows, [piece[:0], piece])[1], "brought")
+    with pytest.raises(RuntimeError, match="allocate: the pages were brought"):
+        theirs.allocate()
+    with pytest.raises(RuntimeError, match="fork: the pages were brought"):
+        theirs.fork(0)
+    with pytest.raises(ValueError, match="starts is None, wanted it with brought pages"):
+        theirs.prepare([0], [1])
+    with pytest.raises(ValueError, match="would reach 192"):
+        theirs.prepare([0], [1], [192])
+
+
+def table(*values: int) -> torch.Tensor:
+    return torch.tensor(values).view(2, -1)
+
+
+WRONG = (
+    (
+        SLIDING,
+        {"window_table": table(0, 1, 2, 3, 4, 20)},
+        "has page 20, wanted -1 to 19",
+    ),
+    (SLIDING, {"window_table": table(0, 1, 2, 3, 4, -2)}, "page -2, wanted -1 to 19"),
+    (SLIDING, {"window_table": table(0, 1)}, r"room for 64 entries .*, wanted at least 192"),
+    (
+        HCA,
+        {"window_table": torch.zeros(3, 3).long()},
+        r"layer 2: window_table has shape \[3, 3\]",
+    ),
+    (SLIDING, {"sliding_window": 64}, "layer 0: sliding_window is 64, wanted 128"),
+    (CSA, {"compressed_table": table(0, 33)}, "layer 1: compressed_table has page 33"),
+    (CSA, {"indexer_pages": None}, "indexer_pages is None, wanted one for compressed_sparse"),
+    (CSA, {"ratio": 8}, "layer 1: ratio is 8, wanted 4"),
+    (CSA, {"state": torch.zeros(2, 4, 2, 64)}, r"state has shape \[2, 4, 2, 64\], wanted \[2, 8"),
+    (
+        CSA,
+        {"indexer_pages": Pages.allocate(20, 32, 32, 8, "plain")},
+        "indexer_pages.page_size is 32, wanted 64",
+    ),
+    (
+        CSA,
+        {"compressed": Pages.allocate(20, 64, 64, 8, "plain")},
+        "layer 1: compressed.head_dim is 64, wanted 32",
+    ),
+    (
+        CSA,
+        {"indexer_pages": Pages.allocate(1, 64, 32, 8, "plain")},
+        r"the pool has 1 pages",
+    ),
+    (HCA, {"compressed_table": table(0, -1)[:, :0]}, r"room for 0 entries .* at least 1"),
+    (HCA, {"indexer_state": torch.zeros(1)}, "indexer_state is given, wanted None for heavily"),
+)
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), WRONG, ids=range(len(WRONG)))
+def test_wrong_pools_and_tables_are_named(kind: str, change: dict, words: str) -> None:
+    config = published()
+    with pytest.raises(ValueError, match=words):
+        PagedCache.of_layers(config, brought(config, **{kind: change}), max_tokens=192)
+
+
+def test_tables_of_another_dtype_or_number_are_named() -> None:
+    config = published()
+    floats = {SLIDING: {"window_table": torch.zeros(2, 3)}}
+    with pytest.raises(TypeError, match="layer 0: window_table has dtype float32, wanted int32 or"):
+        PagedCache.of_layers(config, brought(config, **floats), max_tokens=192)
+    with pytest.raises(ValueError, match="layers are 2, wanted 3"):
+        PagedCache.of_layers(config, brought(config)[:2], max_tokens=192)
+    bytes_of = {HCA: {"state": torch.zeros(2, 128, 2, 32, dtype=torch.float16)}}
+    with pytest.raises(TypeError, match="state has dtype float16, wanted float32 or float64"):
+        PagedCache.of_layers(config, brought(config, **bytes_of), max_tokens=192)

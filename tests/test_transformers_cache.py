@@ -1,0 +1,206 @@
+"""transformers' generate over this package's pages: equal to the path without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4.cache import CacheFullError
+from dsv4.config import ModelConfig
+from dsv4.integrations.transformers import PARTS, apply, paged_cache
+from dsv4.testing.configs import chunkings, tiny_configs
+from dsv4.testing.models import random_model, transformers_twin
+
+transformers = pytest.importorskip("transformers")
+
+EXACT = 1e-12
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": None}
+LOGITS: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+
+
+def swapped(
+    numerics: str = "transformers", dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Any, ModelConfig]:
+    config = ModelConfig.tiny(numerics="transformers")
+    model: Any = transformers_twin(random_model(config, 4), dtype)
+    apply(model, numerics=numerics, **options)
+    return model, config
+
+
+def ids_of(config: ModelConfig, batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, config.vocab_size, (batch, length), generator=generator)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def assert_same(found: Any, wanted: Any, rows: slice = slice(None)) -> None:
+    assert torch.equal(found.sequences[rows, -14:], wanted.sequences[:, -14:])
+    for a, b in zip(found.logits, wanted.logits, strict=True):
+        assert relative(a[rows], b) < EXACT
+
+
+@pytest.mark.parametrize("numerics", ["transformers", "deepseek"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {}),
+        ({"pool_tokens": 768, "max_chunk": 5}, {"prefill_chunk_size": 5}),
+        ({"index_format": "index_mxfp4"}, {"do_sample": True}),
+    ],
+)
+def test_generate_equals_the_dense_path(numerics: str, sizes: Any, options: Any) -> None:
+    if "index_format" in sizes and numerics == "transformers":
+        pytest.skip("transformers' numerics do not round index keys")
+    model, config = swapped(numerics)
+    ids = ids_of(config, 3, 11)
+    cache = paged_cache(model, max_tokens=26, max_sequences=4, **sizes)
+    outputs = []
+    for past in ({"past_key_values": cache}, {}):
+        torch.manual_seed(5)
+        outputs.append(model.generate(ids, **past, **LOGITS, **{**GREEDY, **options}))
+    assert_same(*outputs)
+    assert outputs[0].past_key_values is cache
+    assert cache.paged.lengths.tolist() == [24, 24, 24, 0]
+    cache.reset()
+    torch.manual_seed(5)
+    again = model.generate(ids, past_key_values=cache, **LOGITS, **{**GREEDY, **options})
+    assert torch.equal(again.sequences, outputs[0].sequences)
+
+
+@pytest.mark.parametrize("numerics", ["transformers", "deepseek"])
+def test_in_bfloat16_it_is_as_near_the_truth_as_the_dense_path(numerics: str) -> None:
+    """Not the same bits: pages hold the compressors' state in float32."""
+    truth_model, config = swapped(numerics)
+    model, _ = swapped(numerics, torch.bfloat16)
+    ids = ids_of(config, 2, 19)
+    cache = paged_cache(model, max_tokens=40, max_sequences=2)
+    assert cache.paged.layers[0].window.entry_format == ("plain", "fp8")[numerics == "deepseek"]
+    with torch.no_grad():
+        truth, dense = truth_model(ids).logits, model(ids).logits
+        pieces = ids.split([9, 1, 9], dim=1)
+        found = torch.cat([model(p, past_key_values=cache).logits for p in pieces], 1)
+    rows = [(x.double() - truth).norm(dim=-1).median() for x in (found, dense)]
+    assert rows[0] < 1.5 * rows[1]
+    assert rows[0] < 0.1 * truth.norm(dim=-1).median()
+
+
+@settings(max_examples=6)
+@given(config=tiny_configs(numerics="transformers", sliding_window=5), data=st.data())
+def test_chunks_equal_the_whole(config: ModelConfig, data: st.DataObject) -> None:
+    """The model called in pieces, with attention alone replaced or all parts."""
+    model: Any = transformers_twin(random_model(config, 1), torch.float64)
+    parts = data.draw(st.sampled_from([PARTS, ("attention",)]))
+    apply(model, parts=parts)
+    ids = ids_of(config, 2, 29)
+    cache = paged_cache(model, max_tokens=29, max_sequences=2)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        pieces = ids.split(data.draw(chunkings(29)), dim=1)
+        found = [model(p, past_key_values=cache, use_cache=True).logits for p in pieces]
+    # transformers' own norms and hyper-connections work in float32 whatever the model's dtype.
+    assert relative(torch.cat(found, 1), whole) < (EXACT if parts == PARTS else 1e-5)
+    assert cache.get_seq_length() == 29
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 1}, {"prefill_chunk_size": 6}])
+def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(options: Any) -> None:
+    """Which transformers' own cache cannot, once a compressor has closed a window."""
+    model, config = swapped()
+    prompts = [ids_of(config, 1, n, n) for n in (23, 14, 1)]
+    ids = torch.zeros(3, 23, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, 23 - prompt.shape[1] :], mask[row, 23 - prompt.shape[1] :] = prompt, 1
+    cache = paged_cache(model, max_tokens=40, max_sequences=3)
+    together = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, pad_token_id=0,
+        **LOGITS, **GREEDY, **options,
+    )  # fmt: skip
+    assert cache.paged.lengths.tolist() == [36, 27, 14]
+    for row, prompt in enumerate(prompts):
+        alone = paged_cache(model, max_tokens=40)
+        wanted = model.generate(prompt, past_key_values=alone, **LOGITS, **GREEDY)
+        assert_same(together, wanted, slice(row, row + 1))
+    dense = model.generate(prompts[0], **LOGITS, **GREEDY)
+    assert_same(together, dense, slice(0, 1))
+
+
+def test_a_cache_goes_on_where_it_was() -> None:
+    model, config = swapped()
+    ids = ids_of(config, 2, 9)
+    cache = paged_cache(model, max_tokens=60, max_sequences=2, pool_tokens=512)
+    first = model.generate(ids, past_key_values=cache, **GREEDY)
+    more = torch.cat((first, ids_of(config, 2, 7, 1)), 1)
+    found = model.generate(more, past_key_values=cache, **LOGITS, **GREEDY)
+    assert_same(found, model.generate(more, **LOGITS, **GREEDY))
+
+
+def test_what_a_paged_cache_cannot_is_refused_in_words() -> None:
+    model, config = swapped()
+    ids = ids_of(config, 2, 9)
+
+    def cache(**sizes: Any) -> Any:
+        return paged_cache(model, **{"max_tokens": 30, "max_sequences": 4, **sizes})
+
+    with pytest.raises(NotImplementedError, match="beam search reorders rows, wanted num_beams=1"):
+        model.generate(ids, past_key_values=cache(), num_beams=2, **GREEDY)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
+        model.generate(ids[:1], past_key_values=cache(), prompt_lookup_num_tokens=2, **GREEDY)
+    with pytest.raises(NotImplementedError, match=r"crop\(-2\), wanted 0: the compressors' state"):
+        cache().crop(-2)
+    cache().crop(0)
+    for refused in ("batch_repeat_interleave", "batch_select_indices"):
+        with pytest.raises(NotImplementedError, match="a batch of its final size"):
+            getattr(cache(), refused)(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"batch of 2, wanted at most max_sequences \(1\)"):
+        model.generate(ids, past_key_values=cache(max_sequences=1), **GREEDY)
+    with pytest.raises(ValueError, match=r"9 new tokens, wanted at most max_chunk \(4\)"):
+        model.generate(ids, past_key_values=cache(max_chunk=4), **GREEDY)
+    with pytest.raises(ValueError, match=r"reach 16 \+ 1 tokens, wanted at most max_tokens \(16\)"):
+        model.generate(ids, past_key_values=cache(max_tokens=16), **GREEDY)
+    sizes = {"max_tokens": 200, "pool_tokens": 512, "window_pages": 1}
+    with pytest.raises(CacheFullError, match="needs 3 window pages, and 1 of 1 are free"):
+        model.generate(ids_of(config, 1, 150), past_key_values=cache(**sizes), **GREEDY)
+    used = cache()
+    model.generate(ids, past_key_values=used, **GREEDY)
+    with pytest.raises(ValueError, match="batch of 3, wanted 2 as before; reset"):
+        model(ids_of(config, 3, 2), past_key_values=used)
+
+
+def test_a_forward_that_failed_has_to_be_reset() -> None:
+    model, config = swapped()
+    ids = ids_of(config, 1, 9)
+    cache = paged_cache(model, max_tokens=30)
+    hook = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, past_key_values=cache)
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"did not come to its end.*reset"):
+        model(ids, past_key_values=cache)
+    cache.reset()
+    found, wanted = model(ids, past_key_values=cache).logits, model(ids).logits
+    assert relative(found, wanted) < EXACT
+    attention = model.model.layers[1].self_attn
+    with pytest.raises(RuntimeError, match="first layer of a forward is 1, wanted 0"):
+        attention(torch.zeros(1, 1, config.hidden_size).double(), past_key_values=cache)
+
+
+def test_attention_that_is_not_ours_is_refused() -> None:
+    config = ModelConfig.tiny(numerics="transformers")
+    model: Any = transformers_twin(random_model(config, 4))
+    with pytest.raises(TypeError, match=r"layers.0.self_attn is a transformers.*wanted dsv4's"):
+        paged_cache(model, max_tokens=30)
+    with pytest.raises(TypeError, match=r"model is a torch.*Linear, wanted"):
+        paged_cache(torch.nn.Linear(2, 2), max_tokens=30)
+    report = apply(model)
+    cache = paged_cache(model, max_tokens=30)
+    report.undo()
+    with pytest.raises(TypeError, match="paged cache in an attention that is not dsv4's"):
+        model(ids_of(config, 1, 3), past_key_values=cache)
