@@ -96,6 +96,18 @@ class TestValues:
         zero = torch.zeros(1, dtype=torch.int32, device=device)
         assert entry_slots(table, 64, zero, zero + 3).tolist() == [(2**31 - 1) * 64 + 3]
 
+    def test_a_column_without_a_page_has_no_slots(self, device):
+        table = torch.tensor([[2, -1]], dtype=torch.int64, device=device)
+        zero = torch.zeros(3, dtype=torch.int64, device=device)
+        entries = torch.tensor([3, 4, 7], device=device)
+        for slots in (
+            entry_slots(table, 4, zero, entries),
+            window_slots(table, 4, zero, entries, 1)[:, 0],
+            prefix_slots(table, 4, zero[:1], entries[2:] + 1)[0, 3::2][:3],
+        ):
+            assert slots[0] == 11
+            assert bool((slots[1:] < 0).all())
+
     def test_a_table_without_pages_has_no_slots(self, device):
         table = torch.empty(2, 0, dtype=torch.int64, device=device)
         zero = torch.zeros(2, dtype=torch.int64, device=device)

@@ -46,18 +46,19 @@ def assert_same(found: Any, wanted: Any, rows: slice = slice(None)) -> None:
         assert relative(a[rows], b) < EXACT
 
 
-@pytest.mark.parametrize("numerics", ["transformers", "deepseek"])
+POOLS = {"pool_tokens": 768, "max_chunk": 5}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "options"),
+    ("numerics", "sizes", "options"),
     [
-        ({}, {}),
-        ({"pool_tokens": 768, "max_chunk": 5}, {"prefill_chunk_size": 5}),
-        ({"index_format": "index_mxfp4"}, {"do_sample": True}),
+        ("transformers", {}, {}),
+        ("deepseek", {"index_format": "index_mxfp4"}, {"do_sample": True}),
+        ("transformers", POOLS, {"prefill_chunk_size": 5}),
+        ("deepseek", POOLS, {"prefill_chunk_size": 5}),
     ],
 )
 def test_generate_equals_the_dense_path(numerics: str, sizes: Any, options: Any) -> None:
-    if "index_format" in sizes and numerics == "transformers":
-        pytest.skip("transformers' numerics do not round index keys")
     model, config = swapped(numerics)
     ids = ids_of(config, 3, 11)
     cache = paged_cache(model, max_tokens=26, max_sequences=4, **sizes)

@@ -61,10 +61,11 @@ def entry_slots(
     backend: str = "auto",
 ) -> torch.Tensor:
     """Slot ``page * page_size + entry % page_size`` with ``page = page_table[sequence, entry //
-    page_size]``; -1 for a negative sequence or entry, or an entry past the table.
+    page_size]``; -1 for a negative sequence or entry, or an entry past the table; negative where
+    there is no page.
 
     Args:
-        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on; -1: none.
         page_size: Entries per page.
         sequences: ``[T]`` int, rows of the table.
         entries: ``[T]`` or ``[T, k]`` int, entries of the sequence.
@@ -103,7 +104,7 @@ def prefix_slots(
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[T, P * page_size]`` int64.
+        ``[T, P * page_size]`` int64; negative where there is no page.
 
     Raises:
         TypeError: if a tensor is not int32 or int64.
@@ -137,7 +138,8 @@ def window_slots(
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[T, window]`` int64, -1 where the position would be negative.
+        ``[T, window]`` int64, -1 where the position would be negative, negative where there is no
+        page.
 
     Raises:
         TypeError: if a tensor is not int32 or int64.
