@@ -45,7 +45,6 @@ from dsv4.cute.sm100.dense_plan import (
 
 Value = Any
 _ANY = 1 << 20  # a size: which one, only the driver is told
-_CODES_BOX = STEP // 2  # bytes of a row in a stage
 
 
 def _codes() -> Any:
@@ -134,7 +133,7 @@ class DenseKernel(DensePlan):
 
     def _code_copy(self, codes: cute.Tensor, rows: int) -> Any:
         """Tensor copy of so many rows of codes, and what it addresses."""
-        box = (rows, _CODES_BOX)
+        box = (rows, STEP // 2)
         layout = cute.make_composed_layout(
             cute.make_swizzle(3, 4, 3), 0, cute.make_ordered_layout(box, order=(1, 0))
         )
@@ -340,45 +339,33 @@ class DenseKernel(DensePlan):
         """A stage's codes and scales of the block's rows."""
         codes, codes_at, scales, scales_at = copies
         room, barriers_at, stage = ring
-        row_block, rank, k = where
-        at = room + stage * self.stage_bytes
-        tile = row_block * self.blocks + rank
-        self._copy_codes((codes, codes_at), (tile * ROWS, k), at, ROWS, barriers_at + stage)
+        row, tile = self.row_place(*where)
+        at, barrier = room + stage * self.stage_bytes, barriers_at + stage
+        self._copy_codes((codes, codes_at), row, at, ROWS, barrier)
         at += self.row_code_bytes + self.token_code_bytes
-        self._copy_scales((scales, scales_at), (tile, k * 4), at, (1, 4), barriers_at + stage)
+        self._copy_scales((scales, scales_at), tile, at, (1, 4), barrier)
 
     @cute.jit
     def _copy_tokens(self, copies: Value, ring: Value, where: Value) -> None:
         """A stage's codes of the block's tokens, and scales of the tile's."""
         codes, codes_at, scales, scales_at = copies
         room, barriers_at, stage = ring
-        token, group, tokens, rank, k = where
+        row, tile = self.token_place(*where)
         barrier, at = barriers_at + stage, room + stage * self.stage_bytes + self.row_code_bytes
-        row = group * tokens + token + rank * self.own_tokens
-        self._copy_codes((codes, codes_at), (row, k), at, self.own_tokens, barrier)
-        at += self.token_code_bytes + self.row_scale_bytes
-        wide = self.scale_box[1]
-        tile = group * ((tokens + ROWS - 1) // ROWS) + token // ROWS
-        block = k * 4
-        if cutlass.const_expr(self.shared_scales):
-            # The part that this block copies for both.
-            tile += rank * (self.scale_tiles - 1)
-            block += rank * (4 - wide)
-            at += rank * (self.token_scale_bytes // 2)
-        self._copy_scales((scales, scales_at), (tile, block), at, self.scale_box, barrier)
+        self._copy_codes((codes, codes_at), row, at, self.own_tokens, barrier)
+        at += self.token_code_bytes + self.row_scale_bytes + self.token_scale_offset(where[3])
+        self._copy_scales((scales, scales_at), tile, at, self.scale_box, barrier)
 
     @cute.jit
     def _copy_codes(self, copy: Value, where: Value, at: Value, rows: int, barrier: Value) -> None:
         """``rows`` rows of codes of a stage's columns."""
         atom, places = copy
-        row, k = where
+        box = (rows, STEP // 2)
         to = cute.make_tensor(
             cute.recast_ptr(at, cute.make_swizzle(3, 4, 3), Uint8),
-            cute.make_ordered_layout((rows, _CODES_BOX), order=(1, 0)),
+            cute.make_ordered_layout(box, order=(1, 0)),
         )
-        source = cute.local_tile(
-            cute.domain_offset((row, k * _CODES_BOX), places), (rows, _CODES_BOX), (0, 0)
-        )
+        source = cute.local_tile(cute.domain_offset(where, places), box, (0, 0))
         self._copy_box(atom, source, to, barrier)
 
     @cute.jit
@@ -418,11 +405,11 @@ class DenseKernel(DensePlan):
         stage, parity, tile, count = Int32(0), Int32(0), Int32(first), Int32(0)
         while tile < total:
             _, token_tile = place(tile, order, cutlass.min)
-            shift = token_tile * self.token_block % ROWS // 32
-            which = count % self.sum_stages
-            ptx.wait(sums_empty + Uint32(which * 8), self._sums_parity(count) ^ 1)
+            shift = self.scale_shift(token_tile)
+            which, ends = self.sums(count)
+            ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
             tcgen05.after_wait()
-            sums = memory + Uint32(count % 2 * self.second_sums)
+            sums = memory + Uint32(self.first_column(count))
             for k in cutlass.range(steps, unroll=1):
                 ptx.wait(full + Uint32(stage * 8), parity)
                 tcgen05.after_wait()
@@ -436,13 +423,9 @@ class DenseKernel(DensePlan):
             tile += stride
             count += 1
         for _ in cutlass.range(self.sum_stages, unroll=1):
-            which = count % self.sum_stages
-            ptx.wait(sums_empty + Uint32(which * 8), self._sums_parity(count) ^ 1)
+            which, ends = self.sums(count)
+            ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
             count += 1
-
-    def _sums_parity(self, count: Value) -> Value:
-        """Parity of the ``count``-th tile's sums."""
-        return count // self.sum_stages % 2
 
     def _multiply_stage(
         self, at: Value, sums: Value, memory: Value, shift: Value, k: Value
@@ -503,13 +486,12 @@ class DenseKernel(DensePlan):
             row_block, token_tile = place(tile, order, cutlass.min)
             row = (row_block * self.blocks + rank) * ROWS
             factors = self._factors(places[0], row + warp * 32 + lane // 4, rows, rules)
-            which = count % self.sum_stages
-            ptx.wait(sums_full + Uint32(which * 8), self._sums_parity(count))
+            which, ends = self.sums(count)
+            ptx.wait(sums_full + Uint32(which * 8), ends)
             tcgen05.after_wait()
-            second = count % 2
-            sums = memory + Uint32(second * self.second_sums) + Uint32(warp << 21)
+            sums = memory + Uint32(self.first_column(count)) + Uint32(warp << 21)
             for i in cutlass.range(self.chunks, unroll=1):
-                chunk = self._chunk(i, second)
+                chunk = self.chunk(i, count)
                 begin = token_tile * self.token_block + chunk * CHUNK
                 scale_at = places[1] + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
                 scales = self._token_scales(scale_at, begin + lane % 4 * 2, tokens, scale_tokens)
@@ -520,10 +502,6 @@ class DenseKernel(DensePlan):
                 self._store(values, places, (begin, row, warp, lane, thread), (tokens, rows))
             tile += stride
             count += 1
-
-    def _chunk(self, i: Value, second: Value) -> Value:
-        """Which chunk is the ``i``-th: those first that both accumulators share."""
-        return i if self.overlap == 0 else i + (1 - second) * (self.chunks - 1 - 2 * i)
 
     @cute.jit
     def _release(self, barrier: Value, lane: Value) -> None:

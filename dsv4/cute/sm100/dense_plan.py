@@ -7,6 +7,7 @@ follow one another, and how the instructions' descriptions are made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 MOST_SHARED = 232448  # bytes of a block on compute capability 10.0 and 10.3
 TENSOR_COLUMNS = 512
@@ -36,6 +37,40 @@ def instruction(rows: int, tokens: int) -> int:
     """
     e2m1 = 1
     return (e2m1 << 7) | (e2m1 << 10) | (tokens // 8 << 17) | (rows // 128 << 27)
+
+
+class Box(NamedTuple):
+    """An operand in memory, and how much of it one tensor copy moves; the innermost axis first.
+
+    Attributes:
+        item_bytes: Bytes of an element.
+        sizes: Elements of each axis; what lies beyond is read as zeros.
+        strides: Bytes between elements of each axis but the innermost.
+        box: Elements of a copy, which lie in shared memory one after another.
+        swizzled: Whether 16-byte pieces of 128-byte rows are exchanged there.
+    """
+
+    item_bytes: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzled: bool
+
+
+def code_box(rows: int, columns: int, copied: int) -> Box:
+    """Codes ``[rows, columns / 2]``, ``copied`` rows of a stage at a time."""
+    return Box(1, (columns // 2, rows), (columns // 2,), (STEP // 2, copied), True)
+
+
+def scale_box(tiles: int, columns: int, copied: tuple[int, int]) -> Box:
+    """Swizzled scales of ``tiles`` times 128 rows, so many tiles of rows and columns at a time.
+
+    Of words of 16 bits, because a copy takes at most 256 of an axis and a tile has 512 bytes.
+    """
+    blocks = -(-columns // INSTRUCTION)
+    high, wide = copied
+    strides = (ATOM, blocks * ATOM)
+    return Box(2, (ATOM // 2, blocks, tiles), strides, (ATOM // 2, wide, high), False)
 
 
 @dataclass(frozen=True)
@@ -198,3 +233,60 @@ class DensePlan:
     def instruction(self) -> int:
         """The description of the product's instruction."""
         return instruction(self.rows, self.token_block)
+
+    def steps(self, columns: int) -> int:
+        """Stages of a tile: K / 256, rounded up."""
+        return -(-columns // STEP)
+
+    def boxes(self, rows: int, columns: int, tokens: int, groups: int) -> tuple[Box, Box, Box, Box]:
+        """Codes and scales of the weight, codes and scales of the tokens."""
+        scale_tiles = groups * -(-tokens // ROWS)
+        return (
+            code_box(rows, columns, ROWS),
+            scale_box(-(-rows // ROWS), columns, (1, 4)),
+            code_box(groups * tokens, columns, self.own_tokens),
+            scale_box(scale_tiles, columns, self.scale_box),
+        )
+
+    # What follows is arithmetic on Python's numbers as well as on a kernel's.
+
+    def row_place(self, row_block: Any, rank: Any, k: Any) -> tuple[Any, Any]:
+        """Where a stage of the block's rows begins: row and byte of codes, tiles of scales."""
+        tile = row_block * self.blocks + rank
+        return (tile * ROWS, k * (STEP // 2)), (tile, k * 4)
+
+    def token_place(
+        self, token: Any, group: Any, tokens: Any, rank: Any, k: Any
+    ) -> tuple[Any, Any]:
+        """The same of what the block copies of the tile that begins with ``token``.
+
+        Each group's tokens have scales that begin at a multiple of 128 rows. Where both blocks
+        share them, each copies a part: one of two tiles of rows, or half of the columns of one.
+        """
+        row = group * tokens + token + rank * self.own_tokens
+        tile = group * ((tokens + ROWS - 1) // ROWS) + token // ROWS
+        high, wide = self.scale_box
+        block = k * 4 + rank * (4 - wide)
+        if self.shared_scales:
+            tile += rank * (self.scale_tiles - high)
+        return (row, k * (STEP // 2)), (tile, block)
+
+    def token_scale_offset(self, rank: Any) -> Any:
+        """Bytes of the tile's scales in a stage before the part that the block copies."""
+        return rank * (self.token_scale_bytes // 2) if self.shared_scales else 0
+
+    def first_column(self, count: Any) -> Any:
+        """Column of the ``count``-th tile's sums."""
+        return count % 2 * self.second_sums
+
+    def sums(self, count: Any) -> tuple[Any, Any]:
+        """Which barrier of sums is the ``count``-th tile's, and the parity of its end."""
+        return count % self.sum_stages, count // self.sum_stages % 2
+
+    def scale_shift(self, token_tile: Any) -> Any:
+        """Columns from the first scales of a tile of 128 tokens to those of the tile's first."""
+        return token_tile * self.token_block % ROWS // 32
+
+    def chunk(self, i: Any, count: Any) -> Any:
+        """Which chunk of the ``count``-th tile is the ``i``-th: first what both sums share."""
+        return i + (1 - count % 2) * (self.chunks - 1 - 2 * i) if self.overlap else i

@@ -1,0 +1,162 @@
+"""CuTeDSL products with both operands in NVFP4, on Blackwell.
+
+The weight is in the layout ``"swizzled_128x4"``: codes as in the checkpoint, scales moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.cute._driver import Kernel, Parameters
+from dsv4.cute._launch import cuts, loaded, stream_of
+from dsv4.cute.sm100._maps import tensor_map
+from dsv4.cute.sm100.dense_plan import Box
+from dsv4.cute.sm100.plans import Product, choose
+from dsv4.formats import SWIZZLED
+
+ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
+_SPAN = 2048  # tokens that come one after another before the next rows: X of them stays in cache
+
+# Parameters of the kernel, in the order of ``DenseKernel.kernel``: descriptions of both operands'
+# codes and scales, addresses of the other tensors, and the rest.
+PARAMETERS = Parameters(*["128s"] * 4, *"qqq", *"i" * 12, "f")
+_ADDRESSES, _AFTER = struct.Struct("@3q"), struct.Struct("@12if")
+
+
+class _Prepared(NamedTuple):
+    """A launch but for its addresses and stream."""
+
+    kernel: Kernel
+    blocks: int
+    boxes: tuple[Box, Box, Box, Box]
+    after: bytes
+
+
+def gemm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
+
+    Allocates the quantised activations. Block scales must not have their sign bit set: the tensor
+    cores take them as unsigned.
+    """
+    assert global_scale is not None
+    product = Product(codes.shape[0], x.shape[-1], groups, out_dtype == torch.float32)
+    shape = (x.shape[0], *x.shape[1:-1], codes.shape[0] // groups)
+    weight = (codes, scales, global_scale, segments)
+    return _product(product, x, weight, input_scale, math.inf, x.new_empty(shape, dtype=out_dtype))
+
+
+def gemm_swiglu(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
+    assert global_scale is not None
+    rows = codes.shape[0]
+    product = Product(rows, x.shape[-1], 1, out_dtype == torch.float32, swiglu=True)
+    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
+    weight = (codes, scales, global_scale, segments)
+    return _product(product, x, weight, input_scale, math.inf if limit is None else limit, out)
+
+
+def _product(
+    product: Product,
+    x: torch.Tensor,
+    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]],
+    input_scale: torch.Tensor | None,
+    limit: float,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fills and returns ``out``."""
+    if x.shape[0] == 0:
+        return out
+    with torch.cuda.device(x.device):
+        x_codes, x_scales, token_scale = _quantized(x, input_scale)
+        codes, scales, global_scale, segments = weight
+        launch = _prepared(
+            product,
+            x.shape[0],
+            tuple(segments),
+            not segments and global_scale.shape[-1] > 1,
+            input_scale is None,
+            limit,
+            x.device.index,
+        )
+        operands = (codes, scales, x_codes, x_scales)
+        places = (global_scale.data_ptr(), token_scale.data_ptr(), out.data_ptr())
+        packed = [tensor_map(t.data_ptr(), b) for t, b in zip(operands, launch.boxes, strict=True)]
+        packed += [_ADDRESSES.pack(*places), launch.after]
+        launch.kernel.launch(launch.blocks, stream_of(x.device.index), PARAMETERS, b"".join(packed))
+    return out
+
+
+def _quantized(
+    x: torch.Tensor, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and swizzled scales, each group's tokens together, and global scales of the tokens."""
+    if x.dim() == 3:
+        x = x.transpose(0, 1)
+        input_scale = None if input_scale is None else input_scale.expand(x.shape[0], 1)
+    scaling = "token" if input_scale is None else "static"
+    found = dispatch.first("quantize_nvfp4", (x, input_scale, scaling, SWIZZLED))
+    codes, scales, total = found
+    return codes.contiguous(), scales.contiguous(), total.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    product: Product,
+    tokens: int,
+    segments: tuple[int, ...],
+    scale_rows: bool,
+    scale_tokens: bool,
+    limit: float,
+    device: int,
+) -> _Prepared:
+    """Made once, because it takes longer than a launch."""
+    plan = choose(product, tokens)
+    kernel = loaded(plan, ARCHITECTURES[torch.cuda.get_device_capability(device)])
+    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
+    after = _AFTER.pack(
+        tokens,
+        token_tiles,
+        max(1, _SPAN // plan.token_block),
+        plan.steps(product.columns),
+        product.rows,
+        row_blocks,
+        row_blocks // product.groups,
+        *cuts(segments),
+        scale_rows,
+        scale_tokens,
+        limit,
+    )
+    clusters = min(token_tiles * row_blocks, kernel.prepare(device))
+    boxes = plan.boxes(product.rows, product.columns, tokens, product.groups)
+    return _Prepared(kernel, clusters * plan.blocks, boxes, after)

@@ -1,0 +1,75 @@
+"""Which configuration of Blackwell's kernels a product takes; needs no compiler."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from dsv4.cute.sm100.dense_plan import ROWS, STEP, TOKEN_BLOCKS, DensePlan
+
+# Of a B200, from its documentation: nothing here was measured. Codes that a processor's tensor core
+# multiplies in a cycle, bytes that the level-2 cache gives it, and that memory gives all.
+PROCESSORS = 148
+_PRODUCTS = 16384
+_CACHE_BYTES = 64
+_MEMORY_BYTES = 4300
+_LAUNCH, _FILL, _CHUNK = 3000, 1500, 350  # cycles: of a launch, a tile's first stage, 32 tokens
+
+
+class Product(NamedTuple):
+    """What a kernel depends on beside the number of tokens.
+
+    Attributes:
+        rows: N, of all groups; a multiple of 16.
+        columns: K, a multiple of 32.
+        groups: Groups of rows with an input each, of 128 rows or a multiple each if several.
+        float32_out: Whether the result is float32, else bfloat16.
+        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    float32_out: bool
+    swiglu: bool = False
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def choose(product: Product, tokens: int) -> DensePlan:
+    """The configuration for a number of tokens, that ``estimated_cycles`` calls the fastest."""
+    return min(candidates(product), key=lambda plan: estimated_cycles(plan, product, tokens))
+
+
+def candidates(product: Product) -> list[DensePlan]:
+    """Every configuration that can multiply."""
+    blocks = (1, 2) if product.rows // product.groups % (2 * ROWS) == 0 else (1,)
+    if product.groups == 1:
+        blocks = (1, 2)
+    kind = (product.float32_out, product.swiglu)
+    return [DensePlan(*how, *kind) for how in itertools.product(TOKEN_BLOCKS, blocks)]
+
+
+def plans(product: Product, max_tokens: int) -> list[DensePlan]:
+    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once."""
+    steps = range(1, min(max_tokens, 8192) + 1)
+    return list(dict.fromkeys(choose(product, tokens) for tokens in steps))
+
+
+def estimated_cycles(plan: DensePlan, product: Product, tokens: int) -> float:
+    """Cycles that a product takes: rounds of tiles. It is there to rank configurations.
+
+    A stage takes as long as the tensor core multiplies, or as its bytes take to come.
+    """
+    tiles = -(-tokens // plan.token_block) * -(-product.rows // plan.rows)
+    clusters = PROCESSORS // plan.blocks
+    rounds = -(-tiles // clusters)
+    busy = min(tiles, clusters) * plan.blocks
+    stage = max(
+        ROWS * plan.token_block * STEP / _PRODUCTS,
+        plan.stage_bytes / _CACHE_BYTES,
+        busy * (plan.row_code_bytes + plan.row_scale_bytes) / _MEMORY_BYTES,
+    )
+    results = plan.chunks * _CHUNK
+    tile = max(-(-product.columns // STEP) * stage, results)
+    return _LAUNCH + _FILL + rounds * tile + results
