@@ -1,0 +1,169 @@
+"""Every configuration of Blackwell's kernel compiles for Blackwell, on a machine without one.
+
+Compiled and inspected, not run. Every layout of its memories for sm_100a and sm_103a, also with
+SwiGLU for sm_100a; all that there are for both in the nightly profile.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import os
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+triton = pytest.importorskip("triton")
+
+from dsv4.cute import _images, gemm_nvfp4  # noqa: E402
+from dsv4.cute.sm100.dense_plan import MOST_SHARED, TOKEN_BLOCKS, DensePlan  # noqa: E402
+from dsv4.cute.sm100.plans import Product, candidates  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+REGISTER_FILE = 65536
+SPELLED = {"sm_100a": "4X", "sm_103a": "BLOCK16"}  # four scales for the 64 columns of a product
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+BOTH = (False, True)
+
+
+def plans(arch, blocks):
+    """Every configuration in the nightly profile; else every layout, and SwiGLU in bfloat16."""
+    kinds = list(itertools.product(BOTH, BOTH))
+    if not NIGHTLY:
+        kinds = kinds[:2] if arch == "sm_100a" else kinds[:1]
+    return [DensePlan(tokens, blocks, *kind) for kind in kinds for tokens in TOKEN_BLOCKS]
+
+
+def test_these_are_all_there_are():
+    chosen = {
+        plan
+        for kind in itertools.product(BOTH, BOTH)
+        for plan in candidates(Product(65536, 1536, 1, *kind))
+    }
+    every = itertools.product(TOKEN_BLOCKS, (1, 2), BOTH, BOTH)
+    assert chosen == {DensePlan(*how) for how in every}
+    assert chosen >= {plan for blocks in (1, 2) for plan in plans("sm_100a", blocks)}
+
+
+def run(tool, *arguments):
+    command = [TOOLS / tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def machine_code(cubin):
+    """The section of instructions of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    start = headers[names][4]
+    found = [h for h in headers if cubin[start + h[0] :].startswith(b".text.kernel")]
+    assert len(found) == 1
+    return cubin[found[0][4] : found[0][4] + found[0][5]]
+
+
+def instructions_of(images, arch, file):
+    """Instructions of each with their operands, by one run of the disassembler."""
+    codes = [machine_code(image.cubin) for image in images]
+    file.write_bytes(b"".join(codes))
+    binary = arch.replace("sm_", "SM")
+    listing = run("nvdisasm", "--binary", binary, "--no-dataflow", file)
+    starts = list(itertools.accumulate(map(len, codes), initial=0))
+    found = [[] for _ in codes]
+    for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", listing):
+        found[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
+    assert all("EXIT" in instructions for instructions in found)
+    return found
+
+
+def usage_of(image, file):
+    file.write_bytes(image.cubin)
+    usage = run("cuobjdump", "-res-usage", file)
+    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+
+
+def check(plan, arch, image, numbers, instructions):
+    def count(name):
+        return sum(i.split()[0] == name for i in instructions)
+
+    def begins(name):
+        return sum(i.startswith(name) for i in instructions)
+
+    assert numbers["STACK"] == numbers["LOCAL"] == begins("LDL") == begins("STL") == 0
+    assert numbers["REG"] * plan.threads <= REGISTER_FILE
+    assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+    assert numbers["SHARED"] <= 1024, "what the system keeps of every block"
+    # A stage: four products of 64 columns with a scale for 16, scales of rows and of tokens.
+    both = ".2CTA" if plan.blocks == 2 else ""
+    assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
+    copies = 4 * (1 + plan.scale_tiles)
+    assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
+    # Rows before and after what the kernel before wrote is waited for; tokens; scales likewise.
+    assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") == 3
+    assert begins("UTMALDG.3D") == 3
+    assert count(f"UTMALDG.3D.MULTICAST{both}") == (1 if plan.shared_scales else 0)
+    assert count(f"UTMALDG.3D{both}") == (2 if plan.shared_scales else 3)
+    # The stage and the sums are announced, to both blocks.
+    assert begins("UTCBAR") == 2
+    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.shared_scales else 0)
+    # A chunk of 32 tokens of a warp's 32 rows.
+    assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
+    assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
+    assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
+    assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu
+    if plan.float32_out:
+        assert begins("STSM") == begins("STG.E.128") == 0
+        assert begins("STG.E") == 32 if not plan.swiglu else 16
+    else:
+        assert begins("STG.E.128") == plan.tile_outputs * 32 // 128
+        assert begins("STSM") == (0 if plan.swiglu else 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("arch", SPELLED)
+def test_every_configuration(arch, blocks, tmp_path):
+    wanted = plans(arch, blocks)
+    images = [_images.compile_image(plan, arch) for plan in wanted]
+    listings = instructions_of(images, arch, tmp_path / "code")
+    objections = []
+    for plan, image, instructions in zip(wanted, images, listings, strict=True):
+        try:
+            check(plan, arch, image, usage_of(image, tmp_path / "cubin"), instructions)
+        except AssertionError as error:
+            objections.append(f"{plan}: {error}")
+    assert not objections, "\n".join(objections)
+
+
+def test_instructions_and_parameters(tmp_path):
+    """What PTX says of one kernel, and the bytes of a launch against what it declares."""
+    from dsv4.cute.sm100.dense import DenseKernel
+
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
+    plan = DensePlan(256, 2, False)
+    kernel = DenseKernel(**dataclasses.asdict(plan))
+    text = kernel.compile(f"--gpu-arch sm_100a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    assert "tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16 " in text
+    assert "tcgen05.cp.cta_group::2.32x128b.warpx4 " in text
+    assert "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r" in text
+    assert f"{plan.instruction:#x}" in text
+    # Copies announce themselves to the block of even rank: bit 24 of the barrier's address is 0.
+    masks = set(map(int, re.findall(r"and\.b32\s+%r\d+, %r\d+, (-\d{8,});", text)))
+    assert masks
+    assert all(mask & 1 << 24 == 0 and mask | 1 << 24 | 1023 == -1 for mask in masks)
+    end, offsets, sizes = 0, [], []
+    for kind, align, size in re.findall(
+        r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", text
+    ):
+        width = {"u32": 4, "f32": 4, "u64": 8}.get(kind) or int(size)
+        start = -(-end // int(align or width)) * int(align or width)
+        end = start + width
+        offsets.append(start)
+        sizes.append(width)
+    assert gemm_nvfp4.PARAMETERS.offsets == offsets
+    assert [struct.calcsize(kind) for kind in gemm_nvfp4.PARAMETERS.kinds] == sizes
+    assert gemm_nvfp4.PARAMETERS.size == end
