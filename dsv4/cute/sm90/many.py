@@ -30,6 +30,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute import _ptx as ptx
+from dsv4.cute._tiles import place
+from dsv4.cute._turning import turn
 from dsv4.cute.sm90._activate import activated, output_row
 from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
@@ -240,7 +242,7 @@ class ManyKernel(ManyPlan):
                 )
                 stage, parity, tile = Int32(0), Int32(1), Int32(first)
                 while tile < total:
-                    row_block, token_tile = self._place(tile, order)
+                    row_block, token_tile = place(tile, order, cutlass.min)
                     begin = row_block // group_blocks * k_blocks + rank * steps
                     stage, parity = self._fill(
                         (atom, source[(None, token_tile, None)], to),
@@ -266,15 +268,15 @@ class ManyKernel(ManyPlan):
             codes += lane * 16
             scales += lane // 4 * 8
             stage, parity, tile = Int32(0), Int32(0), Int32(first)
-            row_block, _ = self._place(tile, order)
+            row_block, _ = place(tile, order, cutlass.min)
             first_row = self._safe_row(row_block, warp, row_tiles)
             at = first_row * k_blocks + rank * steps
             ahead = [self._fetch(codes, scales, at, t) for t in range(self.depth)]
             self._wait_ready()
             self._fall_behind(warp, steps)
             while tile < total:
-                row_block, token_tile = self._place(tile, order)
-                follows, _ = self._place(cutlass.min(tile + stride, total - 1), order)
+                row_block, token_tile = place(tile, order, cutlass.min)
+                follows, _ = place(cutlass.min(tile + stride, total - 1), order, cutlass.min)
                 next_row = self._safe_row(follows, warp, row_tiles)
                 then = next_row * k_blocks + rank * steps
                 weight = (codes, scales, at, then, ahead)
@@ -413,18 +415,6 @@ class ManyKernel(ManyPlan):
         if cutlass.const_expr(self.blocks > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    def _place(self, tile: Value, order: Value) -> tuple[Value, Value]:
-        """Block of rows and tile of tokens: spans of tokens, in them rows, in them tokens.
-
-        So that what runs at a time reads few rows and few tokens, from the level-2 cache.
-        """
-        token_tiles, span, row_blocks = order
-        begin = tile // (span * row_blocks) * span
-        rest = tile - begin * row_blocks
-        width = cutlass.min(span, token_tiles - begin)
-        row_block = rest // width
-        return row_block, begin + rest - row_block * width
 
     def _row_tile(self, row_block: Value, warp: Value) -> Value:
         """The warp's tile of 16 rows."""
@@ -619,7 +609,7 @@ class ManyKernel(ManyPlan):
         room = turned + Uint32(group * (self.turned_bytes // self.warpgroups))
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         for n in cutlass.range_constexpr(count):
-            self._turn(values[n], room + Uint32(n * 8 * LINE), warp % 4, lane)
+            turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         vectors = self.tile_outputs * 4 // 8  # of 8 results, of a line
         for i in cutlass.range_constexpr(-(-count * 8 * vectors // 128)):
@@ -630,16 +620,3 @@ class ManyKernel(ManyPlan):
             if line < count * 8 and token < tokens and row < rows:
                 words = ptx.load_shared(room + Uint32(line * LINE + vector * 16), 4)
                 ptx.store_global4(out + (Int64(token) * rows + row) * 2, words)
-
-    @cute.jit
-    def _turn(self, values: Value, room: Value, quarter: Value, lane: Value) -> None:
-        """A warp's results of 8 tokens into its part of their lines."""
-        if cutlass.const_expr(self.swiglu):
-            for i in cutlass.range_constexpr(2):
-                line = room + Uint32((lane % 4 * 2 + i) * LINE)
-                at = line + Uint32(quarter * 16 + output_row(lane) * 2)
-                ptx.store_shared_bfloat16(at, values[i])
-        else:
-            at = room + Uint32(lane % 8 * LINE + quarter * 32 + lane // 8 % 2 * 16)
-            low = ptx.bfloat16_pair(values[0], values[1])
-            ptx.store_matrices2_turned(at, low, ptx.bfloat16_pair(values[2], values[3]))
