@@ -496,7 +496,8 @@ def fake_cutlass():
         copy=copy,
     )
     cpasync = types.SimpleNamespace(
-        tma_partition=lambda atom, at, layout, to, source: (to.to, source)
+        prefetch_descriptor=lambda atom: None,
+        tma_partition=lambda atom, at, layout, to, source: (to.to, source),
     )
     numbers = {"Int16": 2, "Int32": 4, "Int64": 8, "Uint8": 1, "Uint16": 2, "Uint32": 4}
     return types.SimpleNamespace(

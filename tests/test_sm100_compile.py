@@ -112,6 +112,7 @@ def check(plan, arch, image, numbers, instructions):
     assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.shared_scales else 0)
     # A chunk of 32 tokens of a warp's 32 rows.
     assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
+    assert begins("UTMACCTL.PF") == 4, "operands' descriptions are asked for early"
     assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
     assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
     assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu

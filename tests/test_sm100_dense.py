@@ -92,7 +92,12 @@ def test_every_product_has_a_plan_that_fits():
             plan = choose(product, tokens)
             assert plan in candidates(product)
             assert groups == 1 or rows // groups % plan.rows == 0
-        assert set(plans(product, 300)) == {choose(product, t) for t in range(1, 301)}
+        for most in (1, 64, 65, 300):
+            every = [choose(product, t) for t in range(1, most + 1)]
+            assert plans(product, most) == list(dict.fromkeys(every))
+        assert choose(product, 9000) == choose(product, 8192)
+    found = gemm_nvfp4.plans(400, 7168, 1, torch.float32, 100, swiglu=True)
+    assert found == plans(Product(400, 7168, 1, True, True), 100)
 
 
 def test_few_tokens_take_few():

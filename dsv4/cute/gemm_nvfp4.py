@@ -16,8 +16,9 @@ import torch
 from dsv4 import dispatch
 from dsv4.cute._driver import Kernel, Parameters
 from dsv4.cute._launch import cuts, loaded, stream_of
+from dsv4.cute.sm100 import plans as _plans
 from dsv4.cute.sm100._maps import tensor_map
-from dsv4.cute.sm100.dense_plan import Box
+from dsv4.cute.sm100.dense_plan import Box, DensePlan
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.formats import SWIZZLED
 
@@ -160,3 +161,34 @@ def _prepared(
     clusters = min(token_tiles * row_blocks, kernel.prepare(device))
     boxes = plan.boxes(product.rows, product.columns, tokens, product.groups)
     return _Prepared(kernel, clusters * plan.blocks, boxes, after)
+
+
+def warmup(plans: Sequence[DensePlan], device: torch.device) -> None:
+    """Compile or load kernels now, so that no later call does, e.g. while a graph is captured."""
+    arch = ARCHITECTURES[torch.cuda.get_device_capability(device)]
+    with torch.cuda.device(device):
+        for plan in plans:
+            loaded(plan, arch).prepare(device.index)
+
+
+def plans(
+    rows: int,
+    columns: int,
+    groups: int,
+    out_dtype: torch.dtype,
+    max_tokens: int,
+    *,
+    swiglu: bool = False,
+) -> list[DensePlan]:
+    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
+
+    Args:
+        rows: N, of all groups, a multiple of 16, and of 128 in each of several groups.
+        columns: K, a multiple of 32.
+        groups: Groups of rows with an input each.
+        out_dtype: bfloat16 or float32.
+        max_tokens: At least 1.
+        swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.
+    """
+    product = Product(rows, columns, groups, out_dtype == torch.float32, swiglu)
+    return _plans.plans(product, max_tokens)

@@ -228,6 +228,8 @@ class DenseKernel(DensePlan):
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp == COPY_WARP:
+            for atom in (row_codes, row_scales, token_codes, token_scales):
+                cpasync.prefetch_descriptor(atom)
             self._make_barriers(full, lane)
         if warp == 0:
             tcgen05.allocate(slot, self.tensor_columns, self.blocks)

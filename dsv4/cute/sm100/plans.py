@@ -14,6 +14,7 @@ PROCESSORS = 148
 _PRODUCTS = 16384
 _CACHE_BYTES = 64
 _MEMORY_BYTES = 4300
+_FEWEST, _MOST_TOKENS = 64, 8192
 _LAUNCH, _FILL, _CHUNK = 3000, 1500, 350  # cycles: of a launch, a tile's first stage, 32 tokens
 
 
@@ -35,9 +36,16 @@ class Product(NamedTuple):
     swiglu: bool = False
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def choose(product: Product, tokens: int) -> DensePlan:
-    """The configuration for a number of tokens, that ``estimated_cycles`` calls the fastest."""
+    """The configuration for a number of tokens, that ``estimated_cycles`` calls the fastest.
+
+    It depends on tiles of 64 tokens, and above 8192 tokens on nothing more.
+    """
+    return _choose(product, min(-(-tokens // _FEWEST) * _FEWEST, _MOST_TOKENS))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _choose(product: Product, tokens: int) -> DensePlan:
     return min(candidates(product), key=lambda plan: estimated_cycles(plan, product, tokens))
 
 
@@ -52,7 +60,7 @@ def candidates(product: Product) -> list[DensePlan]:
 
 def plans(product: Product, max_tokens: int) -> list[DensePlan]:
     """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once."""
-    steps = range(1, min(max_tokens, 8192) + 1)
+    steps = range(_FEWEST, min(max_tokens, _MOST_TOKENS) + _FEWEST, _FEWEST)
     return list(dict.fromkeys(choose(product, tokens) for tokens in steps))
 
 
