@@ -188,6 +188,25 @@ def test_sequences_that_join_grow_fork_and_leave_are_what_they_are_alone(
             assert not any(pages_taken(cache).values())
 
 
+@pytest.mark.parametrize("length", [2, 6, 125])
+def test_trap_t15_every_accepted_prefix_of_a_guess_is_serial(length: int) -> None:
+    """A fork verifies five tokens at once; the sequence goes on with those that were right."""
+    stack = Stack(published(), 6)
+    cache = stack.cache(2, 140, pool_tokens=512)
+    x, guess = tokens(1, length, stack.config), tokens(2, 5, stack.config)
+    row = cache.allocate()
+    stack.step(cache, [row], [x])
+    for accepted in (0, 1, 3):
+        fork = cache.fork(row)
+        (verified,) = stack.step(cache, [fork], [guess])
+        assert distance(verified, stack.whole(torch.cat((x, guess)))[len(x) :]) < EXACT
+        cache.free(fork)
+        truth = torch.cat((guess[:accepted], tokens(3 + accepted, 1, stack.config)))
+        (out,) = stack.step(cache, [row], [truth])
+        x = torch.cat((x, truth))
+        assert distance(out, stack.whole(x)[-len(truth) :]) < EXACT
+
+
 # Memory ---------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ KV = "tests/test_kv_cache.py::test_trap_"
 CACHE = "tests/test_cache.py::test_trap_"
 COMPRESSOR = "tests/test_compressor.py::test_trap_"
 INDEXER = "tests/test_indexer.py::test_trap_"
+FORK = "tests/test_page_pools.py::test_trap_t15_every_accepted_prefix_of_a_guess_is_serial"
 FORMULA = "tests/test_layers.py::test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula"
 APE = COMPRESSOR + "t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half"
 SLOT = "return torch.where(inside, page * page_size + entry % page_size, -1)"
@@ -21,6 +22,30 @@ SWAPPED_HALVES = (
 )
 
 MUTANTS = (
+    Mutant(
+        "T15",
+        "a fork without the compressors' state",
+        "dsv4/cache.py",
+        "tensor[target] = tensor[source].clone()",
+        "continue",
+        FORK,
+    ),
+    Mutant(
+        "T15",
+        "a fork with the last token of the compressors' state alone",
+        "dsv4/cache.py",
+        "tensor[target] = tensor[source].clone()",
+        "tensor[target, -1:] = tensor[source, -1:].clone()",
+        FORK,
+    ),
+    Mutant(
+        "T15",
+        "a fork without the window",
+        "dsv4/cache.py",
+        "            for data in layer.pools(ratio):\n",
+        "            for data in layer.pools(ratio) if ratio else ():\n",
+        FORK,
+    ),
     Mutant(
         "T16",
         "padded length taken for the true one",
