@@ -201,6 +201,7 @@ class PagedCache:
         self._tokens = [0] * size.sequences  # that each sequence was prepared for
         self._grown: set[int] = set()  # sequences of the last step, whose windows may have moved on
         self._brought = False
+        self._fits: tuple[ModelConfig, torch.dtype] | None = None  # what was last found to
 
     @property
     def max_sequences(self) -> int:
@@ -374,10 +375,12 @@ class PagedCache:
             self._grown.add(row)
 
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
-        table = self._tables[ratio]
+        grow = self._tables[ratio].growth
         if ratio:
-            return [table.growth(row, 0, end // ratio) for row, _, end in steps]
-        return [table.growth(row, self._window_low(start), end) for row, start, end in steps]
+            found = [grow(row, 0, end // ratio) for row, _, end in steps]
+        else:
+            found = [grow(row, self._window_low(start), end) for row, start, end in steps]
+        return [growth for growth in found if growth is not None]
 
     def _window_low(self, tokens: int) -> int:
         """First position that the token at position ``tokens`` sees raw."""
@@ -427,10 +430,11 @@ class PagedCache:
                 raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
             if row == -1:
                 continue
-            self._check_allocated("prepare", row)
+            if not (0 <= row < len(self._live) and self._live[row]):
+                self._check_allocated("prepare", row)
             held = self._tokens[row]
             # Without pools a step need not have been announced.
-            if start < held or (self._tables and start > held):
+            if start != held and (start < held or self._tables):
                 raise ValueError(
                     f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: so many tokens "
                     f"sequence {row} was prepared for, and positions neither go back nor skip any"
@@ -465,6 +469,8 @@ class PagedCache:
             TypeError: if plain pages or the compressor state are of another dtype.
             ValueError: if the cache was made for other layers or dims.
         """
+        if self._fits is not None and self._fits[0] is config and self._fits[1] == dtype:
+            return
         if config is not self.config:
             for name, found, wanted in _shaping(self.config, config):
                 if found != wanted:
@@ -484,6 +490,7 @@ class PagedCache:
                     f"PagedCache: state of layer {i} has dtype {_name(layer.state.dtype)}, wanted "
                     f"{_name(wide)} for hidden states of {_name(dtype)}"
                 )
+        self._fits = config, dtype
 
     def advance(self, batch: Batch) -> None:
         """Set ``lengths`` of the batch's sequences to what they are after it.

@@ -128,17 +128,23 @@ class PageTable:
             held.first += 1
             held.twin = None
 
-    def growth(self, row: int, low: int, end: int) -> Growth:
+    def growth(self, row: int, low: int, end: int) -> Growth | None:
         """What is missing for a step that reads entries from ``low`` and writes up to ``end``.
 
-        A sequence that holds pages holds that of ``low``; ``trim`` has seen the same ``low``.
+        A sequence that holds pages holds that of ``low``; ``trim`` has seen the same ``low``. None:
+        nothing, as in most steps of one token.
         """
         held, size = self._held[row], self.page_size
-        first, last = low // size, (end - 1) // size
+        last = (end - 1) // size
+        if last < held.end and held.twin is None:
+            return None
+        first = low // size
         new = last + 1 - max(held.end, first)
         meets = (end - 1) % size >= low % size
         split = held.twin is not None and (held.twin < last or (held.twin == last and meets))
         shared = new > 0 and first < held.end and not meets
+        if new <= 0 and not split:
+            return None
         return Growth(row, first, last + 1, shared, split, max(0, new) - shared + split)
 
     def grow(self, growth: Growth) -> list[tuple[int, int]]:

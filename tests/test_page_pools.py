@@ -97,6 +97,30 @@ def test_any_chunking_of_a_mixed_batch_is_prefill(
         assert distance(torch.cat(pieces), stack.whole(x)) < EXACT
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_type", TYPES)
+def test_any_chunking_of_a_mixed_batch_is_prefill_through_4096_tokens(layer_type: str) -> None:
+    through_4096_tokens(layer_type, "cuda")
+
+
+def through_4096_tokens(layer_type: str, device: str) -> None:
+    config = published(layer_types=(layer_type,), index_topk=512)
+    stack = Stack(config, 8).to(device)
+    pieces = [[1700, 1, 1, 127, 129, 1, 2, 63, 2071, 1], [1, 640, 1, 1, 1, 1024, 3, 1, 1, 2000]]
+    hidden = [tokens(i, sum(p), config).to(device) for i, p in enumerate(pieces)]
+    cache = shuffled(stack.cache(2, 4096, pool_tokens=8192, max_chunk=2100), 1)
+    rows, out, done = [cache.allocate(), cache.allocate()], [[], []], [0, 0]
+    for step in zip(*pieces, strict=True):
+        parts = [x[a : a + n] for x, a, n in zip(hidden, done, step, strict=True)]
+        for i, piece in enumerate(stack.step(cache, rows, parts)):
+            out[i].append(piece)
+            done[i] += step[i]
+    assert done == [4096, 3673]
+    for x, found in zip(hidden, out, strict=True):
+        assert distance(torch.cat(found), stack.whole(x)) < EXACT
+
+
 class Crowd:
     """Sequences in two caches whose pages lie in different orders, and what each has seen."""
 

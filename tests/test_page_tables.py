@@ -39,11 +39,12 @@ class Memory:
         low, start = self.low(row), len(self.history[row])
         self.pages.trim(row, low)
         growth = self.pages.growth(row, low, start + count)
-        if growth.pages > self.pages.pool.free:
-            return False
         free = self.pages.pool.free
-        self.copy(self.pages.grow(growth))
-        assert self.pages.pool.free == free - growth.pages
+        if growth is not None and growth.pages > free:
+            return False
+        if growth is not None:
+            self.copy(self.pages.grow(growth))
+            assert self.pages.pool.free == free - growth.pages
         self.pages.flush()
         new = list(range(self.next, self.next + count))
         self.next += count

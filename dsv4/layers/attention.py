@@ -175,7 +175,8 @@ class DeepseekV4Attention(FixedDtypeModule):
         step: CacheStep,
     ) -> torch.Tensor:
         """Write this batch to the cache, then read every key from there."""
-        self._check_cache(step, kv.dtype)
+        if not torch.compiler.is_compiling():
+            step.cache.check_model(self.config, kv.dtype)
         layer = step.cache.layers[self.layer_idx]
         cos, sin = (table[0] for table in tables)
         norm, written = self.kv_norm, step.write_slots(layer)
@@ -194,12 +195,6 @@ class DeepseekV4Attention(FixedDtypeModule):
             q[0], layer.window, window_slots, compressed, slots, self.sinks, scale=self.scaling
         )
         return out.unsqueeze(0)
-
-    def _check_cache(self, step: CacheStep, dtype: torch.dtype) -> None:
-        """Raise unless the cache was made for this model; once for all layers of a step."""
-        if not torch.compiler.is_compiling():
-            key = ("checked", id(self.config), dtype)
-            step.once(key, lambda: step.cache.check_model(self.config, dtype))
 
     def _attend_dense(
         self,
