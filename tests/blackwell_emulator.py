@@ -115,7 +115,7 @@ class Cluster:
         self.tensor = np.full((plan.blocks, 128, 512), 0xFFFFFFFF, np.uint32)
         self.lock, self.barriers, self.failed = threading.Condition(threading.RLock()), {}, []
         self.copies = [Engine(self, ordered=False) for _ in range(plan.blocks)]
-        self.products = Engine(self, ordered=True)
+        self.products = [Engine(self, ordered=True) for _ in range(plan.blocks)]
         self.owned = [0] * plan.blocks  # columns of tensor memory
         workers = 128 + 2
         self.meeting = threading.Barrier(workers * plan.blocks)
@@ -141,7 +141,7 @@ class Cluster:
 
     def run(self, body):
         """Run the kernel in all threads; raises what the first that failed raised."""
-        engines = [*self.copies, self.products]
+        engines = [*self.copies, *self.products]
         lanes = [*range(128), 32 * dense_plan.MULTIPLY_WARP, 32 * dense_plan.COPY_WARP]
         threads = [
             threading.Thread(target=self._thread, args=(body, block, thread), daemon=True)
@@ -318,7 +318,18 @@ def fake_ptx(memory):
         assert address % (4 * words) == 0
         return shared()[address : address + 4 * words].view(np.uint32).copy()
 
+    def store_shared_float4(address, values):
+        assert address % 16 == 0
+        shared()[address : address + 16].view(np.float32)[:] = values
+
+    def load_remote_float4(address):
+        block, start = divmod(address, 1 << 32)
+        return _HERE.cluster.shared[block][start : start + 16].view(np.float32).copy()
+
     return types.SimpleNamespace(
+        store_shared_float4=store_shared_float4,
+        load_remote_float4=load_remote_float4,
+        remote=lambda address, block: block << 32 | address,
         barrier_init=barrier_init,
         fence_barrier_init=lambda: None,
         expect_bytes=lambda address, count: _HERE.cluster.barrier(address).arrive(count),
@@ -358,7 +369,7 @@ def fake_tcgen05():
 
     def allocate(address, columns, group):
         cluster = _HERE.cluster
-        assert group == cluster.plan.blocks
+        assert group == cluster.plan.pair
         assert columns in (32, 64, 128, 256, 512)
         if _HERE.lane == 0:
             assert cluster.owned[_HERE.block] == 0
@@ -374,25 +385,28 @@ def fake_tcgen05():
     def copy_scales(target, address, group):
         cluster = _HERE.cluster
 
+        first = _HERE.block
+
         def job():
-            for block in range(group):
+            for block in range(first, first + group):
                 found = cluster.shared[block][address : address + 512].view(np.uint32)
                 columns = cluster.tensor[block, :, target : target + 4]
                 columns[:] = np.tile(found.reshape(32, 4), (4, 1))
 
-        cluster.products.ask(job)
+        cluster.products[_HERE.block].ask(job)
 
     def multiply(sums, left, right, scales, accumulate, kind, group):
         cluster, tokens = _HERE.cluster, _HERE.cluster.plan.token_block
         assert kind == dense_plan.instruction(128 * group, tokens)
-        start = 512 - cluster.owned[0]
+        start, first = 512 - cluster.owned[0], _HERE.block
         assert start <= sums <= 512 - tokens
 
         def job():
             own = tokens // group
-            codes = [operand_elements(cluster.shared[b], right << 4, own) for b in range(group)]
+            blocks = range(first, first + group)
+            codes = [operand_elements(cluster.shared[b], right << 4, own) for b in blocks]
             codes = np.concatenate(codes)
-            for block in range(group):
+            for block in blocks:
                 tensor = cluster.tensor[block]
                 a = operand_elements(cluster.shared[block], left << 4, 128)
                 a = a * operand_scales(tensor, scales[0], 128)
@@ -401,16 +415,16 @@ def fake_tcgen05():
                 before = total.copy() if accumulate else np.float32(0)
                 total[:] = before + a @ b.T
 
-        cluster.products.ask(job)
+        cluster.products[_HERE.block].ask(job)
 
     def commit(address, group):
-        cluster = _HERE.cluster
+        cluster, first = _HERE.cluster, _HERE.block
 
         def job():
-            for block in range(group):
+            for block in range(first, first + group):
                 cluster.barrier(address, block).arrive()
 
-        cluster.products.ask(job)
+        cluster.products[_HERE.block].ask(job)
 
     def load(address, tiles):
         first, column = address >> 16, address & 0xFFFF
@@ -455,7 +469,8 @@ def copy(operand, source, to, tma_bar_ptr, mcast_mask):
             place ^= (place >> 7 & 7) << 4
         for target in range(cluster.plan.blocks) if operand.multicast else [block]:
             cluster.shared[target][place] = found
-            cluster.barrier(tma_bar_ptr.address, 0).complete(found.size)
+            leader = block // cluster.plan.pair * cluster.plan.pair
+            cluster.barrier(tma_bar_ptr.address, leader).complete(found.size)
 
     cluster.copies[block].ask(job)
 

@@ -21,7 +21,8 @@ pytest.importorskip("cutlass")
 triton = pytest.importorskip("triton")
 
 from dsv4.cute import _images, gemm_nvfp4  # noqa: E402
-from dsv4.cute.sm100.dense_plan import MOST_SHARED, TOKEN_BLOCKS, DensePlan  # noqa: E402
+from dsv4.cute.sm100 import dense_plan  # noqa: E402
+from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan  # noqa: E402
 from dsv4.cute.sm100.plans import Product, candidates  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -31,22 +32,33 @@ NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 BOTH = (False, True)
 
 
+def layouts(blocks):
+    """Tokens of a tile, blocks of a cluster and how many parts K has, of either kind of product."""
+    if blocks == 1:
+        return [(tokens, 1, 1) for tokens in TOKEN_BLOCKS] + [(64, parts, parts) for parts in PARTS]
+    return [(tokens, 2, 1) for tokens in TOKEN_BLOCKS]
+
+
 def plans(arch, blocks):
     """Every configuration in the nightly profile; else every layout, and SwiGLU in bfloat16."""
     kinds = list(itertools.product(BOTH, BOTH))
     if not NIGHTLY:
         kinds = kinds[:2] if arch == "sm_100a" else kinds[:1]
-    return [DensePlan(tokens, blocks, *kind) for kind in kinds for tokens in TOKEN_BLOCKS]
+    return [
+        DensePlan(tokens, cluster, *kind, parts)
+        for kind in kinds
+        for tokens, cluster, parts in layouts(blocks)
+    ]
 
 
 def test_these_are_all_there_are():
     chosen = {
         plan
         for kind in itertools.product(BOTH, BOTH)
-        for plan in candidates(Product(65536, 1536, 1, *kind))
+        for plan in candidates(Product(65536, 2048, 1, *kind))
     }
-    every = itertools.product(TOKEN_BLOCKS, (1, 2), BOTH, BOTH)
-    assert chosen == {DensePlan(*how) for how in every}
+    every = itertools.product(layouts(1) + layouts(2), BOTH, BOTH)
+    assert chosen == {DensePlan(*how[:2], *kind, how[2]) for how, *kind in every}
     assert chosen >= {plan for blocks in (1, 2) for plan in plans("sm_100a", blocks)}
 
 
@@ -95,10 +107,10 @@ def check(plan, arch, image, numbers, instructions):
 
     assert numbers["STACK"] == numbers["LOCAL"] == begins("LDL") == begins("STL") == 0
     assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+    assert image.shared_bytes == plan.shared_bytes <= dense_plan.MOST_SHARED
     assert numbers["SHARED"] <= 1024, "what the system keeps of every block"
     # A stage: four products of 64 columns with a scale for 16, scales of rows and of tokens.
-    both = ".2CTA" if plan.blocks == 2 else ""
+    both = ".2CTA" if plan.pair == 2 else ""
     assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
     copies = 4 * (1 + plan.scale_tiles)
     assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
@@ -116,12 +128,15 @@ def check(plan, arch, image, numbers, instructions):
     assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
     assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
     assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu
+    # Tiles of 8 tokens that a warp stores at a time, of 16 rows each, and the sums of others.
+    tiles = 2 * (dense_plan.CHUNK // 8 if plan.parts == 1 else plan.own_tiles)
+    assert count("LD.E.128") == (plan.parts * tiles if plan.parts > 1 else 0)
     if plan.float32_out:
         assert begins("STSM") == begins("STG.E.128") == 0
-        assert begins("STG.E") == 32 if not plan.swiglu else 16
+        assert begins("STG.E") == tiles * (2 if plan.swiglu else 4)
     else:
-        assert begins("STG.E.128") == plan.tile_outputs * 32 // 128
-        assert begins("STSM") == (0 if plan.swiglu else 8)
+        assert begins("STG.E.128") == -(-4 * tiles * plan.tile_outputs // 128)
+        assert begins("STSM") == (0 if plan.swiglu else tiles)
 
 
 @pytest.mark.slow

@@ -34,9 +34,9 @@ from dsv4.scales import scale_offset
 from tests import blackwell_emulator
 
 LAYOUTS = list(itertools.product(dense_plan.TOKEN_BLOCKS, (1, 2)))
-PLANS = [
-    DensePlan(*how, *kind) for how in LAYOUTS for kind in itertools.product((False, True), repeat=2)
-]
+KINDS = list(itertools.product((False, True), repeat=2))
+PLANS = [DensePlan(*how, *kind) for how in LAYOUTS for kind in KINDS]
+PLANS += [DensePlan(64, parts, *kind, parts) for parts in dense_plan.PARTS for kind in KINDS]
 FEW = settings(max_examples=10)
 
 
@@ -46,8 +46,11 @@ def test_resources(plan):
     assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
     assert plan.stages >= 4
     assert plan.stage_bytes % 1024 == plan.row_code_bytes % 1024 == 0
-    assert plan.blocks * plan.stage_bytes < 1 << 20, "bytes that a barrier can be told of"
+    assert plan.pair * plan.stage_bytes < 1 << 20, "bytes that a barrier can be told of"
     assert plan.barriers <= 32, "a lane makes each"
+    assert plan.parts == 1 or plan.stages * plan.stage_bytes >= 128 * 4 * plan.token_block
+    assert plan.pair in (1, 2)
+    assert plan.own_tiles <= 4 or plan.parts == 1
     assert plan.tensor_columns in (32, 64, 128, 256, 512)
     used = [(0, plan.token_block), (plan.second_sums, plan.token_block)]
     used += [(plan.row_scale_column, 16), (plan.token_scale_column, 16 * plan.scale_tiles)]
@@ -365,6 +368,17 @@ def test_the_source_multiplies(how, monkeypatch):
     """Rings go round more than once; the last tiles of rows, tokens and columns are ragged."""
     plan = DensePlan(*how, float32_out=True)
     compare(monkeypatch, plan, plan.rows + 16, 544, plan.token_block + 3)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_the_source_shares_columns(parts, monkeypatch):
+    """Of 5 stages of K, blocks get 2 and 3, or 1, 1, 1 and 2."""
+    plan = DensePlan(64, parts, True, parts=parts)
+    compare(monkeypatch, plan, 144, 1056, 60, clusters=2)
+
+
+def test_the_source_of_swiglu_shares_columns(monkeypatch):
+    compare(monkeypatch, DensePlan(64, 8, False, True, 8), 96, 2048, 35)
 
 
 def test_the_source_turns_bfloat16(monkeypatch):

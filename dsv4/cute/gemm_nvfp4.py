@@ -158,7 +158,8 @@ def _prepared(
         scale_tokens,
         limit,
     )
-    clusters = min(token_tiles * row_blocks, kernel.prepare(device))
+    tiles, resident = token_tiles * row_blocks, kernel.prepare(device)
+    clusters = tiles if plan.parts > 1 else min(tiles, resident)
     boxes = plan.boxes(product.rows, product.columns, tokens, product.groups)
     return _Prepared(kernel, clusters * plan.blocks, boxes, after)
 

@@ -11,6 +11,9 @@ as that of two blocks, and 64 to 256 tokens as right one. So few tokens fill the
   into both.
 * Four warps store results while the next tile is multiplied into another accumulator. Two of 256
   tokens share columns: those are loaded first, and given back then.
+* Or the blocks of a cluster share K, for one tile of few tokens. Each keeps its sums in its shared
+  memory, in the order in which threads hold them; then each adds its tokens' parts, ranks in
+  ascending order.
 
 Tiles follow one another. The bits of a token depend on the plan, not on the other tokens.
 """
@@ -45,6 +48,7 @@ from dsv4.cute.sm100.dense_plan import (
 
 Value = Any
 _ANY = 1 << 20  # a size: which one, only the driver is told
+_KEPT = 16 * 32 * EPILOGUE_WARPS  # bytes of the sums of 16 rows of each warp and 8 tokens
 
 
 def _codes() -> Any:
@@ -129,7 +133,7 @@ class DenseKernel(DensePlan):
     @property
     def cta_group(self) -> Any:
         """Of the copies: whether they announce themselves to the first of two blocks."""
-        return CtaGroup.TWO if self.blocks == 2 else CtaGroup.ONE
+        return CtaGroup.TWO if self.pair == 2 else CtaGroup.ONE
 
     def _code_copy(self, codes: cute.Tensor, rows: int) -> Any:
         """Tensor copy of so many rows of codes, and what it addresses."""
@@ -211,7 +215,7 @@ class DenseKernel(DensePlan):
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.blocks
+        rank, part = block % self.pair, block % self.parts
         first, stride = block // self.blocks, grid // self.blocks
         order = (token_tiles, token_span, row_blocks)
         tiles = (first, stride, token_tiles * row_blocks)
@@ -232,7 +236,7 @@ class DenseKernel(DensePlan):
                 cpasync.prefetch_descriptor(atom)
             self._make_barriers(full, lane)
         if warp == 0:
-            tcgen05.allocate(slot, self.tensor_columns, self.blocks)
+            tcgen05.allocate(slot, self.tensor_columns, self.pair)
         tcgen05.before_arrival()
         self._meet()
         tcgen05.after_wait()
@@ -248,26 +252,35 @@ class DenseKernel(DensePlan):
                 (room, barriers_at, full, empty),
                 tiles,
                 order,
-                (steps, tokens, group_blocks, rank, lane),
+                (self.share(steps, part), tokens, group_blocks, rank, lane),
             )
+            self._meet_parts()
         elif warp == MULTIPLY_WARP:
             if rank == 0:
                 waits = (full, empty, sums_full, sums_empty)
-                self._multiply(Uint32(room.toint()), waits, memory, tiles, order, steps)
+                begin, end = self.share(steps, part)
+                self._multiply(Uint32(room.toint()), waits, memory, tiles, order, end - begin)
+            self._meet_parts()
         else:
             cute.arch.griddepcontrol_wait()
             places = (global_scale, token_scale, out, turned)
             sizes = (tokens, rows, group_blocks, limit, scale_tokens)
             rules = (cut0, cut1, cut2, scale_rows)
-            where = (rank, warp, lane, thread)
+            where = (rank, part, warp, lane, thread)
             self._results(
-                (sums_full, sums_empty, memory), places, tiles, order, sizes, rules, where
+                (sums_full, sums_empty, memory, Uint32(room.toint())),
+                places,
+                tiles,
+                order,
+                sizes,
+                rules,
+                where,
             )
         tcgen05.before_arrival()
         self._meet()
         tcgen05.after_wait()
         if warp == 0:
-            tcgen05.free(memory, self.tensor_columns, self.blocks)
+            tcgen05.free(memory, self.tensor_columns, self.pair)
 
     @cute.jit
     def _make_barriers(self, first: Value, lane: Value) -> None:
@@ -275,7 +288,7 @@ class DenseKernel(DensePlan):
         if lane < self.barriers - self.sum_stages:
             ptx.barrier_init(first + Uint32(lane * 8), 1)
         elif lane < self.barriers:
-            ptx.barrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.blocks)
+            ptx.barrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.pair)
         ptx.fence_barrier_init()
         cute.arch.sync_warp()
 
@@ -287,6 +300,12 @@ class DenseKernel(DensePlan):
             cute.arch.cluster_wait()
         else:
             cute.arch.barrier()
+
+    @cute.jit
+    def _meet_parts(self) -> None:
+        """Those who do not store, where the blocks that share K have kept their sums."""
+        if cutlass.const_expr(self.parts > 1):
+            self._meet()
 
     @cute.jit
     def _next(self, stage: Value, parity: Value) -> Value:
@@ -305,14 +324,15 @@ class DenseKernel(DensePlan):
         weight, inputs = copies
         room, barriers_at, full, empty = ring
         first, stride, total = tiles
-        steps, tokens, group_blocks, rank, lane = sizes
+        (begin, end), tokens, group_blocks, rank, lane = sizes
+        steps = end - begin
         stage, parity, tile = Int32(0), Int32(1), Int32(first)
         # The weights of the first stages do not wait for the kernel before, the tokens do.
         ahead = cutlass.min(steps, self.stages)
         row_block, token_tile = place(tile, order, cutlass.min)
         for k in cutlass.range(ahead, unroll=1):
             self._expect(full, k, rank, lane)
-            self._copy_rows(weight, (room, barriers_at, k), (row_block, rank, k))
+            self._copy_rows(weight, (room, barriers_at, k), (row_block, rank, begin + k))
         cute.arch.griddepcontrol_wait()
         while tile < total:
             row_block, token_tile = place(tile, order, cutlass.min)
@@ -321,8 +341,10 @@ class DenseKernel(DensePlan):
                 if tile != first or k >= ahead:
                     ptx.wait(empty + Uint32(stage * 8), parity)
                     self._expect(full, stage, rank, lane)
-                    self._copy_rows(weight, (room, barriers_at, stage), (row_block, rank, k))
-                where = (token_tile * self.token_block, group, tokens, rank, k)
+                    self._copy_rows(
+                        weight, (room, barriers_at, stage), (row_block, rank, begin + k)
+                    )
+                where = (token_tile * self.token_block, group, tokens, rank, begin + k)
                 self._copy_tokens(inputs, (room, barriers_at, stage), where)
                 stage, parity = self._next(stage, parity)
             tile += stride
@@ -334,7 +356,7 @@ class DenseKernel(DensePlan):
     def _expect(self, full: Value, stage: Value, rank: Value, lane: Value) -> None:
         """The stage is full when the bytes of all blocks have come, which the first waits for."""
         if lane == 0 and rank == 0:
-            ptx.expect_bytes(full + Uint32(stage * 8), self.blocks * self.stage_bytes)
+            ptx.expect_bytes(full + Uint32(stage * 8), self.pair * self.stage_bytes)
 
     @cute.jit
     def _copy_rows(self, copies: Value, ring: Value, where: Value) -> None:
@@ -418,10 +440,10 @@ class DenseKernel(DensePlan):
                 with cute.arch.elect_one():
                     at = room + Uint32(stage * self.stage_bytes)
                     self._multiply_stage(at, sums, memory, shift, k)
-                    tcgen05.commit(empty + Uint32(stage * 8), self.blocks)
+                    tcgen05.commit(empty + Uint32(stage * 8), self.pair)
                 stage, parity = self._next(stage, parity)
             with cute.arch.elect_one():
-                tcgen05.commit(sums_full + Uint32(which * 8), self.blocks)
+                tcgen05.commit(sums_full + Uint32(which * 8), self.pair)
             tile += stride
             count += 1
         for _ in cutlass.range(self.sum_stages, unroll=1):
@@ -440,13 +462,13 @@ class DenseKernel(DensePlan):
         right_columns = memory + Uint32(self.token_scale_column)
         for block in range(4):
             tcgen05.copy_scales(
-                left_columns + Uint32(4 * block), row_scales + Uint32(block * ATOM), self.blocks
+                left_columns + Uint32(4 * block), row_scales + Uint32(block * ATOM), self.pair
             )
             for tile in range(self.scale_tiles):
                 tcgen05.copy_scales(
                     right_columns + Uint32(4 * (block * self.scale_tiles + tile)),
                     token_scales + Uint32((tile * 4 + block) * ATOM),
-                    self.blocks,
+                    self.pair,
                 )
         left, right = tcgen05.codes_descriptor(at), tcgen05.codes_descriptor(right_at)
         for block in range(4):
@@ -462,7 +484,7 @@ class DenseKernel(DensePlan):
                 scales,
                 accumulate,
                 self.instruction,
-                self.blocks,
+                self.pair,
             )
 
     # The warps that store results.
@@ -479,31 +501,70 @@ class DenseKernel(DensePlan):
         where: Value,
     ) -> None:
         """Load every tile's sums, give the columns back, and store."""
-        sums_full, sums_empty, memory = waits
+        sums_full, sums_empty, memory, room = waits
         first, stride, total = tiles
         tokens, rows, group_blocks, limit, scale_tokens = sizes
-        rank, warp, lane, thread = where
+        rank, part, warp, lane, thread = where
         tile, count = Int32(first), Int32(0)
         while tile < total:
             row_block, token_tile = place(tile, order, cutlass.min)
-            row = (row_block * self.blocks + rank) * ROWS
+            row = (row_block * self.pair + rank) * ROWS
             factors = self._factors(places[0], row + warp * 32 + lane // 4, rows, rules)
             which, ends = self.sums(count)
             ptx.wait(sums_full + Uint32(which * 8), ends)
             tcgen05.after_wait()
             sums = memory + Uint32(self.first_column(count)) + Uint32(warp << 21)
+            scale_at = places[1] + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
+            token = token_tile * self.token_block
             for i in cutlass.range(self.chunks, unroll=1):
                 chunk = self.chunk(i, count)
-                begin = token_tile * self.token_block + chunk * CHUNK
-                scale_at = places[1] + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
-                scales = self._token_scales(scale_at, begin + lane % 4 * 2, tokens, scale_tokens)
+                begin = token + chunk * CHUNK
+                scales = self._token_scales(
+                    scale_at, begin + lane % 4 * 2, CHUNK // 8, tokens, scale_tokens
+                )
                 fragments = tcgen05.load(sums + Uint32(chunk * CHUNK), CHUNK // 8)
                 if i == self.early_chunks - 1:
                     self._release(sums_empty + Uint32(which * 8), lane)
+                if cutlass.const_expr(self.parts > 1):
+                    self._keep(fragments, room + Uint32(thread * 16), chunk)
+                else:
+                    values = self._scaled(fragments, factors, scales, limit, lane)
+                    self._store(values, places, (begin, row, warp, lane, thread), (tokens, rows))
+            if cutlass.const_expr(self.parts > 1):
+                begin = token + part * (8 * self.own_tiles)
+                scales = self._token_scales(
+                    scale_at, begin + lane % 4 * 2, self.own_tiles, tokens, scale_tokens
+                )
+                self._meet()
+                fragments = self._together(room + Uint32(thread * 16), part)
                 values = self._scaled(fragments, factors, scales, limit, lane)
                 self._store(values, places, (begin, row, warp, lane, thread), (tokens, rows))
             tile += stride
             count += 1
+
+    @cute.jit
+    def _keep(self, fragments: Value, room: Value, chunk: Value) -> None:
+        """A chunk of the block's sums, for the other blocks that share K: where stages were."""
+        for h in cutlass.range_constexpr(2):
+            for n in cutlass.range_constexpr(CHUNK // 8):
+                at = room + Uint32((chunk * (CHUNK // 4) + n * 2 + h) * _KEPT)
+                ptx.store_shared_float4(at, fragments[h][n])
+
+    @cute.jit
+    def _together(self, room: Value, part: Value) -> Value:
+        """The sums of all blocks, of the tokens that this block stores."""
+        halves = []
+        for h in cutlass.range_constexpr(2):
+            tiles = []
+            for n in cutlass.range_constexpr(self.own_tiles):
+                at = room + Uint32(((part * self.own_tiles + n) * 2 + h) * _KEPT)
+                total = [Float32(0.0)] * 4
+                for r in cutlass.range_constexpr(self.parts):
+                    more = ptx.load_remote_float4(ptx.remote(at, Int32(r)))
+                    total = [total[i] + more[i] for i in range(4)]
+                tiles.append(total)
+            halves.append(tiles)
+        return halves
 
     @cute.jit
     def _release(self, barrier: Value, lane: Value) -> None:
@@ -511,7 +572,7 @@ class DenseKernel(DensePlan):
         tcgen05.before_arrival()
         cute.arch.sync_warp()
         if lane == 0:
-            if cutlass.const_expr(self.blocks > 1):
+            if cutlass.const_expr(self.pair > 1):
                 tcgen05.arrive_first(barrier)
             else:
                 ptx.arrive(barrier)
@@ -531,11 +592,11 @@ class DenseKernel(DensePlan):
 
     @cute.jit
     def _token_scales(
-        self, scale: Value, begin: Value, tokens: Value, scale_tokens: Value
+        self, scale: Value, begin: Value, count: int, tokens: Value, scale_tokens: Value
     ) -> Value:
         """The scale of two tokens of each tile of 8."""
         found = []
-        for n in cutlass.range_constexpr(CHUNK // 4):
+        for n in cutlass.range_constexpr(2 * count):
             token = cutlass.min(begin + n // 2 * 8 + n % 2, tokens - 1)
             found.append(ptx.load_global_float(scale + Int64(token * scale_tokens) * 4))
         return found
@@ -588,17 +649,18 @@ class DenseKernel(DensePlan):
         _, _, out, turned = places
         begin, first, warp, lane, thread = where
         tokens, outputs = sizes
+        count = 8 * len(values[0])
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * EPILOGUE_WARPS)
         for h in cutlass.range_constexpr(2):
-            for n in cutlass.range_constexpr(CHUNK // 8):
+            for n in cutlass.range_constexpr(count // 8):
                 room = turned + Uint32(n * 8 * self.line)
                 turn(values[h][n], room, self.line, warp * 2 + h, lane)
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * EPILOGUE_WARPS)
         vectors = self.tile_outputs  # of 8 results, of a line
-        for i in cutlass.range_constexpr(CHUNK * vectors // 128):
+        for i in cutlass.range_constexpr(-(-count * vectors // 128)):
             number = i * 128 + thread
             line, vector = number // vectors, number % vectors
             token, at = begin + line, first + vector * 8
-            if token < tokens and at < outputs:
+            if line < count and token < tokens and at < outputs:
                 words = ptx.load_shared(turned + Uint32(line * self.line + vector * 16), 4)
                 ptx.store_global4(out + (Int64(token) * outputs + at) * 2, words)

@@ -17,6 +17,7 @@ INSTRUCTION = 64  # columns of one instruction
 ATOM = 512  # bytes of the scales of 128 rows and 64 columns
 CHUNK = 32  # tokens whose results are turned at a time
 TOKEN_BLOCKS = (64, 128, 192, 256)
+PARTS = (2, 4, 8)
 EPILOGUE_WARPS = 4
 MULTIPLY_WARP, COPY_WARP = 4, 5
 _LINE_PAD = 16  # bytes between lines of results: lines then begin in different banks
@@ -79,15 +80,17 @@ class DensePlan:
 
     Attributes:
         token_block: Tokens of a tile: 64, 128, 192 or 256.
-        blocks: Blocks that multiply one tile, of 128 rows each: 1 or 2, a cluster.
+        blocks: Blocks of a cluster: 1, 2 that multiply one tile of 128 rows each, or ``parts``.
         float32_out: Whether the result is float32, else bfloat16.
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        parts: Blocks that share K, for one tile of 64 tokens: 1, 2, 4 or 8.
     """
 
     token_block: int
     blocks: int
     float32_out: bool
     swiglu: bool = False
+    parts: int = 1
 
     @property
     def kernel(self) -> str:
@@ -95,9 +98,14 @@ class DensePlan:
         return "dsv4.cute.sm100.dense:DenseKernel"
 
     @property
+    def pair(self) -> int:
+        """Blocks that one instruction works in."""
+        return self.blocks // self.parts
+
+    @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return ROWS * self.blocks
+        return ROWS * self.pair
 
     @property
     def threads(self) -> int:
@@ -107,7 +115,7 @@ class DensePlan:
     @property
     def own_tokens(self) -> int:
         """Tokens of a tile whose codes a block holds."""
-        return self.token_block // self.blocks
+        return self.token_block // self.pair
 
     @property
     def scale_tiles(self) -> int:
@@ -117,7 +125,7 @@ class DensePlan:
     @property
     def shared_scales(self) -> bool:
         """Whether each block of the cluster copies a part of the tokens' scales for both."""
-        return self.blocks == 2
+        return self.pair == 2
 
     @property
     def scale_box(self) -> tuple[int, int]:
@@ -225,6 +233,11 @@ class DensePlan:
         return self.token_block // CHUNK
 
     @property
+    def own_tiles(self) -> int:
+        """Tiles of 8 tokens that a block of those which share K stores."""
+        return self.token_block // 8 // self.parts
+
+    @property
     def early_chunks(self) -> int:
         """Chunks that are loaded before the next tile's product may begin."""
         return -(-self.overlap // CHUNK) if self.overlap else self.chunks
@@ -250,9 +263,13 @@ class DensePlan:
 
     # What follows is arithmetic on Python's numbers as well as on a kernel's.
 
+    def share(self, steps: Any, part: Any) -> tuple[Any, Any]:
+        """First stage of a block's part of K, and that after its last."""
+        return part * steps // self.parts, (part + 1) * steps // self.parts
+
     def row_place(self, row_block: Any, rank: Any, k: Any) -> tuple[Any, Any]:
         """Where a stage of the block's rows begins: row and byte of codes, tiles of scales."""
-        tile = row_block * self.blocks + rank
+        tile = row_block * self.pair + rank
         return (tile * ROWS, k * (STEP // 2)), (tile, k * 4)
 
     def token_place(

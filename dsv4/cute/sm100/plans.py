@@ -6,7 +6,7 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from dsv4.cute.sm100.dense_plan import ROWS, STEP, TOKEN_BLOCKS, DensePlan
+from dsv4.cute.sm100.dense_plan import PARTS, ROWS, STEP, TOKEN_BLOCKS, DensePlan
 
 # Of a B200, from its documentation: nothing here was measured. Codes that a processor's tensor core
 # multiplies in a cycle, bytes that the level-2 cache gives it, and that memory gives all.
@@ -15,7 +15,8 @@ _PRODUCTS = 16384
 _CACHE_BYTES = 64
 _MEMORY_BYTES = 4300
 _FEWEST, _MOST_TOKENS = 64, 8192
-_LAUNCH, _FILL, _CHUNK = 3000, 1500, 350  # cycles: of a launch, a tile's first stage, 32 tokens
+# Cycles: of a launch, a tile's first stage, 32 tokens' results, and adding what others have.
+_LAUNCH, _FILL, _CHUNK, _TOGETHER = 3000, 1500, 350, 2500
 
 
 class Product(NamedTuple):
@@ -55,7 +56,9 @@ def candidates(product: Product) -> list[DensePlan]:
     if product.groups == 1:
         blocks = (1, 2)
     kind = (product.float32_out, product.swiglu)
-    return [DensePlan(*how, *kind) for how in itertools.product(TOKEN_BLOCKS, blocks)]
+    found = [DensePlan(*how, *kind) for how in itertools.product(TOKEN_BLOCKS, blocks)]
+    shares = [parts for parts in PARTS if parts <= -(-product.columns // STEP)]
+    return found + [DensePlan(_FEWEST, parts, *kind, parts) for parts in shares]
 
 
 def plans(product: Product, max_tokens: int) -> list[DensePlan]:
@@ -79,5 +82,7 @@ def estimated_cycles(plan: DensePlan, product: Product, tokens: int) -> float:
         busy * (plan.row_code_bytes + plan.row_scale_bytes) / _MEMORY_BYTES,
     )
     results = plan.chunks * _CHUNK
-    tile = max(-(-product.columns // STEP) * stage, results)
-    return _LAUNCH + _FILL + rounds * tile + results
+    steps = -(-plan.steps(product.columns) // plan.parts)
+    if plan.parts > 1:
+        return _LAUNCH + rounds * (_FILL + steps * stage + _TOGETHER + results)
+    return _LAUNCH + _FILL + rounds * max(steps * stage, results) + results
