@@ -126,7 +126,7 @@ class PagedCache:
                 pools that the sequences share; each sequence rounds up to whole pages. None: no
                 pools.
             window_pages: Pages of raw key-values in their pool; None: enough for a window of every
-                sequence and one chunk of ``max_chunk``.
+                sequence and one chunk of ``max_chunk``. Several chunks in one step need more.
 
         Raises:
             ValueError: if a number is below 1, a format is none of these or does not fit the dims
@@ -268,7 +268,7 @@ class PagedCache:
         """A new sequence that goes on where ``source`` is, to continue both apart.
 
         From pools it shares the pages of compressed entries that are full, which nobody writes
-        again; windows, open pages and compressor state are copied.
+        again; windows, open pages and compressor state are copied. Without pools all is copied.
 
         Returns:
             Its row.
@@ -395,10 +395,12 @@ class PagedCache:
 
     def _check_room(self, what: str, table: PageTable, need: int, room: int) -> None:
         if need > room:
+            window = table is self._tables.get(0)
             raise CacheFullError(
                 f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {room} of "
-                f"{table.pool.size} are free; free a sequence, or make the cache with a larger "
-                f"{'window_pages' if table is self._tables.get(0) else 'pool_tokens'}"
+                f"{table.pool.size} are free; free a sequence, "
+                f"{'give a step fewer tokens, ' if window else ''}or make the cache with a larger "
+                f"{'window_pages' if window else 'pool_tokens'}"
             )
 
     def _check_owner(self, what: str) -> None:

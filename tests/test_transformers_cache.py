@@ -78,18 +78,20 @@ def test_generate_equals_the_dense_path(numerics: str, sizes: Any, options: Any)
 
 
 @pytest.mark.parametrize("numerics", ["transformers", "deepseek"])
-def test_in_bfloat16_it_is_as_near_the_truth_as_the_dense_path(numerics: str) -> None:
+def test_in_bfloat16_it_is_as_near_the_truth_as_the_dense_path(
+    device: torch.device, numerics: str
+) -> None:
     """Not the same bits: pages hold the compressors' state in float32."""
     truth_model, config = swapped(numerics)
-    model, _ = swapped(numerics, torch.bfloat16)
+    model = swapped(numerics, torch.bfloat16)[0].to(device)
     ids = ids_of(config, 2, 19)
     cache = paged_cache(model, max_tokens=40, max_sequences=2)
     assert cache.paged.layers[0].window.entry_format == ("plain", "fp8")[numerics == "deepseek"]
     with torch.no_grad():
-        truth, dense = truth_model(ids).logits, model(ids).logits
-        pieces = ids.split([9, 1, 9], dim=1)
+        truth, dense = truth_model(ids).logits, model(ids.to(device)).logits
+        pieces = ids.to(device).split([9, 1, 9], dim=1)
         found = torch.cat([model(p, past_key_values=cache).logits for p in pieces], 1)
-    rows = [(x.double() - truth).norm(dim=-1).median() for x in (found, dense)]
+    rows = [(x.double().cpu() - truth).norm(dim=-1).median() for x in (found, dense)]
     assert rows[0] < 1.5 * rows[1]
     assert rows[0] < 0.1 * truth.norm(dim=-1).median()
 
