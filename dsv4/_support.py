@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE, tiles
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
@@ -301,6 +302,43 @@ def attention(call: Call) -> str | None:
     if entry % 8 or (dims - rope_dim) % 2 or any(pool.data_ptr() % 8 for pool, _ in pools):
         return "entries do not begin at multiples of 8 bytes, where their scales need to be"
     return _no_e4m3(call)
+
+
+_LEAST_TILES = 4
+
+
+def few_tiles(call: Call) -> str | None:
+    """Why the CuTeDSL kernel of ``sparse_attention`` is slower than Triton's, or None."""
+    q = call.args[0]
+    count = q.shape[0] * tiles(q.shape[1])
+    if count < _LEAST_TILES:
+        return (
+            f"there are {count} tiles of 64 heads in all, and of fewer than {_LEAST_TILES} smaller "
+            "ones take less time"
+        )
+    return None
+
+
+def cute_attention(call: Call) -> str | None:
+    """Why the CuTeDSL kernel of ``sparse_attention`` cannot run a call, or None."""
+    q, window, page, entry_format, _, compressed, other_page, other_format = call.args[:8]
+    rope_dim, scale = call.args[10:12]
+    elsewhere = attention(call) or _not_hopper(call)
+    if elsewhere:
+        return elsewhere
+    if (entry_format, other_format) != ("fp8", "fp8"):
+        return f"entries are {entry_format!r} and {other_format!r}, wanted 'fp8'"
+    if (q.shape[-1], rope_dim) != (DIMS, ROPE):
+        return f"heads have {q.shape[-1]} dims, {rope_dim} rotated, wanted {DIMS} and {ROPE}"
+    if not scale > 0:
+        return f"the scale is {scale}, wanted one above 0"
+    pools = [(window, page)] + ([] if compressed is None else [(compressed, other_page)])
+    for pool, size in pools:
+        if size & (size - 1):
+            return f"a page has {size} entries, wanted a power of two"
+        if pool.data_ptr() % 16 or pool.stride(0) % 16:
+            return "pages do not begin at multiples of 16 bytes"
+    return None
 
 
 LARGEST_ROW = 65536

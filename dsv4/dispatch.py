@@ -60,12 +60,18 @@ class Implementation:
         target: ``"module:function"``, imported when first run. The function takes the operator's
             schema arguments without ``backend``.
         supports: Returns None when it can run the call, otherwise the reason in words.
+        yields: Returns None when no later row is faster, otherwise the reason in words.
     """
 
     op: str
     name: str
     target: str
     supports: Callable[[Call], str | None]
+    yields: Callable[[Call], str | None] = lambda call: None
+
+    def objection(self, call: Call, requested: str) -> str | None:
+        """Why it is passed over: it cannot run the call, or ``"auto"`` knows a faster one."""
+        return self.supports(call) or (self.yields(call) if requested == AUTO else None)
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("indexer", "indexer_select", unless=_support.index_pages),
     *_reference("indexer", "indexer_rotate_quantize", "indexer_queries", "indexer_select"),
     *_reference("indexer", "quantize_index_queries"),
+    Implementation(
+        "sparse_attention",
+        "cute",
+        "dsv4.cute.attention:sparse_attention",
+        _support.cute_attention,
+        _support.few_tiles,
+    ),
     *_triton("attention", "sparse_attention", unless=_support.attention),
     *_reference("attention", "sparse_attention"),
     *_triton("slots", "entry_slots", "prefix_slots", "window_slots"),
@@ -278,7 +291,7 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
             )
     reasons = []
     for row in rows:
-        reason = row.supports(call)
+        reason = row.objection(call, requested)
         if reason is None:
             return row
         reasons.append(f"{row.name}: {reason}")
@@ -351,7 +364,9 @@ def _caught(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _explanation(call: Call, requested: str) -> Explanation:
-    candidates = tuple((row.name, row.supports(call)) for row in implementations(call.op))
+    candidates = tuple(
+        (row.name, row.objection(call, requested)) for row in implementations(call.op)
+    )
     wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]
     return Explanation(call.op, requested, wanted[0] if wanted else None, candidates)
 

@@ -1,73 +1,34 @@
-"""Attention layers alone, of each type, over a paged cache and over whole sequences without one."""
+"""What attention has to give, for the tests of its kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
-from dsv4.cache import Batch, CacheStep, PagedCache
-from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.layers import DeepseekV4Attention
-from dsv4.testing.models import randomize_
-from dsv4.testing.strategies import normal
+from dsv4.testing.assertions import unit_roundoff
 
-TYPES = (SLIDING, CSA, HCA)
+U = unit_roundoff(torch.float32)
 
 
-def small(**changes: object) -> ModelConfig:
-    """A layer of each type, as narrow as they come."""
-    fixed = {
-        "layer_types": TYPES, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 32,
-        "qk_rope_head_dim": 8, "q_lora_rank": 16, "o_groups": 1, "num_nextn_predict_layers": 0,
-    }  # fmt: skip
-    return ModelConfig.tiny(**{**fixed, **changes})
+def softmax(q, kv, sink, scale):
+    """The result in float64, and how far a kernel may be off.
+
+    Logits err by (D + 3) u sum |q k| scale, weights by twice that; then float32 sums, of which some
+    are scaled again for each block and program. Weights are rounded to bfloat16, in the numerator
+    and in the denominator alike: a weight w that is off by u w moves the mean by u w (v - o).
+    """
+    logits = torch.cat((q @ kv.T * scale, sink[:, None]), dim=1)
+    weights = logits.softmax(-1)[:, :-1]
+    truth = weights @ kv
+    size = float((q.abs() @ kv.abs().T).max()) * abs(scale)
+    delta = (q.shape[-1] + 3) * U * size + U * max(size, float(sink.abs().max()))
+    relative = 2 * delta + (2 * kv.shape[0] + 40) * U
+    spread = (weights[:, :, None] * (kv - truth[:, None]).abs()).sum(1)
+    rounded = 1.01 * unit_roundoff(torch.bfloat16) * (spread + truth.abs())
+    return truth, 1.01 * relative * float(kv.abs().max()) + rounded + 1e-38
 
 
-class Stack(nn.Module):
-    """Attention layers that all see the same hidden states; no layer feeds another."""
-
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.config = config
-        self.attention = nn.ModuleList(
-            DeepseekV4Attention(config, i) for i in range(config.num_hidden_layers)
-        )
-        randomize_(self.to(dtype), seed)
-        self.eval().requires_grad_(False)
-
-    def cache(self, max_sequences: int, max_tokens: int, **changes: object) -> PagedCache:
-        weight = self.attention[0].kv_proj.weight
-        return PagedCache(
-            self.config, max_sequences=max_sequences, max_tokens=max_tokens,
-            device=weight.device, dtype=weight.dtype, **changes,
-        )  # fmt: skip
-
-    @torch.no_grad()
-    def run(self, hidden: torch.Tensor, cache: PagedCache, batch: Batch) -> torch.Tensor:
-        """One step: ``[T, H]`` to ``[T, layers, H]``."""
-        step = CacheStep(cache, batch)
-        out = [layer(hidden[None], past_key_values=step)[0][0] for layer in self.attention]
-        cache.advance(batch)
-        return torch.stack(out, 1)
-
-    def step(
-        self, cache: PagedCache, rows: Sequence[int], pieces: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Prepare and run a ragged step; the output of each piece."""
-        lengths = [len(piece) for piece in pieces]
-        cache.prepare(rows, lengths)
-        there = torch.tensor(rows, device=cache.lengths.device)
-        batch = Batch.from_lengths(lengths, cache.lengths[there], there)
-        return list(self.run(torch.cat(list(pieces)), cache, batch).split(lengths))
-
-    @torch.no_grad()
-    def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A whole sequence at once, without a cache: ``[S, H]`` to ``[S, layers, H]``."""
-        return torch.stack([layer(hidden[None])[0][0] for layer in self.attention], 1)
-
-
-def tokens(seed: int, count: int, config: ModelConfig) -> torch.Tensor:
-    """Hidden states of so many tokens."""
-    return normal(seed, (count, config.hidden_size), torch.float64)
+def same_places(out, expected):
+    """NaN at the same places; neither has an infinity."""
+    assert bool((out.isnan() == expected.isnan()).all())
+    assert not out.isinf().any()
+    assert not expected.isinf().any()

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from attention_cases import U, same_places, softmax
+
 from dsv4._support import interpret_triton
 from dsv4.dispatch import explain, use_backend
 from dsv4.ops.attention import sparse_attention
@@ -24,7 +26,6 @@ KERNELS = ("triton",)
 REFERENCE = False
 INTERPRETED_SHARE = 25
 BF16, F64 = torch.bfloat16, torch.float64
-U = unit_roundoff(torch.float32)
 # Of the smallest tiles: blocks that are not full, and several to a token.
 SMALL = kernels.Shape(16, 32, 4, 3, 1, 1, 1, 1)
 formats = st.sampled_from(["fp8", "plain"])
@@ -91,24 +92,6 @@ class Case:
                 continue
             truth, budget = softmax(q, kv, given_["sink"].double(), given_["scale"])
             assert_within_budget(out[t], truth, budget)
-
-
-def softmax(q, kv, sink, scale):
-    """The result in float64, and how far a kernel may be off.
-
-    Logits err by (D + 3) u sum |q k| scale, weights by twice that; then float32 sums, of which some
-    are scaled again for each block and program. Weights are rounded to bfloat16, in the numerator
-    and in the denominator alike: a weight w that is off by u w moves the mean by u w (v - o).
-    """
-    logits = torch.cat((q @ kv.T * scale, sink[:, None]), dim=1)
-    weights = logits.softmax(-1)[:, :-1]
-    truth = weights @ kv
-    size = float((q.abs() @ kv.abs().T).max()) * abs(scale)
-    delta = (q.shape[-1] + 3) * U * size + U * max(size, float(sink.abs().max()))
-    relative = 2 * delta + (2 * kv.shape[0] + 40) * U
-    spread = (weights[:, :, None] * (kv - truth[:, None]).abs()).sum(1)
-    rounded = 1.01 * unit_roundoff(BF16) * (spread + truth.abs())
-    return truth, 1.01 * relative * float(kv.abs().max()) + rounded + 1e-38
 
 
 @example(seed=0, tokens=2, width=(40, 33), entry_format="fp8", size=(200, 64), heads=17, count=3)
@@ -204,13 +187,6 @@ def test_a_bad_entry_reaches_the_tokens_that_name_it(device, seed, entry_format,
         out = case.run()
     assert_bitwise(out[[0, 2]], expected[[0, 2]])
     same_places(out, case.run("reference"))
-
-
-def same_places(out, expected):
-    """NaN at the same places; neither has an infinity."""
-    assert bool((out.isnan() == expected.isnan()).all())
-    assert not out.isinf().any()
-    assert not expected.isinf().any()
 
 
 @given(seeds(), formats, splits, st.sampled_from([torch.nan, torch.inf, -torch.inf]))

@@ -279,3 +279,143 @@ def swiglu(gate: Value, up: Value, limit: Value) -> Value:
         [Float32],
         [gate, up, limit],
     )
+
+
+def load_or_zero(address: Value, words: int, wanted: Value, offset: int = 0) -> tuple[Value, ...]:
+    """``words`` (2 or 4) 32-bit words, zeros and no load where ``wanted`` is 0.
+
+    ``offset``: bytes, part of the instruction.
+    """
+    return _load_or("0", words, address, wanted, offset)
+
+
+def load2_or_ones(address: Value, wanted: Value) -> tuple[Value, ...]:
+    """Two 32-bit words, all bits set and no load where ``wanted`` is 0."""
+    return _load_or("0xFFFFFFFF", 2, address, wanted, 0)
+
+
+def _load_or(
+    default: str, words: int, address: Value, wanted: Value, offset: int
+) -> tuple[Value, ...]:
+    moves = " ".join(f"mov.u32 {{$w{i}}}, {default};" for i in range(words))
+    load = f"ld.global.nc.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
+    code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p {load} }}"
+    return _asm(code, [Uint32] * words, [address, wanted])
+
+
+def store_shared4(address: Value, words: Sequence[Value], offset: int = 0) -> None:
+    """Four 32-bit words to shared memory; ``offset`` is part of the instruction."""
+    _asm(f"st.shared.v4.u32 [{{$r0}}+{offset}], {_ins(1, 4)};", (), [address, *words])
+
+
+def store_global_float2(address: Value, a: Value, b: Value) -> None:
+    """Two float32 to an address that is a multiple of 8."""
+    _asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
+
+
+def load_global_float4(address: Value) -> tuple[Value, ...]:
+    """Four float32 from an address that is a multiple of 16."""
+    return _asm(f"ld.global.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
+
+
+def copy_or_zero(target: Value, source: Value, count: Value, to: int = 0, offset: int = 0) -> None:
+    """16 bytes from global to shared memory: ``count`` of them (0 or 16), then zeros.
+
+    ``to`` and ``offset``: bytes beyond target and source, parts of the instruction.
+    """
+    _asm(
+        f"cp.async.cg.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 16, {{$r2}};",
+        (),
+        [target, source, count],
+    )
+
+
+def commit_copies() -> None:
+    """This thread's copies since the last such call are a group."""
+    _asm("cp.async.commit_group;")
+
+
+def wait_copies(groups: int) -> None:
+    """All but the last so many groups of this thread's copies have arrived."""
+    _asm(f"cp.async.wait_group {groups};")
+
+
+def fence_shared() -> None:
+    """What this thread wrote to shared memory comes before what tensor cores read there."""
+    _asm("fence.proxy.async.shared::cta;")
+
+
+def maximum(a: Value, b: Value) -> Value:
+    """The larger of two float32; of a NaN and a number the number."""
+    return _asm("max.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
+
+
+def multiply_add_float(a: Value, b: Value, c: Value) -> Value:
+    """``a b + c``, rounded once."""
+    return _asm("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], [a, b, c])
+
+
+def power_of_two(value: Value) -> Value:
+    """``2^value`` by the hardware, within 2^-22; subnormals are 0."""
+    return _asm("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], [value])
+
+
+def low_float(word: Value) -> Value:
+    """The lower bfloat16 of a word, as float32."""
+    return _asm("{ .reg .b32 t; shl.b32 t, {$r0}, 16; mov.b32 {$w0}, t; }", [Float32], [word])
+
+
+def high_float(word: Value) -> Value:
+    """The upper bfloat16 of a word, as float32."""
+    code = "{ .reg .b32 t; and.b32 t, {$r0}, 0xFFFF0000; mov.b32 {$w0}, t; }"
+    return _asm(code, [Float32], [word])
+
+
+def choose_word(condition: Value, yes: Value, no: Value) -> Value:
+    """One of two 32-bit words."""
+    return _asm(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
+        [Uint32],
+        [Int32(condition), yes, no],
+    )
+
+
+def e4m3_pair(word: Value, half: int, factor: Value) -> Value:
+    """Two E4M3 codes, the lower (0) or upper (1), times a pair of bfloat16, as bfloat16."""
+    one = "lh"[half]
+    return _asm(
+        "{ .reg .b16 l, h, x, y; .reg .b32 d; .reg .f32 a, b; "
+        f"mov.b32 {{l, h}}, {{$r0}}; cvt.rn.f16x2.e4m3x2 d, {one}; mov.b32 {{x, y}}, d; "
+        "cvt.f32.f16 a, x; cvt.f32.f16 b, y; cvt.rn.bf16x2.f32 d, b, a; "
+        "mul.rn.bf16x2 {$w0}, d, {$r1}; }",
+        [Uint32],
+        [word, factor],
+    )
+
+
+def e8m0_pair(byte: Value) -> Value:
+    """``2^(byte - 127)`` as bfloat16, twice; NaN of 255."""
+    return _asm(
+        "{ .reg .u32 t; .reg .pred p; mul.lo.u32 {$w0}, {$r0}, 0x800080; "
+        # Byte 0 is subnormal; of byte 255 the shifted bits are infinity's. Both want bit 6.
+        "add.u32 t, {$r0}, 1; and.b32 t, t, 0xFE; setp.eq.u32 p, t, 0; "
+        "@p or.b32 {$w0}, {$w0}, 0x400040; }",
+        [Uint32],
+        [byte],
+    )
+
+
+def store_global2(address: Value, words: Sequence[Value]) -> None:
+    """Two 32-bit words to an address that is a multiple of 8."""
+    _asm(f"st.global.v2.u32 [{{$r0}}], {_ins(1, 2)};", (), [address, *words])
+
+
+def load_shared_float(address: Value) -> Value:
+    """One float32 from shared memory."""
+    return _asm("ld.shared.f32 {$w0}, [{$r0}];", [Float32], [address])
+
+
+def store_matrices4(address: Value, words: Sequence[Value]) -> None:
+    """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` says where row r of the i-th is."""
+    code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], "
+    _asm(code + _ins(1, 4) + ";", (), [address, *words])

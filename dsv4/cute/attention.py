@@ -1,0 +1,118 @@
+"""CuTeDSL kernels of ``dsv4.ops.attention``."""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+
+from dsv4.cute._driver import Parameters
+from dsv4.cute._launch import ARCH, aligned, loaded, stream_of
+from dsv4.cute.sm90.attention_plan import (
+    AttentionPlan,
+    MergePlan,
+    Plan,
+    splits,
+    tiles,
+)
+
+# Parameters of the kernels, in their order; before the first's come three without any content.
+_ATTEND = Parameters("s", "s", "s", *"qqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
+_MERGE = Parameters(*"qqqqq", *"ii")
+_ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss13q9if"), struct.Struct("@5q2i")
+_FEW_SLOTS = 2048  # of a token that is dealt out, up to which the last one is not looked for
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_page_size: int,
+    window_format: str,
+    window_slots: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_page_size: int,
+    compressed_format: str,
+    compressed_slots: torch.Tensor | None,
+    sink: torch.Tensor,
+    rope_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """See ``dsv4.ops.attention.sparse_attention``."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    if compressed is None or compressed_slots is None:
+        compressed, compressed_page_size = window, window_page_size
+        compressed_slots = window_slots[:, :0]
+    pools = (window, window_page_size, compressed, compressed_page_size)
+    slots = (window_slots.long().contiguous(), compressed_slots.long().contiguous())
+    with torch.cuda.device(q.device):
+        _attend(aligned(q), pools, slots, sink.float().contiguous(), scale, out)
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, int, torch.Tensor, int],
+    slots: tuple[torch.Tensor, torch.Tensor],
+    sink: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """On the current device."""
+    tokens, heads, dims = q.shape
+    window, page, compressed, second_page = pools
+    widths = (slots[0].shape[1], slots[1].shape[1])
+    processors = _multiprocessors(q.device.index)
+    count = splits(tokens, heads, widths, processors)
+    kept = (tokens, count, heads) if count > 1 else (0,)
+    parts = q.new_empty((*kept, dims), dtype=torch.float32)
+    tops, totals = (q.new_empty(kept, dtype=torch.float32) for _ in range(2))
+    items = tokens * count * tiles(heads)
+    packed = _ATTEND_PACKED.pack(
+        b"",
+        b"",
+        b"",
+        q.data_ptr(),
+        window.data_ptr(),
+        slots[0].data_ptr(),
+        compressed.data_ptr(),
+        slots[1].data_ptr(),
+        sink.data_ptr(),
+        (out if count == 1 else parts).data_ptr(),
+        tops.data_ptr(),
+        totals.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        window.stride(0),
+        compressed.stride(0),
+        *widths,
+        page.bit_length() - 1,
+        second_page.bit_length() - 1,
+        heads,
+        count,
+        tiles(heads),
+        items,
+        int(count == 1 or sum(widths) > _FEW_SLOTS),
+        scale,
+    )
+    stream = stream_of(q.device.index)
+    kernel = loaded(AttentionPlan(count > 1), ARCH)
+    kernel.prepare(q.device.index)
+    kernel.launch(min(items, processors), stream, _ATTEND, packed)
+    if count > 1:
+        places = [t.data_ptr() for t in (parts, tops, totals, sink, out)]
+        kernel = loaded(MergePlan(), ARCH)
+        kernel.prepare(q.device.index)
+        kernel.launch(tokens * heads, stream, _MERGE, _MERGE_PACKED.pack(*places, heads, count))
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plans() -> list[Plan]:
+    """All kernels, for ``dsv4.warmup``."""
+    return [AttentionPlan(False), AttentionPlan(True), MergePlan()]

@@ -1,0 +1,528 @@
+"""Sparse attention of 64 heads of a token: an entry is expanded once, and multiplied twice.
+
+* The third warpgroup expands blocks of 64 ``"fp8"`` entries to bfloat16 in shared memory, into two
+  stages. Entries that are not there are zeros, and their logits -inf.
+* Of the other two, each computes the logits and softmax weights of the blocks of one stage, and
+  has half of the dims of all results in its registers. So it multiplies its own weights from
+  registers, and the other's from shared memory, with its half of the entries' dims: the tile that
+  the first product read, turned.
+* Blocks of threads stay and take (token, part, tile of heads) in turn. The entries of the next are
+  expanded while the results of the last are stored.
+
+Weights are relative to a reference that follows the largest logit when that has grown by more than
+``2^8``; sums of float32 bear that, and most blocks leave the sums as they are. The warpgroups hand
+it on with the weights. The sum of weights is taken over the rounded ones, so that the result stays
+a mean of entries and zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._entries import Entries
+from dsv4.cute.sm90.attention_plan import (
+    BLOCK,
+    CODE_BYTES,
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPS,
+    DIMS,
+    HEADS,
+    INFO_BYTES,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARPS,
+    SCAN_BYTES,
+    STAGES,
+    AttentionPlan,
+)
+
+Value = Any
+_LOG2E = 1.4426950408889634
+_SLACK = 8.0  # powers of two by which a logit may exceed its reference
+_INFINITY = float("inf")
+_MEET = 1  # named barrier of both warpgroups that multiply
+_CONSUMERS = 32 * CONSUMER_WARPS
+_ALL_THERE = 0xFFFFFFFF
+
+
+class AttentionKernel(Entries, AttentionPlan):
+    """The kernel of one configuration."""
+
+    def compile(self, options: str) -> Any:
+        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
+        return cute.compile(
+            self,
+            *[Int64(0)] * 9,
+            *[Int64(8)] * 4,
+            *[Int32(1)] * 9,
+            Float32(1.0),
+            CUstream(0),
+            options=options,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: Int64,
+        window: Int64,
+        window_slots: Int64,
+        compressed: Int64,
+        compressed_slots: Int64,
+        sink: Int64,
+        out: Int64,
+        tops: Int64,
+        totals: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        window_stride: Int64,
+        compressed_stride: Int64,
+        width: Int32,
+        second_width: Int32,
+        page_shift: Int32,
+        second_shift: Int32,
+        heads: Int32,
+        splits: Int32,
+        tiles: Int32,
+        items: Int32,
+        scan: Int32,
+        scale: Float32,
+        stream: CUstream,
+    ) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma = self.tools()
+        self.kernel_(
+            q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma, q, window, window_slots,
+            compressed, compressed_slots, sink, out, tops, totals, token_stride, head_stride,
+            window_stride, compressed_stride, width, second_width, page_shift, second_shift, heads,
+            splits, tiles, items, scan, scale,
+        ).launch(
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def tools(self) -> tuple[Value, ...]:
+        """Layouts of queries, stages and weights, and three products: logits, own and other's."""
+        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        q_layout = cute.tile_to_shape(swizzle, (HEADS, DIMS), (0, 1))
+        k_layout = cute.tile_to_shape(swizzle, (BLOCK, DIMS, STAGES), (0, 1, 2))
+        p_layout = cute.tile_to_shape(swizzle, (HEADS, BLOCK), (0, 1))
+        logits = warpgroup.MmaF16BF16Op(
+            BFloat16,
+            Float32,
+            (HEADS, BLOCK, 16),
+            warpgroup.OperandSource.SMEM,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+        own, other = (
+            warpgroup.MmaF16BF16Op(
+                BFloat16,
+                Float32,
+                (HEADS, DIMS // 2, 16),
+                source,
+                OperandMajorMode.K,
+                OperandMajorMode.MN,
+            )
+            for source in (warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM)
+        )
+        products = [cute.make_tiled_mma(op, (1, 1, 1)) for op in (logits, own, other)]
+        return (q_layout, k_layout, p_layout, *products)
+
+    @cute.kernel
+    def kernel_(
+        self,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        p_layout: cute.ComposedLayout,
+        logits_mma: cute.TiledMma,
+        own_mma: cute.TiledMma,
+        other_mma: cute.TiledMma,
+        q: Int64,
+        window: Int64,
+        window_slots: Int64,
+        compressed: Int64,
+        compressed_slots: Int64,
+        sink: Int64,
+        out: Int64,
+        tops: Int64,
+        totals: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        window_stride: Int64,
+        compressed_stride: Int64,
+        width: Int32,
+        second_width: Int32,
+        page_shift: Int32,
+        second_shift: Int32,
+        heads: Int32,
+        splits: Int32,
+        tiles: Int32,
+        items: Int32,
+        scan: Int32,
+        scale: Float32,
+    ) -> None:
+        """See the module.
+
+        Args:
+            q_layout: Of the queries in shared memory.
+            k_layout: Of the stages.
+            p_layout: Of weights.
+            logits_mma: Queries times entries.
+            own_mma: Weights from registers times half of the dims of entries.
+            other_mma: Weights from shared memory likewise.
+            q: Address of bfloat16 ``[tokens, heads, 512]``.
+            window: Address of the first cache's pages.
+            window_slots: Address of its slots, ``[tokens, width]``.
+            compressed: As ``window``, of the second cache.
+            compressed_slots: Likewise.
+            sink: Address of float32 ``[heads]``.
+            out: Address of bfloat16 ``[tokens, heads, 512]``; with ``split``, of float32
+                ``[tokens, splits, heads, 512]``.
+            tops: With ``split``, address of float32 ``[tokens, splits, heads]``: to what power of
+                two the sums are relative.
+            totals: Likewise, sums of weights.
+            token_stride: Elements between tokens of q.
+            head_stride: Elements between heads of q.
+            window_stride: Bytes between pages.
+            compressed_stride: Likewise.
+            width: Slots of a token.
+            second_width: Likewise.
+            page_shift: Logarithm of the entries of a page, to base 2.
+            second_shift: Likewise.
+            heads: Of q.
+            splits: Blocks that share a token.
+            tiles: Tiles of 64 heads.
+            items: ``tokens splits tiles``, tiles first, then parts.
+            scan: 1 to look for the last slot that is used, 0 to take all there are.
+            scale: Factor on the logits, above 0.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        begin, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        smem = cutlass.memory.SmemAllocator()
+        shared_q = smem.allocate_tensor(
+            BFloat16, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner
+        )
+        shared_k = smem.allocate_tensor(
+            BFloat16, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner
+        )
+        shared_p = smem.allocate_tensor(
+            BFloat16, p_layout.outer, byte_alignment=1024, swizzle=p_layout.inner
+        )
+        codes = smem.allocate_array(cutlass.Uint8, CODE_BYTES, byte_alignment=16)
+        notes = smem.allocate_array(
+            cutlass.Uint8, STAGES * INFO_BYTES + SCAN_BYTES, byte_alignment=16
+        )
+        told = Uint32(smem.allocate_array(cutlass.Float32, 3 * HEADS).toint())
+        info = Uint32(notes.toint())
+        full = Uint32(smem.allocate_array(cutlass.Int64, 3 * STAGES).toint())
+        empty, ready = full + 8 * STAGES, full + 16 * STAGES
+        at_q = Uint32(shared_q.iterator.toint())
+        at_k = Uint32(shared_k.iterator.toint())
+        cute.arch.griddepcontrol_launch_dependents()
+        if thread == 0:
+            for s in cutlass.range_constexpr(STAGES):
+                ptx.barrier_init(full + s * 8, 32 * PRODUCER_WARPS)
+                ptx.barrier_init(empty + s * 8, CONSUMER_WARPS)
+                ptx.barrier_init(ready + s * 8, _CONSUMERS // 2)
+            ptx.fence_barrier_init()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.sync_threads()
+        if warp >= CONSUMER_WARPS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            caches = (
+                (window, window_stride, page_shift, window_slots, width),
+                (compressed, compressed_stride, second_shift, compressed_slots, second_width),
+            )
+            own = Uint32(codes.toint()) + Uint32((thread - _CONSUMERS) * 16)
+            shared = (info, full, empty, at_k, own, warp - CONSUMER_WARPS, lane)
+            stage, parity, item = Int32(0), Int32(1), Int32(begin)
+            while item < items:
+                rest = item // tiles
+                part = (rest // splits, rest % splits, splits, scan)
+                stage, parity = self.expand_part(caches, part, shared, (stage, parity))
+                item += grid
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            group = cute.arch.make_warp_uniform(thread // 128)
+            inner = thread % 128
+            logits_slice, own_slice = logits_mma.get_slice(inner), own_mma.get_slice(inner)
+            left = logits_mma.make_fragment_A(logits_slice.partition_A(shared_q))
+            right = logits_mma.make_fragment_B(logits_slice.partition_B(shared_k))
+            turned = cute.make_tensor(
+                shared_k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2])
+            )
+            halves = cute.local_tile(turned, (DIMS // 2, BLOCK), (None, 0, None))
+            values = own_mma.make_fragment_B(own_slice.partition_B(halves))
+            given = other_mma.make_fragment_A(other_mma.get_slice(inner).partition_A(shared_p))
+            logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((HEADS, BLOCK)), Float32)
+            sums = cute.make_rmem_tensor(own_slice.partition_shape_C((HEADS, DIMS // 2)), Float32)
+            weights = cute.make_rmem_tensor(own_slice.partition_shape_A((HEADS, BLOCK)), BFloat16)
+            words = cute.recast_tensor(weights, Uint32)
+            own_mma.set(warpgroup.Field.ACCUMULATE, True)
+            other_mma.set(warpgroup.Field.ACCUMULATE, True)
+            row = warp % 4 * 16 + lane // 4
+            line = told + Uint32(row * 4)
+            give_at = Uint32(shared_p.iterator.toint())
+            give_at += Uint32((warp % 4 * 16 + lane % 16) * 128)
+            stage, parity, item = Int32(0), Int32(0), Int32(begin)
+            while item < items:
+                tile, rest = item % tiles, item // tiles
+                token = rest // splits
+                cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
+                self._load_queries(
+                    q + (Int64(token) * token_stride) * 2, at_q, (thread, tile, heads, head_stride)
+                )
+                ptx.fence_shared()
+                cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
+                sums.fill(0.0)
+                references = [-Float32(_INFINITY), -Float32(_INFINITY)]
+                total = [Float32(0.0), Float32(0.0)]
+                more = cutlass.Boolean(True)
+                while more:
+                    if stage == group:
+                        ptx.wait(full + Uint32(stage * 8), parity)
+                        warpgroup.fence()
+                        logits_mma.set(warpgroup.Field.ACCUMULATE, False)
+                        for k in cutlass.range_constexpr(DIMS // 16):
+                            cute.gemm(
+                                logits_mma,
+                                logits,
+                                left[None, None, k],
+                                right[None, None, k, stage],
+                                logits,
+                            )
+                            logits_mma.set(warpgroup.Field.ACCUMULATE, True)
+                        warpgroup.commit_group()
+                        low, high, *_ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+                        warpgroup.wait_group(0)
+                        self._hide(logits, (low, high), lane)
+                        references, total, factors = self._weigh(
+                            logits, words, (references, total), scale * Float32(_LOG2E)
+                        )
+                        self._give(words, references, give_at, line, lane)
+                        ptx.fence_shared()
+                        ptx.arrive(ready + Uint32(stage * 8))
+                        self._rescale(sums, factors)
+                        self._add(own_mma, sums, weights, values, (group, stage))
+                    else:
+                        ptx.wait(ready + Uint32(stage * 8), parity)
+                        references, total = self._follow(sums, references, total, line)
+                        self._add(other_mma, sums, given, values, (group, stage))
+                    _, _, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+                    more = last == Uint32(0)
+                    warpgroup.wait_group(0)
+                    self._release(empty, stage, lane)
+                    stage += 1
+                    if stage == STAGES:
+                        stage = Int32(0)
+                        parity = parity ^ 1
+                total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
+                self._store(
+                    sums,
+                    (references, total),
+                    (sink, out, tops, totals),
+                    (tile * HEADS + row, rest, token, heads, group, lane),
+                )
+                item += grid
+
+    @cute.jit
+    def _add(self, mma: Value, sums: Value, weights: Value, values: Value, where: Value) -> None:
+        """Weights times half of the dims of a stage's entries."""
+        group, stage = where
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(BLOCK // 16):
+            cute.gemm(mma, sums, weights[None, None, k], values[None, None, k, group, stage], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _release(self, empty: Value, stage: Value, lane: Value) -> None:
+        """This warp has read the stage."""
+        if lane == 0:
+            ptx.arrive(empty + Uint32(stage * 8))
+
+    @cute.jit
+    def _rescale(self, sums: Value, factors: Value) -> None:
+        """Sums relative to other references; most often to the same."""
+        if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
+            for n in cutlass.range_constexpr(DIMS // 16):
+                for i in cutlass.range_constexpr(4):
+                    sums[n * 4 + i] = sums[n * 4 + i] * factors[i // 2]
+
+    @cute.jit
+    def _follow(self, sums: Value, references: Value, total: Value, line: Value) -> Value:
+        """Take over the references that the other warpgroup has given its weights by."""
+        new = [ptx.load_shared_float(line + Uint32(32 * r)) for r in range(2)]
+        factors = [
+            ptx.choose(
+                new[r] > references[r], ptx.power_of_two(references[r] - new[r]), Float32(1.0)
+            )
+            for r in range(2)
+        ]
+        self._rescale(sums, factors)
+        return new, [total[r] * factors[r] for r in range(2)]
+
+    @cute.jit
+    def _give(
+        self, words: Value, references: Value, place: Value, line: Value, lane: Value
+    ) -> None:
+        """Weights and references, for the other warpgroup."""
+        for n in cutlass.range_constexpr(0, BLOCK // 8, 2):
+            chunk = (n + lane // 16) ^ (lane % 8)
+            ptx.store_matrices4(place + Uint32(chunk * 16), [words[2 * n + i] for i in range(4)])
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                ptx.store_shared_float(line + Uint32(32 * r), references[r])
+
+    @cute.jit
+    def _together(self, total: Value, line: Value, who: Value) -> Value:
+        """Sums of the weights of both warpgroups, whose references are the same at the end."""
+        group, lane = who
+        total = [self._quad_sum(t) for t in total]
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                ptx.store_shared_float(line + Uint32(group * 4 * HEADS + 32 * r), total[r])
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
+        # In the same order in both, so that they divide by the same bits.
+        return [
+            ptx.load_shared_float(line + Uint32(32 * r))
+            + ptx.load_shared_float(line + Uint32(4 * HEADS + 32 * r))
+            for r in range(2)
+        ]
+
+    @cute.jit
+    def _load_queries(self, q: Value, at: Value, where: Value) -> None:
+        """64 heads into swizzled shared memory, zeros where there are no more heads."""
+        thread, tile, heads, head_stride = where
+        for i in cutlass.range_constexpr(HEADS * DIMS // 8 // _CONSUMERS):
+            number = i * _CONSUMERS + thread
+            row, chunk = number // (DIMS // 8), number % (DIMS // 8)
+            head = tile * HEADS + row
+            source = q + (Int64(head) * head_stride + chunk * 8) * 2
+            words = ptx.load_or_zero(source, 4, Int32(head < heads))
+            place = chunk // 8 * (HEADS * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+            ptx.store_shared4(at + Uint32(place), words)
+
+    @cute.jit
+    def _hide(self, logits: Value, there: Value, lane: Value) -> None:
+        """-inf for entries that are not there."""
+        if (there[0] & there[1]) != Uint32(_ALL_THERE):
+            for half in cutlass.range_constexpr(2):
+                bits = there[half] >> Uint32(lane % 4 * 2)
+                for n in cutlass.range_constexpr(4):
+                    for i in cutlass.range_constexpr(2):
+                        bit = bits & Uint32(1 << (n * 8 + i))
+                        for r in cutlass.range_constexpr(2):
+                            at = half * 16 + n * 4 + r * 2 + i
+                            logits[at] = ptx.choose(bit, logits[at], -Float32(_INFINITY))
+
+    @cute.jit
+    def _weigh(self, logits: Value, words: Value, state: Value, scale: Value) -> Value:
+        """Weights of a block, as left operand; new references and sums, and factors on the old."""
+        references, total = state
+        new, sums, factors = [], [], []
+        for r in cutlass.range_constexpr(2):
+            high = logits[2 * r]
+            for n in cutlass.range_constexpr(BLOCK // 8):
+                high = ptx.maximum(
+                    high, ptx.maximum(logits[n * 4 + 2 * r], logits[n * 4 + 2 * r + 1])
+                )
+            high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 1))
+            high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 2)) * scale
+            old = references[r]
+            grown = high > old + Float32(_SLACK)
+            reference = ptx.choose(grown, high, old)
+            # Of nothing but -inf, so that no inf - inf arises.
+            origin = ptx.choose(reference == -Float32(_INFINITY), Float32(0.0), reference)
+            factor = ptx.choose(grown, ptx.power_of_two(old - reference), Float32(1.0))
+            part = total[r] * factor
+            for n in cutlass.range_constexpr(BLOCK // 8):
+                at = n * 4 + 2 * r
+                low = ptx.power_of_two(ptx.multiply_add_float(logits[at], scale, -origin))
+                up = ptx.power_of_two(ptx.multiply_add_float(logits[at + 1], scale, -origin))
+                word = ptx.bfloat16_pair(low, up)
+                words[n * 2 + r] = word
+                part = part + (ptx.low_float(word) + ptx.high_float(word))
+            new.append(reference)
+            sums.append(part)
+            factors.append(factor)
+        return new, sums, factors
+
+    @cute.jit
+    def _quad_sum(self, value: Value) -> Value:
+        value = value + cute.arch.shuffle_sync_bfly(value, 1)
+        return value + cute.arch.shuffle_sync_bfly(value, 2)
+
+    @cute.jit
+    def _store(self, sums: Value, state: Value, places: Value, where: Value) -> None:
+        sink, out, tops, totals = places
+        references, total = state
+        first, part, token, heads, group, lane = where
+        for r in cutlass.range_constexpr(2):
+            head = first + 8 * r
+            if cutlass.const_expr(self.split):
+                if head < heads:
+                    row = Int64(part) * heads + head
+                    if group == 0 and lane % 4 == 0:
+                        ptx.store_global_float(tops + row * 4, references[r])
+                        ptx.store_global_float(totals + row * 4, total[r])
+                    line = out + (row * DIMS + group * (DIMS // 2) + lane % 4 * 2) * 4
+                    for n in cutlass.range_constexpr(DIMS // 16):
+                        at = n * 4 + 2 * r
+                        ptx.store_global_float2(line + n * 32, sums[at], sums[at + 1])
+            else:
+                place = sink + Int64(cutlass.min(head, heads - 1)) * 4
+                logit = ptx.load_global_float(place) * Float32(_LOG2E)
+                factor = self._mean(references[r], total[r], logit)
+                line = out + ((Int64(token) * heads + head) * DIMS + group * (DIMS // 2)) * 2
+                for n in cutlass.range_constexpr(0, DIMS // 16, 4):
+                    four = [
+                        ptx.bfloat16_pair(
+                            sums[m * 4 + 2 * r] * factor, sums[m * 4 + 2 * r + 1] * factor
+                        )
+                        for m in range(n, n + 4)
+                    ]
+                    four = self._turn_quad(four, lane)
+                    if head < heads:
+                        ptx.store_global4(line + (n * 8 + lane % 4 * 8) * 2, four)
+
+    @cute.jit
+    def _mean(self, reference: Value, total: Value, logit: Value) -> Value:
+        """What to multiply sums by; 0 if there is neither an entry nor a sink."""
+        origin = ptx.maximum(reference, logit)
+        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
+        scaled = ptx.power_of_two(reference - origin)
+        whole = total * scaled + ptx.power_of_two(logit - origin)
+        return ptx.choose(whole == Float32(0.0), Float32(0.0), scaled / whole)
+
+    @cute.jit
+    def _turn_quad(self, words: Value, lane: Value) -> Value:
+        """Lane i of four gets word i of each: two exchanges of two words."""
+        for bit in cutlass.range_constexpr(2):
+            odd = (lane >> bit) & 1
+            kept, given = [], []
+            for j in cutlass.range_constexpr(2):
+                a = words[j if bit else 2 * j]
+                b = words[j + 2 if bit else 2 * j + 1]
+                kept.append(ptx.choose_word(odd, b, a))
+                given.append(cute.arch.shuffle_sync_bfly(ptx.choose_word(odd, a, b), 1 << bit))
+            pairs = [
+                (ptx.choose_word(odd, given[j], kept[j]), ptx.choose_word(odd, kept[j], given[j]))
+                for j in range(2)
+            ]
+            if cutlass.const_expr(bit == 0):
+                words = [pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]]
+            else:
+                words = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
+        return words
