@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,15 +44,29 @@ def interpret_triton() -> Iterator[None]:
 
 def triton(args: Sequence[Any], device: torch.device) -> str | None:
     """Why Triton kernels cannot run a call with these arguments, or None."""
+    elsewhere = _interpreted(device) if _interpreting.get() else _no_triton(device)
+    if elsewhere:
+        return elsewhere
+    for argument in args:
+        if isinstance(argument, torch.Tensor) and argument.dtype == torch.float64:
+            return "a tensor is float64, which only the reference computes in"
+    return None
+
+
+def _interpreted(device: torch.device) -> str | None:
+    return None if device.type == "cpu" and _has("triton") else _no_triton(device)
+
+
+@cache
+def _no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
     if not _has("triton"):
         return "the package triton is not installed"
-    if device.type != "cuda" and not (device.type == "cpu" and _interpreting.get()):
+    if device.type != "cuda":
         return f"Triton kernels run on a CUDA GPU, the tensors are on {device}"
-    if device.type == "cuda" and _capability(device) < (8, 0):
+    if _capability(device) < (8, 0):
         found = ".".join(map(str, _capability(device)))
         return f"Triton kernels need compute capability 8.0 or newer, the GPU has {found}"
-    if any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
-        return "a tensor is float64, which only the reference computes in"
     return None
 
 
@@ -66,24 +80,49 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def forget_devices() -> None:
+    """Ask every device again what it is: for tests that pretend to have another one."""
+    for cached in (_capability, _no_triton, _not_hopper, _no_cute_gemm, _no_cute_grouped):
+        getattr(cached, "cache_clear", lambda: None)()
+
+
 MOST_FEW_TOKENS = 64
 _MOST_SEGMENTS = 4
 
 
 def cute_gemm(call: Call) -> str | None:
     """Why the CuTeDSL kernels cannot run a product, or None."""
-    x, codes, scales, global_scale, segments, *_ = call.args
+    x, codes, scales, global_scale, segments, _, layout = call.args[:7]
     groups = call.args[9] if call.op == "gemm" else 1
-    elsewhere = _not_hopper(call)
-    if elsewhere:
-        return elsewhere
-    if len(segments) > _MOST_SEGMENTS:
-        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
+    kind = (call.device, layout, x.dtype, call.args[-1], len(segments))
+    objection = _no_cute_gemm(*kind, codes.shape, groups, x.shape[0])
+    if objection is not None:
+        return objection
     if not global_scale.is_contiguous():
         return "the global scales are not contiguous"
     if codes.data_ptr() % 16 or scales.data_ptr() % 16:
         return "the codes or scales do not begin at multiples of 16 bytes"
-    tokens, (rows, columns) = x.shape[0], (codes.shape[0], codes.shape[1] * 2)
+    return None
+
+
+@lru_cache(maxsize=1 << 16)
+def _no_cute_gemm(
+    device: torch.device,
+    layout: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    segments: int,
+    codes: tuple[int, ...],
+    groups: int,
+    tokens: int,
+) -> str | None:
+    """The same of what does not change from call to call of a product."""
+    elsewhere = _packed_as(layout, dtype, out_dtype) or _not_hopper(device)
+    if elsewhere:
+        return elsewhere
+    if segments > _MOST_SEGMENTS:
+        return f"the weight has {segments} segments, wanted at most {_MOST_SEGMENTS}"
+    rows, columns = codes[0], 2 * codes[1]
     if rows // 16 % groups:
         return f"a group has {rows // groups} rows, wanted a multiple of 16"
     plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1))
@@ -129,32 +168,52 @@ def scaled_mm(call: Call) -> str | None:
     return None
 
 
-def _not_hopper(call: Call) -> str | None:
+@cache
+def _not_hopper(device: torch.device) -> str | None:
+    """Why CuTeDSL kernels cannot run on a device, or None."""
     if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
-    if call.device.type != "cuda":
-        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
-    if _capability(call.device) != (9, 0):
-        found = ".".join(map(str, _capability(call.device)))
+    if device.type != "cuda":
+        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {device}"
+    if _capability(device) != (9, 0):
+        found = ".".join(map(str, _capability(device)))
         return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
     return None
 
 
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
-    x, weight, scales, global_scale, segments, _, _, layout, *_ = call.args
-    elsewhere = _not_packed(layout) or _wrong_dtypes(call) or _not_hopper(call)
-    if elsewhere:
-        return elsewhere
-    if len(segments) > _MOST_SEGMENTS:
-        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
-    if not all(t.is_contiguous() for t in (weight, scales, global_scale)):
+    x, weight, scales, global_scale, segments, _, _, layout = call.args[:8]
+    kind = (call.device, layout, x.dtype, call.args[-1], len(segments))
+    objection = _no_cute_grouped(*kind, weight.shape, x.shape[0])
+    if objection is not None:
+        return objection
+    if not (weight.is_contiguous() and scales.is_contiguous() and global_scale.is_contiguous()):
         return "the weight or its scales are not contiguous"
     if weight.data_ptr() % 16 or scales.data_ptr() % 16:
         return "the codes or scales do not begin at multiples of 16 bytes"
-    experts, rows, half = weight.shape
-    shape = Experts(rows, 2 * half, experts, call.args[-1] == torch.float32, False)
-    if choose_grouped(shape, max(x.shape[0], 1)) is None:
+    return None
+
+
+@lru_cache(maxsize=1 << 16)
+def _no_cute_grouped(
+    device: torch.device,
+    layout: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    segments: int,
+    codes: tuple[int, ...],
+    tokens: int,
+) -> str | None:
+    """The same of what does not change from call to call of a product."""
+    elsewhere = _packed_as(layout, dtype, out_dtype) or _not_hopper(device)
+    if elsewhere:
+        return elsewhere
+    if segments > _MOST_SEGMENTS:
+        return f"the weight has {segments} segments, wanted at most {_MOST_SEGMENTS}"
+    experts, rows, half = codes
+    wanted = Experts(rows, 2 * half, experts, out_dtype == torch.float32, False)
+    if choose_grouped(wanted, max(tokens, 1)) is None:
         return (
             f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_GROUPED} and "
             "a multiple of 128"
@@ -171,22 +230,17 @@ def parts(call: Call) -> str | None:
 
 def packed(call: Call) -> str | None:
     """Why no kernel for weights in fragments can run a product, or None."""
-    return _not_packed(call.args[6]) or _wrong_dtypes(call)
+    return _packed_as(call.args[6], call.args[0].dtype, call.args[-1])
 
 
-def _not_packed(layout: str) -> str | None:
+def _packed_as(layout: str, dtype: torch.dtype, out_dtype: torch.dtype) -> str | None:
     if layout != FRAGMENTS:
         return (
             f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
             "QuantizedTensor.with_layout or the layer's pack()"
         )
-    return None
-
-
-def _wrong_dtypes(call: Call) -> str | None:
-    x, out_dtype = call.args[0], call.args[-1]
-    if x.dtype != torch.bfloat16:
-        return f"x is {x.dtype}, wanted bfloat16"
+    if dtype != torch.bfloat16:
+        return f"x is {dtype}, wanted bfloat16"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"the result is {out_dtype}, wanted bfloat16 or float32"
     return None

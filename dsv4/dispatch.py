@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,7 @@ AUTO = "auto"
 ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One operator call as the dispatcher sees it.
 
     Attributes:
@@ -121,16 +120,6 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
-def _packed(op: str, name: str, target: str, *objections: Objection) -> Implementation:
-    """A product with a weight in fragments."""
-
-    def supports(call: Call) -> str | None:
-        reasons = (objection(call) for objection in (_support.packed, *objections))
-        return next((reason for reason in reasons if reason), None)
-
-    return Implementation(op, name, target, supports)
-
-
 def _cute_grouped(*ops: str) -> tuple[Implementation, ...]:
     return tuple(
         Implementation(op, "cute", f"dsv4.cute.grouped_gemm:{op}", _support.cute_grouped)
@@ -138,8 +127,8 @@ def _cute_grouped(*ops: str) -> tuple[Implementation, ...]:
     )
 
 
-def _triton_runs(call: Call) -> str | None:
-    return _support.triton(call.args, call.device)
+def _packed_triton(call: Call) -> str | None:
+    return _support.packed(call) or _support.triton(call.args, call.device)
 
 
 _NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
@@ -157,12 +146,12 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         unless=_support.quantized,
     ),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
-    _packed("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
-    _packed("gemm", "cublas", "dsv4.triton.gemm:gemm", _triton_runs),
+    Implementation("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
+    Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", _packed_triton),
     Implementation("gemm", "scaled_mm", "dsv4.blas.gemm:gemm", _support.scaled_mm),
     *_triton("gemm_fp8", "gemm", unless=_support.fp8_gemm),
     *_reference("gemm", "gemm"),
-    _packed("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
+    Implementation("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
     Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute_grouped("grouped_gemm", "grouped_gemm_swiglu"),
@@ -214,6 +203,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("kv_cache", *_KV_CACHE),
 )
 
+# What ``os.environ`` keeps its variables in, where there is such a thing, and the name there.
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+_VARIABLE: Any = ENVIRONMENT_VARIABLE
+if _ENVIRONMENT is not os.environ:
+    _VARIABLE = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 _override: ContextVar[str] = ContextVar("dsv4_backend", default=AUTO)
 _explaining: ContextVar[bool] = ContextVar("dsv4_explaining", default=False)
 
@@ -257,7 +251,8 @@ def requested_backend(backend: str = AUTO) -> str:
     override = _override.get()
     if override != AUTO:
         return override
-    return os.environ.get(ENVIRONMENT_VARIABLE, AUTO)
+    # Whether it is there is asked first: os.environ itself would raise and catch a KeyError.
+    return os.environ[ENVIRONMENT_VARIABLE] if _VARIABLE in _ENVIRONMENT else AUTO
 
 
 @contextmanager
@@ -303,8 +298,8 @@ def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
 
     ``out`` is where the result goes, for operators that can be told (``_library.define_out``).
     """
-    *rest, backend = args
-    call = Call(op, tuple(rest), _device(rest))
+    rest, backend = tuple(args[:-1]), args[-1]
+    call = Call(op, rest, _device(rest))
     if _explaining.get():
         raise _Explained(call, requested_backend(backend))
     implementation = _load(choose(call, backend).target)

@@ -172,7 +172,8 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape ``[*batch, N, K]``."""
-        return (*self.codes.shape[:-1], self.columns)
+        *most, width = self.codes.shape
+        return (*most, width * 2 if self.format.packed else width)
 
     @property
     def rows(self) -> int:
@@ -255,7 +256,7 @@ class QuantizedTensor:
             TypeError: if a dtype is not the format's.
             ValueError: if a shape does not fit, or a scale is not finite or not above zero.
         """
-        if not self.__dict__.get("_sound", False):
+        if "_sound" not in self.__dict__:
             # Once per value: a product of a microsecond would spend more time here than running.
             _check_storage(self)
             _check_global_scale(self)

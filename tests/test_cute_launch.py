@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,13 +49,12 @@ class Driver:
 def driver(monkeypatch):
     found = Driver()
     monkeypatch.setattr(_driver, "_driver", lambda: found)
+    monkeypatch.setattr(_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
     for module in (gemm, grouped_gemm):
-        monkeypatch.setattr(module, "tensor_map", lambda *what: found.maps.append(what) or MAP)
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
+        monkeypatch.setattr(module, "current_device", lambda: -1)
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
         monkeypatch.setattr(module, "loaded", lambda plan, arch: _kernel_of(plan))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return found
 
 
@@ -285,9 +283,9 @@ def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
 
 def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):
     """Whatever dtype and stride they come in."""
-    seen, launch = [], grouped_gemm._launch
+    seen, product_of = [], grouped_gemm._product
     monkeypatch.setattr(
-        grouped_gemm, "_launch", lambda *told: (seen.append(told[5]), launch(*told))
+        grouped_gemm, "_product", lambda *told: seen.append(told[5]) or product_of(*told)
     )
     weight = torch.ones(SOME, 2, dtype=torch.bfloat16)[:, 0]
     x = torch.empty(SOME, HIDDEN).bfloat16()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import dispatch, ops
 from dsv4.dispatch import Implementation, explain, use_backend
@@ -134,3 +138,138 @@ def test_a_backward_pass_warns_and_passes_no_gradient() -> None:
     with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
         out.sum().backward()
     assert x.grad is None
+
+
+EPS = float("1.5e-3")  # an object of its own: the dispatcher would hand over another one
+
+
+@pytest.fixture
+def given_eps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The values of eps that reached ``dispatch.run``."""
+    seen, run = [], dispatch.run
+
+    def record(op, args, out=None):
+        seen.append(args[2])
+        return run(op, args, out)
+
+    monkeypatch.setattr(dispatch, "run", record)
+    return seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_plain_call_runs_at_once(mode, given_eps: list[float]) -> None:
+    with mode():
+        weight = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+        found = ops.rms_norm(X, weight, EPS)
+        wanted = torch.ops.dsv4.rms_norm(X, weight, EPS, "auto")
+    assert [eps is EPS for eps in given_eps] == [True, False]
+    assert torch.equal(found, wanted)
+    assert (found.requires_grad, found.is_inference()) == (False, mode is torch.inference_mode)
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """Says which operators it was given."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return str(func)
+
+
+NAME = "dsv4.rms_norm.default"
+
+
+@pytest.mark.parametrize("mode", [Seen, SeenFunctions])
+def test_modes_see_every_operator(mode, given_eps: list[float]) -> None:
+    with mode() as seen:
+        ops.rms_norm(X, None, EPS)
+    assert NAME in seen.names
+    assert given_eps[0] is not EPS
+
+
+def test_subclasses_see_every_operator() -> None:
+    assert ops.rms_norm(X.as_subclass(Wrapped)) == NAME
+    # Also where it is not the first tensor.
+    assert ops.rms_norm(X, torch.ones(4).as_subclass(Wrapped)) == NAME
+
+
+def test_what_traces_finds_the_operator() -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x, None, EPS)
+
+    traced = make_fx(norm)(X)
+    assert NAME in [str(node.target) for node in traced.graph.nodes]
+
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return norm(x)
+
+    for strict in (False, True):
+        exported = torch.export.export(Norm(), (X,), strict=strict)
+        assert NAME in [str(node.target) for node in exported.graph.nodes]
+    assert "dsv4::rms_norm" in str(torch.jit.trace(norm, (X,), check_trace=False).graph)
+    graphs = []
+    torch.compile(norm, fullgraph=True, backend=lambda g, _: graphs.append(g) or g)(X)
+    assert NAME in [str(node.target) for node in graphs[0].graph.nodes]
+
+
+def test_tensors_without_data_have_shapes() -> None:
+    found = ops.rms_norm(torch.empty(2, 4, device="meta"))
+    assert (found.device.type, found.shape) == ("meta", (2, 4))
+    with FakeTensorMode():
+        assert isinstance(ops.rms_norm(torch.empty(2, 4)), FakeTensor)
+
+
+def test_transforms_find_the_operator(given_eps: list[float]) -> None:
+    for transform in (torch.vmap, torch.func.functionalize):
+        found = transform(lambda x: ops.rms_norm(x, None, EPS))(X)
+        assert torch.equal(found, torch.ops.dsv4.rms_norm(X, None, EPS, "auto"))
+    assert not any(eps is EPS for eps in given_eps)
+
+
+def test_a_profile_has_the_operator() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.rms_norm(X)
+    assert "dsv4::rms_norm" in {event.key for event in profile.key_averages()}
+
+
+def test_what_the_dispatcher_would_change_is_changed(given_eps: list[float]) -> None:
+    """A number becomes a float, a lazily negated view becomes what it stands for."""
+    assert torch.equal(ops.rms_norm(X, None, 1), ops.rms_norm(X, None, 1.0))
+    assert [type(eps) for eps in given_eps] == [float, float]
+    negated = torch.view_as_complex(torch.rand(2, 4, 2)).conj().imag
+    assert negated.is_neg()
+    given_eps.clear()
+    assert torch.equal(ops.rms_norm(negated, None, EPS), ops.rms_norm(negated.clone(), None, EPS))
+    assert [eps is EPS for eps in given_eps] == [False, True]
+    with pytest.raises(RuntimeError, match="rms_norm"):
+        ops.rms_norm(X, None, "small")
+
+
+def test_the_variable_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dispatch.requested_backend() == "auto"
+    monkeypatch.setenv("DSV4_BACKEND", "reference")
+    assert dispatch.requested_backend() == "reference"
+    monkeypatch.delenv("DSV4_BACKEND")
+    assert dispatch.requested_backend() == "auto"

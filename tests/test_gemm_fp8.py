@@ -377,3 +377,4 @@ class TestDispatch:
         assert "8.9" in row.supports(call)
         monkeypatch.setattr(_support, "_capability", lambda device: (8, 9))
         assert row.supports(call) is None
+        _support.forget_devices()

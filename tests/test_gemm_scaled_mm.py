@@ -119,7 +119,7 @@ def run(x, weight, input_scale=None, groups=1, out_dtype=torch.float32):
         groups=groups,
         out_dtype=out_dtype,
     )
-    on_gpu = dataclasses.replace(call, device=torch.device("cuda", 0))
+    on_gpu = call._replace(device=torch.device("cuda", 0))
     assert _support.scaled_mm(on_gpu) is None
     return blas.gemm(*call.args)
 
@@ -129,7 +129,9 @@ def capability(monkeypatch):
     """Every GPU is a B200; a test can have another."""
     found = [(10, 0)]
     monkeypatch.setattr(_support, "_capability", lambda device: found[0])
-    return found
+    _support.forget_devices()
+    yield found
+    _support.forget_devices()
 
 
 def weight_of(seed, rows, columns, cuts=()):
@@ -231,7 +233,7 @@ class TestDispatch:
         x, weight = torch.ones(3, 64), changes.pop("weight", weight_of(0, 32, 64))
         options = {"activation": "nvfp4", **changes}
         call = dispatch.arguments(gemm, options.pop("x", x), weight, **options)
-        return dataclasses.replace(call, device=torch.device("cuda", 0))
+        return call._replace(device=torch.device("cuda", 0))
 
     @pytest.mark.parametrize("gpu", [(10, 0), (10, 3)])
     @pytest.mark.parametrize("layout", [LINEAR, SWIZZLED])

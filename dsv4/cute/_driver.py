@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 from dataclasses import dataclass
 
 _MAX_DYNAMIC_SHARED = 8
@@ -59,26 +58,15 @@ class Parameters:
             struct.calcsize("@" + "".join(kinds[:i]) + "0" + kind[-1])
             for i, kind in enumerate(kinds)
         ]
-        self._own = threading.local()
 
-    def placed(self, packed: bytes) -> ctypes.Array[ctypes.c_void_p]:
-        """Where each parameter lies, until the next call in the same thread.
-
-        Args:
-            packed: The parameters as ``struct`` packs them with native alignment.
-        """
-        try:
-            buffer, pointers = self._own.room
-        except AttributeError:
-            buffer = (ctypes.c_char * self.size)()
-            start = ctypes.addressof(buffer)
-            pointers = (ctypes.c_void_p * len(self.offsets))(*[start + o for o in self.offsets])
-            self._own.room = buffer, pointers
-        buffer.raw = packed
-        return pointers
+    def pointers(self, buffer: ctypes.Array[ctypes.c_char]) -> ctypes.Array[ctypes.c_void_p]:
+        """Where each parameter lies in a buffer of ``size`` bytes."""
+        start = ctypes.addressof(buffer)
+        return (ctypes.c_void_p * len(self.offsets))(*[start + o for o in self.offsets])
 
 
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+_MAP_BYTES = 128
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +87,7 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int
         RuntimeError: if the driver refuses.
     """
     room = (ctypes.c_uint8 * 192)()
-    place = (ctypes.c_uint8 * 128).from_buffer(room, -ctypes.addressof(room) % 64)
+    place = (ctypes.c_uint8 * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
     sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride)
     box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
     status = _driver().cuTensorMapEncodeTiled(
@@ -142,14 +130,13 @@ class Kernel:
         )
         find = _driver().cuLibraryGetKernel
         _check(find(ctypes.byref(handle), library, image.name.encode()), f"finding {image.name}")
-        self._handle = handle
+        self.handle = handle
         self._attributes = (_Attribute * 2)()
         self._attributes[0].id = _PROGRAMMATIC_LAUNCH
         self._attributes[0].value[0] = 1
         self._attributes[1].id = _CLUSTER_DIMENSION
         self._attributes[1].value[0:3] = (image.cluster, 1, 1)
         self._prepared: dict[int, int] = {}
-        self._launches = functools.lru_cache(maxsize=256)(self._config)
 
     def prepare(self, device: int) -> int:
         """Make the kernel ready on the current GPU, once; how many clusters fit it at a time.
@@ -171,36 +158,76 @@ class Kernel:
         _check(driver.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")
         size = ctypes.c_int(self.image.shared_bytes)
         set_attribute = driver.cuKernelSetAttribute
-        _check(set_attribute(_MAX_DYNAMIC_SHARED, size, self._handle, handle), f"memory of {name}")
-        config = self._config(self.image.cluster, 0)
+        _check(set_attribute(_MAX_DYNAMIC_SHARED, size, self.handle, handle), f"memory of {name}")
+        config = self.config(self.image.cluster)
         ask = driver.cuOccupancyMaxActiveClusters
-        _check(ask(ctypes.byref(count), self._handle, ctypes.byref(config)), f"clusters of {name}")
+        _check(ask(ctypes.byref(count), self.handle, ctypes.byref(config)), f"clusters of {name}")
         if not count.value:
             raise RuntimeError(f"{name}: no block of {self.image.shared_bytes} bytes fits the GPU")
         return count.value
 
-    def _config(self, blocks: int, stream: int) -> _Config:
+    def config(self, blocks: int) -> _Config:
+        """What a launch of so many blocks tells the driver, but for its stream."""
         config = _Config()
         config.grid[0:3] = (blocks, 1, 1)
         config.block[0:3] = (self.image.threads, 1, 1)
         config.shared_bytes = self.image.shared_bytes
-        config.stream = stream
         config.attributes = self._attributes
         config.attribute_count = 2
         return config
 
-    def launch(self, blocks: int, stream: int, kinds: Parameters, packed: bytes) -> None:
-        """Launch ``blocks`` blocks on a stream of the current device.
+
+class Launch:
+    """A launch of a kernel but for its stream and addresses, for one thread at a time.
+
+    The driver is told where each parameter lies, because it does not keep to C's alignment: one
+    that has to lie at a multiple of 64 is preceded by a gap that depends on the GPU.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        blocks: int,
+        kinds: Parameters,
+        before: bytes,
+        addresses: struct.Struct,
+        after: bytes,
+        matrix: tuple[int, ...] = (),
+    ) -> None:
+        """Prepare it.
 
         Args:
+            kernel: Made ready on the current GPU.
             blocks: Of the grid.
-            stream: The driver's handle.
             kinds: Of the parameters.
-            packed: The parameters. The driver is told where each lies, because it does not keep to
-                C's alignment: one that has to lie at a multiple of 64 is preceded by a gap that
-                depends on the GPU.
+            before: Parameters before the addresses, as ``struct`` packs them.
+            addresses: Of the kernel's operands.
+            after: Parameters after the addresses.
+            matrix: Rows, columns, stride and box of X, where tensor copies read it: then the first
+                parameter is its description. Else nothing.
         """
-        config = ctypes.byref(self._launches(blocks, stream))
-        status = _driver().cuLaunchKernelEx(config, self._handle, kinds.placed(packed), None)
+        described = bytes(_MAP_BYTES if matrix else 0)
+        packed = described + before + bytes(addresses.size) + after
+        self._name, self._matrix, self._described = kernel.image.name, matrix, 0
+        self._buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
+        self._first, self._write = len(described) + len(before), addresses.pack_into
+        self._config, pointers = kernel.config(blocks), kinds.pointers(self._buffer)
+        self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
+        self._start = _driver().cuLaunchKernelEx
+
+    def __call__(self, stream: int, x: int, *addresses: int) -> None:
+        """Launch on a stream of the GPU that the kernel was made ready on, the current one.
+
+        Args:
+            stream: The driver's handle.
+            x: Where X begins.
+            *addresses: Of all operands, X included, in the kernel's order.
+        """
+        if self._matrix and self._described != x:
+            ctypes.memmove(self._buffer, tensor_map(x, *self._matrix), _MAP_BYTES)
+            self._described = x
+        self._write(self._buffer, self._first, *addresses)
+        self._config.stream = stream
+        status = self._start(*self._arguments)
         if status:
-            _check(status, f"launching {self.image.name}")
+            _check(status, f"launching {self._name}")

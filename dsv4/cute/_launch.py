@@ -5,26 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from dsv4.cute._driver import Kernel, Parameters
+from dsv4.cute._driver import Kernel
 from dsv4.cute._images import image
 
 ARCH = "sm_90a"
 _NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
-
-
-class Prepared(NamedTuple):
-    """A launch but for its addresses and stream."""
-
-    kernel: Kernel
-    blocks: int
-    kinds: Parameters
-    before: bytes
-    after: bytes
-    matrix: tuple[int, ...]  # rows, columns, stride and box of X, where tensor copies read it
 
 
 def cuts(segments: Sequence[int]) -> tuple[int, ...]:
@@ -39,14 +28,27 @@ def loaded(plan: Any, arch: str) -> Kernel:
     return Kernel(image(plan, arch))
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself if bulk and tensor copies can read its rows, else a copy."""
+def aligned(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int, int]:
+    """x itself if bulk and tensor copies can read its rows, else a copy.
+
+    Args:
+        x: ``[T, K]`` or ``[T, G, K]``, K a multiple of 8.
+        tokens: T, above 0.
+
+    Returns:
+        x or the copy, its address, and elements between its rows.
+    """
+    start = x.data_ptr()
+    if start % 16 == 0 and x.is_contiguous():
+        return x, start, x.numel() // tokens
     strides = x.stride()
-    fits = x.data_ptr() % 16 == 0 and strides[-1] == 1 and strides[0] > 0 == strides[0] % 8
+    fits = start % 16 == 0 and strides[-1] == 1 and strides[0] > 0 == strides[0] % 8
     fits = fits and (x.dim() == 2 or strides[1] == x.shape[2])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    x = x if fits else x.clone(memory_format=torch.contiguous_format)
+    return x, x.data_ptr(), x.stride(0)
 
 
-def stream_of(index: int) -> int:
-    """The current stream's handle; what Triton's launcher calls, a tenth of the public object."""
-    return torch._C._cuda_getCurrentRawStream(index)
+# The handle of a device's current stream, as Triton's launcher asks for it, a tenth of the public
+# object; and the index of the current device. A torch without CUDA has neither, nor calls them.
+stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)

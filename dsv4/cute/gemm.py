@@ -6,11 +6,13 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
+from threading import get_ident
+from typing import Any
 
 import torch
 
-from dsv4.cute._driver import Parameters, tensor_map
-from dsv4.cute._launch import ARCH, Prepared, aligned, cuts, loaded, stream_of
+from dsv4.cute._driver import Kernel, Launch, Parameters
+from dsv4.cute._launch import ARCH, aligned, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
@@ -25,6 +27,9 @@ MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"
 # The same in pieces: what comes before the addresses (and after the map), they, and the rest.
 _MANY_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@6q")
 _FEW_AFTER, _MANY_AFTER = struct.Struct("@3i2q6if"), struct.Struct("@7i2q6if")
+
+_Product = tuple[int, int, int, bool, bool, bool]  # a Product's fields, without its name
+_ROW_SCALED = 4
 
 
 def gemm(
@@ -46,12 +51,12 @@ def gemm(
     16 bytes and whose groups follow one another.
     """
     assert global_scale is not None
-    product = Product(
-        codes.shape[0], x.shape[-1], groups, out_dtype == torch.float32, activation == "nvfp4"
-    )
-    weight = (codes, scales, global_scale, segments)
-    shape = (x.shape[0], *x.shape[1:-1], codes.shape[0] // groups)
-    return _product(product, x, weight, input_scale, math.inf, x.new_empty(shape, dtype=out_dtype))
+    rows, half = codes.shape
+    product = (rows, 2 * half, groups, out_dtype == torch.float32, activation == "nvfp4", False)
+    shape = (x.shape[0], rows) if groups == 1 else (x.shape[0], groups, rows // groups)
+    out = torch.empty(shape, dtype=out_dtype, device=x.device)
+    weight = (codes, scales, global_scale)
+    return _product(product, x, weight, segments, input_scale, math.inf, out, shape[0])
 
 
 def gemm_swiglu(
@@ -69,86 +74,102 @@ def gemm_swiglu(
 ) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
     assert global_scale is not None
-    rows, columns = codes.shape[0], x.shape[-1]
-    product = Product(
-        rows, columns, 1, out_dtype == torch.float32, activation == "nvfp4", swiglu=True
-    )
-    weight = (codes, scales, global_scale, segments)
-    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
-    return _product(product, x, weight, input_scale, math.inf if limit is None else limit, out)
+    tokens, (rows, half) = x.shape[0], codes.shape
+    product = (rows, 2 * half, 1, out_dtype == torch.float32, activation == "nvfp4", True)
+    out = torch.empty((tokens, rows // 2), dtype=out_dtype, device=x.device)
+    weight, bound = (codes, scales, global_scale), math.inf if limit is None else limit
+    return _product(product, x, weight, segments, input_scale, bound, out, tokens)
 
 
 def _product(
-    product: Product,
+    product: _Product,
     x: torch.Tensor,
-    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]],
+    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    segments: Sequence[int],
     input_scale: torch.Tensor | None,
     limit: float,
     out: torch.Tensor,
+    tokens: int,
 ) -> torch.Tensor:
     """Fills and returns ``out``."""
-    if x.shape[0] == 0:
+    if not tokens:
         return out
-    row_scale = None
-    if product.row_scaled:
+    device = x.get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return _product(product, x, weight, segments, input_scale, limit, out, tokens)
+    scale = 0
+    if product[_ROW_SCALED]:
         x, row_scale = bfloat16_operand(x, input_scale)
-    x = aligned(x)
-    if torch.cuda.current_device() == x.device.index:
-        _multiply(product, x, row_scale, weight, limit, out)
-    else:
-        with torch.cuda.device(x.device):
-            _multiply(product, x, row_scale, weight, limit, out)
-    return out
-
-
-def _multiply(
-    product: Product,
-    x: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]],
-    limit: float,
-    out: torch.Tensor,
-) -> None:
-    """On the current device."""
-    codes, scales, global_scale, segments = weight
-    fixed = (tuple(segments), not segments and global_scale.shape[-1] > 1, limit, x.device.index)
+        scale = row_scale.data_ptr()
+    x, start, token_stride = aligned(x, tokens)
+    codes, scales, global_scale = weight
     places = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
-    tokens = x.shape[0]
-    if isinstance(choose(product, tokens), ManyPlan):
-        _launch(_prepared(product, tokens, x.stride(0), *fixed), x, row_scale, places, out)
-        return
-    for first in range(0, tokens, TOKENS):
-        part = slice(first, first + TOKENS)
-        launch = _prepared(product, min(TOKENS, tokens - first), x.stride(0), *fixed)
-        scale = None if row_scale is None else row_scale[part]
-        _launch(launch, x[part], scale, places, out[part])
+    end, stream = out.data_ptr(), stream_of(device)
+    fixed = (tuple(segments), global_scale.numel(), limit, device, get_ident())
+    for launch, of_x, of_scale, of_out in _prepared(product, tokens, token_stride, *fixed):
+        first = start + of_x
+        launch(stream, first, *places, first, scale and scale + of_scale, end + of_out)
+    return out
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    product: Product,
+    product: _Product,
     tokens: int,
     token_stride: int,
     segments: tuple[int, ...],
-    scale_rows: bool,
+    scales: int,
     limit: float,
     device: int,
-) -> Prepared:
-    """Made once, because it takes longer than a launch."""
-    plan = choose(product, tokens)
+    thread: int,
+) -> tuple[tuple[Launch, int, int, int], ...]:
+    """Launches, and where X, its scales and the result begin for each, in bytes.
+
+    Made once in every thread, because it takes longer than a launch.
+    """
+    wanted = Product(*product)
+    plan = choose(wanted, tokens)
     assert plan is not None
     kernel = loaded(plan, ARCH)
     resident = kernel.prepare(device)
-    group_stride = 0 if product.groups == 1 else product.columns
-    rest = (token_stride, group_stride, *cuts(segments), scale_rows, product.groups, 16, limit)
+    groups = wanted.groups
+    scale_rows = not segments and scales > 1
+    group_stride = 0 if groups == 1 else wanted.columns
+    rest = (token_stride, group_stride, *cuts(segments), scale_rows, groups, 16, limit)
     if isinstance(plan, FewPlan):
-        tiles = product.rows // 16
-        after = _FEW_AFTER.pack(tokens, tiles, tiles // product.groups, *rest)
-        clusters = -(-tiles // plan.warps)
-        if plan.blocks == product.groups == 1:
-            clusters = min(clusters, resident)  # each takes row tiles in turn
-        blocks = clusters * plan.blocks
-        return Prepared(kernel, blocks, FEW_PARAMETERS, b"", after, ())
+        steps = range(0, tokens, TOKENS)
+        few = [_few(kernel, resident, wanted, plan, min(TOKENS, tokens - n), rest) for n in steps]
+        out_bytes = wanted.rows // (2 if wanted.swiglu else 1) * (4 if wanted.float32_out else 2)
+        places = ((2 * n * token_stride, 4 * n * groups, n * out_bytes) for n in steps)
+        return tuple((launch, *place) for launch, place in zip(few, places, strict=True))
+    return ((_many(kernel, resident, wanted, plan, tokens, rest), 0, 0, 0),)
+
+
+def _few(
+    kernel: Kernel,
+    resident: int,
+    product: Product,
+    plan: FewPlan,
+    tokens: int,
+    rest: tuple[Any, ...],
+) -> Launch:
+    tiles = product.rows // 16
+    after = _FEW_AFTER.pack(tokens, tiles, tiles // product.groups, *rest)
+    clusters = -(-tiles // plan.warps)
+    if plan.blocks == product.groups == 1:
+        clusters = min(clusters, resident)  # each takes row tiles in turn
+    return Launch(kernel, clusters * plan.blocks, FEW_PARAMETERS, b"", _ADDRESSES, after)
+
+
+def _many(
+    kernel: Kernel,
+    resident: int,
+    product: Product,
+    plan: ManyPlan,
+    tokens: int,
+    rest: tuple[Any, ...],
+) -> Launch:
     columns = product.columns * product.groups
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
     after = _MANY_AFTER.pack(
@@ -162,25 +183,10 @@ def _prepared(
         *rest,
     )
     tiles = token_tiles * row_blocks
-    clusters = tiles if plan.blocks > 1 else min(tiles, resident)
-    matrix = (tokens, columns, token_stride, plan.token_block)
+    blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
     before = _MANY_BEFORE.pack(tokens, columns, b"")
-    return Prepared(kernel, clusters * plan.blocks, MANY_PARAMETERS, before, after, matrix)
-
-
-def _launch(
-    launch: Prepared,
-    x: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    weight: tuple[int, int, int],
-    out: torch.Tensor,
-) -> None:
-    start = x.data_ptr()
-    scale = 0 if row_scale is None else row_scale.data_ptr()
-    packed = launch.before + _ADDRESSES.pack(*weight, start, scale, out.data_ptr()) + launch.after
-    if launch.matrix:
-        packed = tensor_map(start, *launch.matrix) + packed
-    launch.kernel.launch(launch.blocks, stream_of(x.device.index), launch.kinds, packed)
+    matrix = (tokens, columns, rest[0], plan.token_block)
+    return Launch(kernel, blocks, MANY_PARAMETERS, before, _ADDRESSES, after, matrix)
 
 
 def warmup(plans: Sequence[Plan], device: torch.device) -> None:

@@ -6,11 +6,12 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
+from threading import get_ident
 
 import torch
 
-from dsv4.cute._driver import Parameters, tensor_map
-from dsv4.cute._launch import ARCH, Prepared, aligned, cuts, loaded, stream_of
+from dsv4.cute._driver import Launch, Parameters
+from dsv4.cute._launch import ARCH, aligned, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
     GroupedFewPlan,
@@ -27,6 +28,9 @@ FEW_PARAMETERS = Parameters(*"qqqqqqqq", *"iii", "q", *"iiiiii", "f")
 PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqqqq", *"iiiii", "q", *"iiiiii", "f")
 _BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@8q")
 _FEW_AFTER, _AFTER = struct.Struct("@3iq6if"), struct.Struct("@5iq6if")
+
+_Experts = tuple[int, int, int, bool, bool, bool, bool]  # their fields, without the name
+_ROW_SCALED = 4
 
 
 def grouped_gemm(
@@ -48,9 +52,11 @@ def grouped_gemm(
     Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
     16 bytes.
     """
-    experts, rows, _ = weight.shape
-    wanted = Experts(rows, x.shape[1], experts, out_dtype == torch.float32, activation == "nvfp4")
-    out = x.new_empty((x.shape[0], rows), dtype=out_dtype) if out is None else out
+    (experts, rows, _), (tokens, columns) = weight.shape, x.shape
+    kind = (out_dtype == torch.float32, activation == "nvfp4", False, False)
+    wanted = (rows, columns, experts, *kind)
+    if out is None:
+        out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
     return _product(wanted, x, parts, tuple(segments), input_scale, None, math.inf, out)
 
@@ -72,26 +78,20 @@ def grouped_gemm_swiglu(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
-    experts, rows, _ = weight.shape
-    wanted = Experts(
-        rows,
-        x.shape[1],
-        experts,
-        out_dtype == torch.float32,
-        activation == "nvfp4",
-        True,
-        row_weight is not None,
-    )
+    (experts, rows, _), (tokens, columns) = weight.shape, x.shape
+    kind = (out_dtype == torch.float32, activation == "nvfp4", True, row_weight is not None)
+    wanted = (rows, columns, experts, *kind)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
-    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype) if out is None else out
+    if out is None:
+        out = torch.empty((tokens, rows // 2), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
     return _product(wanted, x, parts, tuple(segments), input_scale, row_weight, bound, out)
 
 
 def _product(
-    wanted: Experts,
+    wanted: _Experts,
     x: torch.Tensor,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     segments: tuple[int, ...],
@@ -101,19 +101,32 @@ def _product(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Fills and returns ``out``."""
-    if x.shape[0] == 0:
+    tokens, device = out.shape[0], x.get_device()
+    if not tokens:
         return out
-    row_scale = None
-    if wanted.row_scaled:
-        each = None if input_scale is None else of_rows(input_scale, parts[3], x.shape[0])
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return _product(wanted, x, parts, segments, input_scale, row_weight, limit, out)
+    codes, scales, global_scale, offsets = parts
+    scale = 0
+    if wanted[_ROW_SCALED]:
+        each = None if input_scale is None else of_rows(input_scale, offsets, tokens)
         x, row_scale = bfloat16_operand(x, each)
-    x = aligned(x)
-    device = x.device.index
-    if torch.cuda.current_device() == device:
-        _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
-    else:
-        with torch.cuda.device(x.device):
-            _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
+        scale = row_scale.data_ptr()
+    x, start, token_stride = aligned(x, tokens)
+    fixed = (segments, global_scale.shape[-1], limit, device, get_ident())
+    _prepared(wanted, tokens, token_stride, *fixed)(
+        stream_of(device),
+        start,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        global_scale.data_ptr(),
+        start,
+        scale,
+        0 if row_weight is None else row_weight.data_ptr(),
+        out.data_ptr(),
+        offsets.data_ptr(),
+    )
     return out
 
 
@@ -129,61 +142,31 @@ def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Ten
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    wanted: Experts,
+    wanted: _Experts,
     tokens: int,
     token_stride: int,
     segments: tuple[int, ...],
     scales_each: int,
     limit: float,
     device: int,
-) -> Prepared:
-    """Made once, because it takes longer than a launch."""
-    plan = choose(wanted, tokens)
+    thread: int,
+) -> Launch:
+    """Made once in every thread, because it takes longer than a launch."""
+    experts = Experts(*wanted)
+    plan = choose(experts, tokens)
     assert plan is not None
     kernel = loaded(plan, ARCH)
     resident = kernel.prepare(device)
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
-    sizes = (tokens, wanted.experts)
+    sizes = (tokens, experts.experts)
     if isinstance(plan, GroupedFewPlan):
-        after = _FEW_AFTER.pack(*sizes, wanted.rows // 16, *rest)
-        return Prepared(kernel, resident, FEW_PARAMETERS, b"", after, ())
-    row_blocks = -(-wanted.rows // plan.rows)
-    after = _AFTER.pack(*sizes, wanted.columns // 64, wanted.rows // 16, row_blocks, *rest)
-    before = _BEFORE.pack(tokens, wanted.columns, b"")
-    matrix = (tokens, wanted.columns, token_stride, plan.token_block)
-    return Prepared(kernel, resident, PARAMETERS, before, after, matrix)
-
-
-def _launch(
-    wanted: Experts,
-    x: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    segments: tuple[int, ...],
-    row_weight: torch.Tensor | None,
-    limit: float,
-    out: torch.Tensor,
-) -> None:
-    """On the current device."""
-    codes, scales, global_scale, offsets = parts
-    index = x.device.index
-    fixed = (segments, global_scale.shape[-1], limit, index)
-    launch = _prepared(wanted, x.shape[0], x.stride(0), *fixed)
-    start = x.data_ptr()
-    addresses = _ADDRESSES.pack(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        global_scale.data_ptr(),
-        start,
-        0 if row_scale is None else row_scale.data_ptr(),
-        0 if row_weight is None else row_weight.data_ptr(),
-        out.data_ptr(),
-        offsets.data_ptr(),
-    )
-    packed = launch.before + addresses + launch.after
-    if launch.matrix:
-        packed = tensor_map(start, *launch.matrix) + packed
-    launch.kernel.launch(launch.blocks, stream_of(index), launch.kinds, packed)
+        after = _FEW_AFTER.pack(*sizes, experts.rows // 16, *rest)
+        return Launch(kernel, resident, FEW_PARAMETERS, b"", _ADDRESSES, after)
+    row_blocks = -(-experts.rows // plan.rows)
+    after = _AFTER.pack(*sizes, experts.columns // 64, experts.rows // 16, row_blocks, *rest)
+    before = _BEFORE.pack(tokens, experts.columns, b"")
+    matrix = (tokens, experts.columns, token_stride, plan.token_block)
+    return Launch(kernel, resident, PARAMETERS, before, _ADDRESSES, after, matrix)
 
 
 def plans(experts: Experts, max_tokens: int) -> list[GroupedPlan | GroupedFewPlan]:

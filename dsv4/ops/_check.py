@@ -15,10 +15,13 @@ def shape(op: str, name: str, tensor: torch.Tensor, wanted: Sequence[int | None]
     """Raise ValueError unless ``tensor`` has the wanted shape; None matches any size."""
     if torch.compiler.is_compiling():
         return
-    found = tuple(tensor.shape)
-    if len(found) != len(wanted) or any(
-        w is not None and f != w for f, w in zip(found, wanted, strict=True)
-    ):
+    found = tensor.shape
+    fits = len(found) == len(wanted)
+    if fits:
+        for size, w in zip(found, wanted, strict=True):
+            if size != w and w is not None:
+                fits = False
+    if not fits:
         words = "[" + ", ".join("any" if w is None else str(w) for w in wanted) + "]"
         raise ValueError(f"{op}: {name} has shape {list(found)}, wanted {words}")
 
@@ -36,7 +39,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def floating(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError unless ``tensor`` is bfloat16, float16, float32 or float64."""
-    dtype(op, name, tensor, *FLOATS)
+    if tensor.dtype not in FLOATS:
+        dtype(op, name, tensor, *FLOATS)
 
 
 def integer(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -52,10 +56,16 @@ def one_of(op: str, name: str, value: str, wanted: Sequence[str]) -> None:
 
 def same_device(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all given tensors are on one device."""
-    present = {name: t.device for name, t in tensors.items() if t is not None}
-    if len(set(present.values())) > 1:
-        words = ", ".join(f"{name} on {device}" for name, device in present.items())
-        raise ValueError(f"{op}: tensors are on different devices ({words}), wanted one device")
+    first = None
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if first is None:
+            first = tensor.device
+        elif tensor.device != first:
+            present = {name: t.device for name, t in tensors.items() if t is not None}
+            words = ", ".join(f"{name} on {device}" for name, device in present.items())
+            raise ValueError(f"{op}: tensors are on different devices ({words}), wanted one device")
 
 
 def result(

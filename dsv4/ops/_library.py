@@ -1,4 +1,11 @@
-"""The one place where operators are registered with torch.
+"""The one place where operators are registered with torch, and called.
+
+A call in plain eager mode runs the operator's body at once: torch's dispatcher would do nothing but
+convert twelve arguments there and back, which takes longer than some kernels run. Whenever anything
+might want to see the call or would change its arguments (``_caller``), the registered operator is
+called, which ends in the same body. A kernel that somebody else registers for one of
+these operators is therefore not seen in plain eager mode: another way to run an operator is a row
+of ``dispatch.IMPLEMENTATIONS``.
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd
@@ -8,6 +15,8 @@ passes through it.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,25 +26,51 @@ from dsv4 import dispatch
 
 _LIBRARY = torch.library.Library("dsv4", "DEF")
 
+# What a schema's types are in Python, where the dispatcher has nothing to convert.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor, torch.nn.Parameter),
+    "List[int]": (list,),
+    "str": (str,),
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "ScalarType": (torch.dtype,),
+}
+
+
+def _key_set(*keys: Any) -> int:
+    sets = [torch._C.DispatchKeySet(key) for key in keys]
+    return functools.reduce(operator.or_, sets).raw_repr()
+
+
+# What the dispatcher adds to the keys of tensors, out of and in inference mode. Modes, functorch's
+# transforms and tracers add theirs.
+_KEY = torch._C.DispatchKey
+_PLAIN = frozenset(
+    (_key_set(_KEY.BackendSelect, _KEY.ADInplaceOrView), _key_set(_KEY.BackendSelect))
+)
+
+# In one place: a look-up in torch's modules takes as long as the call.
+_include_set = torch._C._dispatch_tls_local_include_set
+_function_modes = torch._C._len_torch_function_stack
+_profiler_enabled = torch.autograd._profiler_enabled
+_is_grad_enabled = torch.is_grad_enabled
+
 
 def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register ``schema`` with the dispatcher as its body and ``fake`` as its shape function.
 
     Returns:
-        The operator overload, e.g. ``torch.ops.dsv4.rms_norm.default``.
+        What calls it, with all arguments by position.
     """
     name = schema.split("(", 1)[0]
     assert schema.rstrip().split("->")[0].rstrip().endswith("str backend)"), schema
     _LIBRARY.define(schema)
 
-    def body(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return dispatch.run(name, args)
-        # Without this the reference would build autograd's graph of its own intermediate tensors.
-        with torch.no_grad():
-            return dispatch.run(name, args)
+    def run(args: tuple[Any, ...]) -> Any:
+        return dispatch.run(name, args)
 
-    return _register(name, body, fake)
+    return _register(name, run, fake)
 
 
 def define_out(schema: str) -> Callable[..., None]:
@@ -51,15 +86,63 @@ def define_out(schema: str) -> Callable[..., None]:
     arguments, _ = rest.split("str backend)")
     _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ()")
 
-    def body(*args: Any) -> None:
-        *others, out, backend = args
+    def run(args: tuple[Any, ...]) -> None:
+        dispatch.run(name, (*args[:-2], args[-1]), out=args[-2])
+
+    return _register(f"{name}_out", run, lambda *args: None)
+
+
+def _register(
+    name: str, run: Callable[[tuple[Any, ...]], Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What runs at once where the registered operator would do no more, else that operator."""
+
+    def body(*args: Any) -> Any:
+        if not _is_grad_enabled():
+            return run(args)
+        # Without this the reference would build autograd's graph of its own intermediate tensors.
         with torch.no_grad():
-            dispatch.run(name, (*others, backend), out=out)
+            return run(args)
 
-    return _register(f"{name}_out", body, lambda *args: None)
-
-
-def _register(name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.dsv4, name).default
+    registered = getattr(torch.ops.dsv4, name).default
+    declared = [_in_python(str(argument.real_type)) for argument in registered._schema.arguments]
+    tensors = [i for i, types in enumerate(declared) if torch.Tensor in types]
+    as_declared: set[tuple[type, ...]] = set()
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not _unobserved():
+            return registered(*args)
+        types = tuple(map(type, args))
+        if types not in as_declared:
+            if len(types) != len(declared) or any(map(_missing, types, declared)):
+                return registered(*args)
+            as_declared.add(types)
+        grad = _is_grad_enabled()
+        for i in tensors:
+            tensor = args[i]
+            if tensor is not None and (
+                tensor.is_neg() or tensor.is_meta or (grad and tensor.requires_grad)
+            ):
+                return registered(*args)
+        return run(args)
+
+    return call
+
+
+def _in_python(declared: str) -> tuple[type, ...]:
+    """Types of an argument that the dispatcher passes on as they are."""
+    inner = declared.removeprefix("Optional[")
+    if inner == declared:
+        return _TYPES[declared]
+    return (*_TYPES[inner[:-1]], type(None))
+
+
+def _missing(kind: type, among: tuple[type, ...]) -> bool:
+    return kind not in among
+
+
+def _unobserved() -> bool:
+    """Whether nothing in this thread wants to see operators: no mode, transform, trace, profile."""
+    return _include_set().raw_repr() in _PLAIN and not _function_modes() and not _profiler_enabled()

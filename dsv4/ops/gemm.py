@@ -84,7 +84,8 @@ def gemm(
     out_dtype = check_operands("gemm", x, activation, out_dtype)
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"gemm: weight is {type(weight).__name__}, wanted a QuantizedTensor")
-    input_scale = check_input_scale("gemm", x, activation, input_scale)
+    if input_scale is not None:
+        input_scale = check_input_scale("gemm", activation, input_scale)
     check_shapes("gemm", x, weight, activation, groups)
     _check.same_device("gemm", x=x, weight=weight.codes, input_scale=input_scale)
     kept = 2 if groups > 1 else 1
@@ -127,12 +128,8 @@ def check_columns(op: str, columns: int, wanted: int, activation: str) -> None:
         raise ValueError(f"{op}: x has {columns} columns, wanted a multiple of 16 for NVFP4")
 
 
-def check_input_scale(
-    op: str, x: torch.Tensor, activation: str, input_scale: torch.Tensor | None
-) -> torch.Tensor | None:
+def check_input_scale(op: str, activation: str, input_scale: torch.Tensor) -> torch.Tensor:
     """Check the static scale of quantised activations; returns it with shape ``[1]``."""
-    if input_scale is None:
-        return None
     if activation != "nvfp4":
         raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
     _check.dtype(op, "input_scale", input_scale, torch.float32)
@@ -149,11 +146,13 @@ def check_shapes(
     if torch.compiler.is_compiling():
         return
     weight.validate()
-    if len(weight.shape) != 2:
-        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, wanted [N, K]")
-    if groups < 1 or weight.rows % groups:
-        raise ValueError(f"{op}: groups is {groups}, wanted a divisor of {weight.rows} rows")
-    if x.dim() < 1 or (groups > 1 and (x.dim() < 2 or x.shape[-2] != groups)):
+    shape, given = weight.shape, x.shape
+    if len(shape) != 2:
+        raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [N, K]")
+    rows, columns = shape
+    if groups < 1 or rows % groups:
+        raise ValueError(f"{op}: groups is {groups}, wanted a divisor of {rows} rows")
+    if not given or (groups > 1 and (len(given) < 2 or given[-2] != groups)):
         wanted = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
-        raise ValueError(f"{op}: x has shape {list(x.shape)}, wanted {wanted}")
-    check_columns(op, x.shape[-1], weight.columns, activation)
+        raise ValueError(f"{op}: x has shape {list(given)}, wanted {wanted}")
+    check_columns(op, given[-1], columns, activation)

@@ -73,7 +73,8 @@ def gemm_swiglu(
     out_dtype = check_operands("gemm_swiglu", x, activation, out_dtype)
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"gemm_swiglu: weight is {type(weight).__name__}, wanted a QuantizedTensor")
-    input_scale = check_input_scale("gemm_swiglu", x, activation, input_scale)
+    if input_scale is not None:
+        input_scale = check_input_scale("gemm_swiglu", activation, input_scale)
     check_shapes("gemm_swiglu", x, weight, activation, 1)
     if weight.rows % 2:
         raise ValueError(f"gemm_swiglu: weight has {weight.rows} rows, wanted an even number")

@@ -221,9 +221,10 @@ def _check_weight(op: str, weight: QuantizedTensor | torch.Tensor) -> tuple[int,
         _check.floating(op, "weight", weight)
     elif not torch.compiler.is_compiling():
         weight.validate()
-    if len(weight.shape) != 3:
-        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, wanted [E, N, K]")
-    return tuple(weight.shape)
+    shape = weight.shape
+    if len(shape) != 3:
+        raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
+    return tuple(shape)
 
 
 def _check_input_scale(op: str, scale: torch.Tensor | None, activation: str, experts: int) -> None:
