@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -190,11 +192,14 @@ class SeenFunctions(TorchFunctionMode):
 
 
 class Wrapped(torch.Tensor):
-    """Says which operators it was given."""
+    """Keeps the names of the functions that it was given to."""
+
+    names: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return str(func)
+        cls.names.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 NAME = "dsv4.rms_norm.default"
@@ -208,10 +213,14 @@ def test_modes_see_every_operator(mode, given_eps: list[float]) -> None:
     assert given_eps[0] is not EPS
 
 
-def test_subclasses_see_every_operator() -> None:
-    assert ops.rms_norm(X.as_subclass(Wrapped)) == NAME
-    # Also where it is not the first tensor.
-    assert ops.rms_norm(X, torch.ones(4).as_subclass(Wrapped)) == NAME
+@pytest.mark.parametrize("first", [True, False])
+def test_subclasses_see_every_operator(first: bool, given_eps: list[float]) -> None:
+    Wrapped.names.clear()
+    x, weight = X, torch.ones(4)
+    given = [x.as_subclass(Wrapped), weight] if first else [x, weight.as_subclass(Wrapped)]
+    ops.rms_norm(*given, EPS)
+    assert NAME in Wrapped.names
+    assert given_eps[0] is not EPS
 
 
 def test_what_traces_finds_the_operator() -> None:
