@@ -176,6 +176,22 @@ class Kernel:
         config.attribute_count = 2
         return config
 
+    def launch(self, blocks: int, stream: int, kinds: Parameters, packed: bytes) -> None:
+        """Launch ``blocks`` blocks on a stream of the current device; ``Launch`` is faster.
+
+        Args:
+            blocks: Of the grid.
+            stream: The driver's handle.
+            kinds: Of the parameters.
+            packed: The parameters as ``struct`` packs them with native alignment.
+        """
+        buffer, config = (ctypes.c_char * kinds.size).from_buffer_copy(packed), self.config(blocks)
+        config.stream, pointers = stream, kinds.pointers(buffer)
+        start = _driver().cuLaunchKernelEx
+        status = start(ctypes.byref(config), self.handle, pointers, None)
+        if status:
+            _check(status, f"launching {self.image.name}")
+
 
 class Launch:
     """A launch of a kernel but for its stream and addresses, for one thread at a time.
