@@ -377,7 +377,7 @@ def cute_attention(call: Call) -> str | None:
     """Why the CuTeDSL kernel of ``sparse_attention`` cannot run a call, or None."""
     q, window, page, entry_format, _, compressed, other_page, other_format = call.args[:8]
     rope_dim, scale = call.args[10:12]
-    elsewhere = attention(call) or _not_hopper(call)
+    elsewhere = attention(call) or _not_hopper(call.device)
     if elsewhere:
         return elsewhere
     if (entry_format, other_format) != ("fp8", "fp8"):

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4._support import cute_attention, few_tiles
+from dsv4._support import cute_attention, few_tiles, forget_devices
 from dsv4.cute import attention as launcher
 from dsv4.cute.sm90.attention_plan import BLOCK, HEADS, splits, tiles
 from dsv4.ops.attention import sparse_attention
@@ -328,9 +328,23 @@ def objection(
     return function(dispatch.Call("sparse_attention", args, CUDA))
 
 
-def test_what_it_does_not_run_is_said(monkeypatch):
-    monkeypatch.setattr("dsv4._support._capability", lambda device: (9, 0))
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU of any capability, and all packages."""
+    forget_devices()
     monkeypatch.setattr("dsv4._support._has", lambda package: True)
+
+    def be(capability):
+        forget_devices()
+        monkeypatch.setattr("dsv4._support._capability", lambda device: capability)
+
+    yield be
+    monkeypatch.undo()
+    forget_devices()
+
+
+def test_what_it_does_not_run_is_said(pretended):
+    pretended((9, 0))
     assert objection() is None
     assert objection(heads=1, page=2) is None
     assert "wanted 512 and 64" in objection(size=(128, 64))
@@ -339,7 +353,7 @@ def test_what_it_does_not_run_is_said(monkeypatch):
     assert "above 0" in objection(scale=-1.0)
     assert objection(function=few_tiles) is None
     assert "take less time" in objection(tokens=3, function=few_tiles)
-    monkeypatch.setattr("dsv4._support._capability", lambda device: (10, 0))
+    pretended((10, 0))
     assert "Hopper" in objection()
 
 

@@ -15,8 +15,6 @@ passes through it.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -38,23 +36,32 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _key_set(*keys: Any) -> int:
-    sets = [torch._C.DispatchKeySet(key) for key in keys]
-    return functools.reduce(operator.or_, sets).raw_repr()
+def _observer() -> Callable[[], bool]:
+    """What says that nothing in this thread wants to see operators: no mode, transform or trace.
+
+    It asks torch by private names; to a torch that has others, every call is one to be seen.
+    """
+    try:
+        key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+        # What the dispatcher adds to the keys of tensors, out of and in inference mode. Modes,
+        # functorch's transforms and tracers add theirs.
+        plain = keys(key.BackendSelect)
+        among = frozenset((plain.raw_repr(), (plain | keys(key.ADInplaceOrView)).raw_repr()))
+        include_set = torch._C._dispatch_tls_local_include_set
+        function_modes = torch._C._len_torch_function_stack
+        profiler_enabled = torch.autograd._profiler_enabled
+    except AttributeError:
+        return lambda: False
+
+    def unobserved() -> bool:
+        plain = include_set().raw_repr() in among
+        return plain and not function_modes() and not profiler_enabled()
+
+    return unobserved
 
 
-# What the dispatcher adds to the keys of tensors, out of and in inference mode. Modes, functorch's
-# transforms and tracers add theirs.
-_KEY = torch._C.DispatchKey
-_PLAIN = frozenset(
-    (_key_set(_KEY.BackendSelect, _KEY.ADInplaceOrView), _key_set(_KEY.BackendSelect))
-)
-
-# In one place: a look-up in torch's modules takes as long as the call.
-_include_set = torch._C._dispatch_tls_local_include_set
-_function_modes = torch._C._len_torch_function_stack
-_profiler_enabled = torch.autograd._profiler_enabled
-_is_grad_enabled = torch.is_grad_enabled
+_unobserved = _observer()
+_is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
 def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,8 +148,3 @@ def _in_python(declared: str) -> tuple[type, ...]:
 
 def _missing(kind: type, among: tuple[type, ...]) -> bool:
     return kind not in among
-
-
-def _unobserved() -> bool:
-    """Whether nothing in this thread wants to see operators: no mode, transform, trace, profile."""
-    return _include_set().raw_repr() in _PLAIN and not _function_modes() and not _profiler_enabled()
