@@ -2,7 +2,7 @@
 
 A call in plain eager mode runs the operator's body at once: torch's dispatcher would do nothing but
 convert twelve arguments there and back, which takes longer than some kernels run. Whenever anything
-might want to see the call or would change its arguments (``_caller``), the registered operator is
+might want to see the call or would change its arguments (``_observer``), the registered operator is
 called, which ends in the same body. A kernel that somebody else registers for one of
 these operators is therefore not seen in plain eager mode: another way to run an operator is a row
 of ``dispatch.IMPLEMENTATIONS``.
@@ -43,10 +43,11 @@ def _observer() -> Callable[[], bool]:
     """
     try:
         key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-        # What the dispatcher adds to the keys of tensors, out of and in inference mode. Modes,
+        # What the dispatcher adds to the keys of tensors, in and out of inference mode. Modes,
         # functorch's transforms and tracers add theirs.
-        plain = keys(key.BackendSelect)
-        among = frozenset((plain.raw_repr(), (plain | keys(key.ADInplaceOrView)).raw_repr()))
+        least: Any = keys(key.BackendSelect)
+        most: Any = least | keys(key.ADInplaceOrView)
+        plain = frozenset((least.raw_repr(), most.raw_repr()))
         include_set = torch._C._dispatch_tls_local_include_set
         function_modes = torch._C._len_torch_function_stack
         profiler_enabled = torch.autograd._profiler_enabled
@@ -54,8 +55,8 @@ def _observer() -> Callable[[], bool]:
         return lambda: False
 
     def unobserved() -> bool:
-        plain = include_set().raw_repr() in among
-        return plain and not function_modes() and not profiler_enabled()
+        found: Any = include_set()
+        return found.raw_repr() in plain and not function_modes() and not profiler_enabled()
 
     return unobserved
 
