@@ -48,7 +48,7 @@ def sparse_attention(
     pools = (window, window_page_size, compressed, compressed_page_size)
     slots = (window_slots.long().contiguous(), compressed_slots.long().contiguous())
     with torch.cuda.device(q.device):
-        _attend(aligned(q), pools, slots, sink.float().contiguous(), scale, out)
+        _attend(aligned(q, q.shape[0])[0], pools, slots, sink.float().contiguous(), scale, out)
     return out
 
 
