@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE, tiles
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
@@ -74,7 +75,7 @@ def cute_gemm(call: Call) -> str | None:
     """Why the CuTeDSL kernels cannot run a product, or None."""
     x, codes, scales, global_scale, segments, *_ = call.args
     groups = call.args[9] if call.op == "gemm" else 1
-    elsewhere = _not_hopper(call)
+    elsewhere = _no_cute(call)
     if elsewhere:
         return elsewhere
     if len(segments) > _MOST_SEGMENTS:
@@ -86,10 +87,16 @@ def cute_gemm(call: Call) -> str | None:
     tokens, (rows, columns) = x.shape[0], (codes.shape[0], codes.shape[1] * 2)
     if rows // 16 % groups:
         return f"a group has {rows // groups} rows, wanted a multiple of 16"
-    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1))
+    arch = ARCHITECTURES[_capability(call.device)]
+    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1), arch)
     if plan is None:
         return f"{columns} columns of 16 tokens do not fit a block's shared memory"
     if isinstance(plan, FewPlan) and tokens > MOST_FEW_TOKENS:
+        if arch != HOPPER:
+            return (
+                f"there are {tokens} tokens, and the kernel multiplies {TOKENS} at a time, wanted "
+                f"at most {MOST_FEW_TOKENS}; that for more is Hopper's, whose wgmma {arch} lacks"
+            )
         return (
             f"there are {tokens} tokens, and of {rows // groups} rows and {columns} columns the "
             f"kernel multiplies {TOKENS} tokens at a time; that for more wants columns by 128 and, "
@@ -130,20 +137,25 @@ def scaled_mm(call: Call) -> str | None:
 
 
 def _not_hopper(call: Call) -> str | None:
+    return _no_cute(call, ((9, 0),))
+
+
+def _no_cute(call: Call, gpus: Sequence[tuple[int, int]] = tuple(ARCHITECTURES)) -> str | None:
     if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
     if call.device.type != "cuda":
         return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
-    if _capability(call.device) != (9, 0):
+    if _capability(call.device) not in gpus:
         found = ".".join(map(str, _capability(call.device)))
-        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+        wanted = ", ".join(f"{major}.{minor}" for major, minor in gpus)
+        return f"the kernels are for compute capability {wanted}, the GPU has {found}"
     return None
 
 
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
     x, weight, scales, global_scale, segments, _, _, layout, *_ = call.args
-    elsewhere = _not_packed(layout) or _wrong_dtypes(call) or _not_hopper(call)
+    elsewhere = _not_packed(layout) or _wrong_dtypes(call) or _no_cute(call)
     if elsewhere:
         return elsewhere
     if len(segments) > _MOST_SEGMENTS:
@@ -154,7 +166,8 @@ def cute_grouped(call: Call) -> str | None:
         return "the codes or scales do not begin at multiples of 16 bytes"
     experts, rows, half = weight.shape
     shape = Experts(rows, 2 * half, experts, call.args[-1] == torch.float32, False)
-    if choose_grouped(shape, max(x.shape[0], 1)) is None:
+    arch = ARCHITECTURES[_capability(call.device)]
+    if choose_grouped(shape, max(x.shape[0], 1), arch) is None:
         return (
             f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_GROUPED} and "
             "a multiple of 128"

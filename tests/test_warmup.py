@@ -247,7 +247,8 @@ def test_as_many_tokens_as_are_asked_for(most, kinds):
     assert all(plan.row_scaled and plan.float32_out for plan in plans)
 
 
-def test_plans_are_those_of_the_product(monkeypatch):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_plans_are_those_of_the_product(arch, monkeypatch):
     """What a product takes for every token count, groups, dtypes and SwiGLU included."""
     taken = []
 
@@ -259,6 +260,7 @@ def test_plans_are_those_of_the_product(monkeypatch):
         raise StopError
 
     monkeypatch.setattr(cute_gemm, "loaded", kernel)
+    monkeypatch.setattr(cute_gemm, "architecture", lambda index: arch)
     for groups, swiglu in ((2, False), (1, True)):
         taken.clear()
         product = cute_gemm.Product(384, 256, groups, True, True, swiglu)
@@ -267,7 +269,8 @@ def test_plans_are_those_of_the_product(monkeypatch):
         for tokens in range(1, 301):
             with pytest.raises(StopError):
                 cute_gemm._multiply(product, x[:tokens], x[:, 0], weight, 1.0, out[:tokens])
-        wanted = cute_gemm.plans(384, 256, groups, "nvfp4", torch.float32, 300, swiglu=swiglu)
+        shape = (384, 256, groups, "nvfp4", torch.float32, 300)
+        wanted = cute_gemm.plans(*shape, swiglu=swiglu, arch=arch)
         assert list(dict.fromkeys(taken)) == wanted
         assert {plan.swiglu for plan in taken} == {swiglu}
 

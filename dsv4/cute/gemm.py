@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters, tensor_map
-from dsv4.cute._launch import ARCH, Prepared, aligned, cuts, loaded, stream_of
+from dsv4.cute._launch import Prepared, aligned, architecture, cuts, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
@@ -114,7 +115,7 @@ def _multiply(
     fixed = (tuple(segments), not segments and global_scale.shape[-1] > 1, limit, x.device.index)
     places = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
     tokens = x.shape[0]
-    if isinstance(choose(product, tokens), ManyPlan):
+    if isinstance(choose(product, tokens, architecture(x.device.index)), ManyPlan):
         _launch(_prepared(product, tokens, x.stride(0), *fixed), x, row_scale, places, out)
         return
     for first in range(0, tokens, TOKENS):
@@ -135,9 +136,10 @@ def _prepared(
     device: int,
 ) -> Prepared:
     """Made once, because it takes longer than a launch."""
-    plan = choose(product, tokens)
+    arch = architecture(device)
+    plan = choose(product, tokens, arch)
     assert plan is not None
-    kernel = loaded(plan, ARCH)
+    kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
     group_stride = 0 if product.groups == 1 else product.columns
     rest = (token_stride, group_stride, *cuts(segments), scale_rows, product.groups, 16, limit)
@@ -187,7 +189,7 @@ def warmup(plans: Sequence[Plan], device: torch.device) -> None:
     """Compile or load kernels now, so that no later call does, e.g. while a graph is captured."""
     with torch.cuda.device(device):
         for plan in plans:
-            loaded(plan, ARCH).prepare(device.index)
+            loaded(plan, architecture(device.index)).prepare(device.index)
 
 
 def plans(
@@ -199,6 +201,7 @@ def plans(
     max_tokens: int,
     *,
     swiglu: bool = False,
+    arch: str = HOPPER,
 ) -> list[Plan]:
     """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
 
@@ -210,8 +213,9 @@ def plans(
         out_dtype: bfloat16 or float32.
         max_tokens: At least 1.
         swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.
+        arch: What they are compiled for.
     """
     kind = (out_dtype == torch.float32, activation == "nvfp4", swiglu)
     product = Product(rows, columns, groups, *kind)
-    found = (choose(product, tokens) for tokens in token_counts(max_tokens))
+    found = (choose(product, tokens, arch) for tokens in token_counts(max_tokens))
     return list(dict.fromkeys(plan for plan in found if plan is not None))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters, tensor_map
-from dsv4.cute._launch import ARCH, Prepared, aligned, cuts, loaded, stream_of
+from dsv4.cute._launch import Prepared, aligned, architecture, cuts, loaded, stream_of
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
     GroupedFewPlan,
@@ -138,9 +139,10 @@ def _prepared(
     device: int,
 ) -> Prepared:
     """Made once, because it takes longer than a launch."""
-    plan = choose(wanted, tokens)
+    arch = architecture(device)
+    plan = choose(wanted, tokens, arch)
     assert plan is not None
-    kernel = loaded(plan, ARCH)
+    kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
     sizes = (tokens, wanted.experts)
@@ -186,11 +188,13 @@ def _launch(
     launch.kernel.launch(launch.blocks, stream_of(index), launch.kinds, packed)
 
 
-def plans(experts: Experts, max_tokens: int) -> list[GroupedPlan | GroupedFewPlan]:
+def plans(
+    experts: Experts, max_tokens: int, arch: str = HOPPER
+) -> list[GroupedPlan | GroupedFewPlan]:
     """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
     stand, tokens = [], 1
     while tokens < max_tokens:
         stand.append(tokens)
         tokens = counted_as(tokens + 1)
-    found = (choose(experts, count) for count in [*stand, max_tokens])
+    found = (choose(experts, count, arch) for count in [*stand, max_tokens])
     return list(dict.fromkeys(plan for plan in found if plan is not None))
