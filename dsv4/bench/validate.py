@@ -215,7 +215,8 @@ class _Matrix:
 
     def with_scales(self, value: float) -> QuantizedTensor:
         """The weight with all block scales equal."""
-        scales = torch.full_like(self.weight.scales, value)
+        old = self.weight.scales
+        scales = torch.full(old.shape, value, device=old.device).to(old.dtype)
         return dataclasses.replace(self.weight, scales=scales)
 
     def layouts(self) -> list[str]:
@@ -376,7 +377,7 @@ def _ratio(out: torch.Tensor, point: _Point) -> float:
 
 
 def _times(matrix: _Matrix, kernel: Kernel, tokens: Sequence[int], repeat: int) -> dict[int, float]:
-    """Warm: the same operands each time. For comparing kernels, not for comparing machines."""
+    """Of the result's usual dtype, bfloat16; on a GPU with the level-2 cache cleared before."""
     weight, found = matrix.weight.with_layout(kernel.layout), {}
     for count in tokens:
         x = matrix.input(count)
