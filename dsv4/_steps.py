@@ -205,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         with self:
             if row.name == "cute":
                 names = [argument.name for argument in func._schema.arguments]
-                if dict(zip(names, args, strict=True))["activation"] == NVFP4.name:
+                if dict(zip(names, args, strict=True)).get("activation") == NVFP4.name:
                     self._quantise(args[0])
             elif row.name != "reference":
                 dispatch.first(op, rest)
