@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(not model.RESULTS.exists(), reason="no results b
 
 
 def test_the_page_is_what_it_writes():
+    """``python -m dsv4.bench.model > results/model_b200.md`` writes it anew."""
     assert (model.RESULTS.parent / "model_b200.md").read_text() == model.markdown()
 
 

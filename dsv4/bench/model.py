@@ -197,12 +197,17 @@ def few_on_blackwell(machine: Machine, shape: Shape) -> Prediction | None:
 
 
 def block_scaled(machine: Machine, shape: Shape) -> Prediction:
-    """By block-scaled tensor cores with the best of their tiles, quantised activations at hand."""
+    """By block-scaled tensor cores, quantised activations at hand.
+
+    With the best of their tiles; K is shared for 64 tokens alone.
+    """
+    depths = {tokens: _ROOM // (_STAGE * (128 + tokens)) for tokens in (64, 128, 192, 256)}
     tiles = [
-        Tile(128, tokens, 1, 1, _ROOM // (_STAGE * (128 + tokens)), "nvfp4", pair)
-        for tokens in (64, 128, 192, 256)
+        Tile(128, tokens, 1, 1, depth, "nvfp4", pair)
+        for tokens, depth in depths.items()
         for pair in (False, True)
     ]
+    tiles += [Tile(128, 64, parts, 1, depths[64], "nvfp4") for parts in (2, 4, 8)]
     return min((predict(machine, shape, tile) for tile in tiles), key=lambda found: found.us)
 
 
@@ -244,6 +249,7 @@ def _line(name: str, shape: Shape, found: Prediction, few: Prediction | None) ->
     rows, columns, groups, tokens = shape
     size = f"{rows} x {columns}" + (f", {groups} groups" if groups > 1 else "")
     tile = f"{found.tile.rows} x {found.tile.tokens}" + (", pairs" if found.tile.pair else "")
+    tile += f", K by {found.tile.blocks}" if found.tile.blocks > 1 else ""
     cells = (
         f"{name} {size}",
         tokens,
