@@ -136,6 +136,49 @@ def scaled_mm(call: Call) -> str | None:
     return None
 
 
+def tcgen05(call: Call) -> str | None:
+    """Why Blackwell's CuTeDSL kernels cannot run a product, or None."""
+    _, codes, scales, global_scale, segments, format, layout, activation, *_ = call.args
+    groups = call.args[9] if call.op == "gemm" else 1
+    if format != NVFP4.name or activation != NVFP4.name:
+        found = f"the weight is {format!r} and activations are {activation!r}"
+        return f"{found}, and both operands have to be NVFP4"
+    if layout != SWIZZLED:
+        return f"the weight has layout {layout!r}, wanted {SWIZZLED!r}: QuantizedTensor.with_layout"
+    elsewhere = _wrong_dtypes(call) or _not_blackwell(call)
+    if elsewhere:
+        return elsewhere
+    if len(segments) > _MOST_SEGMENTS:
+        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
+    rows, columns = codes.shape[0] // groups, codes.shape[1] * 2
+    if rows % 16 or columns % 32:
+        return f"a group is {rows} x {columns}, wanted multiples of 16 x 32"
+    if groups > 1 and rows % 128:
+        return f"a group has {rows} rows, wanted a multiple of 128 of each of several"
+    if not all(t.is_contiguous() for t in (codes, scales, global_scale)):
+        return "the codes, scales or global scales are not contiguous"
+    if codes.data_ptr() % 16 or scales.data_ptr() % 16:
+        return "the codes or scales do not begin at multiples of 16 bytes"
+    return None
+
+
+def _not_blackwell(call: Call) -> str | None:
+    """Why tcgen05 with NVFP4 operands is not asked of the device, or None."""
+    if not _has("cutlass"):
+        return "the package nvidia-cutlass-dsl is not installed"
+    if call.device.type != "cuda":
+        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
+    found = _capability(call.device)
+    if found in _BLACKWELL:
+        return None
+    said = f"the GPU has compute capability {found[0]}.{found[1]}"
+    if found[0] == 12:
+        return f"{said}, which has no tensor memory and no tcgen05, wanted 10.0 or 10.3"
+    if found[0] == 11:
+        return f"{said}, for which no kernel was compiled and inspected, wanted 10.0 or 10.3"
+    return f"{said}, and tcgen05 is of 10.0 and 10.3"
+
+
 def _not_hopper(call: Call) -> str | None:
     return _no_cute(call, ((9, 0),))
 
