@@ -180,17 +180,21 @@ def _not_blackwell(call: Call) -> str | None:
 
 
 def _not_hopper(call: Call) -> str | None:
-    return _no_cute(call, ((9, 0),))
+    elsewhere = _no_cute(call)
+    if elsewhere is None and _capability(call.device) != (9, 0):
+        found = ".".join(map(str, _capability(call.device)))
+        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+    return elsewhere
 
 
-def _no_cute(call: Call, gpus: Sequence[tuple[int, int]] = tuple(ARCHITECTURES)) -> str | None:
+def _no_cute(call: Call) -> str | None:
     if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
     if call.device.type != "cuda":
         return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
-    if _capability(call.device) not in gpus:
+    if _capability(call.device) not in ARCHITECTURES:
         found = ".".join(map(str, _capability(call.device)))
-        wanted = ", ".join(f"{major}.{minor}" for major, minor in gpus)
+        wanted = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         return f"the kernels are for compute capability {wanted}, the GPU has {found}"
     return None
 
