@@ -94,12 +94,15 @@ def test_swiglu(capability, gpu, tokens, chosen):
     assert candidates(ops.gemm_swiglu, x, PACKED, 10.0)[0] == chosen
 
 
-@pytest.mark.parametrize("layout", [LINEAR, SWIZZLED])
 @pytest.mark.parametrize(
-    ("gpu", "chosen"),
-    [(HOPPER, "reference"), (B200, "scaled_mm"), (B300, "scaled_mm"), (RTX, "reference")],
+    ("gpu", "layout", "chosen"),
+    [
+        *((gpu, LINEAR, "scaled_mm") for gpu in (B200, B300)),
+        *((gpu, SWIZZLED, "tcgen05") for gpu in (B200, B300)),
+        *((gpu, layout, "reference") for gpu in (HOPPER, RTX) for layout in (LINEAR, SWIZZLED)),
+    ],
 )
-def test_weights_that_are_not_packed(capability, gpu, chosen, layout):
+def test_weights_that_are_not_packed(capability, gpu, layout, chosen):
     capability[0] = gpu
     weight = WEIGHT.with_layout(layout)
     assert dense(4, weight, activation="nvfp4")[0] == chosen
