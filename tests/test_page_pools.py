@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import TYPES, Stack, small, tokens
+from attention_stack import TYPES, Stack, small, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
