@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE, tiles
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
@@ -82,7 +83,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def forget_devices() -> None:
     """Ask every device again what it is: for tests that pretend to have another one."""
-    for cached in (_capability, _no_triton, _not_hopper, _no_cute_gemm, _no_cute_grouped):
+    for cached in (_capability, _no_triton, _not_hopper, _no_cute, _no_cute_gemm, _no_cute_grouped):
         getattr(cached, "cache_clear", lambda: None)()
 
 
@@ -117,7 +118,7 @@ def _no_cute_gemm(
     tokens: int,
 ) -> str | None:
     """The same of what does not change from call to call of a product."""
-    elsewhere = _packed_as(layout, dtype, out_dtype) or _not_hopper(device)
+    elsewhere = _packed_as(layout, dtype, out_dtype) or _no_cute(device)
     if elsewhere:
         return elsewhere
     if segments > _MOST_SEGMENTS:
@@ -125,10 +126,16 @@ def _no_cute_gemm(
     rows, columns = codes[0], 2 * codes[1]
     if rows // 16 % groups:
         return f"a group has {rows // groups} rows, wanted a multiple of 16"
-    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1))
+    arch = ARCHITECTURES[_capability(device)]
+    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1), arch)
     if plan is None:
         return f"{columns} columns of 16 tokens do not fit a block's shared memory"
     if isinstance(plan, FewPlan) and tokens > MOST_FEW_TOKENS:
+        if arch != HOPPER:
+            return (
+                f"there are {tokens} tokens, and the kernel multiplies {TOKENS} at a time, wanted "
+                f"at most {MOST_FEW_TOKENS}; that for more is Hopper's, whose wgmma {arch} lacks"
+            )
         return (
             f"there are {tokens} tokens, and of {rows // groups} rows and {columns} columns the "
             f"kernel multiplies {TOKENS} tokens at a time; that for more wants columns by 128 and, "
@@ -168,16 +175,70 @@ def scaled_mm(call: Call) -> str | None:
     return None
 
 
+def tcgen05(call: Call) -> str | None:
+    """Why Blackwell's CuTeDSL kernels cannot run a product, or None."""
+    _, codes, scales, global_scale, segments, format, layout, activation, *_ = call.args
+    groups = call.args[9] if call.op == "gemm" else 1
+    if format != NVFP4.name or activation != NVFP4.name:
+        found = f"the weight is {format!r} and activations are {activation!r}"
+        return f"{found}, and both operands have to be NVFP4"
+    if layout != SWIZZLED:
+        return f"the weight has layout {layout!r}, wanted {SWIZZLED!r}: QuantizedTensor.with_layout"
+    elsewhere = _wrong_dtypes(call.args[0].dtype, call.args[-1]) or _not_blackwell(call)
+    if elsewhere:
+        return elsewhere
+    if len(segments) > _MOST_SEGMENTS:
+        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
+    rows, columns = codes.shape[0] // groups, codes.shape[1] * 2
+    if rows % 16 or columns % 32:
+        return f"a group is {rows} x {columns}, wanted multiples of 16 x 32"
+    if groups > 1 and rows % 128:
+        return f"a group has {rows} rows, wanted a multiple of 128 of each of several"
+    if not all(t.is_contiguous() for t in (codes, scales, global_scale)):
+        return "the codes, scales or global scales are not contiguous"
+    if codes.data_ptr() % 16 or scales.data_ptr() % 16:
+        return "the codes or scales do not begin at multiples of 16 bytes"
+    return None
+
+
+def _not_blackwell(call: Call) -> str | None:
+    """Why tcgen05 with NVFP4 operands is not asked of the device, or None."""
+    if not _has("cutlass"):
+        return "the package nvidia-cutlass-dsl is not installed"
+    if call.device.type != "cuda":
+        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {call.device}"
+    found = _capability(call.device)
+    if found in _BLACKWELL:
+        return None
+    said = f"the GPU has compute capability {found[0]}.{found[1]}"
+    if found[0] == 12:
+        return f"{said}, which has no tensor memory and no tcgen05, wanted 10.0 or 10.3"
+    if found[0] == 11:
+        return f"{said}, for which no kernel was compiled and inspected, wanted 10.0 or 10.3"
+    return f"{said}, and tcgen05 is of 10.0 and 10.3"
+
+
 @cache
 def _not_hopper(device: torch.device) -> str | None:
-    """Why CuTeDSL kernels cannot run on a device, or None."""
+    """Why Hopper's CuTeDSL kernels cannot run on a device, or None."""
+    elsewhere = _no_cute(device)
+    if elsewhere is None and _capability(device) != (9, 0):
+        found = ".".join(map(str, _capability(device)))
+        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+    return elsewhere
+
+
+@cache
+def _no_cute(device: torch.device) -> str | None:
+    """Why CuTeDSL kernels that several architectures share cannot run on a device, or None."""
     if not _has("cutlass"):
         return "the package nvidia-cutlass-dsl is not installed"
     if device.type != "cuda":
         return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {device}"
-    if _capability(device) != (9, 0):
+    if _capability(device) not in ARCHITECTURES:
         found = ".".join(map(str, _capability(device)))
-        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {found}"
+        wanted = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+        return f"the kernels are for compute capability {wanted}, the GPU has {found}"
     return None
 
 
@@ -206,14 +267,14 @@ def _no_cute_grouped(
     tokens: int,
 ) -> str | None:
     """The same of what does not change from call to call of a product."""
-    elsewhere = _packed_as(layout, dtype, out_dtype) or _not_hopper(device)
+    elsewhere = _packed_as(layout, dtype, out_dtype) or _no_cute(device)
     if elsewhere:
         return elsewhere
     if segments > _MOST_SEGMENTS:
         return f"the weight has {segments} segments, wanted at most {_MOST_SEGMENTS}"
     experts, rows, half = codes
     wanted = Experts(rows, 2 * half, experts, out_dtype == torch.float32, False)
-    if choose_grouped(wanted, max(tokens, 1)) is None:
+    if choose_grouped(wanted, max(tokens, 1), ARCHITECTURES[_capability(device)]) is None:
         return (
             f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_GROUPED} and "
             "a multiple of 128"
@@ -239,6 +300,10 @@ def _packed_as(layout: str, dtype: torch.dtype, out_dtype: torch.dtype) -> str |
             f"the weight has layout {layout!r}, wanted {FRAGMENTS!r}: "
             "QuantizedTensor.with_layout or the layer's pack()"
         )
+    return _wrong_dtypes(dtype, out_dtype)
+
+
+def _wrong_dtypes(dtype: torch.dtype, out_dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"x is {dtype}, wanted bfloat16"
     if out_dtype not in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""Compile or load a model's CuTeDSL kernels before its first product, or on another machine."""
+"""Compile or load a model's kernels before its first step, or on another machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dsv4 import fragments
+from dsv4 import _steps, fragments
 from dsv4.config import ModelConfig
 from dsv4.cute import _images
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.formats import NVFP4
 from dsv4.integrations._swap import OutputHead
@@ -26,22 +27,62 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
 
-ARCHITECTURES = {(9, 0): "sm_90a"}
+
+@dataclass(frozen=True)
+class Operator:
+    """What runs an operator of a step.
+
+    Attributes:
+        name: Of the operator; ``"fragments"`` for the packing of weights.
+        implementation: Which one dispatch chooses there.
+        kernels: Names of its Triton kernels, which are compiled now.
+        refused: Implementations that come first elsewhere, and why they do not run there.
+    """
+
+    name: str
+    implementation: str
+    kernels: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        kernels = f": {', '.join(self.kernels)}" if self.kernels else ""
+        reasons = "".join(f"; not {name}: {why}" for name, why in self.refused)
+        return f"{self.name:<26}{self.implementation}{kernels}{reasons}"
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """What ``warmup`` did.
+    """What ``warmup`` did; ``print`` shows all of it.
 
     Attributes:
-        kernels: How many kernels the products need.
+        kernels: How many CuTeDSL kernels the products need.
         compiled: How many of them were not on disk.
         seconds: How long it took.
+        triton: How many Triton kernels the steps need, every specialisation counted.
+        operators: What runs each operator of the steps; empty where they were not looked at.
+        skipped: Why they were not.
     """
 
     kernels: int
     compiled: int
     seconds: float
+    triton: int = 0
+    operators: tuple[Operator, ...] = ()
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kernels} CuTeDSL kernels, {self.compiled} of them compiled now; "
+            f"{self.triton} Triton kernels; {self.seconds:.1f} s"
+        ]
+        if self.skipped:
+            lines.append(f"Triton kernels were left out: {self.skipped}")
+        first = [operator for operator in self.operators if not operator.refused]
+        others = [operator for operator in self.operators if operator.refused]
+        for title, some in (("compiled", first), ("no kernel of its own", others)):
+            if some:
+                lines += [f"{title}:", *(f"  {operator}" for operator in some)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -64,7 +105,7 @@ class Product:
     out_dtype: torch.dtype
     swiglu: bool = False
 
-    def plans(self, max_tokens: int) -> list[Any]:
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens."""
         return cute_gemm.plans(
             self.rows,
@@ -74,6 +115,7 @@ class Product:
             self.out_dtype,
             max_tokens,
             swiglu=self.swiglu,
+            arch=arch,
         )
 
 
@@ -89,9 +131,9 @@ class GroupedProduct:
     experts: Experts
     top_k: int
 
-    def plans(self, max_tokens: int) -> list[Any]:
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens, whatever their experts."""
-        return cute_grouped.plans(self.experts, max_tokens * self.top_k)
+        return cute_grouped.plans(self.experts, max_tokens * self.top_k, arch)
 
 
 def warmup(
@@ -103,6 +145,11 @@ def warmup(
     progress: bool = True,
 ) -> Warmup:
     """Compile every CuTeDSL kernel that a model's products would launch, or load it from disk.
+
+    With ``arch`` and a configuration or a ``DeepseekV4ForCausalLM``, also every Triton kernel that
+    steps of decoding and one of prefill would launch on such a GPU; ``Warmup.operators`` names them
+    and says what runs where there is none. They stay in Triton's own cache, where the same version
+    of Triton finds them. Without ``arch`` Triton kernels are compiled as they are first launched.
 
     Without it the first product of each shape compiles its kernel, for one to eight seconds, and
     inside the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
@@ -116,13 +163,13 @@ def warmup(
         model: A module, a ``ModelConfig`` or transformers' configuration.
         device: The GPU to load the kernels on. By default that of the model or the current one;
             with ``arch``, none: the kernels are only compiled.
-        arch: ``"sm_90a"``; by default that of the GPU.
+        arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``; by default that of the GPU.
         max_tokens: Most tokens of a product. Above 8192 there are no further kernels. A model needs
             about 40 for up to 64 tokens, to which a decoding batch may be bound, and 80 for all.
         progress: Whether to show progress on stderr, as a bar if rich is installed.
 
     Returns:
-        Counts. All 0 on a GPU that these kernels are not for.
+        Counts, all 0 on a GPU that these kernels are not for, and what runs each operator.
 
     Raises:
         ValueError: if ``arch`` is not one there are kernels for or not that of ``device``,
@@ -135,7 +182,7 @@ def warmup(
         raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)
-    plans = [] if chosen is None else kernel_plans(every_product(model), max_tokens)
+    plans = [] if chosen is None else kernel_plans(every_product(model), max_tokens, chosen)
     compiled = 0
     with _progress(len(plans), progress) as advance:
         for plan in plans:
@@ -146,12 +193,34 @@ def warmup(
             else:
                 cute_gemm.warmup([plan], gpu)
             advance()
-    return Warmup(len(plans), compiled, time.perf_counter() - start)
+    done = Warmup(len(plans), compiled, 0.0)
+    if arch is not None and gpu is None:
+        done = _with_steps(done, model, arch, max_tokens, progress)
+    return replace(done, seconds=time.perf_counter() - start)
 
 
-def kernel_plans(found: Sequence[Product | GroupedProduct], max_tokens: int) -> list[Any]:
+def _with_steps(done: Warmup, model: Any, arch: str, max_tokens: int, progress: bool) -> Warmup:
+    """With what the steps of a whole model launch."""
+    if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
+        return replace(done, skipped=f"{type(model).__name__} is not a whole model of this package")
+    skipped = _steps.impossible()
+    if skipped:
+        return replace(done, skipped=skipped)
+    config = ModelConfig.of(model.config if isinstance(model, nn.Module) else model)
+    with _progress(None, progress, "Triton kernels") as advance:
+        found = _steps.compile_steps(config, arch, max_tokens, advance)
+    operators = tuple(
+        Operator(name, implementation, tuple(sorted(ran.kernels)), tuple(ran.objections.items()))
+        for (name, implementation), ran in found.ran.items()
+    )
+    return replace(done, triton=found.compiled, operators=operators)
+
+
+def kernel_plans(
+    found: Sequence[Product | GroupedProduct], max_tokens: int, arch: str = HOPPER
+) -> list[Any]:
     """The configurations of all kernels of these products, each once."""
-    return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens)))
+    return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens, arch)))
 
 
 def every_product(model: Any) -> list[Product | GroupedProduct]:
@@ -279,8 +348,10 @@ def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
 
 
 @contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after each kernel."""
+def _progress(
+    total: int | None, shown: bool, what: str = "kernels"
+) -> Iterator[Callable[[], None]]:
+    """Gives a function to call after each kernel; of None it is not known how many there are."""
     if not shown or total == 0:
         yield lambda: None
     elif importlib.util.find_spec("rich") is not None:
@@ -288,10 +359,10 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("kernels", total=total)
+            task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
     else:
-        line = _Line(total)
+        line = _Line(total, what)
         try:
             yield line.advance
         finally:
@@ -301,8 +372,8 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
 class _Line:
     """Counts on a terminal in one line that is written over; elsewhere in one line at the end."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.perf_counter()
+    def __init__(self, total: int | None, what: str = "kernels") -> None:
+        self.total, self.what, self.done, self.start = total, what, 0, time.perf_counter()
         self.terminal = sys.stderr.isatty()
 
     def advance(self) -> None:
@@ -315,5 +386,6 @@ class _Line:
 
     def _write(self, before: str, after: str) -> None:
         seconds = time.perf_counter() - self.start
-        sys.stderr.write(f"{before}kernels {self.done} of {self.total}, {seconds:.1f} s{after}")
+        of = "" if self.total is None else f" of {self.total}"
+        sys.stderr.write(f"{before}{self.what} {self.done}{of}, {seconds:.1f} s{after}")
         sys.stderr.flush()

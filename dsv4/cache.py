@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,8 +63,7 @@ class Batch:
                 raise ValueError(f"Batch: {name} has shape {list(tensor.shape)}, wanted [{count}]")
         starts, sequences = starts.to(torch.int64), sequences.to(torch.int64)
         device, total = starts.device, sum(lengths)
-        host = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu")
-        cu = host.cumsum(0).to(device)
+        cu = to_device(list(accumulate(lengths, initial=0)), device)
         entry = torch.repeat_interleave(cu.diff(), output_size=total)
         index = torch.arange(total, device=device)
         positions = starts[entry] + index - cu[entry]
@@ -219,6 +219,11 @@ class PagedCache:
         return self.size.max_chunk
 
     @property
+    def pooled(self) -> bool:
+        """Whether sequences share pools, so that ``prepare`` comes before every step."""
+        return bool(self._tables)
+
+    @property
     def free_pages(self) -> dict[str, int]:
         """Pages that no sequence holds, by pool; empty without pools."""
         self._trim()
@@ -315,7 +320,7 @@ class PagedCache:
             for tensor, pages in layer.tensors():
                 if pages is None:
                     tensor[target] = tensor[source].clone()
-                elif not self._tables:
+                elif not self.pooled:
                     tensor[pages[target]] = tensor[pages[source]]
 
     def _copy_pages(self, ratio: int, copies: Sequence[tuple[int, int]]) -> None:
@@ -436,7 +441,7 @@ class PagedCache:
                 self._check_allocated("prepare", row)
             held = self._tokens[row]
             # Without pools a step need not have been announced.
-            if start != held and (start < held or self._tables):
+            if start != held and (start < held or self.pooled):
                 raise ValueError(
                     f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: so many tokens "
                     f"sequence {row} was prepared for, and positions neither go back nor skip any"
@@ -535,7 +540,7 @@ class PagedCache:
             )
         total = {"window": 0, "compressed": 0, "indexer": 0, "state": 0}
         for layer in self.layers:
-            for name, count in layer.bytes_of(tokens, grows=bool(self._tables)).items():
+            for name, count in layer.bytes_of(tokens, grows=self.pooled).items():
                 total[name] += count
         return total
 

@@ -251,12 +251,13 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """One forward over a ragged batch; logits ``[B, vocab]`` of each last token."""
         lengths = [len(piece) for piece in pieces]
-        rows = torch.tensor(list(sequences), device=self.device)
+        rows = to_device(list(sequences), self.device)
         starts = cache.lengths[rows]
-        cache.prepare(sequences, lengths, starts.tolist())
+        # Without pools steps need not have been announced: only the device knows the lengths.
+        cache.prepare(sequences, lengths, None if cache.pooled else starts.tolist())
         batch = Batch.from_lengths(lengths, starts, rows)
         flat = [token for piece in pieces for token in piece]
-        ids = torch.tensor(flat, dtype=torch.long, device=self.device).unsqueeze(0)
+        ids = to_device(flat, self.device).unsqueeze(0)
         hidden, _ = self.model(ids, None, CacheStep(cache, batch))
         cache.advance(batch)
         ends = (batch.cu_seqlens[1:] - 1).clamp(min=0)

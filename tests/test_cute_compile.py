@@ -1,5 +1,6 @@
 """Every CuTeDSL kernel that dispatch can choose compiles for Hopper, on a machine without one.
 
+And those for few tokens for Blackwell: every one of them in the nightly profile, else some.
 Compiled and inspected, not run: what runs is tested elsewhere.
 """
 
@@ -22,6 +23,7 @@ pytest.importorskip("cutlass")
 triton = pytest.importorskip("triton")
 
 from dsv4.cute import _images, gemm, grouped_gemm  # noqa: E402
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER  # noqa: E402
 from dsv4.cute.sm90 import grouped_plan  # noqa: E402
 from dsv4.cute.sm90.few_plan import FewPlan, few_plan  # noqa: E402
 from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan  # noqa: E402
@@ -147,11 +149,11 @@ def usage_of(image, file):
     return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
-def instructions_of(images, file):
+def instructions_of(images, file, arch):
     """Instructions of each, by one run of the disassembler over all, end to end."""
     codes = [machine_code(image.cubin) for image in images]
     file.write_bytes(b"".join(codes))
-    listing = run("nvdisasm", "--binary", "SM90a", "--no-dataflow", file)
+    listing = run("nvdisasm", "--binary", arch.replace("sm_", "SM"), "--no-dataflow", file)
     starts = list(itertools.accumulate(map(len, codes), initial=0))
     found = [[] for _ in codes]
     for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", listing):
@@ -160,10 +162,10 @@ def instructions_of(images, file):
     return found
 
 
-def check_each(batch, folder, check):
+def check_each(batch, folder, check, arch=HOPPER):
     """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
-    images = [_images.compile_image(plan, "sm_90a") for plan in batch]
-    listings = instructions_of(images, folder / "code")
+    images = [_images.compile_image(plan, arch) for plan in batch]
+    listings = instructions_of(images, folder / "code", arch)
     objections = []
     for plan, image, instructions in zip(batch, images, listings, strict=True):
         numbers = usage_of(image, folder / "cubin")
@@ -273,6 +275,69 @@ def test_swiglu(batch, tmp_path):
             assert sum(i.startswith("HGMMA") for i in instructions) == 4 * plan.depth
 
     check_each(batch, tmp_path, check)
+
+
+def plans_of_blackwell(arch):
+    """What dispatch can choose there: all in the nightly profile, else a few."""
+    pro = Experts(6144, 7168, 384, False, False, True, True)
+    if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
+        q_b, gate_up = Product(65536, 1536, 1, False, False), Product(6144, 7168, 1, False, True)
+        found = [choose(q_b, 1, arch), choose(gate_up._replace(swiglu=True), 16, arch)]
+        found += [choose(q_b._replace(float32_out=True), 16, arch)]
+        found += [grouped_plan.choose(pro, rows, arch) for rows in (6, 24576)]
+        return found if arch == "sm_100a" else [found[0], found[-1]]
+    kinds = list(itertools.product((False, True), repeat=2))
+    dense = [Product(*matrix, *kind) for matrix in MATRICES for kind in kinds]
+    dense += [Product(6144, 7168, 1, *kind, swiglu=True) for kind in kinds]
+    routed = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
+    found = [choose(product, tokens, arch) for product in dense for tokens in (1, 16)]
+    for wanted in routed:
+        found += grouped_gemm.plans(wanted, 4096 * TOP_K, arch)
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "batch"),
+    [
+        (arch, batch)
+        for arch in ARCHITECTURES.values()
+        if arch != HOPPER
+        for batch in batches(plans_of_blackwell(arch), FewPlan)
+    ],
+    ids=lambda value: value if isinstance(value, str) else named(value),
+)
+def test_blackwell(arch, batch, tmp_path):
+    """The kernels of few tokens for another architecture: the same instructions, no spills."""
+
+    def check(plan, image, numbers, instructions):
+        def count(name):
+            return sum(i.startswith(name) for i in instructions)
+
+        assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+        assert numbers["REG"] * plan.threads * plan.resident <= REGISTER_FILE
+        assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+        assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
+        assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
+        assert count("UBLKCP.S.G")
+        assert count("STG.E.128")
+        assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+        assert bool(count("MUFU.EX2")) == plan.swiglu
+
+    check_each(batch, tmp_path, check, arch)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
+def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
+    for matrix in MATRICES:
+        product = Product(*matrix, False, False)
+        assert {choose(product, tokens, arch) for tokens in (1, 8)} == {plan_of(*matrix, 1)}
+        assert {choose(product, tokens, arch) for tokens in (9, 17, 9000)} == {plan_of(*matrix, 9)}
+    for sizes in ROUTED:
+        for wanted in routed_kinds(*sizes):
+            found = grouped_gemm.plans(wanted, 4096 * TOP_K, arch)
+            assert all(isinstance(plan, GroupedFewPlan) for plan in found)
+            assert all(plan.shared_bytes <= MOST_SHARED for plan in found)
 
 
 @pytest.mark.parametrize(

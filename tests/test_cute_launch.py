@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.cute import _driver, gemm, grouped_gemm
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Image, Kernel, Parameters
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan
@@ -26,6 +27,7 @@ class Driver:
 
     def __init__(self, kinds=None):
         self.kinds, self.launches, self.maps = kinds, [], []
+        self.arch, self.archs = HOPPER, []
 
     def __getattr__(self, name):
         return lambda *arguments: 0
@@ -54,7 +56,10 @@ def driver(monkeypatch):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
-        monkeypatch.setattr(module, "loaded", lambda plan, arch: _kernel_of(plan))
+        monkeypatch.setattr(module, "architecture", lambda index: found.arch)
+        monkeypatch.setattr(
+            module, "loaded", lambda plan, arch: found.archs.append(arch) or _kernel_of(plan)
+        )
     return found
 
 
@@ -64,7 +69,7 @@ def _kernel_of(plan):
 
 def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=()):
     product = Product(rows, columns, groups, False, False)
-    plan = choose(product, tokens)
+    plan = choose(product, tokens, driver.arch)
     few = isinstance(plan, FewPlan)
     driver.kinds, driver.launches = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS, []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
@@ -138,6 +143,20 @@ def test_sixteen_tokens_at_a_time(driver):
     assert [values[5] - addresses[5] for values in found] == [0, 16 * 512 * 2, 32 * 512 * 2]
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
+    """Sixteen tokens at a time, of any matrix; any number of experts' rows in one launch."""
+    driver.arch = arch
+    _, _, launches = launched(driver, 64)
+    assert [flat(values)[6] for _, _, _, values in launches] == [16] * 4
+    product, x = Grouped(HIDDEN, INNER), torch.empty(3000, INNER).bfloat16()
+    [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)
+    assert isinstance(product.plan, GroupedFewPlan)
+    assert values["tokens"] == 3000
+    assert set(driver.archs) == {arch}
+    assert driver.maps == []
+
+
 @pytest.mark.parametrize(("limit", "told"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_swiglu(driver, tokens, limit, told):
@@ -192,7 +211,7 @@ class Grouped:
             bool(rest),
             bool(rest) and rest[1] is not None,
         )
-        self.plan = grouped_plan.choose(self.wanted, max(x.shape[0], 1))
+        self.plan = grouped_plan.choose(self.wanted, max(x.shape[0], 1), driver.arch)
         few = isinstance(self.plan, GroupedFewPlan)
         driver.kinds = grouped_gemm.FEW_PARAMETERS if few else grouped_gemm.PARAMETERS
         driver.launches, driver.maps = [], []

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import TYPES, Stack, small, tokens
+from attention_stack import TYPES, Stack, small, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.pages import Pages
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.configs import chunkings
+from dsv4.testing.models import random_model
 from dsv4.testing.strategies import seeds
 
 EXACT = 1e-12  # relative, float64: rounding alone
@@ -229,6 +230,29 @@ def test_trap_t15_every_accepted_prefix_of_a_guess_is_serial(length: int) -> Non
         (out,) = stack.step(cache, [row], [truth])
         x = torch.cat((x, truth))
         assert distance(out, stack.whole(x)[-len(truth) :]) < EXACT
+
+
+def test_a_model_prefills_and_decodes_in_pools_as_without() -> None:
+    config = ModelConfig.tiny()
+    model = random_model(config, 3, torch.float64)
+    prompts = [list(range(1, 14)), [5, 4, 3]]
+    found = []
+    for sizes in ({}, {"pool_tokens": 1024}):
+        cache = model.new_cache(3, 20, 5, **sizes)
+        rows = [cache.allocate(), cache.allocate()]
+        logits = [model.prefill(prompts, cache, rows)]
+        for _ in range(3):
+            logits.append(model.decode(logits[-1].argmax(-1), cache, rows))
+        rows.append(cache.fork(rows[0]))
+        there = torch.tensor(rows[1:])
+        cache.prepare(rows[1:], [1, 1])
+        logits.append(model.decode(torch.tensor([7, 8]), cache, there))
+        logits.append(model.prefill([[9, 9], [1]], cache, rows[1:]))
+        assert cache.lengths.tolist() == [16, 9, 18]
+        found.append(torch.cat(logits))
+        with pytest.raises(ValueError, match=r"would reach 18 \+ 3 tokens, .*max_tokens \(20\)"):
+            model.prefill([[1, 2, 3]], cache, rows[2:])
+    assert_bitwise(*found)
 
 
 # Memory ---------------------------------------------------------------------------------------

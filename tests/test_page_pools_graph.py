@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from attention_cases import Stack, small, tokens
+from attention_stack import Stack, small, tokens
 
 from dsv4.cache import Batch, PagedCache
 from dsv4.config import CSA, HCA, ModelConfig

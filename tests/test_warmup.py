@@ -38,6 +38,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def no_steps(monkeypatch):
+    """Triton's kernels are another file's."""
+    monkeypatch.setattr(_warmup._steps, "impossible", lambda: "not here")
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """Kernels are not compiled, but listed here."""
@@ -247,7 +253,8 @@ def test_as_many_tokens_as_are_asked_for(most, kinds):
     assert all(plan.row_scaled and plan.float32_out for plan in plans)
 
 
-def test_plans_are_those_of_the_product(monkeypatch):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_plans_are_those_of_the_product(arch, monkeypatch):
     """What a product takes for every token count, groups, dtypes and SwiGLU included."""
     taken = []
 
@@ -259,13 +266,15 @@ def test_plans_are_those_of_the_product(monkeypatch):
         raise StopError
 
     monkeypatch.setattr(cute_gemm, "loaded", kernel)
+    monkeypatch.setattr(cute_gemm, "architecture", lambda index: arch)
     for groups, swiglu in ((2, False), (1, True)):
         taken.clear()
         product = (384, 256, groups, True, True, swiglu)
         for tokens in range(1, 301):
             with pytest.raises(StopError):
                 cute_gemm._prepared(product, tokens, 256 * groups, (), 1, 1.0, 0, 0)
-        wanted = cute_gemm.plans(384, 256, groups, "nvfp4", torch.float32, 300, swiglu=swiglu)
+        shape = (384, 256, groups, "nvfp4", torch.float32, 300)
+        wanted = cute_gemm.plans(*shape, swiglu=swiglu, arch=arch)
         assert list(dict.fromkeys(taken)) == wanted
         assert {plan.swiglu for plan in taken} == {swiglu}
 
@@ -318,7 +327,7 @@ class TestDevices:
         assert loaded == [torch.device("cuda", index)] * done.kernels
 
     def test_another_gpu_has_no_kernels(self, loaded, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
         done = dsv4.warmup(dsv4.ModelConfig.tiny())
         assert (done.kernels, done.compiled, loaded) == (0, 0, [])
         with pytest.raises(ValueError, match="arch is 'sm_90a', but cuda:1 wants none"):
@@ -336,7 +345,7 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"arch": "sm_80"}, "arch is 'sm_80', wanted one of 'sm_90a'"),
+            ({"arch": "sm_80"}, "wanted one of 'sm_90a', 'sm_100a', 'sm_103a'"),
             ({"device": "cpu"}, "device is cpu, wanted a CUDA GPU"),
             ({"arch": "sm_90a", "max_tokens": 0}, "max_tokens is 0, wanted at least 1"),
         ],

@@ -17,7 +17,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import environment, main_job, report, results
-from dsv4.bench.cases import MAKERS, PRESETS, cases
+from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices
 from dsv4.bench.measure import Options, measure
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     _common(top)
     top.set_defaults(command=_main_job)
     commands = top.add_subparsers(metavar="command", parser_class=_Parser)
-    run = commands.add_parser("run", help="check, then time operators")
+    run = commands.add_parser(
+        "run", help="check, then time operators; `run gemm --check` validates every kernel"
+    )
     run.add_argument("ops", nargs="*", metavar="OP", help="operators; default: all")
     _sizes(run)
     run.add_argument(
@@ -66,7 +68,12 @@ def parser() -> argparse.ArgumentParser:
         help="which to time beside, comma-separated, e.g. cublas,quack; "
         "default: those quick to prepare",
     )
-    run.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    run.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="validate every kernel of the product and print a report to send back; "
+        "--no-check: time unchecked. Default: check each result, then time it",
+    )
     _common(run)
     run.set_defaults(command=_run)
     listing = commands.add_parser("list", help="operators, their cases and implementations")
@@ -169,6 +176,9 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.check:
+        return _validate(options)
+    options.check = options.check is None
     chosen = _chosen(options, options.ops or list(MAKERS))
     header = _print_header(options)
     backends = options.backend.split(",")
@@ -182,6 +192,46 @@ def _run(options: argparse.Namespace) -> int:
         print(f"interrupted: {len(rows)} of {len(wanted)} rows", file=sys.stderr)
         return _finish(options, header, rows) or INTERRUPTED
     return _finish(options, header, rows)
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from dsv4.bench import validate
+
+    if options.ops != ["gemm"]:
+        raise UsageError("--check validates gemm: run gemm --check")
+    if hasattr(options, "csv") or hasattr(options, "markdown"):
+        raise UsageError("--check prints its report and writes --json alone")
+    if getattr(options, "json", "").endswith("/"):
+        raise UsageError(f"--json is {options.json!r}, wanted a file for --check")
+    device = _device(options)
+    usual = ("flash,pro", validate.TOKENS) if device.type == "cuda" else ("tiny", [1, 17])
+    given = options.arguments
+    shapes = options.shapes if _names(given, "--shapes") else usual[0]
+    tokens = options.tokens if _names(given, "--tokens") else usual[1]
+    patterns = options.cases or ["*"]
+    names = list(matrices(PRESETS["tiny"]()))
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+        raise UsageError(f"--cases matches none of {', '.join(names)}")
+    header = _print_header(options)
+    print()
+    found = validate.run(
+        shapes.split(","),
+        tokens,
+        lambda name: any(fnmatchcase(name, pattern) for pattern in patterns),
+        device,
+        getattr(options, "repeat", 10 if device.type == "cuda" else 1),
+        getattr(options, "seed", 0),
+        options.backend.split(","),
+    )
+    print("\n".join(found.lines()))
+    if hasattr(options, "json"):
+        print(f"wrote {validate.write_json(options.json, found, header)}")
+    return WRONG if found.wrong or not found.kernels else OK
+
+
+def _names(arguments: Sequence[str], option: str) -> bool:
+    """Whether an option was given."""
+    return any(a == option or a.startswith(f"{option}=") for a in arguments)
 
 
 def _print_header(options: argparse.Namespace) -> dict[str, Any]:

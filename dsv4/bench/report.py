@@ -29,6 +29,7 @@ HEADINGS = (
 _RIGHT = (
     *("tokens", "error", "us", "floor us", "% copy", "best rival / us"),
     *("experts", "gate_up us", "down us", "pair us", "pair / floor", "block us"),
+    *("points", "bf16 error", "f32 error"),
     *("around us", "around / block", "layer us", "layer / floor"),
 )
 

@@ -63,7 +63,7 @@ def image(plan: Any, arch: str) -> Image:
     Args:
         plan: A frozen dataclass with ``kernel`` (``"module:class"``), ``threads``, ``blocks`` and
             ``shared_bytes``.
-        arch: ``"sm_90a"``.
+        arch: One of ``_architectures.ARCHITECTURES``.
 
     Raises:
         RuntimeError: if it has to be compiled and CuTeDSL is not installed.

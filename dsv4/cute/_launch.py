@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from dsv4.cute._architectures import ARCHITECTURES
 from dsv4.cute._driver import Kernel
 from dsv4.cute._images import image
 
-ARCH = "sm_90a"
 _NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
 
 
@@ -20,6 +20,12 @@ def cuts(segments: Sequence[int]) -> tuple[int, ...]:
     """First rows of the second, third and fourth segment."""
     ends = tuple(itertools.accumulate(segments))[:-1]
     return (*ends, *_NO_CUTS[len(ends) :])
+
+
+@functools.cache
+def architecture(device: int) -> str:
+    """What kernels of a GPU are compiled for."""
+    return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 
 @functools.cache

@@ -7,8 +7,9 @@ import struct
 
 import torch
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters
-from dsv4.cute._launch import ARCH, aligned, loaded, stream_of
+from dsv4.cute._launch import aligned, loaded, stream_of
 from dsv4.cute.sm90.attention_plan import (
     AttentionPlan,
     MergePlan,
@@ -98,12 +99,12 @@ def _attend(
         scale,
     )
     stream = stream_of(q.device.index)
-    kernel = loaded(AttentionPlan(count > 1), ARCH)
+    kernel = loaded(AttentionPlan(count > 1), HOPPER)
     kernel.prepare(q.device.index)
     kernel.launch(min(items, processors), stream, _ATTEND, packed)
     if count > 1:
         places = [t.data_ptr() for t in (parts, tops, totals, sink, out)]
-        kernel = loaded(MergePlan(), ARCH)
+        kernel = loaded(MergePlan(), HOPPER)
         kernel.prepare(q.device.index)
         kernel.launch(tokens * heads, stream, _MERGE, _MERGE_PACKED.pack(*places, heads, count))
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Kernel, Launch, Parameters
-from dsv4.cute._launch import ARCH, aligned, current_device, cuts, loaded, stream_of
+from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
@@ -129,9 +130,10 @@ def _prepared(
     Made once in every thread, because it takes longer than a launch.
     """
     wanted = Product(*product)
-    plan = choose(wanted, tokens)
+    arch = architecture(device)
+    plan = choose(wanted, tokens, arch)
     assert plan is not None
-    kernel = loaded(plan, ARCH)
+    kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
     groups = wanted.groups
     scale_rows = not segments and scales > 1
@@ -193,7 +195,7 @@ def warmup(plans: Sequence[Plan], device: torch.device) -> None:
     """Compile or load kernels now, so that no later call does, e.g. while a graph is captured."""
     with torch.cuda.device(device):
         for plan in plans:
-            loaded(plan, ARCH).prepare(device.index)
+            loaded(plan, architecture(device.index)).prepare(device.index)
 
 
 def plans(
@@ -205,6 +207,7 @@ def plans(
     max_tokens: int,
     *,
     swiglu: bool = False,
+    arch: str = HOPPER,
 ) -> list[Plan]:
     """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
 
@@ -216,8 +219,9 @@ def plans(
         out_dtype: bfloat16 or float32.
         max_tokens: At least 1.
         swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.
+        arch: What they are compiled for.
     """
     kind = (out_dtype == torch.float32, activation == "nvfp4", swiglu)
     product = Product(rows, columns, groups, *kind)
-    found = (choose(product, tokens) for tokens in token_counts(max_tokens))
+    found = (choose(product, tokens, arch) for tokens in token_counts(max_tokens))
     return list(dict.fromkeys(plan for plan in found if plan is not None))

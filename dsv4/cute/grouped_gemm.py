@@ -10,8 +10,9 @@ from threading import get_ident
 
 import torch
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Launch, Parameters
-from dsv4.cute._launch import ARCH, aligned, current_device, cuts, loaded, stream_of
+from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
     GroupedFewPlan,
@@ -153,9 +154,10 @@ def _prepared(
 ) -> Launch:
     """Made once in every thread, because it takes longer than a launch."""
     experts = Experts(*wanted)
-    plan = choose(experts, tokens)
+    arch = architecture(device)
+    plan = choose(experts, tokens, arch)
     assert plan is not None
-    kernel = loaded(plan, ARCH)
+    kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
     sizes = (tokens, experts.experts)
@@ -169,11 +171,13 @@ def _prepared(
     return Launch(kernel, resident, PARAMETERS, before, _ADDRESSES, after, matrix)
 
 
-def plans(experts: Experts, max_tokens: int) -> list[GroupedPlan | GroupedFewPlan]:
+def plans(
+    experts: Experts, max_tokens: int, arch: str = HOPPER
+) -> list[GroupedPlan | GroupedFewPlan]:
     """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
     stand, tokens = [], 1
     while tokens < max_tokens:
         stand.append(tokens)
         tokens = counted_as(tokens + 1)
-    found = (choose(experts, count) for count in [*stand, max_tokens])
+    found = (choose(experts, count, arch) for count in [*stand, max_tokens])
     return list(dict.fromkeys(plan for plan in found if plan is not None))

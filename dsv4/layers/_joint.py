@@ -75,11 +75,11 @@ def rows_in_turn(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         torch.empty((count * t.shape[0], t.shape[1]), dtype=torch.uint8, device=t.device)
         for t in (first.codes, first.scales)
     )
-    for i, part in enumerate(parts):
+    for i, part in enumerate([] if codes.is_meta else parts):
         linear = part.with_layout(LINEAR)
         codes[i::count] = linear.codes
         scales[i::count] = linear.scales.view(torch.uint8)
-    for target, source in packing(codes, scales, pairs=False):
+    for target, source in [] if codes.is_meta else packing(codes, scales, pairs=False):
         target.copy_(source)
     each = torch.cat([part.global_scale for part in parts if part.global_scale is not None])
     return QuantizedTensor(codes, scales, each.repeat(first.rows), first.format, FRAGMENTS)

@@ -325,17 +325,21 @@ class DeepseekV4Experts(FixedDtypeModule):
             raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {FRAGMENTS!r}")
         if self.gate_up_proj.is_meta:
             raise ValueError("Experts: the weights are on the meta device, wanted ones with values")
+        self._check_tiles()
+        for name in _PROJECTIONS:
+            if int(getattr(self, name + "_scale").view(torch.int8).amin()) < 0:
+                raise ValueError(
+                    f"Experts: a block scale of {name} is negative, wanted scales with their sign "
+                    "bit 0"
+                )
+
+    def _check_tiles(self) -> None:
         for name in _PROJECTIONS:
             rows, columns = self.quantized_weight(name).shape[1:]
             if not fragments.fits(rows, columns):
                 raise ValueError(
                     f"Experts: a matrix of {name} is {rows} x {columns}, wanted multiples of "
                     f"{fragments.ROWS} x {fragments.COLUMNS} for layout {FRAGMENTS!r}"
-                )
-            if int(getattr(self, name + "_scale").view(torch.int8).amin()) < 0:
-                raise ValueError(
-                    f"Experts: a block scale of {name} is negative, wanted scales with their sign "
-                    "bit 0"
                 )
 
     def _check_whole(self) -> None:
@@ -418,6 +422,18 @@ class DeepseekV4Experts(FixedDtypeModule):
         self.stored = DeepseekV4Experts.stored | (set(_PROJECTIONS) if chosen else set())
         for name in _PROJECTIONS:
             self._declare(name, chosen, scale_dtype, input_scale, device)
+
+    def declare_packed(self) -> None:
+        """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
+
+        Raises:
+            ValueError: if a matrix is not a whole number of tiles.
+        """
+        self.to_format(NVFP4)
+        self._check_tiles()
+        self._finish(FRAGMENTS, torch.uint8)
+        rows = (self.num_local_experts, 2 * self.intermediate_dim)
+        self.gate_up_row_scale = torch.empty(rows, device=self.gate_up_proj.device)
 
     def _declare(
         self,

@@ -48,13 +48,20 @@ def pack_(model: nn.Module) -> Packing:
                 report.packed.append(name)
             except ValueError as error:
                 report.kept[name] = str(error)
+    report.joined += join_packed_(model)
+    return report
+
+
+def join_packed_(model: nn.Module) -> list[tuple[str, ...]]:
+    """Let packed layers that go together share one matrix; their names, per matrix."""
+    joined = []
     for name, module in model.named_modules():
         for how in ("joined", "joined_in_turn"):
             for group in getattr(module, how, ()):
                 parts = [getattr(module, part) for part in group]
                 if _join(parts, in_turn=how == "joined_in_turn"):
-                    report.joined.append(tuple(f"{name}.{part}".lstrip(".") for part in group))
-    return report
+                    joined.append(tuple(f"{name}.{part}".lstrip(".") for part in group))
+    return joined
 
 
 def _join(parts: list[nn.Module], *, in_turn: bool) -> bool:

@@ -327,7 +327,7 @@ def _parts_of_few(
             ROWS=parts.rows,
             ROW_BLOCK=parts.row_block,
             BLOCK=block,
-            PREFETCH=hidden % block == 0 and x.device.type == "cuda",
+            PREFETCH=hidden % block == 0 and _launch.capability(x) is not None,
             num_warps=4,
             **_launch.options(x),
         )

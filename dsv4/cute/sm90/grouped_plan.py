@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan, candidates, depth_of, step_cycles
 
@@ -114,22 +115,23 @@ class GroupedFewPlan(FewPlan):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def choose(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None:
+def choose(wanted: Experts, tokens: int, arch: str = HOPPER) -> GroupedPlan | GroupedFewPlan | None:
     """The configuration for a number of rows of X, None if there is none.
 
     How many of them each expert has is known on the GPU alone, so the choice supposes that they
-    were drawn uniformly; the result is right for any routing.
+    were drawn uniformly; the result is right for any routing. Elsewhere than on Hopper the kernel
+    for few rows an expert is all there is: more rows are more segments.
     """
-    return _chosen(wanted, counted_as(tokens))
+    return _chosen(wanted, counted_as(tokens), arch)
 
 
 @functools.cache
-def _chosen(wanted: Experts, tokens: int) -> GroupedPlan | GroupedFewPlan | None:
+def _chosen(wanted: Experts, tokens: int, arch: str) -> GroupedPlan | GroupedFewPlan | None:
     if wanted.experts > MOST_EXPERTS or wanted.columns % 128:
         return None
-    if tokens <= _FEW_ROWS * wanted.experts:
+    if arch != HOPPER or tokens <= _FEW_ROWS * wanted.experts:
         few = _few(wanted, tokens)
-        if few is not None:
+        if few is not None or arch != HOPPER:
             return few
     found = min(
         _candidates(wanted),

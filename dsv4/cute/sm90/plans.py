@@ -1,4 +1,7 @@
-"""Which of Hopper's kernels a product takes, in which configuration; needs no compiler."""
+"""Which kernel a product takes, in which configuration; needs no compiler.
+
+That for few tokens runs on every architecture, that for many is Hopper's alone (``wgmma``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+from dsv4.cute._architectures import HOPPER
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan, measured
 from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
 
@@ -36,12 +40,14 @@ class Product(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def choose(product: Product, tokens: int) -> Plan | None:
+def choose(product: Product, tokens: int, arch: str = HOPPER) -> Plan | None:
     """The configuration for a number of tokens; None if there is none.
 
     A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
     few = _few(product, min(tokens, TOKENS))
+    if arch != HOPPER:
+        return few
     if few is not None and tokens <= (TOKENS if _takes_sixteen(product) else _FEW_TOKENS):
         return few
     return _many(product, counted_as(tokens)) or few

@@ -1,0 +1,313 @@
+"""How long a product of NVFP4 weights should take: a model of few numbers, for two GPUs.
+
+    python -m dsv4.bench.model
+
+A product is tiles of rows and tokens, whose K may be shared by the blocks of a cluster. A block is
+bound by its tensor cores, by expanding FP4 weights (where they are not multiplied as such) or by
+what the level-2 cache gives it; all of them by memory, which is read once. Rounds of tiles are
+whole. Four numbers are fitted to times on an H200 (``loss``): what a launch and its first bytes
+take, what a tile costs beside its steps, what a shared K costs, and the rate of the level-2 cache.
+The rest are a machine's rates, measured or nominal.
+
+The B200 is supposed, see ``B200``. No time there has been measured by this package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsv4.bench.cases import PRESETS, matrices
+from dsv4.cute.sm90.few_plan import FewPlan
+from dsv4.cute.sm90.plans import Product, choose
+
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "nvidia-h200"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU's rates.
+
+    Attributes:
+        name: Of the GPU.
+        processors: Streaming multiprocessors.
+        ghz: Clock under load.
+        read_tbs: Terabytes per second read from memory.
+        tflops: Of the tensor cores, by element: ``"bf16"`` and, where there is one, ``"nvfp4"``.
+        launch_us: A launch in a graph and the first bytes of memory.
+        tile_cycles: Of a tile, beside its steps: filling the pipeline, storing the results.
+        shared_cycles: More of a tile whose K is shared by blocks.
+        expanded: FP4 weights that a processor expands to bfloat16 in a cycle, counted in SASS.
+        l2_bytes: Bytes that the level-2 cache gives a processor in a cycle.
+    """
+
+    name: str
+    processors: int
+    ghz: float
+    read_tbs: float
+    tflops: dict[str, float]
+    launch_us: float
+    tile_cycles: float
+    shared_cycles: float
+    expanded: float
+    l2_bytes: float
+
+    def flops_a_cycle(self, element: str) -> float:
+        """Of one processor."""
+        return 1e3 * self.tflops[element] / (self.processors * self.ghz)
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts a product.
+
+    Attributes:
+        rows: Of the weight.
+        tokens: Of X, as many as the tensor cores multiply.
+        blocks: That share K.
+        resident: Of them on a processor at a time.
+        depth: Stages, or blocks of K, that are under way.
+        element: What the tensor cores multiply.
+        pair: Whether two blocks multiply together, each of which fetches half of the tokens.
+    """
+
+    rows: int
+    tokens: int
+    blocks: int
+    resident: int
+    depth: int
+    element: str
+    pair: bool = False
+
+
+class Prediction(NamedTuple):
+    """Of one product.
+
+    Attributes:
+        bytes: Weights, X and results, each once.
+        flops: Operations asked for.
+        tile: How it is cut.
+        tiles: All of them.
+        waves: Rounds of tiles.
+        us: Predicted.
+        floor_us: Bytes at the memory's rate or operations at the tensor cores'.
+        bound: ``"memory"``, ``"tensor"``, ``"expansion"`` or ``"level 2"``.
+    """
+
+    bytes: int
+    flops: int
+    tile: Tile
+    tiles: int
+    waves: int
+    us: float
+    floor_us: float
+    bound: str
+
+
+class Shape(NamedTuple):
+    """Rows of a group, columns, groups and tokens."""
+
+    rows: int
+    columns: int
+    groups: int
+    tokens: int
+
+
+def predict(machine: Machine, shape: Shape, tile: Tile, *, launches: int = 1) -> Prediction:
+    """What a product takes.
+
+    Args:
+        machine: On which.
+        shape: Of what.
+        tile: Cut how.
+        launches: One after another, which share the tokens and read all weights each.
+    """
+    rows, columns, groups, tokens = shape
+    a_value = 2.0 if tile.element == "bf16" else 9 / 16
+    weights, x = groups * rows * columns * 9 / 16, groups * tokens * columns * a_value
+    out = 2 * groups * rows * tokens
+    flops = 2 * groups * rows * columns * tokens
+    tiles = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
+    waves = -(-tiles * tile.blocks // (machine.processors * tile.resident))
+    part, fetched = columns / tile.blocks, tile.tokens / (2 if tile.pair else 1)
+    cycles = {
+        "tensor": 2 * tile.rows * tile.tokens * part / machine.flops_a_cycle(tile.element),
+        "expansion": tile.rows * part / machine.expanded if tile.element == "bf16" else 0.0,
+        "level 2": (tile.rows * 9 / 16 + fetched * a_value) * part / machine.l2_bytes,
+    }
+    step = max(cycles, key=lambda name: cycles[name])
+    # Blocks beside each other share a processor.
+    beside = min(tile.resident, -(-tiles * tile.blocks // machine.processors))
+    more = machine.shared_cycles if tile.blocks > 1 else 0.0
+    stored = tile.rows * tile.tokens * 2 / machine.l2_bytes
+    of_tiles = waves * (beside * (cycles[step] + stored) + machine.tile_cycles + more)
+    busy = of_tiles / (1e3 * machine.ghz)
+    moved = weights * launches + x + out
+    memory = moved / (1e6 * machine.read_tbs)
+    us = launches * machine.launch_us + max(busy, memory)
+    floor = max((weights + x + out) / machine.read_tbs, flops / machine.tflops[tile.element]) / 1e6
+    bound = "memory" if memory >= busy else step
+    return Prediction(round(weights + x + out), flops, tile, tiles, waves, us, floor, bound)
+
+
+def of_plan(plan: Any) -> Tile:
+    """How one of Hopper's kernels cuts a product."""
+    if isinstance(plan, FewPlan):
+        tokens = 8 * plan.token_tiles
+        return Tile(16 * plan.warps, tokens, plan.blocks, plan.resident, plan.depth, "bf16")
+    return Tile(plan.rows, plan.token_block, plan.blocks, 1, plan.depth, "bf16")
+
+
+H200 = Machine("H200", 132, 1.7, 4.355, {"bf16": 787.0}, 4.06, 101.0, 173.0, 73.0, 30.5)
+# Memory: 8 TB/s times what the H200 reaches of its 4.8. Tensor cores: bfloat16 2250 TFLOP/s times
+# what the H200 reaches of its 989, NVFP4 what DeepGEMM's product of 8192^3 is published with. Level
+# 2: what that product asks of it at least, in tiles of 256 x 256 of two processors. Clock supposed.
+B200 = Machine(
+    "B200", 148, 1.85, 7.26, {"bf16": 1790.0, "nvfp4": 5702.0}, 4.06, 101.0, 173.0, 73.0, 46.0
+)
+# Published for a B200: N, K, tokens, TFLOP/s, of a product with quantised activations at hand.
+PUBLISHED = {
+    "DeepGEMM, MXFP4": (8192, 8192, 8192, 5702.0),
+    "FlashInfer, 64 tokens": (6144, 4096, 64, 282.0),
+    "FlashInfer, 512 tokens": (6144, 4096, 512, 2188.0),
+    "FlashInfer, 4096 tokens": (6144, 4096, 4096, 3646.0),
+}
+_STAGE, _ROOM = 144, 220 * 1024  # bytes of 256 columns of a row: codes and scales; all stages
+
+
+def on_hopper(machine: Machine, shape: Shape) -> Prediction:
+    """By the kernel that dispatch chooses for bfloat16 activations and results."""
+    rows, columns, groups, tokens = shape
+    plan = choose(Product(rows * groups, columns, groups, False, False), tokens)
+    return predict(machine, shape, of_plan(plan))
+
+
+def few_on_blackwell(machine: Machine, shape: Shape) -> Prediction | None:
+    """By Hopper's kernel for few tokens, 16 at a time, bfloat16 activations; None above 64."""
+    rows, columns, groups, tokens = shape
+    if tokens > 64:
+        return None
+    plan = choose(Product(rows * groups, columns, groups, False, False), tokens, "sm_100a")
+    return predict(machine, shape, of_plan(plan), launches=-(-tokens // 16))
+
+
+def block_scaled(machine: Machine, shape: Shape) -> Prediction:
+    """By block-scaled tensor cores, quantised activations at hand.
+
+    With the best of their tiles; K is shared for 64 tokens alone.
+    """
+    depths = {tokens: _ROOM // (_STAGE * (128 + tokens)) for tokens in (64, 128, 192, 256)}
+    tiles = [
+        Tile(128, tokens, 1, 1, depth, "nvfp4", pair)
+        for tokens, depth in depths.items()
+        for pair in (False, True)
+    ]
+    tiles += [Tile(128, 64, parts, 1, depths[64], "nvfp4") for parts in (2, 4, 8)]
+    return min((predict(machine, shape, tile) for tile in tiles), key=lambda found: found.us)
+
+
+def measured(*files: str) -> Iterator[tuple[str, Shape, float]]:
+    """Name, shape and microseconds of every row of results of Hopper's kernels."""
+    for file in files:
+        for row in json.loads((RESULTS / file).read_text())["rows"]:
+            sizes = row["shape"]
+            shape = Shape(sizes["N"], sizes["K"], sizes.get("G", 1), row["tokens"])
+            yield row["case"], shape, row["us"]
+
+
+FITTED = ("gemm.json",)
+HELD_OUT = ("gemm_flash_pro.json", "gemm_o_a_indexer_q_25957ce.json")
+
+
+def loss(machine: Machine, files: Sequence[str] = FITTED) -> float:
+    """Sum of squares of the logarithms of predicted over measured: what the numbers are fitted by.
+
+    Those of ``H200`` are where it was smallest, changing one at a time.
+    """
+    pairs = ((on_hopper(machine, shape).us, us) for _, shape, us in measured(*files))
+    return sum(math.log(predicted / us) ** 2 for predicted, us in pairs)
+
+
+def errors(machine: Machine, files: Sequence[str]) -> list[float]:
+    """Predicted over measured, less 1."""
+    return [on_hopper(machine, shape).us / us - 1 for _, shape, us in measured(*files)]
+
+
+def shapes(preset: str, tokens: Sequence[int] = TOKENS) -> Iterator[tuple[str, Shape]]:
+    """The matrices of a model by name."""
+    for name, (rows, columns, groups, _) in matrices(PRESETS[preset]()).items():
+        for count in tokens:
+            yield name, Shape(rows, columns, groups, count)
+
+
+def _line(name: str, shape: Shape, found: Prediction, few: Prediction | None) -> str:
+    rows, columns, groups, tokens = shape
+    size = f"{rows} x {columns}" + (f", {groups} groups" if groups > 1 else "")
+    tile = f"{found.tile.rows} x {found.tile.tokens}" + (", pairs" if found.tile.pair else "")
+    tile += f", K by {found.tile.blocks}" if found.tile.blocks > 1 else ""
+    cells = (
+        f"{name} {size}",
+        tokens,
+        f"{found.bytes / 1e6:.1f}",
+        f"{found.flops / 1e9:.2f}",
+        tile,
+        found.tiles,
+        found.waves,
+        found.tile.depth,
+        f"{found.floor_us:.1f}",
+        f"{found.us:.1f}",
+        found.bound,
+        "-" if few is None else f"{few.us:.1f}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown() -> str:
+    """Errors of the model, and what it says of a B200."""
+    lines = ["# NVFP4 products on a B200: what a model says", ""]
+    lines += [
+        "`python -m dsv4.bench.model` wrote this page. Nothing here was measured on a B200.",
+        "",
+    ]
+    for title, files in (("fitted to", FITTED), ("not fitted to", HELD_OUT)):
+        found = [abs(error) for error in errors(H200, files)]
+        lines.append(
+            f"- H200, {len(found)} times {title} ({', '.join(files)}): median error "
+            f"{100 * statistics.median(found):.0f} %, worst {100 * max(found):.0f} %"
+        )
+    for name, (rows, columns, tokens, tflops) in PUBLISHED.items():
+        shape = Shape(rows, columns, 1, tokens)
+        us = 2e-6 * rows * columns * tokens / tflops
+        predicted = block_scaled(B200, shape).us
+        lines.append(
+            f"- B200, published by {name}: {us:.1f} us; predicted {predicted:.1f} "
+            f"({100 * (predicted / us - 1):+.0f} %)"
+        )
+    lines += [
+        "",
+        "MB and GFLOP: each byte once, operations asked for. Tile: rows x tokens; waves: rounds of "
+        "tiles; depth: stages of",
+        "256 columns. us: NVFP4 activations at hand, block-scaled tensor cores. few: bfloat16 "
+        "activations, Hopper's kernel for",
+        "few tokens, 16 at a time.",
+    ]
+    for preset in ("pro", "flash"):
+        lines += ["", f"## {preset.capitalize()}", ""]
+        lines.append(
+            "| matrix | tokens | MB | GFLOP | tile | tiles | waves | depth | floor us | us | bound "
+            "| few us |"
+        )
+        lines.append("|---|" + "---:|" * 3 + "---|" + "---:|" * 5 + "---|---:|")
+        for name, shape in shapes(preset):
+            few = few_on_blackwell(B200, shape)
+            lines.append(_line(name, shape, block_scaled(B200, shape), few))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

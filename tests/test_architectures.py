@@ -1,0 +1,109 @@
+"""Which implementation a product takes on which GPU; no GPU takes part."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from dsv4 import _support, dispatch, ops
+from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED
+from dsv4.ops.quantize import quantize
+
+GPU = torch.device("cuda", 0)
+HOPPER, B200, B300, THOR, RTX = (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)
+WEIGHT = quantize(torch.ones(64, 256), scaling="weight")
+PACKED = WEIGHT.with_layout(FRAGMENTS)
+
+
+@pytest.fixture(autouse=True)
+def capability(monkeypatch):
+    """Every GPU is a B200; a test can have another. Every package is installed."""
+    found = [B200]
+    monkeypatch.setattr(_support, "_capability", lambda device: found[0])
+    monkeypatch.setattr(_support, "_has", lambda package: True)
+    return found
+
+
+def candidates(op, *args, **kwargs):
+    """The choice, and every implementation's objection, as if the tensors were on the GPU."""
+    call = dataclasses.replace(dispatch.arguments(op, *args, **kwargs), device=GPU)
+    found = {row.name: row.supports(call) for row in dispatch.implementations(call.op)}
+    return next(name for name, why in found.items() if why is None), found
+
+
+def dense(tokens, weight=PACKED, **options):
+    return candidates(ops.gemm, torch.ones(tokens, 256).bfloat16(), weight, **options)
+
+
+def routed(rows):
+    weight = quantize(torch.ones(4, 64, 256), scaling="weight").with_layout(FRAGMENTS)
+    offsets = torch.tensor([0, 1, 1, rows, rows], dtype=torch.int32)
+    return candidates(ops.grouped_gemm, torch.ones(rows, 256).bfloat16(), weight, offsets)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "chosen"),
+    [
+        (HOPPER, 1, "cute"),
+        (HOPPER, 65, "cute"),
+        *((gpu, tokens, "cute") for gpu in (B200, B300) for tokens in (0, 1, 17, 64)),
+        *((gpu, tokens, "cublas") for gpu in (B200, B300) for tokens in (65, 4096)),
+        *((gpu, tokens, "cublas") for gpu in (THOR, RTX) for tokens in (1, 65)),
+    ],
+)
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+def test_packed_weights(capability, gpu, tokens, chosen, activation):
+    capability[0] = gpu
+    assert dense(tokens, activation=activation)[0] == chosen
+
+
+@pytest.mark.parametrize("gpu", [B200, B300])
+def test_many_tokens_are_refused_in_words(capability, gpu):
+    capability[0] = gpu
+    why = dense(65)[1]["cute"]
+    arch = "sm_100a" if gpu == B200 else "sm_103a"
+    assert "wanted at most 64" in why
+    assert why.endswith(f"that for more is Hopper's, whose wgmma {arch} lacks")
+
+
+@pytest.mark.parametrize("gpu", [THOR, RTX, (8, 9)])
+def test_other_gpus_are_refused_in_words(capability, gpu):
+    capability[0] = gpu
+    found = ".".join(map(str, gpu))
+    wanted = f"compute capability 9.0, 10.0, 10.3, the GPU has {found}"
+    assert dense(1)[1]["cute"].endswith(wanted)
+    assert routed(6)[1]["cute"].endswith(wanted)
+    assert routed(6)[0] == "reference"
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, B200, B300])
+@pytest.mark.parametrize("rows", [1, 6, 300])
+def test_routed_experts(capability, gpu, rows):
+    """On Blackwell the kernel for few rows an expert, whatever their number."""
+    capability[0] = gpu
+    assert routed(rows)[0] == "cute"
+
+
+@pytest.mark.parametrize("gpu", [B200, B300])
+@pytest.mark.parametrize(("tokens", "chosen"), [(64, "cute"), (65, "parts")])
+def test_swiglu(capability, gpu, tokens, chosen):
+    capability[0] = gpu
+    x = torch.ones(tokens, 256).bfloat16()
+    assert candidates(ops.gemm_swiglu, x, PACKED, 10.0)[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("gpu", "layout", "chosen"),
+    [
+        *((gpu, LINEAR, "scaled_mm") for gpu in (B200, B300)),
+        *((gpu, SWIZZLED, "tcgen05") for gpu in (B200, B300)),
+        *((gpu, layout, "reference") for gpu in (HOPPER, RTX) for layout in (LINEAR, SWIZZLED)),
+    ],
+)
+def test_weights_that_are_not_packed(capability, gpu, layout, chosen):
+    capability[0] = gpu
+    weight = WEIGHT.with_layout(layout)
+    assert dense(4, weight, activation="nvfp4")[0] == chosen
+    assert dense(4, weight)[0] == "reference", "bfloat16 activations"

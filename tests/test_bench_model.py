@@ -1,0 +1,76 @@
+"""The model of products: it predicts what was measured on an H200 as well as its page says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+
+from dsv4.bench import model
+from dsv4.bench.model import B200, FITTED, H200, HELD_OUT, Shape, Tile, block_scaled, predict
+
+pytestmark = pytest.mark.skipif(not model.RESULTS.exists(), reason="no results beside the package")
+
+
+def test_the_page_is_what_it_writes():
+    """``python -m dsv4.bench.model > results/model_b200.md`` writes it anew."""
+    assert (model.RESULTS.parent / "model_b200.md").read_text() == model.markdown()
+
+
+@pytest.mark.parametrize(
+    ("files", "median", "worst"), [(FITTED, 0.09, 0.38), (HELD_OUT, 0.11, 0.42)]
+)
+def test_errors(files, median, worst):
+    found = [abs(error) for error in model.errors(H200, files)]
+    assert len(found) >= 50
+    assert statistics.median(found) <= median
+    assert max(found) <= worst
+
+
+@pytest.mark.parametrize("name", ["launch_us", "tile_cycles", "shared_cycles", "l2_bytes"])
+def test_the_fitted_numbers_are_the_best(name):
+    best = model.loss(H200)
+    for factor in (0.9, 0.97, 1.03, 1.1):
+        other = dataclasses.replace(H200, **{name: factor * getattr(H200, name)})
+        assert model.loss(other) > 0.999 * best
+
+
+def test_bytes_and_operations_are_those_of_the_bench():
+    """But for the global scales and what X is."""
+    rows = json.loads((model.RESULTS / "gemm.json").read_text())["rows"]
+    for row, (_, shape, _) in zip(rows, model.measured("gemm.json"), strict=True):
+        found = model.on_hopper(H200, shape)
+        assert found.flops == row["flops"]
+        assert 0 <= row["bytes"] - found.bytes <= 16
+        assert found.floor_us == pytest.approx(row["floor_us"], rel=0.02)
+
+
+def test_what_bounds_a_product():
+    machine = dataclasses.replace(
+        B200, launch_us=0.0, tile_cycles=0.0, shared_cycles=0.0, l2_bytes=1e9
+    )
+    wide, tile = Shape(148 * 128, 8192, 1, 256), Tile(128, 256, 1, 1, 4, "nvfp4")
+    full = predict(machine, wide, tile)
+    assert (full.tiles, full.waves, full.bound) == (148, 1, "tensor")
+    assert full.us == pytest.approx(full.floor_us, rel=1e-3)
+    more = predict(machine, wide._replace(rows=149 * 128), tile)
+    assert (more.tiles, more.waves) == (149, 2)
+    assert more.us == pytest.approx(2 * full.us, rel=1e-3)
+    one = predict(machine, wide._replace(tokens=1), tile._replace(tokens=8))
+    assert one.bound == "memory"
+    assert one.us == pytest.approx(one.bytes / 7.26e6)
+    narrow = dataclasses.replace(machine, l2_bytes=10.0)
+    alone, pair = (predict(narrow, wide, tile._replace(pair=pair)) for pair in (False, True))
+    assert alone.bound == pair.bound == "level 2"
+    assert pair.us < alone.us
+
+
+@pytest.mark.parametrize("preset", ["pro", "flash"])
+def test_a_b200_is_never_below_its_floor(preset):
+    for _, shape in model.shapes(preset):
+        found, few = block_scaled(B200, shape), model.few_on_blackwell(B200, shape)
+        assert found.us >= found.floor_us + B200.launch_us - 1e-9
+        assert (few is None) == (shape.tokens > 64)
+        assert few is None or few.us >= few.floor_us

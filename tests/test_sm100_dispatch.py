@@ -1,0 +1,202 @@
+"""Which GPU gets Blackwell's kernel, why others do not, and what a launch tells the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from dsv4 import _support, dispatch
+from dsv4.cute import _driver, gemm_nvfp4
+from dsv4.cute._driver import Image, Kernel
+from dsv4.cute.sm100 import _maps
+from dsv4.cute.sm100.plans import Product, choose
+from dsv4.formats import LINEAR, NVFP4, SWIZZLED
+from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.quantize import quantize
+
+
+def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns=512, **how):
+    """The call of a product as if its tensors were on a GPU of that capability."""
+    monkeypatch.setattr(_support, "_capability", lambda device: capability)
+    monkeypatch.setattr(_support, "_has", lambda package: True)
+    weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
+    shape = (3, columns) if "groups" not in how else (3, how["groups"], columns)
+    x = torch.randn(shape).bfloat16()
+    found = dispatch.arguments(op, x, weight, activation=how.pop("activation", "nvfp4"), **how)
+    device = torch.device("cuda", 0) if capability else torch.device("cpu")
+    return dispatch.Call(found.op, found.args, device)
+
+
+def objection(call):
+    row = next(row for row in dispatch.implementations(call.op) if row.name == "tcgen05")
+    return row.supports(call)
+
+
+@pytest.mark.parametrize("op", [gemm, gemm_swiglu], ids=["gemm", "gemm_swiglu"])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_auto_takes_it_on_blackwell(capability, op, monkeypatch):
+    how = {"limit": 10.0} if op is gemm_swiglu else {}
+    call = call_of(capability, monkeypatch, op, **how)
+    assert dispatch.choose(call).name == "tcgen05"
+
+
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ((12, 0), "the GPU has compute capability 12.0, which has no tensor memory"),
+        ((12, 1), "the GPU has compute capability 12.1, which has no tensor memory"),
+        ((11, 0), "the GPU has compute capability 11.0, for which no kernel was compiled"),
+        ((9, 0), "the GPU has compute capability 9.0, and tcgen05 is of 10.0 and 10.3"),
+        (None, "CuTeDSL kernels run on a CUDA GPU, the tensors are on cpu"),
+    ],
+)
+def test_elsewhere_it_says_why(capability, said, monkeypatch):
+    """And something else runs: the reference does for any weight."""
+    call = call_of(capability, monkeypatch)
+    assert objection(call).startswith(said)
+    assert dispatch.choose(call).name == "reference"
+    with pytest.raises(NotImplementedError, match=r"tcgen05: .*"):
+        dispatch.choose(call, "tcgen05")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"layout": LINEAR}, "the weight has layout 'linear', wanted 'swizzled_128x4'"),
+        ({"activation": "bf16"}, "activations are 'bf16', and both operands have to be NVFP4"),
+        ({"rows": 250}, "a group is 250 x 512, wanted multiples of 16 x 32"),
+        ({"columns": 496}, "a group is 256 x 496, wanted multiples of 16 x 32"),
+        ({"groups": 4}, "a group has 64 rows, wanted a multiple of 128"),
+        ({"out_dtype": torch.float16}, "the result is torch.float16, wanted bfloat16 or float32"),
+    ],
+    ids=str,
+)
+def test_a_product_it_cannot_do(how, said, monkeypatch):
+    assert said in objection(call_of((10, 0), monkeypatch, **how))
+
+
+def test_groups_it_can_do(monkeypatch):
+    assert objection(call_of((10, 3), monkeypatch, rows=512, groups=4)) is None
+
+
+class Driver:
+    """Keeps what it was asked to describe and to launch."""
+
+    def __init__(self):
+        self.maps, self.launches = [], []
+
+    def __getattr__(self, name):
+        return lambda *arguments: 0
+
+    def cuOccupancyMaxActiveClusters(self, count, kernel, config):  # noqa: N802, the driver's
+        count._obj.value = 7
+        return 0
+
+    def cuTensorMapEncodeTiled(self, place, kind, rank, start, sizes, strides, box, steps, *rest):  # noqa: N802
+        place[0] = len(self.maps)
+        found = (list(sizes), list(strides)[: rank - 1], list(box), list(steps))
+        self.maps.append((kind, start.value, *found, rest))
+        return 0
+
+    def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
+        config = config._obj
+        kinds = gemm_nvfp4.PARAMETERS.kinds
+        values = [
+            struct.unpack("@" + kind, ctypes.string_at(pointer, struct.calcsize("@" + kind)))[0]
+            for kind, pointer in zip(kinds, pointers, strict=True)
+        ]
+        self.launches.append((config.grid[0], config.block[0], config.stream, values))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    found = Driver()
+    monkeypatch.setattr(_driver, "_driver", lambda: found)
+    monkeypatch.setattr(_maps, "tensor_map", _maps.tensor_map.__wrapped__)
+    monkeypatch.setattr(gemm_nvfp4, "tensor_map", _maps.tensor_map)
+    monkeypatch.setattr(gemm_nvfp4, "stream_of", lambda index: 77)
+    monkeypatch.setattr(gemm_nvfp4, "_prepared", gemm_nvfp4._prepared.__wrapped__)
+    monkeypatch.setattr(gemm_nvfp4, "loaded", lambda plan, arch: _kernel_of(plan, arch))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return found
+
+
+def _kernel_of(plan, arch):
+    assert arch == "sm_103a"
+    return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
+
+
+@pytest.mark.parametrize("tokens", [70, 1000])
+@pytest.mark.parametrize("scaling", ["static", "token"])
+def test_a_launch(driver, monkeypatch, scaling, tokens):
+    rows, columns = 400, 544
+    weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=SWIZZLED)
+    x = torch.randn(tokens, columns).bfloat16()
+    input_scale = torch.tensor([0.01]) if scaling == "static" else None
+    seen = []
+
+    def quantized(*what):
+        seen.append(gemm_nvfp4_quantized(*what))
+        return seen[-1]
+
+    gemm_nvfp4_quantized = gemm_nvfp4._quantized
+    monkeypatch.setattr(gemm_nvfp4, "_quantized", quantized)
+    scale = torch.tensor([1.0, 2.0])
+    out = gemm_nvfp4.gemm(
+        x, weight.codes, weight.scales, scale, (144, 256), "nvfp4", SWIZZLED, "nvfp4",
+        input_scale, 1, torch.bfloat16,
+    )  # fmt: skip
+    assert (out.shape, out.dtype) == ((tokens, rows), torch.bfloat16)
+    plan = choose(Product(rows, columns, 1, False), tokens)
+    [(x_codes, x_scales, token_scale)] = seen
+    assert token_scale.numel() == (1 if scaling == "static" else tokens)
+    [(grid, threads, stream, values)] = driver.launches
+    tiles, blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
+    clusters = tiles * blocks if plan.parts > 1 else min(7, tiles * blocks)
+    assert (grid, threads, stream) == (clusters * plan.blocks, 192, 77)
+    assert [value[0] for value in values[:4]] == [0, 1, 2, 3], "the maps in their order"
+    assert values[4:] == [
+        scale.data_ptr(), token_scale.data_ptr(), out.data_ptr(), tokens, tiles,
+        max(1, 2048 // plan.token_block), 3, rows, blocks, blocks, 144, 2**31 - 1, 2**31 - 1, 0,
+        scaling == "token", math.inf,
+    ]  # fmt: skip
+    promote, high = 3, plan.scale_box
+    codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
+    assert driver.maps == [
+        (0, codes, [272, rows], [272], [128, 128], [1, 1], (0, 3, promote, 0)),
+        (1, scales, [256, 9, 4], [512, 9 * 512], [256, 4, 1], [1] * 3, (0, 0, promote, 0)),
+        (0, x_codes.data_ptr(), [272, tokens], [272], [128, plan.own_tokens], [1, 1],
+         (0, 3, promote, 0)),
+        (1, x_scales.data_ptr(), [256, 9, -(-tokens // 128)], [512, 9 * 512],
+         [256, high[1], high[0]], [1] * 3, (0, 0, promote, 0)),
+    ]  # fmt: skip
+
+
+def test_no_tokens_is_no_launch(driver):
+    weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
+    out = gemm_nvfp4.gemm_swiglu(
+        torch.zeros(0, 64).bfloat16(), weight.codes, weight.scales, weight.global_scale, (),
+        "nvfp4", SWIZZLED, "nvfp4", None, 10.0, torch.float32,
+    )  # fmt: skip
+    assert (out.shape, driver.launches) == ((0, 16), [])
+
+
+def test_groups_are_quantised_apart():
+    """Each group's scales begin at a multiple of 128 rows; global scales are of every token."""
+    x = torch.randn(5, 3, 64)
+    codes, scales, total = gemm_nvfp4._quantized(x, None)
+    for group in range(3):
+        one = quantize(x[:, group], NVFP4, scaling="token", layout=SWIZZLED)
+        assert torch.equal(codes[group], one.codes)
+        assert torch.equal(scales[group].view(torch.uint8), one.scales.view(torch.uint8))
+        assert torch.equal(total[group], one.global_scale)
+    _, _, total = gemm_nvfp4._quantized(x, torch.tensor([0.25]))
+    assert total.reshape(-1)[0] == 0.25

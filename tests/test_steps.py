@@ -1,0 +1,180 @@
+"""What steps of a model launch on a GPU that is not there: every operator finds its kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dsv4
+from dsv4 import _steps, _warmup, layers
+from dsv4._warmup import Operator
+from dsv4.testing.models import random_model
+
+pytest.importorskip("triton")
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+# In a process where kernels are not interpreted. Unless the first argument is true Triton is asked
+# to compile, but does not.
+SOURCE = """
+import json, sys, types
+from triton.runtime.jit import JITFunction
+from dsv4 import ModelConfig, _steps, _support, dispatch
+from dsv4.triton import _launch
+
+def asked(self, *args, grid, warmup, **kwargs):
+    assert warmup and kwargs["launch_pdl" if "launch_pdl" in kwargs else "enable_fp_fusion"]
+    constants = sorted((k, str(v)) for k, v in kwargs.items())
+    return types.SimpleNamespace(hash=self.__name__ + str(constants))
+
+if not json.loads(sys.argv[1]):
+    JITFunction.run = asked
+found = {}
+for arch, preset, activation in json.loads(sys.argv[2]):
+    config = getattr(ModelConfig, preset)().replace(activation=activation)
+    before = JITFunction.run, _launch.options, _support._capability, dispatch._device
+    steps = _steps.compile_steps(config, arch, 8192)
+    assert before == (JITFunction.run, _launch.options, _support._capability, dispatch._device)
+    ran = [[*key, sorted(ran.kernels), ran.objections] for key, ran in steps.ran.items()]
+    found["-".join((arch, preset, activation))] = steps.compiled, ran
+print(json.dumps(found))
+"""
+STEP_OPS = {
+    *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm", "head_norm_rope_"),
+    *("window_slots", "norm_rope_write_kv", "sparse_attention", "rope", "route_hash", "route_topk"),
+    *("moe_permute", "moe_gather", "moe_combine", "compress_write", "indexer_queries"),
+    *("indexer_select", "entry_slots", "prefix_slots", "fragments"),
+}
+PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
+
+
+def traced(points, *, real=False):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SOURCE, json.dumps(real), json.dumps(points)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def check(name, compiled, ran):
+    by_op = {}
+    for op, implementation, kernels, objections in ran:
+        by_op.setdefault(op, {})[implementation] = (kernels, objections)
+    assert set(by_op) - {"quantize_nvfp4", "dequantize"} == STEP_OPS | PRODUCTS
+    for op in set(by_op) - PRODUCTS:
+        assert set(by_op[op]) <= {"triton", "cute"}, op
+        assert by_op[op].get("triton", (["cute"],))[0], f"{op} launches nothing"
+    if name.startswith("sm_90a"):
+        assert {op: list(by_op[op]) for op in PRODUCTS} == {op: ["cute"] for op in PRODUCTS}
+    else:
+        assert sorted(by_op["gemm"]) == ["cublas", "cute"]
+        assert sorted(by_op["gemm_swiglu"]) == ["cute", "parts"]
+        assert "_expand_kernel" in by_op["gemm"]["cublas"][0]
+        assert {"_expand_kernel", "_swiglu_kernel"} <= set(by_op["gemm_swiglu"]["parts"][0])
+        assert "wanted at most 64" in by_op["gemm"]["cublas"][1]["cute"]
+        assert [list(by_op[op]) for op in sorted(PRODUCTS)[2:]] == [["cute"], ["cute"]]
+    quantises = name.endswith("nvfp4")
+    assert ("quantize_nvfp4" in by_op) == ("dequantize" in by_op) == quantises
+    assert compiled > 40
+
+
+def test_every_operator_of_a_step_has_a_kernel():
+    points = [("sm_103a", "flash", "bf16"), ("sm_90a", "pro", "nvfp4")]
+    for name, (compiled, ran) in traced(points).items():
+        check(name, compiled, ran)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles some 300 kernels, for minutes")
+@pytest.mark.parametrize("preset", ["flash", "pro"])
+def test_they_all_compile(preset):
+    for name, (compiled, ran) in traced([("sm_100a", preset, "nvfp4")], real=True).items():
+        check(name, compiled, ran)
+
+
+def test_a_model_without_values_is_packed_as_one_with_values():
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "hc_mult": 4}
+    config = dsv4.ModelConfig.tiny(**sizes)
+    model = random_model(config, 0, mtp=False).to(torch.bfloat16)
+    plain = [n for n, m in model.named_modules() if isinstance(m, layers.Linear) and not m.format]
+    layers.quantize_(model, names=[*plain, "*.experts"])
+    layers.pack_(model)
+    empty = _steps.packed_model(config)
+    assert dict(forms(empty)) == dict(forms(model))
+
+
+def forms(model):
+    for name, module in model.named_modules():
+        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for part, tensor in (pair for pairs in own for pair in pairs):
+            yield f"{name}.{part}", (tuple(tensor.shape), tensor.dtype)
+
+
+def test_one_layer_of_each_kind():
+    config = dsv4.ModelConfig.pro()
+    short = _steps.of_each_kind(config)
+    kinds = list(zip(short.layer_types, short.mlp_layer_types, strict=True))
+    assert len(kinds) == len(set(kinds)) == short.num_hidden_layers
+    assert set(kinds) == set(zip(config.layer_types, config.mlp_layer_types, strict=True))
+
+
+class TestWarmup:
+    @pytest.fixture(autouse=True)
+    def nothing_is_compiled(self, monkeypatch):
+        monkeypatch.setattr(_warmup._images, "image", lambda plan, arch: None)
+        monkeypatch.setattr(_steps, "impossible", lambda: None)
+
+        def steps(config, arch, max_tokens, on_kernel):
+            on_kernel()
+            ran = {
+                ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
+                ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
+            }
+            return _steps.Steps(ran, 3)
+
+        monkeypatch.setattr(_steps, "compile_steps", steps)
+
+    def test_it_says_what_runs_and_what_has_no_kernel(self, capsys):
+        done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_100a", progress=False)
+        assert done.triton == 3
+        assert done.operators == (
+            Operator("rope", "triton", ("_rope_kernel",)),
+            Operator("gemm", "cublas", ("_expand_kernel",), (("cute", "too many"),)),
+        )
+        lines = str(done).splitlines()
+        assert lines[0].startswith(f"{done.kernels} CuTeDSL kernels, {done.compiled} of them ")
+        assert [line.split() for line in lines[1:]] == [
+            ["compiled:"],
+            ["rope", "triton:", "_rope_kernel"],
+            ["no", "kernel", "of", "its", "own:"],
+            ["gemm", "cublas:", "_expand_kernel;", "not", "cute:", "too", "many"],
+        ]
+
+    def test_a_layer_has_no_steps(self):
+        layer = layers.Linear(64, 32)
+        done = dsv4.warmup(layer, arch="sm_100a", progress=False)
+        assert (done.triton, done.operators) == (0, ())
+        assert "left out: Linear is not a whole model" in str(done)
+
+    def test_an_interpreter_cannot_compile(self, monkeypatch):
+        monkeypatch.undo()
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert "TRITON_INTERPRET is set" in _steps.impossible()
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        assert _steps.impossible() is None
+
+    def test_progress_without_a_total(self, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "rich", None)
+        dsv4.warmup(layers.Linear(64, 32), arch="sm_90a")
+        dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_90a")
+        assert "Triton kernels 1, " in capsys.readouterr().err
+
+    def test_plans_are_those_of_the_architecture(self):
+        config = dsv4.ModelConfig.tiny(hidden_size=128)
+        every = _warmup.every_product(config)
+        for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
+            kinds = {type(plan).__name__ for plan in _warmup.kernel_plans(every, 8192, arch)}
+            assert ("ManyPlan" in kinds) == many
+            assert "FewPlan" in kinds

@@ -1,0 +1,214 @@
+"""``run gemm --check``: the report of every kernel, and that it tells a wrong one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dsv4 import dispatch
+from dsv4.bench import environment, validate
+from dsv4.bench.cli import main
+
+COMMAND = ["run", "gemm", "--check", "--device", "cpu"]
+FEW = [*COMMAND, "--cases", "q_a+kv,o_a"]
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    monkeypatch.setattr(environment, "rates", lambda device: environment.Rates(0.02, 0.01, 0.1))
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Put an implementation before all others of gemm: what it makes of the right result."""
+    right = dispatch._load(dispatch.implementations("gemm")[-1].target)
+
+    def put(change, supports=lambda call: None):
+        row = dispatch.Implementation("gemm", "tested", "tests:tested", supports)
+        rows = (row, *dispatch.implementations("gemm"))
+        others = dispatch.implementations.__wrapped__
+        monkeypatch.setattr(
+            dispatch, "implementations", lambda op: rows if op == "gemm" else others(op)
+        )
+        load = dispatch._load.__wrapped__
+        monkeypatch.setattr(
+            dispatch,
+            "_load",
+            lambda target: (
+                (lambda *args: change(args, right(*args)))
+                if target == "tests:tested"
+                else load(target)
+            ),
+        )
+
+    return put
+
+
+def printed(capsys, arguments=FEW):
+    status = main(arguments)
+    out = capsys.readouterr().out.split("\n\n", 1)
+    return status, out[0].splitlines(), out[1].splitlines()
+
+
+def test_the_report(capsys):
+    """A header with everything that tells the machine, a line for each kernel, why others lack."""
+    status, header, lines = printed(capsys)
+    assert status == 0
+    names = ("device", "versions", "platform", "commit", "rates")
+    assert [line.split()[0] for line in header] == list(names)
+    assert "driver none" in header[0]
+    assert f"torch {torch.__version__}" in header[1]
+    assert lines[0].split() == " ".join(validate.HEADINGS).split()
+    body = [line.split() for line in lines[2:6]]
+    assert [line[:2] for line in body] == [["tiny", "q_a+kv"]] * 2 + [["tiny", "o_a"]] * 2
+    for line, (activation, points) in zip(body, 2 * [("bf16", "12"), ("nvfp4", "14")], strict=True):
+        start = line.index("linear")
+        assert line[start : start + 4] == ["linear", activation, "reference", points]
+        assert 0 < float(line[start + 4]) <= 1
+        assert 0 < float(line[start + 5]) <= 1
+        assert line[start + 6] == "ok"
+        assert [word for word in line if word.endswith(":")] == ["1:", "17:"]
+    assert any(line.startswith("not run: cute: ") for line in lines)
+    assert any(line.startswith("not run: scaled_mm: ") for line in lines)
+    assert lines[-1] == "4 kernels, 52 products, 0 kernels wrong"
+
+
+def test_the_report_as_json(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main([*FEW, "--tokens", "3", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert set(found) == {"header", "kernels", "absent"}
+    wanted = {"gpu", "driver", "versions", "commit", "command", "date"}
+    assert wanted <= set(found["header"])
+    kernel = found["kernels"][0]
+    assert set(kernel) == {
+        *("matrix", "shape", "layout", "activation", "backend", "points", "failed"),
+        *("worst", "us", "messages"),
+    }
+    assert (kernel["points"], kernel["failed"]) == (10, 0)
+    assert kernel["shape"] == {"N": 96, "K": 64}
+    assert set(kernel["worst"]) == {"bfloat16", "float32"}
+    assert all(0 < ratio <= 1 for ratio in kernel["worst"].values())
+    assert list(kernel["us"]) == ["3"]
+    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+
+
+def scaled(args, out):
+    return out * (1 + 2.0**-7)
+
+
+def bfloat16_sum(args, out):
+    """Right to bfloat16, wrong to the float32 that was asked for."""
+    return out.bfloat16().to(out.dtype)
+
+
+def first_scale_for_all(args, out):
+    """A segment's global scale for the others, too."""
+    segments = args[4]
+    if len(segments) == 2:
+        out = out.clone()
+        out[..., segments[0] :] *= args[3][0] / args[3][1]
+    return out
+
+
+def leaking_nan(args, out):
+    return torch.where(out.isnan().any(), torch.nan, out)
+
+
+def plausible(args, out):
+    return out.nan_to_num(nan=1.0)
+
+
+def last_token(args, out):
+    out = out.clone()
+    out[-1] = 0
+    return out
+
+
+def raising(args, out):
+    raise RuntimeError("an illegal memory access\nwas encountered")
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (scaled, "17 tokens, bfloat16"),
+        (bfloat16_sum, "17 tokens, float32"),
+        (first_scale_for_all, "1 tokens, float32"),
+        (leaking_nan, "a NaN and an infinity, float32: inf times the budget"),
+        (plausible, "a NaN and an infinity, bfloat16: inf times the budget"),
+        (last_token, "1 tokens, bfloat16"),
+        (raising, "scales 448, float32: RuntimeError: an illegal memory access"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_kernel_is_found(register, capsys, change, where):
+    register(change)
+    status, _, lines = printed(capsys, [*COMMAND, "--cases", "q_a+kv", "--backend", "tested"])
+    assert status == 2
+    wrong = [line for line in lines if line.startswith("WRONG tested tiny q_a+kv ")]
+    assert any(where in line for line in wrong), wrong
+    assert not any(line.startswith("not run: tested") for line in lines)
+    assert not lines[-1].endswith(" 0 kernels wrong")
+    table = [line for line in lines if " tested " in line and not line.startswith("WRONG")]
+    assert any("WRONG" in line for line in table)
+
+
+def test_a_wrong_kernel_has_no_time(register, tmp_path):
+    register(scaled)
+    path = tmp_path / "report.json"
+    assert main([*FEW, "--backend", "tested", "--json", str(path)]) == 2
+    for kernel in json.loads(path.read_text())["kernels"]:
+        assert (kernel["us"], kernel["failed"] > 0) == ({}, True)
+
+
+def test_a_kernel_that_takes_some_is_validated_there(register, tmp_path):
+    def supports(call):
+        return None if call.args[0].shape[0] <= 1 else "one token alone"
+
+    register(lambda args, out: out, supports)
+    path = tmp_path / "report.json"
+    assert main([*FEW, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    tested = [kernel for kernel in found["kernels"] if kernel["backend"] == "tested"]
+    assert {kernel["layout"] for kernel in tested} == {
+        "linear",
+        "swizzled_128x4",
+        "fragments_16x64",
+    }
+    assert all((kernel["points"], list(kernel["us"])) == (2, ["1"]) for kernel in tested)
+    assert "tested" not in found["absent"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "rope", "--check"], "--check validates gemm"),
+        (["run", "--check"], "--check validates gemm"),
+        ([*COMMAND, "--csv", "x"], "--json alone"),
+        ([*COMMAND, "--shapes", "huge"], "--shapes has 'huge', wanted one of"),
+        ([*COMMAND, "--backend", "fast"], "--backend has 'fast', wanted one of auto, "),
+        ([*COMMAND, "--cases", "q_c"], "--cases matches none of q_a+kv, q_b"),
+        ([*FEW, "--json", "x/"], "wanted a file"),
+    ],
+)
+def test_bad_arguments(arguments, words, capsys):
+    assert main(arguments) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu(tmp_path):
+    """All implementations that this GPU has, on one matrix of each kind."""
+    path = tmp_path / "report.json"
+    command = ["run", "gemm", "--check", "--shapes", "flash", "--cases", "q_a+kv,o_a,indexer_q"]
+    assert main([*command, "--tokens", "1,17,65", "--repeat", "2", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    ran = {kernel["backend"] for kernel in found["kernels"]}
+    assert {"reference", "cublas"} <= ran
+    if torch.cuda.get_device_capability()[0] in (9, 10):
+        assert "cute" in ran
+    assert all(kernel["us"] for kernel in found["kernels"])
