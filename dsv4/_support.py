@@ -212,7 +212,7 @@ def cute_grouped(call: Call) -> str | None:
     if weight.data_ptr() % 16 or scales.data_ptr() % 16:
         return "the codes or scales do not begin at multiples of 16 bytes"
     experts, rows, half = weight.shape
-    shape = Experts(rows, 2 * half, experts, call.args[-1] == torch.float32, False)
+    shape = Experts(rows, 2 * half, experts, _out_dtype(call) == torch.float32, False)
     arch = ARCHITECTURES[_capability(call.device)]
     if choose_grouped(shape, max(x.shape[0], 1), arch) is None:
         return (
@@ -244,12 +244,17 @@ def _not_packed(layout: str) -> str | None:
 
 
 def _wrong_dtypes(call: Call) -> str | None:
-    x, out_dtype = call.args[0], call.args[-1]
+    x, out_dtype = call.args[0], _out_dtype(call)
     if x.dtype != torch.bfloat16:
         return f"x is {x.dtype}, wanted bfloat16"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"the result is {out_dtype}, wanted bfloat16 or float32"
     return None
+
+
+def _out_dtype(call: Call) -> torch.dtype:
+    """Of a product; of one that is quantised, before that."""
+    return call.args[-1] if isinstance(call.args[-1], torch.dtype) else call.args[0].dtype
 
 
 def fp8_gemm(call: Call) -> str | None:

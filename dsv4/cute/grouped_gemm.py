@@ -24,9 +24,9 @@ from dsv4.ops.quantize import bfloat16_operand
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
 # layout without any content.
-FEW_PARAMETERS = Parameters(*"qqqqqqqq", *"iii", "q", *"iiiiii", "f")
-PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqqqq", *"iiiii", "q", *"iiiiii", "f")
-_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@8q")
+FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"iiiiii", "f")
+PARAMETERS = Parameters("128s", "2i", "s", *"q" * 11, *"iiiii", "q", *"iiiiii", "f")
+_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@11q")
 _FEW_AFTER, _AFTER = struct.Struct("@3iq6if"), struct.Struct("@5iq6if")
 
 
@@ -41,6 +41,7 @@ def grouped_gemm(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -50,10 +51,13 @@ def grouped_gemm(
     16 bytes.
     """
     experts, rows, _ = weight.shape
-    wanted = Experts(rows, x.shape[1], experts, out_dtype == torch.float32, activation == "nvfp4")
+    scaled = activation == "nvfp4" or row_scale is not None
+    wanted = Experts(rows, x.shape[1], experts, out_dtype == torch.float32, scaled)
     out = x.new_empty((x.shape[0], rows), dtype=out_dtype) if out is None else out
     parts = (weight, scales, global_scale, offsets)
-    return _product(wanted, x, parts, tuple(segments), input_scale, None, math.inf, out)
+    of_x = (input_scale, row_scale)
+    _product(wanted, x, parts, tuple(segments), of_x, None, math.inf, (out,))
+    return out
 
 
 def grouped_gemm_swiglu(
@@ -88,7 +92,43 @@ def grouped_gemm_swiglu(
     out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype) if out is None else out
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
-    return _product(wanted, x, parts, tuple(segments), input_scale, row_weight, bound, out)
+    of_x = (input_scale, None)
+    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, (out,))
+    return out
+
+
+def grouped_gemm_swiglu_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    result_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
+    experts, rows, _ = weight.shape
+    weighted, scaled = row_weight is not None, activation == "nvfp4"
+    wanted = Experts(rows, x.shape[1], experts, False, scaled, True, weighted, True)
+    if row_weight is not None:
+        row_weight = row_weight.float().contiguous()
+    out = (
+        x.new_empty((x.shape[0], rows // 4), dtype=torch.uint8),
+        x.new_empty((x.shape[0], rows // 32), dtype=torch.float8_e4m3fn),
+        x.new_empty((x.shape[0],), dtype=torch.float32),
+    )
+    parts = (weight, scales, global_scale, offsets)
+    bound = math.inf if limit is None else limit
+    results = (*out, result_scale.contiguous())
+    of_x = (input_scale, None)
+    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, results)
+    return out
 
 
 def _product(
@@ -96,26 +136,28 @@ def _product(
     x: torch.Tensor,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     segments: tuple[int, ...],
-    input_scale: torch.Tensor | None,
+    of_x: tuple[torch.Tensor | None, torch.Tensor | None],
     row_weight: torch.Tensor | None,
     limit: float,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Fills and returns ``out``."""
+    results: tuple[torch.Tensor, ...],
+) -> None:
+    """Fills the results: one, or codes, block scales and rows' scales, of each expert's scale.
+
+    ``of_x`` is ``input_scale`` and ``row_scale`` of the operator.
+    """
     if x.shape[0] == 0:
-        return out
-    row_scale = None
-    if wanted.row_scaled:
+        return
+    input_scale, row_scale = of_x
+    if wanted.row_scaled and row_scale is None:
         each = None if input_scale is None else of_rows(input_scale, parts[3], x.shape[0])
         x, row_scale = bfloat16_operand(x, each)
     x = aligned(x)
     device = x.device.index
     if torch.cuda.current_device() == device:
-        _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
+        _launch(wanted, x, row_scale, parts, segments, row_weight, limit, results)
     else:
         with torch.cuda.device(x.device):
-            _launch(wanted, x, row_scale, parts, segments, row_weight, limit, out)
-    return out
+            _launch(wanted, x, row_scale, parts, segments, row_weight, limit, results)
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -147,7 +189,7 @@ def _prepared(
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
     sizes = (tokens, wanted.experts)
     if isinstance(plan, GroupedFewPlan):
-        after = _FEW_AFTER.pack(*sizes, wanted.rows // 16, *rest)
+        after = _FEW_AFTER.pack(*sizes, wanted.rows // 16 // plan.unit_tiles, *rest)
         return Prepared(kernel, resident, FEW_PARAMETERS, b"", after, ())
     row_blocks = -(-wanted.rows // plan.rows)
     after = _AFTER.pack(*sizes, wanted.columns // 64, wanted.rows // 16, row_blocks, *rest)
@@ -164,7 +206,7 @@ def _launch(
     segments: tuple[int, ...],
     row_weight: torch.Tensor | None,
     limit: float,
-    out: torch.Tensor,
+    results: tuple[torch.Tensor, ...],
 ) -> None:
     """On the current device."""
     codes, scales, global_scale, offsets = parts
@@ -172,6 +214,8 @@ def _launch(
     fixed = (segments, global_scale.shape[-1], limit, index)
     launch = _prepared(wanted, x.shape[0], x.stride(0), *fixed)
     start = x.data_ptr()
+    out, *of_codes = [result.data_ptr() for result in results]
+    block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
     addresses = _ADDRESSES.pack(
         codes.data_ptr(),
         scales.data_ptr(),
@@ -179,8 +223,11 @@ def _launch(
         start,
         0 if row_scale is None else row_scale.data_ptr(),
         0 if row_weight is None else row_weight.data_ptr(),
-        out.data_ptr(),
+        out,
         offsets.data_ptr(),
+        codes_scale,
+        block_scales,
+        row_scales,
     )
     packed = launch.before + addresses + launch.after
     if launch.matrix:

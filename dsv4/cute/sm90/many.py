@@ -490,7 +490,7 @@ class ManyKernel(ManyPlan):
     def _store(
         self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
     ) -> None:
-        turned, token_scale, out, x, *_ = places
+        _, token_scale, out, x, *_ = places
         token_tile, row_tile, warp, lane, thread, rank = where
         tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
         begin = token_tile * self.token_block
@@ -517,7 +517,7 @@ class ManyKernel(ManyPlan):
             else:
                 self._lines(
                     values,
-                    (turned, out),
+                    places,
                     (start, row_tile - warp % 4, warp, lane, thread),
                     (tokens, row_tiles),
                 )
@@ -602,11 +602,10 @@ class ManyKernel(ManyPlan):
     @cute.jit
     def _lines(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
         """bfloat16 results of at most 64 tokens by lines of a warpgroup's rows."""
-        turned, out = places
         begin, row_tile, warp, lane, thread = where
         tokens, row_tiles = sizes
         group, count = warp // 4, len(values)
-        room = turned + Uint32(group * (self.turned_bytes // self.warpgroups))
+        room = places[0] + Uint32(group * (self.turned_bytes // self.warpgroups))
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         for n in cutlass.range_constexpr(count):
             turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
@@ -617,6 +616,14 @@ class ManyKernel(ManyPlan):
             line, vector = number // vectors, number % vectors
             token, row = begin + line, row_tile * self.tile_outputs + vector * 8
             rows = row_tiles * self.tile_outputs
-            if line < count * 8 and token < tokens and row < rows:
-                words = ptx.load_shared(room + Uint32(line * LINE + vector * 16), 4)
-                ptx.store_global4(out + (Int64(token) * rows + row) * 2, words)
+            there = line < count * 8 and token < tokens and row < rows
+            at = room + Uint32(line * LINE + vector * 16)
+            self._write_eight(at, places, (token, row, rows), there)
+
+    @cute.jit
+    def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
+        """Eight results of a token from shared memory, if they are there; all lanes together."""
+        token, row, rows = where
+        if there:
+            words = ptx.load_shared(at, 4)
+            ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)
