@@ -174,11 +174,10 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     inner, hidden = c.moe_intermediate_size, c.hidden_size
 
     def parts(problem: Problem) -> QuantizedTensor:
-        *args, scale = problem.args
-        found = ops.grouped_gemm_swiglu(*args, **problem.kwargs)
+        found = ops.grouped_gemm_swiglu(*problem.args)
         of_rows = torch.ones(found.shape[0], device=found.device)
-        for expert, (start, end) in enumerate(pairwise(args[2].tolist())):
-            of_rows[start:end] = scale[expert]
+        for expert, (start, end) in enumerate(pairwise(problem.args[2].tolist())):
+            of_rows[start:end] = problem.kwargs["result_scale"][expert]
         return ops.quantize(
             found, "nvfp4", scaling="static", global_scale=of_rows, backend="reference"
         )
@@ -191,8 +190,8 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm_swiglu_quantize,
-            (x, weight, offsets, c.swiglu_limit, scale),
-            {},
+            (x, weight, offsets, c.swiglu_limit),
+            {"result_scale": scale},
             fused_judges.as_parts(parts, *fused_judges.QUANTIZED),
             nbytes(x, offsets, scale) + live * weight.nbytes // experts,
             4 * tokens * k * inner * hidden,
