@@ -245,7 +245,7 @@ def _no_cute(device: torch.device) -> str | None:
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
     x, weight, scales, global_scale, segments, _, _, layout = call.args[:8]
-    kind = (call.device, layout, x.dtype, call.args[-1], len(segments))
+    kind = (call.device, layout, x.dtype, _out_dtype(call), len(segments))
     objection = _no_cute_grouped(*kind, weight.shape, x.shape[0])
     if objection is not None:
         return objection
@@ -309,6 +309,11 @@ def _wrong_dtypes(dtype: torch.dtype, out_dtype: torch.dtype) -> str | None:
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"the result is {out_dtype}, wanted bfloat16 or float32"
     return None
+
+
+def _out_dtype(call: Call) -> torch.dtype:
+    """Of a product; of one that is quantised, before that."""
+    return call.args[-1] if isinstance(call.args[-1], torch.dtype) else call.args[0].dtype
 
 
 def fp8_gemm(call: Call) -> str | None:

@@ -259,15 +259,21 @@ def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
 
 
 def _of_experts(layer: DeepseekV4Experts) -> list[GroupedProduct]:
-    """Of gate and up, and of down; none if the layer cannot be packed."""
+    """Of gate and up, and of down; none if the layer cannot be packed.
+
+    Quantised results of the first are the second's rows where their scales are known; whether they
+    will be is not known of a layer without a format yet.
+    """
     inner, hidden = layer.intermediate_dim, layer.hidden_dim
     if not (fragments.fits(2 * inner, hidden) and fragments.fits(hidden, inner)):
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
-    found = (
-        Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs),
-        Experts(hidden, inner, layer.num_local_experts, False, quantises),
-    )
+    known = quantises and layer.down_proj_input_scale is not None
+    first = Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs)
+    second = Experts(hidden, inner, layer.num_local_experts, False, quantises)
+    found = [first._replace(quantized_out=known), second]
+    if quantises and layer.format is None:
+        found.append(first._replace(quantized_out=True))
     return [GroupedProduct(experts, layer.num_experts_per_tok) for experts in found]
 
 

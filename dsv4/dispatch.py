@@ -131,6 +131,7 @@ def _packed_triton(call: Call) -> str | None:
     return _support.packed(call) or _support.triton(call.args, call.device)
 
 
+_GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
 _MOE = ("moe_permute", "moe_gather", "moe_gather_quantize", "moe_combine")
 _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
@@ -156,8 +157,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
     Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
     *_reference("gemm_swiglu", "gemm_swiglu"),
-    *_cute_grouped("grouped_gemm", "grouped_gemm_swiglu"),
-    *_reference("grouped_gemm", "grouped_gemm", "grouped_gemm_swiglu"),
+    *_cute_grouped(*_GROUPED),
+    *_reference("grouped_gemm", *_GROUPED),
     *_triton("norm", *_NORM, unless=_support.norm),
     *_reference("norm", *_NORM),
     *_triton("rope", "rope", "rope_quantize", unless=_support.rope),

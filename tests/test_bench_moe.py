@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -29,6 +30,7 @@ OPTIONS = Options(CPU, repeat=1)
 RATES = environment.Rates(0.02, 0.01, 0.1)
 GROUPED_MM = "torch._grouped_mm (bf16 weights)"
 HUMMING = "Humming (one global scale)"
+THEIRS = ("eager", "grouped_mm", "batched_mm")
 
 
 @pytest.fixture(autouse=True)
@@ -522,4 +524,32 @@ def test_rivals_that_do_not_fit_are_not_made(monkeypatch):
 
 
 def test_rivals_are_named():
-    assert set(moe_rivals.RIVALS) == {GROUPED_MM, HUMMING}
+    theirs = (f"transformers {kind} (bf16 weights)" for kind in THEIRS)
+    assert set(moe_rivals.RIVALS) == {GROUPED_MM, HUMMING, *theirs}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_experts_of_transformers_stand_beside_the_block(kind, monkeypatch, tmp_path: Path):
+    pytest.importorskip("transformers.models.deepseek_v4")
+    prepare = functools.partial(moe_rivals.transformers_experts, kind)
+    rows = measured(monkeypatch, tmp_path, theirs=prepare)
+    for row in rows:
+        assert set(row["rivals"]) == ({"theirs"} if row["case"].endswith("block") else set())
+        assert not row["message"]
+
+
+def test_wrong_experts_of_transformers_are_left_out(layer):
+    pytest.importorskip("transformers.models.deepseek_v4")
+    made = moe_rivals.transformers_experts("eager", layer.gate_up, layer.down)
+    inputs = inputs_of(layer, "uniform", 5)
+    routed, weights = (inputs.x, inputs.ids, inputs.weights), (layer.gate_up, layer.down)
+    moe_rivals.compare_whole(made, routed, 10.0, weights)
+    for changed in (lambda *args: 1.05 * made.forward(*args), lambda *_: inputs.x * math.nan):
+        with pytest.raises(ValueError, match=r"off by .*, left out"):
+            moe_rivals.compare_whole(moe_rivals.Whole(changed), routed, 10.0, weights)
+    with pytest.raises(ValueError, match=r"off by .*, left out"):
+        moe_rivals.compare_whole(made, routed, 0.01, (layer.gate_up, _halved(layer.down)))
+
+
+def _halved(weight: QuantizedTensor) -> QuantizedTensor:
+    return dataclasses.replace(weight, global_scale=weight.global_scale / 2)

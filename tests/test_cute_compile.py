@@ -85,6 +85,8 @@ def routed_kinds(experts, inner, hidden):
     """Both products of routed experts, with scales of rows, weights of them, float32 results."""
     for scaled, weighted in ((False, False), (False, True), (True, True)):
         yield Experts(2 * inner, hidden, experts, False, scaled, True, weighted)
+    if experts == ROUTED[0][0]:
+        yield Experts(2 * inner, hidden, experts, False, True, True, True, True)
     for float32_out, scaled in ((False, False), (True, False), (False, True)):
         yield Experts(hidden, inner, experts, float32_out, scaled)
 
@@ -232,7 +234,8 @@ def test_routed_experts(batch, tmp_path):
         assert count("WARPGROUP.DEPBAR") == plan.depth + 1
         assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
         assert count("UTMALDG.2D")
-        assert count("STG.E.128"), "rows that no expert owns are filled by 16 bytes"
+        # Codes by 4 bytes, block scales by 1; else rows that no expert owns are filled by 16.
+        assert count("STG.E.U8") if plan.quantized_out else count("STG.E.128")
         assert "ACQBULK" in instructions, "offsets are the kernel before's"
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
         assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
@@ -253,7 +256,7 @@ def test_routed_experts_of_few_rows(batch, tmp_path):
         assert any(i.startswith("LDG.E") and ".128" in i for i in instructions)
         assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         assert count("UBLKCP.S.G")
-        assert count("STG.E.128")
+        assert count("STG.E.U8") if plan.quantized_out else count("STG.E.128")
         assert "ACQBULK" in instructions, "offsets are the kernel before's"
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
 
@@ -402,12 +405,12 @@ def test_plans_of_experts_fit_their_matrix():
                 assert wanted.columns // 64 % (plan.parts * plan.depth) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert kind == wanted[3:]
+                assert (*kind, plan.quantized_out) == wanted[3:]
             for plan in (plan for plan in found if isinstance(plan, GroupedPlan)):
                 assert wanted.columns // 64 % plan.depth == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert kind == wanted[3:]
+                assert (*kind, plan.quantized_out) == wanted[3:]
             chosen = {grouped_plan.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)}
             assert chosen <= set(found)
 

@@ -178,7 +178,10 @@ EXPERTS, INNER, HIDDEN = 5, 512, 256
 NEVER = 2**31 - 1
 ADDRESSES = ("codes", "scales", "global_scale", "x", "out", "offsets")
 # The arguments of both kernels, in order.
-_FIRST = ("codes", "scales", "global_scale", "x", "row_scale", "row_weight", "out", "offsets")
+_FIRST = (
+    *("codes", "scales", "global_scale", "x", "row_scale", "row_weight", "out", "offsets"),
+    *("codes_scale", "block_scales", "result_scale"),
+)
 _LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "sixteen", "limit")
 OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST)
 OF_ANY_ROWS = (
@@ -198,26 +201,34 @@ class Grouped:
         self.block = torch.empty(EXPERTS, rows, columns // 16, dtype=torch.uint8)
         self.scale = torch.ones(EXPERTS, scales)
         self.offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32)
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns, self.row_scale = rows, columns, None
 
-    def __call__(self, driver, function, x, *rest, segments=(), activation="bf16", dtype=None):
-        """Launches: grid, threads, stream, and the kernel's arguments by name."""
+    def __call__(
+        self, driver, function, x, *rest, segments=(), activation="bf16", dtype=None, codes=None
+    ):
+        """Launches: grid, threads, stream, and the kernel's arguments by name.
+
+        ``rest`` is what SwiGLU takes, ``codes`` the scales of results that are quantised.
+        """
         self.wanted = Experts(
             self.rows,
             self.columns,
             EXPERTS,
             dtype == torch.float32,
-            activation == "nvfp4",
+            activation == "nvfp4" or self.row_scale is not None,
             bool(rest),
             bool(rest) and rest[1] is not None,
+            codes is not None,
         )
+        rest = rest or (self.row_scale,)
         self.plan = grouped_plan.choose(self.wanted, max(x.shape[0], 1), driver.arch)
         few = isinstance(self.plan, GroupedFewPlan)
         driver.kinds = grouped_gemm.FEW_PARAMETERS if few else grouped_gemm.PARAMETERS
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None)
-        self.out = function(x, *parts, *named, *rest, dtype or torch.bfloat16)
+        last = (dtype or torch.bfloat16) if codes is None else codes
+        self.out = function(x, *parts, *named, *rest, last)
         names = OF_FEW_ROWS if few else OF_ANY_ROWS
         return [
             (*launch[:3], dict(zip(names, flat(launch[3]), strict=True)))
@@ -225,9 +236,11 @@ class Grouped:
         ]
 
     def addresses(self, x, row_scale=0, row_weight=0):
-        own = (self.codes, self.block, self.scale, x, self.out, self.offsets)
+        out = self.out[0] if isinstance(self.out, tuple) else self.out
+        own = (self.codes, self.block, self.scale, x, out, self.offsets)
         named = dict(zip(ADDRESSES, (t.data_ptr() for t in own), strict=True))
-        return {**named, "row_scale": row_scale, "row_weight": row_weight}
+        none = {"codes_scale": 0, "block_scales": 0, "result_scale": 0}
+        return {**named, **none, "row_scale": row_scale, "row_weight": row_weight}
 
 
 def told_of(product, x):
@@ -298,6 +311,33 @@ def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
     scales = {"scales_each": 2 * INNER, "scale_rows": 1, "limit": told}
     addresses = product.addresses(x, row_weight=weight.data_ptr() if weighted else 0)
     assert values == {**told_of(product, x), **addresses, **never, **scales}
+
+
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_codes_of_experts(driver, tokens):
+    product = Grouped(2 * INNER, HIDDEN)
+    x, scale = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(EXPERTS, 2)[:, 0]
+    function = grouped_gemm.grouped_gemm_swiglu_quantize
+    [(_, _, _, values)] = product(driver, function, x, None, None, codes=scale)
+    codes, block_scales, row_scale = product.out
+    assert (codes.shape, codes.dtype) == ((tokens, INNER // 2), torch.uint8)
+    assert (block_scales.shape, block_scales.dtype) == ((tokens, INNER // 16), torch.float8_e4m3fn)
+    assert (row_scale.shape, row_scale.dtype) == ((tokens,), torch.float32)
+    told = {"block_scales": block_scales.data_ptr(), "result_scale": row_scale.data_ptr()}
+    assert values["codes_scale"] not in (0, scale.data_ptr()), "a contiguous copy"
+    assert values.items() >= {**told, "out": codes.data_ptr()}.items()
+    # Two row tiles make a block.
+    assert values["row_tiles"] == 2 * INNER // (32 if tokens == FEW else 16)
+    [] = product(driver, function, x[:0], None, None, codes=scale)
+    assert [tuple(t.shape) for t in product.out] == [(0, INNER // 2), (0, INNER // 16), (0,)]
+
+
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_a_given_scale_of_every_row(driver, tokens):
+    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
+    product.row_scale = torch.ones(tokens)
+    [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)
+    assert values.items() >= product.addresses(x, row_scale=product.row_scale.data_ptr()).items()
 
 
 def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):

@@ -18,7 +18,11 @@ from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, choose
 from dsv4.formats import FRAGMENTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_quantize,
+)
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
@@ -92,6 +96,32 @@ def check_swiglu(x, weight, offsets, limit, **options):
     assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
 
 
+def scales_of(seed, experts, device):
+    """Static scales of experts' results: values from far above to far below what codes hold."""
+    exponents = torch.randint(-14, 0, (experts,), generator=strategies.generator(seed))
+    drawn = torch.rand(experts, generator=strategies.generator(seed + 1)) + 1
+    return (drawn * 2.0**exponents).to(device)
+
+
+def check_codes(x, weight, offsets, limit, scale, **options):
+    """Bit for bit SwiGLU in the dtype of x, then each row quantised with its expert's scale."""
+    got = grouped_gemm_swiglu_quantize(x, weight, offsets, limit, scale, **options)
+    inner = grouped_gemm_swiglu(x, weight, offsets, limit, **options)
+    of_rows = of_rows_or_one(scale, offsets, x.shape[0])
+    want = quantize(inner, scaling="static", global_scale=of_rows, backend="reference")
+    assert (got.shape, got.layout) == (want.shape, want.layout)
+    for name in ("codes", "scales", "global_scale"):
+        one, other = (getattr(q, name).view(torch.uint8) for q in (got, want))
+        assert_bitwise(one, other, name)
+    return got
+
+
+def of_rows_or_one(scale, offsets, rows):
+    counts = offsets.diff()
+    spare = rows - int(offsets[-1])
+    return torch.cat([scale.repeat_interleave(counts), torch.ones(spare, device=scale.device)])
+
+
 class TestValues:
     @given(
         seed=strategies.seeds(),
@@ -141,6 +171,66 @@ class TestValues:
         check_swiglu(
             x, weight, offsets, limit, activation=activation, row_weight=row_weight, out_dtype=dtype
         )
+
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 40),
+        spare=st.integers(0, 3),
+        tiles=st.integers(1, 3),
+        limit=LIMITS,
+        activation=ACTIVATIONS,
+        weighted=st.booleans(),
+    )
+    def test_codes(self, device, seed, counts, spare, tiles, limit, activation, weighted):
+        weight = weights_of(seed, 5, 32 * tiles, 128, device, "rows")
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        options = {"activation": activation}
+        if weighted:
+            options["row_weight"] = strategies.normal(seed + 2, (x.shape[0],)).to(device)
+        scale = scales_of(seed, 5, device)
+        got = check_codes(x, weight, offsets, limit, scale, **options)
+        end = int(offsets[-1])
+        assert not got.codes[end:].any()
+        assert not got.scales[end:].float().any()
+
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 40),
+        spare=st.integers(0, 3),
+        dtype=DTYPES,
+        one=st.booleans(),
+    )
+    def test_quantised_rows_are_those_that_the_product_quantises(
+        self, device, seed, counts, spare, dtype, one
+    ):
+        weight = weights_of(seed, 5, 48, 128, device)
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        scale = scales_of(seed, 5, device)
+        if one:
+            scale = scale[:1].expand(5).contiguous()
+        of_rows = scale[:1] if one else of_rows_or_one(scale, offsets, x.shape[0])
+        q = quantize(x, scaling="static", global_scale=of_rows)
+        got = grouped_gemm(q, weight, offsets, out_dtype=dtype)
+        how = {"activation": "nvfp4", "input_scale": scale, "out_dtype": dtype}
+        assert_bitwise(got, grouped_gemm(x, weight, offsets, **how), "product")
+        assert grouped_gemm(q, weight, offsets).dtype == torch.bfloat16
+        out = torch.full_like(got, math.nan)
+        assert grouped_gemm(q, weight, offsets, out_dtype=dtype, out=out) is out
+        assert_bitwise(out, got, "in a given place")
+
+    @given(seed=strategies.seeds(), kind=st.sampled_from([math.nan, math.inf, -math.inf]))
+    def test_a_bad_row_has_nan_scales_and_is_alone(self, device, seed, kind):
+        weight = weights_of(seed, 3, 64, 128, device)
+        x, offsets = sorted_rows(seed, [3, 0, 4], 0, 128, device)
+        given_, scale = (weight, offsets, 10.0), scales_of(seed, 3, device)
+        clean = grouped_gemm_swiglu_quantize(x, *given_, scale)
+        x[3, seed % 128] = kind
+        got = grouped_gemm_swiglu_quantize(x, *given_, scale)
+        assert bool((got.scales[3].view(torch.uint8) == 0x7F).all())
+        assert not got.codes[3].any()
+        keep = torch.arange(7, device=device) != 3
+        assert_bitwise(got.codes[keep], clean.codes[keep], "codes")
+        assert_bitwise(dequantize(got)[keep], dequantize(clean)[keep], "values")
 
     @given(seed=strategies.seeds(), counts=loads(3, 20), limit=LIMITS)
     def test_an_expert_is_the_dense_operator(self, seed, counts, limit):
@@ -202,6 +292,9 @@ class TestContract:
         x, offsets = sorted_rows(0, [1, 2], 1, 128, device)
         call = dispatch.arguments(grouped_gemm_swiglu, x, weight, offsets, 10.0)
         assert_pure(torch.ops.dsv4.grouped_gemm_swiglu, *call.args, "auto")
+        scale, op = torch.ones(2, device=device), grouped_gemm_swiglu_quantize
+        call = dispatch.arguments(op, x, weight, offsets, 10.0, scale)
+        assert_pure(torch.ops.dsv4.grouped_gemm_swiglu_quantize, *call.args, "auto")
 
     @pytest.mark.parametrize(
         ("changes", "error", "words"),
@@ -226,6 +319,39 @@ class TestContract:
         }
         with pytest.raises(error, match=words):
             grouped_gemm_swiglu(**arguments)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"result_scale": torch.ones(3)}, ValueError, r"result_scale has shape \[3\]"),
+            ({"result_scale": torch.ones(2).double()}, TypeError, "result_scale has dtype"),
+            ({"result_scale": torch.zeros(2)}, ValueError, "result_scale.*above 0"),
+            ({"weight": torch.ones(2, 48, 128)}, ValueError, "weight has 48 rows, wanted"),
+            ({"limit": 0.0}, ValueError, "limit is 0.0"),
+        ],
+    )
+    def test_wrong_arguments_of_codes_are_named(self, changes, error, words):
+        x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
+        arguments = {
+            "x": x,
+            "weight": weights_of(0, 2, 32, 128, "cpu"),
+            "offsets": offsets,
+            "limit": 10.0,
+            "result_scale": torch.ones(2),
+            **changes,
+        }
+        with pytest.raises(error, match=words):
+            grouped_gemm_swiglu_quantize(**arguments)
+
+    def test_wrong_quantised_rows_are_named(self):
+        x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
+        weight, q = weights_of(0, 2, 32, 128, "cpu"), quantize(x)
+        with pytest.raises(ValueError, match=r"x is quantised, but activation is 'nvfp4'"):
+            grouped_gemm(q, weight, offsets, activation="nvfp4")
+        with pytest.raises(ValueError, match="wanted a matrix in nvfp4"):
+            grouped_gemm(quantize(x, "mxfp4"), weight, offsets)
+        with pytest.raises(ValueError, match="64 columns, wanted 128"):
+            grouped_gemm(quantize(x[:, :64]), weight, offsets)
 
     def test_dispatch_says_why(self):
         x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
@@ -313,6 +439,42 @@ class TestKernel:
         x, offsets = sorted_rows(seed, draw.tolist(), 2, 128 * columns, "cuda")
         row_weight = strategies.normal(seed, (x.shape[0],)).cuda() if weighted else None
         check_swiglu(x, weight, offsets, 10.0, row_weight=row_weight)
+
+    @given(
+        seed=strategies.seeds(),
+        experts=st.integers(1, 40),
+        load=st.sampled_from(LOADS),
+        tiles=st.integers(1, 20),
+        columns=st.integers(1, 6),
+        weighted=st.booleans(),
+        activation=ACTIVATIONS,
+    )
+    @example(0, 40, 1, 15, 4, True, "bf16")
+    @example(0, 8, 70, 12, 4, True, "nvfp4")
+    @example(0, 8, 130, 12, 4, False, "bf16")
+    @example(0, 12, 2, 192, 56, True, "nvfp4")
+    @example(0, 12, 8, 192, 56, True, "bf16")
+    def test_codes(self, seed, experts, load, tiles, columns, weighted, activation):
+        draw = torch.randint(0, 2 * load, (experts,), generator=strategies.generator(seed))
+        weight = weights_of(seed, experts, 32 * tiles, 128 * columns, "cuda", "rows")
+        x, offsets = sorted_rows(seed, draw.tolist(), 2, 128 * columns, "cuda")
+        row_weight = strategies.normal(seed, (x.shape[0],)).cuda() if weighted else None
+        options = {"row_weight": row_weight, "activation": activation}
+        scale = scales_of(seed, experts, "cuda")
+        given_ = (x, weight, offsets, 10.0, scale)
+        found = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
+        assert found.chosen == "cute"
+        check_codes(*given_, **options)
+
+    @pytest.mark.parametrize("exponent", [-149, -140, -126, -100, -70, 0, 60, 100, 127])
+    @pytest.mark.parametrize("counts", [[3, 0, 7], [300, 20, 90]])
+    def test_codes_of_extreme_scales(self, exponent, counts):
+        weight = weights_of(0, 3, 64, 256, "cuda", "rows")
+        x, offsets = sorted_rows(0, counts, 1, 256, "cuda")
+        x[0] = 0.0
+        row_weight = 2.0 ** torch.linspace(-130, 100, x.shape[0], device="cuda")
+        scale = torch.tensor([1.0, 1.3, 1.999], dtype=torch.float64).mul(2.0**exponent)
+        check_codes(x, weight, offsets, None, scale.float().cuda(), row_weight=row_weight)
 
     @pytest.mark.parametrize("tokens", [12, 400])
     def test_one_graph_serves_any_routing(self, tokens):

@@ -293,6 +293,7 @@ MAKERS: dict[str, Maker] = {
     "gemm_swiglu": gemm_swiglu,
     "grouped_gemm": moe_cases.grouped_gemm,
     "grouped_gemm_swiglu": moe_cases.grouped_gemm_swiglu,
+    "grouped_gemm_swiglu_quantize": moe_cases.grouped_gemm_swiglu_quantize,
     "rms_norm": rms_norm,
     "rms_norm_pair": fused_cases.rms_norm_pair,
     "head_norm_rope_": fused_cases.head_norm_rope_,

@@ -572,10 +572,12 @@ def _run_rival(
 
 
 def _rival_times(
-    layer: Layer, made: moe_rivals.Pair, point: Point, options: Options
+    layer: Layer, made: moe_rivals.Rival, point: Point, options: Options
 ) -> dict[str, float]:
-    """Microseconds of each product and of both, SwiGLU by this package's own kernel."""
+    """Microseconds of each product and of both, SwiGLU by this package's own kernel; or of all."""
     inputs = all_inputs(layer, point[1], point[2], options)
+    if isinstance(made, moe_rivals.Whole):
+        return _whole_times(layer, made, inputs, options)
     limit = layer.config.swiglu_limit
     moe_rivals.compare(made, inputs[0].rows, inputs[0].offsets, (layer.gate_up, layer.down))
     ends = [made.offsets(one.offsets) for one in inputs]
@@ -600,6 +602,17 @@ def _rival_times(
     }
 
 
+def _whole_times(
+    layer: Layer, made: moe_rivals.Whole, inputs: list[Inputs], options: Options
+) -> dict[str, float]:
+    """Of the block, at the same routing."""
+    limit = layer.config.swiglu_limit
+    routed = [(one.x, one.ids, one.weights) for one in inputs]
+    moe_rivals.compare_whole(made, routed[0], limit, (layer.gate_up, layer.down))
+    calls = [partial(made.forward, *one, limit) for one in routed]
+    return {"block": timing.measure(calls, options.device, options.repeat).us}
+
+
 HEADINGS = (
     "shapes",
     "routing",
@@ -616,7 +629,7 @@ HEADINGS = (
     "layer us",
     "layer / floor",
     "check",
-    "rivals' pair us",
+    "rivals' pair us, or block's",
 )
 
 
@@ -625,7 +638,8 @@ def cells(point: Point, rows: dict[str, Row]) -> tuple[str, ...]:
     whose = rows["layer" if point[1] == ROUTER else "pair"]
     us = {part: rows[part].us if part in rows else None for part in (*PARTS, "layer")}
     times = {part: "-" if value is None else number(value) for part, value in us.items()}
-    rivals = (f"{name} {number(value)}" for name, value in whose.rivals.items())
+    beside = whose.rivals | (rows["block"].rivals if "block" in rows else {})
+    rivals = (f"{name} {number(value)}" for name, value in beside.items())
     return (
         point[0],
         point[1],

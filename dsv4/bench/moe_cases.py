@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -165,6 +166,39 @@ def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
         sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
         made = functools.partial(build, activation=activation)
         yield Case("grouped_gemm_swiglu", name, sizes, tokens, made)
+
+
+def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The same as the input of a down projection with static scales."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+    inner, hidden = c.moe_intermediate_size, c.hidden_size
+
+    def parts(problem: Problem) -> QuantizedTensor:
+        found = ops.grouped_gemm_swiglu(*problem.args)
+        of_rows = torch.ones(found.shape[0], device=found.device)
+        for expert, (start, end) in enumerate(pairwise(problem.args[2].tolist())):
+            of_rows[start:end] = problem.kwargs["result_scale"][expert]
+        return ops.quantize(
+            found, "nvfp4", scaling="static", global_scale=of_rows, backend="reference"
+        )
+
+    def build(draw: Draw) -> Problem:
+        _, offsets = _sorted(c, tokens, draw)
+        x = draw.normal(tokens * k, hidden)
+        weight = _packed(draw.quantized(experts, 2 * inner, hidden))
+        scale = 0.001 * (1 + draw.normal(experts, dtype=torch.float32).abs())
+        live = int((offsets.diff() > 0).sum())
+        return Problem(
+            ops.grouped_gemm_swiglu_quantize,
+            (x, weight, offsets, c.swiglu_limit),
+            {"result_scale": scale},
+            fused_judges.as_parts(parts, *fused_judges.QUANTIZED),
+            nbytes(x, offsets, scale) + live * weight.nbytes // experts,
+            4 * tokens * k * inner * hidden,
+        )
+
+    sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
+    yield Case("grouped_gemm_swiglu_quantize", "gate_up", sizes, tokens, build)
 
 
 def _packed(weight: QuantizedTensor) -> QuantizedTensor:

@@ -1,18 +1,24 @@
 """Others that multiply sorted rows with their experts' weights, for ``dsv4.bench.moe``.
 
-None has the SwiGLU of these experts in its product, so this package's kernel follows it; what is
-timed is the product and that.
+No product has the SwiGLU of these experts in it, so this package's kernel follows it; what is timed
+is the product and that.
 
 * ``torch._grouped_mm`` multiplies bfloat16 weights, of 3.6 times the bytes.
 * Humming multiplies NVFP4 weights packed its own way, with one global scale for an expert: it is
   given that of the expert's first row. Seen with humming-kernels 0.1.19.
+* transformers' own experts take tokens and their choices, so they stand beside the block. ``eager``
+  loops over the experts that have rows, waits for the GPU and is not in a graph; ``grouped_mm``
+  sorts; ``batched_mm`` copies the weights of every choice. All have bfloat16 weights, the routing
+  weight after the second product, and no shared expert.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,10 +27,12 @@ import torch
 
 from dsv4 import ops
 from dsv4.formats import LINEAR, QuantizedTensor
+from dsv4.reference.fragments import apart
 
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
 _SPARE = 16 << 30  # bytes that inputs and results of every size take beside weights
 _ROWS = 8
+_TOKENS = 2  # each has k experts to dequantise
 _T = TypeVar("_T")
 Multiply = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -46,7 +54,20 @@ class Pair:
     one_scale: bool
 
 
-Prepare = Callable[[QuantizedTensor, QuantizedTensor], Pair]
+@dataclass(frozen=True)
+class Whole:
+    """All of a rival's experts.
+
+    Attributes:
+        forward: From tokens ``[T, H]``, their choices ``[T, k]``, what these weigh, and the clamp's
+            bound to ``[T, H]``.
+    """
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+
+
+Rival = Pair | Whole
+Prepare = Callable[[QuantizedTensor, QuantizedTensor], Rival]
 
 
 def attempt(action: Callable[[], _T]) -> _T | str:
@@ -101,6 +122,26 @@ def compare(
             raise ValueError(f"off by {error:.1e}, left out")
 
 
+def compare_whole(
+    made: Whole,
+    routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    limit: float | None,
+    weights: tuple[QuantizedTensor, QuantizedTensor],
+) -> None:
+    """Compare the first tokens with the dequantised weights' sums; raises as ``compare`` does."""
+    x, ids, factors = routed
+    found = made.forward(*routed, limit)[:_TOKENS].double()
+    truth = torch.zeros_like(found)
+    for token in range(len(truth)):
+        for expert, factor in zip(ids[token].tolist(), factors[token].double(), strict=True):
+            first, second = (_dense(weight, expert, False).double() for weight in weights)
+            both = first @ x[token].double()
+            truth[token] += factor * (second @ ops.swiglu(both, limit, layout="interleaved"))
+    error = float((found - truth).norm() / truth.norm())
+    if not error <= _TOLERANCE:
+        raise ValueError(f"off by {error:.1e}, left out")
+
+
 def _room(device: torch.device, needed: int) -> None:
     """Raise RuntimeError unless a GPU has so many bytes to spare."""
     if device.type != "cuda":
@@ -121,17 +162,53 @@ def grouped_mm(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
     _room(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
     multiply = getattr(torch, "_grouped_mm")  # noqa: B009, not in torch's annotations
 
-    def stacked(weight: QuantizedTensor) -> torch.Tensor:
-        dense = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-        for expert in range(weight.shape[0]):
-            dense[expert] = _dense(weight, expert, False)
-        return dense.transpose(1, 2)
-
     def product(weight: torch.Tensor) -> Multiply:
         return lambda x, ends: multiply(x, weight, offs=ends)
 
-    first, second = (product(stacked(weight)) for weight in (gate_up, down))
+    first, second = (product(_stacked(w).transpose(1, 2)) for w in (gate_up, down))
     return Pair(first, second, lambda offsets: offsets[1:].contiguous(), False)
+
+
+def _stacked(weight: QuantizedTensor) -> torch.Tensor:
+    """``[E, N, K]`` in bfloat16."""
+    dense = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    for expert in range(weight.shape[0]):
+        dense[expert] = _dense(weight, expert, False)
+    return dense
+
+
+def transformers_experts(
+    implementation: str, gate_up: QuantizedTensor, down: QuantizedTensor
+) -> Whole:
+    """transformers' module with one of its own implementations.
+
+    Raises:
+        ImportError: if it is not installed, or knows no DeepSeek-V4.
+        RuntimeError: if the weights do not fit the GPU.
+    """
+    library = importlib.import_module("transformers")
+    models = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    _room(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
+    experts, hidden, inner = down.shape
+    config = library.DeepseekV4Config(
+        n_routed_experts=experts, hidden_size=hidden, moe_intermediate_size=inner
+    )
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        module = models.DeepseekV4Experts(config).requires_grad_(False)
+    both = apart(_stacked(gate_up))
+    for name, weight in (("gate_up_proj", both), ("down_proj", _stacked(down))):
+        assert getattr(module, name).shape == weight.shape
+        setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
+
+    def forward(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, limit: float | None
+    ) -> torch.Tensor:
+        module.limit = math.inf if limit is None else limit
+        with torch.no_grad():
+            return module(x, ids, weights)
+
+    return Whole(forward)
 
 
 def humming(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
@@ -179,4 +256,8 @@ def _humming_layer(library: Any, weight: QuantizedTensor) -> Any:
 RIVALS: dict[str, Prepare] = {
     "torch._grouped_mm (bf16 weights)": grouped_mm,
     "Humming (one global scale)": humming,
+    **{
+        f"transformers {name} (bf16 weights)": functools.partial(transformers_experts, name)
+        for name in ("eager", "grouped_mm", "batched_mm")
+    },
 }

@@ -194,7 +194,8 @@ def _widen_named(name: str, value: Any) -> Any:
     if name in _WIDENED_DTYPES and isinstance(value, torch.dtype):
         return torch.float64
     # Scales of quantised activations are float32 by definition.
-    return value if name in ("input_scale", "global_scale", "inv_freq") else widen(value)
+    kept = ("input_scale", "global_scale", "result_scale", "inv_freq")
+    return value if name in kept else widen(value)
 
 
 def _copy(value: Any) -> Any:

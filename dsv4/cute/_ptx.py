@@ -14,7 +14,8 @@ from cutlass import Float32, Int32, Uint32
 Value = Any  # a DSL scalar
 
 
-def _asm(code: str, outputs: Sequence[Any] = (), inputs: Sequence[Value] = ()) -> Any:
+def assembly(code: str, outputs: Sequence[Any] = (), inputs: Sequence[Value] = ()) -> Any:
+    """Results of instructions that name them ``{$w0}`` on, what they read ``{$r0}`` on."""
     return cute.arch.inline_ptx(
         code, write_only_types=list(outputs) or None, read_only_args=list(inputs)
     )
@@ -30,27 +31,29 @@ def _ins(first: int, count: int) -> str:
 
 def load_shared(address: Value, words: int) -> tuple[Value, ...]:
     """``words`` (2 or 4) 32-bit words from shared memory."""
-    return _asm(f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}];", [Uint32] * words, [address])
+    return assembly(
+        f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}];", [Uint32] * words, [address]
+    )
 
 
 def load_shared_int(address: Value) -> Value:
     """One 32-bit integer from shared memory."""
-    return _asm("ld.shared.s32 {$w0}, [{$r0}];", [Int32], [address])
+    return assembly("ld.shared.s32 {$w0}, [{$r0}];", [Int32], [address])
 
 
 def store_shared_int(address: Value, value: Value) -> None:
     """One 32-bit integer to shared memory."""
-    _asm("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
+    assembly("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
 
 
 def count_shared(address: Value) -> Value:
     """Add 1 in shared memory; what was there. What others counted before, they wrote before."""
-    return _asm("atom.acq_rel.cta.shared::cta.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [address])
+    return assembly("atom.acq_rel.cta.shared::cta.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [address])
 
 
 def wait_shared_at_least(address: Value, value: Value) -> None:
     """Wait until a word of shared memory, which others publish, is not below ``value``."""
-    _asm(
+    assembly(
         "{ .reg .pred p; .reg .u32 v; AGAIN: ld.acquire.cta.shared::cta.u32 v, [{$r0}]; "
         "setp.lt.u32 p, v, {$r1}; @p bra AGAIN; }",
         (),
@@ -60,12 +63,12 @@ def wait_shared_at_least(address: Value, value: Value) -> None:
 
 def publish_shared(address: Value, value: Value) -> None:
     """Write a word of shared memory after all that this thread wrote before."""
-    _asm("st.release.cta.shared::cta.u32 [{$r0}], {$r1};", (), [address, value])
+    assembly("st.release.cta.shared::cta.u32 [{$r0}], {$r1};", (), [address, value])
 
 
 def load_shared_float4(address: Value) -> tuple[Value, ...]:
     """Four float32 from shared memory."""
-    return _asm(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
+    return assembly(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
 def load_matrices4(address: Value, offset: int = 0) -> tuple[Value, ...]:
@@ -75,16 +78,21 @@ def load_matrices4(address: Value, offset: int = 0) -> tuple[Value, ...]:
     of the instruction: added outside, the compiler keeps a register for every offset of a loop.
     """
     code = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {_outs(4)}, [{{$r0}}+{offset}];"
-    return _asm(code, [Uint32] * 4, [address])
+    return assembly(code, [Uint32] * 4, [address])
 
 
 def load_global(address: Value) -> Value:
     """One 32-bit word."""
-    return _asm("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
+    return assembly("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
 
 
 def load_streamed(
-    address: Value, words: int, wanted: Value | None = None, offset: int = 0
+    address: Value,
+    words: int,
+    wanted: Value | None = None,
+    offset: int = 0,
+    *,
+    movable: bool = True,
 ) -> tuple[Value, ...]:
     """``words`` (2 or 4) 32-bit words that are read once and never written.
 
@@ -93,32 +101,35 @@ def load_streamed(
         words: How many.
         wanted: 0 to load nothing and return what is not to be looked at; else it is loaded.
         offset: Bytes, part of the instruction: see ``load_matrices4``.
+        movable: Whether the compiler may load later than what follows that publishes memory, an
+            ``arrive`` say. It gathers loads so, to where the last one of a loop's round stands.
     """
-    code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
+    kind = "global.nc" if movable else "global"
+    code = f"ld.{kind}.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     if wanted is None:
-        return _asm(code, [Uint32] * words, [address])
+        return assembly(code, [Uint32] * words, [address])
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p {code} }}"
-    return _asm(code, [Uint32] * words, [address, wanted])
+    return assembly(code, [Uint32] * words, [address, wanted])
 
 
 def load_global_float(address: Value) -> Value:
     """One float32."""
-    return _asm("ld.global.f32 {$w0}, [{$r0}];", [Float32], [address])
+    return assembly("ld.global.f32 {$w0}, [{$r0}];", [Float32], [address])
 
 
 def store_global4(address: Value, words: Sequence[Value]) -> None:
     """Four 32-bit words to a 16-byte aligned address."""
-    _asm(f"st.global.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
+    assembly(f"st.global.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
 
 
 def store_shared_float(address: Value, value: Value) -> None:
     """One float32 to shared memory."""
-    _asm("st.shared.f32 [{$r0}], {$r1};", (), [address, value])
+    assembly("st.shared.f32 [{$r0}], {$r1};", (), [address, value])
 
 
 def store_shared_bfloat16(address: Value, value: Value) -> None:
     """One float32 to shared memory, rounded to nearest even."""
-    _asm(
+    assembly(
         "{ .reg .b16 h; cvt.rn.bf16.f32 h, {$r1}; st.shared.b16 [{$r0}], h; }",
         (),
         [address, value],
@@ -128,7 +139,7 @@ def store_shared_bfloat16(address: Value, value: Value) -> None:
 def multiply_by_half(a: Value, b: Value, half: int) -> Value:
     """Both bfloat16 of ``a`` times the low (0) or high (1) one of ``b``; subnormals are kept."""
     one = "lh"[half]
-    return _asm(
+    return assembly(
         "{ .reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, {$r1}; "
         f"mov.b32 d, {{{one}, {one}}}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, d; }}",
         [Uint32],
@@ -138,12 +149,12 @@ def multiply_by_half(a: Value, b: Value, half: int) -> Value:
 
 def multiply_add(a: Value, b: Value, c: Value) -> Value:
     """``a b + c``, 32 bits."""
-    return _asm("mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], [a, b, c])
+    return assembly("mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], [a, b, c])
 
 
 def permute_bytes(word: Value, selector: int) -> Value:
     """Bytes of ``word`` (0 to 3) and zeros (4), four of them named by the selector's nibbles."""
-    return _asm("prmt.b32 {$w0}, {$r0}, 0, " + f"{selector:#x};", [Uint32], [word])
+    return assembly("prmt.b32 {$w0}, {$r0}, 0, " + f"{selector:#x};", [Uint32], [word])
 
 
 def mma_m16n8k16(d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
@@ -152,29 +163,29 @@ def mma_m16n8k16(d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> 
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         f"{_outs(4)}, {_ins(0, 4)}, {_ins(4, 2)}, {_ins(6, 4)};"
     )
-    return list(_asm(code, [Float32] * 4, [*a, *b, *d]))
+    return list(assembly(code, [Float32] * 4, [*a, *b, *d]))
 
 
 def barrier_init(barrier: Value, arrivals: int) -> None:
     """Make a shared-memory barrier that a phase of so many arrivals completes."""
-    _asm("mbarrier.init.shared::cta.b64 [{$r0}], " + f"{arrivals};", (), [barrier])
+    assembly("mbarrier.init.shared::cta.b64 [{$r0}], " + f"{arrivals};", (), [barrier])
 
 
 def fence_barrier_init() -> None:
     """Make initialised barriers visible to the cluster and to asynchronous copies."""
-    _asm("fence.mbarrier_init.release.cluster;")
+    assembly("fence.mbarrier_init.release.cluster;")
 
 
 def expect_bytes(barrier: Value, count: Any) -> None:
     """Arrive, and let the phase wait for so many bytes as well."""
-    _asm(
+    assembly(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", (), [barrier, Int32(count)]
     )
 
 
 def wait(barrier: Value, parity: Value) -> None:
     """Wait until the phase of that parity has ended."""
-    _asm(
+    assembly(
         "{ .reg .pred p; AGAIN: "
         "mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}, 0x989680; "
         "@!p bra AGAIN; }",
@@ -185,12 +196,12 @@ def wait(barrier: Value, parity: Value) -> None:
 
 def remote(address: Value, rank: Value) -> Value:
     """The cluster-wide address of a shared-memory address in the block of that rank."""
-    return _asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Uint32], [address, rank])
+    return assembly("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Uint32], [address, rank])
 
 
 def store_remote4(address: Value, values: Sequence[Value], barrier: Value) -> None:
     """Write four float32 to a block of the cluster, counted there by its barrier."""
-    _asm(
+    assembly(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
         f"[{{$r0}}], {_ins(1, 4)}, [{{$r5}}];",
         (),
@@ -200,7 +211,7 @@ def store_remote4(address: Value, values: Sequence[Value], barrier: Value) -> No
 
 def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
     """Copy bytes (a multiple of 16) from global to shared memory, counted by the barrier."""
-    _asm(
+    assembly(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
         (),
@@ -210,43 +221,43 @@ def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
 
 def arrive(barrier: Value) -> None:
     """Arrive; what this thread read or wrote before comes before the phase ends."""
-    _asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
+    assembly("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
 
 
 def store_shared_float4(address: Value, values: Sequence[Value]) -> None:
     """Four float32 to shared memory."""
-    _asm(f"st.shared.v4.f32 [{{$r0}}], {_ins(1, 4)};", (), [address, *values])
+    assembly(f"st.shared.v4.f32 [{{$r0}}], {_ins(1, 4)};", (), [address, *values])
 
 
 def load_remote_float4(address: Value) -> tuple[Value, ...]:
     """Four float32 from a cluster-wide address of shared memory."""
-    return _asm(f"ld.shared::cluster.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
+    return assembly(f"ld.shared::cluster.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
 def store_matrices2_turned(address: Value, a: Value, b: Value) -> None:
     """Two 8 x 8 matrices of 16-bit values, transposed; lane ``8 i + r`` says where column r is."""
     code = "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], "
-    _asm(code + _ins(1, 2) + ";", (), [address, a, b])
+    assembly(code + _ins(1, 2) + ";", (), [address, a, b])
 
 
 def store_global_float(address: Value, value: Value) -> None:
     """One float32."""
-    _asm("st.global.f32 [{$r0}], {$r1};", (), [address, value])
+    assembly("st.global.f32 [{$r0}], {$r1};", (), [address, value])
 
 
 def bfloat16_pair(low: Value, high: Value) -> Value:
     """Two float32 rounded to nearest even, in one word."""
-    return _asm("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], [low, high])
+    return assembly("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], [low, high])
 
 
 def absolute(value: Value) -> Value:
     """The float32 without its sign."""
-    return _asm("abs.f32 {$w0}, {$r0};", [Float32], [value])
+    return assembly("abs.f32 {$w0}, {$r0};", [Float32], [value])
 
 
 def nan_if(value: Value, flag: Value) -> Value:
     """NaN where the flag is not zero, else the value."""
-    return _asm(
+    return assembly(
         "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; selp.f32 {$w0}, 0f7FC00000, {$r0}, p; }",
         [Float32],
         [value, flag],
@@ -255,7 +266,7 @@ def nan_if(value: Value, flag: Value) -> Value:
 
 def choose(condition: Value, yes: Value, no: Value) -> Value:
     """One of two float32."""
-    return _asm(
+    return assembly(
         "{ .reg .pred p; setp.ne.u32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
         [Float32],
         [Uint32(condition), yes, no],
@@ -267,7 +278,7 @@ def swiglu(gate: Value, up: Value, limit: Value) -> Value:
 
     exp and the division are the hardware's; by their documented errors, within 1e-5 together.
     """
-    return _asm(
+    return assembly(
         "{ .reg .f32 g, u, l, d; .reg .pred p; "
         "min.f32 g, {$r0}, {$r2}; neg.f32 l, {$r2}; "
         "min.f32 u, {$r1}, {$r2}; max.f32 u, u, l; "
@@ -300,22 +311,22 @@ def _load_or(
     moves = " ".join(f"mov.u32 {{$w{i}}}, {default};" for i in range(words))
     load = f"ld.global.nc.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p {load} }}"
-    return _asm(code, [Uint32] * words, [address, wanted])
+    return assembly(code, [Uint32] * words, [address, wanted])
 
 
 def store_shared4(address: Value, words: Sequence[Value], offset: int = 0) -> None:
     """Four 32-bit words to shared memory; ``offset`` is part of the instruction."""
-    _asm(f"st.shared.v4.u32 [{{$r0}}+{offset}], {_ins(1, 4)};", (), [address, *words])
+    assembly(f"st.shared.v4.u32 [{{$r0}}+{offset}], {_ins(1, 4)};", (), [address, *words])
 
 
 def store_global_float2(address: Value, a: Value, b: Value) -> None:
     """Two float32 to an address that is a multiple of 8."""
-    _asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
+    assembly("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
 
 
 def load_global_float4(address: Value) -> tuple[Value, ...]:
     """Four float32 from an address that is a multiple of 16."""
-    return _asm(f"ld.global.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
+    return assembly(f"ld.global.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
 def copy_or_zero(target: Value, source: Value, count: Value, to: int = 0, offset: int = 0) -> None:
@@ -323,7 +334,7 @@ def copy_or_zero(target: Value, source: Value, count: Value, to: int = 0, offset
 
     ``to`` and ``offset``: bytes beyond target and source, parts of the instruction.
     """
-    _asm(
+    assembly(
         f"cp.async.cg.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 16, {{$r2}};",
         (),
         [target, source, count],
@@ -332,48 +343,48 @@ def copy_or_zero(target: Value, source: Value, count: Value, to: int = 0, offset
 
 def commit_copies() -> None:
     """This thread's copies since the last such call are a group."""
-    _asm("cp.async.commit_group;")
+    assembly("cp.async.commit_group;")
 
 
 def wait_copies(groups: int) -> None:
     """All but the last so many groups of this thread's copies have arrived."""
-    _asm(f"cp.async.wait_group {groups};")
+    assembly(f"cp.async.wait_group {groups};")
 
 
 def fence_shared() -> None:
     """What this thread wrote to shared memory comes before what tensor cores read there."""
-    _asm("fence.proxy.async.shared::cta;")
+    assembly("fence.proxy.async.shared::cta;")
 
 
 def maximum(a: Value, b: Value) -> Value:
     """The larger of two float32; of a NaN and a number the number."""
-    return _asm("max.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
+    return assembly("max.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
 
 
 def multiply_add_float(a: Value, b: Value, c: Value) -> Value:
     """``a b + c``, rounded once."""
-    return _asm("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], [a, b, c])
+    return assembly("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], [a, b, c])
 
 
 def power_of_two(value: Value) -> Value:
     """``2^value`` by the hardware, within 2^-22; subnormals are 0."""
-    return _asm("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], [value])
+    return assembly("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], [value])
 
 
 def low_float(word: Value) -> Value:
     """The lower bfloat16 of a word, as float32."""
-    return _asm("{ .reg .b32 t; shl.b32 t, {$r0}, 16; mov.b32 {$w0}, t; }", [Float32], [word])
+    return assembly("{ .reg .b32 t; shl.b32 t, {$r0}, 16; mov.b32 {$w0}, t; }", [Float32], [word])
 
 
 def high_float(word: Value) -> Value:
     """The upper bfloat16 of a word, as float32."""
     code = "{ .reg .b32 t; and.b32 t, {$r0}, 0xFFFF0000; mov.b32 {$w0}, t; }"
-    return _asm(code, [Float32], [word])
+    return assembly(code, [Float32], [word])
 
 
 def choose_word(condition: Value, yes: Value, no: Value) -> Value:
     """One of two 32-bit words."""
-    return _asm(
+    return assembly(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
         [Uint32],
         [Int32(condition), yes, no],
@@ -383,7 +394,7 @@ def choose_word(condition: Value, yes: Value, no: Value) -> Value:
 def e4m3_pair(word: Value, half: int, factor: Value) -> Value:
     """Two E4M3 codes, the lower (0) or upper (1), times a pair of bfloat16, as bfloat16."""
     one = "lh"[half]
-    return _asm(
+    return assembly(
         "{ .reg .b16 l, h, x, y; .reg .b32 d; .reg .f32 a, b; "
         f"mov.b32 {{l, h}}, {{$r0}}; cvt.rn.f16x2.e4m3x2 d, {one}; mov.b32 {{x, y}}, d; "
         "cvt.f32.f16 a, x; cvt.f32.f16 b, y; cvt.rn.bf16x2.f32 d, b, a; "
@@ -395,7 +406,7 @@ def e4m3_pair(word: Value, half: int, factor: Value) -> Value:
 
 def e8m0_pair(byte: Value) -> Value:
     """``2^(byte - 127)`` as bfloat16, twice; NaN of 255."""
-    return _asm(
+    return assembly(
         "{ .reg .u32 t; .reg .pred p; mul.lo.u32 {$w0}, {$r0}, 0x800080; "
         # Byte 0 is subnormal; of byte 255 the shifted bits are infinity's. Both want bit 6.
         "add.u32 t, {$r0}, 1; and.b32 t, t, 0xFE; setp.eq.u32 p, t, 0; "
@@ -407,15 +418,34 @@ def e8m0_pair(byte: Value) -> Value:
 
 def store_global2(address: Value, words: Sequence[Value]) -> None:
     """Two 32-bit words to an address that is a multiple of 8."""
-    _asm(f"st.global.v2.u32 [{{$r0}}], {_ins(1, 2)};", (), [address, *words])
+    assembly(f"st.global.v2.u32 [{{$r0}}], {_ins(1, 2)};", (), [address, *words])
 
 
 def load_shared_float(address: Value) -> Value:
     """One float32 from shared memory."""
-    return _asm("ld.shared.f32 {$w0}, [{$r0}];", [Float32], [address])
+    return assembly("ld.shared.f32 {$w0}, [{$r0}];", [Float32], [address])
 
 
 def store_matrices4(address: Value, words: Sequence[Value]) -> None:
     """Four 8 x 8 matrices of 16-bit values; lane ``8 i + r`` says where row r of the i-th is."""
     code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], "
-    _asm(code + _ins(1, 4) + ";", (), [address, *words])
+    assembly(code + _ins(1, 4) + ";", (), [address, *words])
+
+
+def larger_halves(a: Value, b: Value) -> Value:
+    """The larger one of two unsigned 16-bit numbers, in both halves."""
+    return assembly("max.u16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])
+
+
+def store_global(address: Value, word: Value) -> None:
+    """One 32-bit word."""
+    assembly("st.global.u32 [{$r0}], {$r1};", (), [address, word])
+
+
+def store_global_byte(address: Value, word: Value) -> None:
+    """The lowest byte of a word."""
+    assembly(
+        "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.global.u8 [{$r0}], h; }",
+        (),
+        [address, word],
+    )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4 import dispatch
+from dsv4.cute._architectures import ARCHITECTURES
 from dsv4.cute._driver import Kernel, Parameters
 from dsv4.cute._launch import cuts, loaded, stream_of
 from dsv4.cute.sm100 import plans as _plans
@@ -22,7 +23,6 @@ from dsv4.cute.sm100.dense_plan import Box, DensePlan
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.formats import SWIZZLED
 
-ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 _SPAN = 2048  # tokens that come one after another before the next rows: X of them stays in cache
 
 # Parameters of the kernel, in the order of ``DenseKernel.kernel``: descriptions of both operands'

@@ -25,12 +25,12 @@ from dsv4.ops.quantize import bfloat16_operand
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
 # layout without any content.
-FEW_PARAMETERS = Parameters(*"qqqqqqqq", *"iii", "q", *"iiiiii", "f")
-PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqqqq", *"iiiii", "q", *"iiiiii", "f")
-_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@8q")
+FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"iiiiii", "f")
+PARAMETERS = Parameters("128s", "2i", "s", *"q" * 11, *"iiiii", "q", *"iiiiii", "f")
+_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@11q")
 _FEW_AFTER, _AFTER = struct.Struct("@3iq6if"), struct.Struct("@5iq6if")
 
-_Experts = tuple[int, int, int, bool, bool, bool, bool]  # their fields, without the name
+_Experts = tuple[int, int, int, bool, bool, bool, bool, bool]  # their fields, without the name
 _ROW_SCALED = 4
 
 
@@ -45,6 +45,7 @@ def grouped_gemm(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -54,12 +55,14 @@ def grouped_gemm(
     16 bytes.
     """
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
-    kind = (out_dtype == torch.float32, activation == "nvfp4", False, False)
-    wanted = (rows, columns, experts, *kind)
+    scaled = activation == "nvfp4" or row_scale is not None
+    wanted = (rows, columns, experts, out_dtype == torch.float32, scaled, False, False, False)
     if out is None:
         out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
-    return _product(wanted, x, parts, tuple(segments), input_scale, None, math.inf, out)
+    of_x = (input_scale, row_scale)
+    _product(wanted, x, parts, tuple(segments), of_x, None, math.inf, (out,))
+    return out
 
 
 def grouped_gemm_swiglu(
@@ -81,14 +84,50 @@ def grouped_gemm_swiglu(
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
     kind = (out_dtype == torch.float32, activation == "nvfp4", True, row_weight is not None)
-    wanted = (rows, columns, experts, *kind)
+    wanted = (rows, columns, experts, *kind, False)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
     if out is None:
         out = torch.empty((tokens, rows // 2), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
-    return _product(wanted, x, parts, tuple(segments), input_scale, row_weight, bound, out)
+    of_x = (input_scale, None)
+    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, (out,))
+    return out
+
+
+def grouped_gemm_swiglu_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    result_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
+    experts, rows, _ = weight.shape
+    weighted, scaled = row_weight is not None, activation == "nvfp4"
+    wanted = (rows, x.shape[1], experts, False, scaled, True, weighted, True)
+    if row_weight is not None:
+        row_weight = row_weight.float().contiguous()
+    out = (
+        x.new_empty((x.shape[0], rows // 4), dtype=torch.uint8),
+        x.new_empty((x.shape[0], rows // 32), dtype=torch.float8_e4m3fn),
+        x.new_empty((x.shape[0],), dtype=torch.float32),
+    )
+    parts = (weight, scales, global_scale, offsets)
+    bound = math.inf if limit is None else limit
+    results = (*out, result_scale.contiguous())
+    of_x = (input_scale, None)
+    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, results)
+    return out
 
 
 def _product(
@@ -96,26 +135,31 @@ def _product(
     x: torch.Tensor,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     segments: tuple[int, ...],
-    input_scale: torch.Tensor | None,
+    of_x: tuple[torch.Tensor | None, torch.Tensor | None],
     row_weight: torch.Tensor | None,
     limit: float,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Fills and returns ``out``."""
-    tokens, device = out.shape[0], x.get_device()
+    results: tuple[torch.Tensor, ...],
+) -> None:
+    """Fills the results: one, or codes, block scales and rows' scales, of each expert's scale.
+
+    ``of_x`` is ``input_scale`` and ``row_scale`` of the operator.
+    """
+    tokens, device = x.shape[0], x.get_device()
     if not tokens:
-        return out
+        return
     if current_device() != device:
         with torch.cuda.device(device):
-            return _product(wanted, x, parts, segments, input_scale, row_weight, limit, out)
+            _product(wanted, x, parts, segments, of_x, row_weight, limit, results)
+        return
     codes, scales, global_scale, offsets = parts
-    scale = 0
-    if wanted[_ROW_SCALED]:
+    input_scale, row_scale = of_x
+    if wanted[_ROW_SCALED] and row_scale is None:
         each = None if input_scale is None else of_rows(input_scale, offsets, tokens)
         x, row_scale = bfloat16_operand(x, each)
-        scale = row_scale.data_ptr()
     x, start, token_stride = aligned(x, tokens)
     fixed = (segments, global_scale.shape[-1], limit, device, get_ident())
+    out, *of_codes = [result.data_ptr() for result in results]
+    block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
     _prepared(wanted, tokens, token_stride, *fixed)(
         stream_of(device),
         start,
@@ -123,12 +167,14 @@ def _product(
         scales.data_ptr(),
         global_scale.data_ptr(),
         start,
-        scale,
+        0 if row_scale is None else row_scale.data_ptr(),
         0 if row_weight is None else row_weight.data_ptr(),
-        out.data_ptr(),
+        out,
         offsets.data_ptr(),
+        codes_scale,
+        block_scales,
+        row_scales,
     )
-    return out
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -162,7 +208,7 @@ def _prepared(
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
     sizes = (tokens, experts.experts)
     if isinstance(plan, GroupedFewPlan):
-        after = _FEW_AFTER.pack(*sizes, experts.rows // 16, *rest)
+        after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
         return Launch(kernel, resident, FEW_PARAMETERS, b"", _ADDRESSES, after)
     row_blocks = -(-experts.rows // plan.rows)
     after = _AFTER.pack(*sizes, experts.columns // 64, experts.rows // 16, row_blocks, *rest)

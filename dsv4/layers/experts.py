@@ -22,7 +22,11 @@ from dsv4.layers._module import (
 )
 from dsv4.layers._workspace import Room, Workspace
 from dsv4.layers.observer import AmaxObserver
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_quantize,
+)
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
@@ -71,6 +75,7 @@ class DeepseekV4Experts(FixedDtypeModule):
 
     stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
     gate_up_row_scale: torch.Tensor | None
+    down_proj_input_scale: torch.Tensor | None
 
     def __init__(
         self, config: Any, first_expert: int = 0, num_local_experts: int | None = None
@@ -139,7 +144,11 @@ class DeepseekV4Experts(FixedDtypeModule):
         if self.numerics == "deepseek":
             row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
         inner = self._activated(rows, offsets, row_weight, room.inner)
-        out = self._project("down_proj", inner, offsets, room.rows)
+        if isinstance(inner, QuantizedTensor):
+            down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
+            out = grouped_gemm(inner, down, offsets, out_dtype=dtype, out=room.rows)
+        else:
+            out = self._project("down_proj", inner, offsets, room.rows)
         if callable(shared):
             shared = shared()
         return moe_combine(out, places, offsets, weights, shared=shared)
@@ -161,23 +170,21 @@ class DeepseekV4Experts(FixedDtypeModule):
         offsets: torch.Tensor,
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """SwiGLU of the first product, ``[R, I]``; in ``out`` if the layer is packed."""
+    ) -> torch.Tensor | QuantizedTensor:
+        """SwiGLU of the first product, ``[R, I]``; in ``out`` if the layer is packed.
+
+        Quantised if the layer is packed and the second product would do so with given scales.
+        """
         name = "gate_up_proj"
         if self.layout == LINEAR:
             gate_up = self._project(name, rows, offsets)
             return swiglu(gate_up, self.limit, row_weight=row_weight)
         activation, scale = self._quantising(name, rows, offsets)
-        return grouped_gemm_swiglu(
-            rows,
-            self.quantized_weight(name),
-            offsets,
-            self.limit,
-            row_weight=row_weight,
-            activation=activation,
-            input_scale=scale,
-            out=out,
-        )
+        given = (rows, self.quantized_weight(name), offsets, self.limit)
+        options: Any = {"row_weight": row_weight, "activation": activation, "input_scale": scale}
+        if activation == "nvfp4" and self.down_proj_input_scale is not None:
+            return grouped_gemm_swiglu_quantize(*given, self.down_proj_input_scale, **options)
+        return grouped_gemm_swiglu(*given, out=out, **options)
 
     def _project(
         self,

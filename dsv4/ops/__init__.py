@@ -10,7 +10,11 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_quantize,
+)
 from dsv4.ops.hyper_connection import (
     hc_head,
     hc_post,
@@ -45,6 +49,7 @@ __all__ = [
     "gemm_swiglu",
     "grouped_gemm",
     "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_quantize",
     "hc_head",
     "hc_post",
     "hc_post_pre_norm",

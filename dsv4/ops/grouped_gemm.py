@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4.formats import LINEAR, QuantizedTensor
+from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
 from dsv4.ops.gemm import check_columns, check_operands
-from dsv4.ops.quantize import positive
+from dsv4.ops.quantize import positive, without_global_scale
 
 PLAIN = "plain"
 
@@ -26,6 +26,7 @@ def _fake(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
@@ -51,10 +52,34 @@ def _fake_swiglu(
     return x.new_empty((x.shape[0], weight.shape[1] // 2), dtype=out_dtype)
 
 
+def _fake_swiglu_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    result_scale: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape[0], weight.shape[1] // 2
+    return (
+        x.new_empty((rows, columns // 2), dtype=torch.uint8),
+        x.new_empty((rows, columns // 16), dtype=torch.float8_e4m3fn),
+        x.new_empty((rows,), dtype=torch.float32),
+    )
+
+
 _SCHEMA = (
     "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
     "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "ScalarType out_dtype, str backend) -> Tensor"
+    "Tensor? row_scale, ScalarType out_dtype, str backend) -> Tensor"
 )
 _grouped_gemm = define(_SCHEMA, _fake)
 _grouped_gemm_out = define_out(_SCHEMA)
@@ -69,8 +94,17 @@ _grouped_gemm_swiglu = define(_SCHEMA_SWIGLU, _fake_swiglu)
 _grouped_gemm_swiglu_out = define_out(_SCHEMA_SWIGLU)
 
 
+_grouped_gemm_swiglu_quantize = define(
+    "grouped_gemm_swiglu_quantize(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
+    "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
+    "float? limit, Tensor? row_weight, Tensor result_scale, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
+    _fake_swiglu_quantize,
+)
+
+
 def grouped_gemm(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor | torch.Tensor,
     offsets: torch.Tensor,
     *,
@@ -86,14 +120,15 @@ def grouped_gemm(
     hold. An expert without rows costs nothing (specification section 8.2).
 
     Args:
-        x: ``[R, K]``, rows sorted by expert (``moe_permute``).
+        x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are what the product
+            would make of rows that it quantises itself; ``activation`` is ``"bf16"`` then.
         weight: ``[E, N, K]``, quantised or a plain floating tensor.
         offsets: int32 ``[E + 1]`` on the device of ``x``: 0, then non-decreasing, at most R. Its
             values are data: the reference checks them, a kernel need not.
         activation: ``"bf16"`` or ``"nvfp4"``; see ``gemm``.
         input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
             row); only with ``"nvfp4"``.
-        out_dtype: Floating; ``x.dtype`` if None.
+        out_dtype: Floating; ``x.dtype`` if None, bfloat16 for NVFP4 rows.
         out: Where the result goes, of ``out_dtype``, contiguous, at a multiple of 16 bytes and
             apart from the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
@@ -106,9 +141,13 @@ def grouped_gemm(
         ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
             not finite and above 0 or is given with ``"bf16"``, or ``out`` is not as stated.
     """
+    row_scale = None
+    if isinstance(x, QuantizedTensor):
+        x, row_scale = _values("grouped_gemm", x, activation, out_dtype)
+        out_dtype = out_dtype or torch.bfloat16
     out_dtype = check_operands("grouped_gemm", x, activation, out_dtype)
     parts = _checked("grouped_gemm", x, weight, offsets, activation, input_scale)
-    given = (x, *parts, activation, input_scale, out_dtype)
+    given = (x, *parts, activation, input_scale, row_scale, out_dtype)
     if out is None:
         return _grouped_gemm(*given, backend)
     _check.result("grouped_gemm", out, (x.shape[0], parts[0].shape[1]), out_dtype, x)
@@ -161,18 +200,67 @@ def grouped_gemm_swiglu(
     rows = parts[0].shape[1]
     if rows % 2:
         raise ValueError(f"{op}: weight has {rows} rows, wanted an even number")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"{op}: limit is {limit}, wanted one above 0 or None")
-    if row_weight is not None:
-        _check.floating(op, "row_weight", row_weight)
-        _check.shape(op, "row_weight", row_weight, [x.shape[0]])
-        _check.same_device(op, x=x, row_weight=row_weight)
+    _check_swiglu(op, x, limit, row_weight)
     given = (x, *parts, activation, input_scale, limit, row_weight, out_dtype)
     if out is None:
         return _grouped_gemm_swiglu(*given, backend)
     _check.result(op, out, (x.shape[0], rows // 2), out_dtype, x)
     _grouped_gemm_swiglu_out(*given, out, backend)
     return out
+
+
+def grouped_gemm_swiglu_quantize(
+    x: torch.Tensor,
+    weight: QuantizedTensor | torch.Tensor,
+    offsets: torch.Tensor,
+    limit: float | None,
+    result_scale: torch.Tensor,
+    *,
+    row_weight: torch.Tensor | None = None,
+    activation: str = "bf16",
+    input_scale: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """``grouped_gemm_swiglu`` in the dtype of ``x``, then ``quantize`` to NVFP4, as one operator.
+
+    What a second product with ``activation="nvfp4"`` and these input scales would make of the
+    rows. The bits are those of the two operators of the same implementation, one after the other.
+
+    Args:
+        x: As in ``grouped_gemm``.
+        weight: ``[E, 2 I, K]``, as in ``grouped_gemm_swiglu``; I is a multiple of 16.
+        offsets: As in ``grouped_gemm``.
+        limit: As in ``grouped_gemm_swiglu``.
+        result_scale: float32 ``[E]``, the static global scale of each expert's results, finite and
+            above 0.
+        row_weight: As in ``grouped_gemm_swiglu``.
+        activation: Of ``x``, as in ``grouped_gemm``.
+        input_scale: Likewise.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        NVFP4 ``[R, I]`` with linear block scales and a global scale per row, that of its expert.
+        Rows past ``offsets[E]`` are zeros, of global scale 1.
+
+    Raises:
+        TypeError: as ``grouped_gemm_swiglu``, and if ``result_scale`` is not float32.
+        ValueError: as ``grouped_gemm_swiglu``, and if a weight's rows are no multiple of 32, or
+            ``result_scale`` has another shape or device or is not finite and above 0.
+    """
+    op = "grouped_gemm_swiglu_quantize"
+    check_operands(op, x, activation, None)
+    parts = _checked(op, x, weight, offsets, activation, input_scale)
+    rows = parts[0].shape[1]
+    if rows == 0 or rows % 32:
+        raise ValueError(f"{op}: weight has {rows} rows, wanted a positive multiple of 32")
+    _check_swiglu(op, x, limit, row_weight)
+    _check.dtype(op, "result_scale", result_scale, torch.float32)
+    _check.shape(op, "result_scale", result_scale, [parts[0].shape[0]])
+    _check.same_device(op, x=x, result_scale=result_scale)
+    positive(f"{op}: result_scale", result_scale)
+    given = (x, *parts, activation, input_scale, limit, row_weight, result_scale)
+    codes, scales, total = _grouped_gemm_swiglu_quantize(*given, backend)
+    return QuantizedTensor(codes, scales, total, NVFP4)
 
 
 _Parts = tuple[
@@ -225,6 +313,29 @@ def _check_weight(op: str, weight: QuantizedTensor | torch.Tensor) -> tuple[int,
     if len(shape) != 3:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
     return tuple(shape)
+
+
+def _values(
+    op: str, x: QuantizedTensor, activation: str, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantised rows as a product takes them: without their global scale, and that of every row."""
+    if x.format != NVFP4 or len(x.shape) != 2:
+        raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4")
+    if activation != "bf16":
+        raise ValueError(f"{op}: x is quantised, but activation is {activation!r}")
+    dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
+    return without_global_scale(x, dtype), x.row_scale().contiguous()
+
+
+def _check_swiglu(
+    op: str, x: torch.Tensor, limit: float | None, row_weight: torch.Tensor | None
+) -> None:
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: limit is {limit}, wanted one above 0 or None")
+    if row_weight is not None:
+        _check.floating(op, "row_weight", row_weight)
+        _check.shape(op, "row_weight", row_weight, [x.shape[0]])
+        _check.same_device(op, x=x, row_weight=row_weight)
 
 
 def _check_input_scale(op: str, scale: torch.Tensor | None, activation: str, experts: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -256,9 +257,13 @@ def bfloat16_operand(
     q = quantize(flat, NVFP4, global_scale=input_scale, scaling=scaling)
     assert q.global_scale is not None
     row_scale = q.global_scale.expand(flat.shape[0]).reshape(x.shape[:-1]).contiguous()
-    ones = torch.ones(1, dtype=torch.float32, device=x.device)
-    values = dequantize(QuantizedTensor(q.codes, q.scales, ones, NVFP4), torch.bfloat16)
-    return values.reshape(x.shape), row_scale
+    return without_global_scale(q, torch.bfloat16).reshape(x.shape), row_scale
+
+
+def without_global_scale(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """``code * block scale`` of NVFP4, ``[*batch, N, K]``, exact in every floating dtype."""
+    ones = torch.ones((*q.shape[:-2], 1), dtype=torch.float32, device=q.device)
+    return dequantize(replace(q, global_scale=ones, segments=()), dtype)
 
 
 def dequantize(

@@ -17,6 +17,7 @@ def product(
     weight_scale: torch.Tensor | None,
     activation: str,
     input_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x [R, K] @ weight [N, K].T`` with the scales applied after the sum.
 
@@ -26,15 +27,17 @@ def product(
         weight_scale: Global scale of every row of the weight, ``[N]``, or None.
         activation: ``"bf16"`` (x as it is) or ``"nvfp4"`` (x quantised first).
         input_scale: ``[1]``, ``[R]`` or None (dynamic, per row of x); NVFP4 only.
+        row_scale: Global scale of every row of x, ``[R]``, or None; only with ``"bf16"``.
     """
     finite = torch.isfinite(x).all(-1, keepdim=True)
+    values, alpha = x.to(weight.dtype), weight_scale
     if activation == "nvfp4":
-        values, row = fake_quantized(x, input_scale, weight.dtype)
-        alpha = row[:, None] if weight_scale is None else row[:, None] * weight_scale
-        out = (values @ weight.T) * alpha
-    else:
-        out = x.to(weight.dtype) @ weight.T
-        out = out if weight_scale is None else out * weight_scale
+        values, row_scale = fake_quantized(x, input_scale, weight.dtype)
+    if row_scale is not None:
+        row = row_scale.to(weight.dtype)[:, None]
+        alpha = row if weight_scale is None else row * weight_scale
+    out = values @ weight.T
+    out = out if alpha is None else out * alpha
     return torch.where(finite, out, torch.nan)
 
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.grouped_gemm``, both operators."""
+"""Meaning of ``dsv4.ops.grouped_gemm``, all its operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from dsv4 import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.gemm import product
-from dsv4.reference.quantize import operand
+from dsv4.reference.quantize import operand, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
 
 
@@ -25,6 +25,7 @@ def grouped_gemm(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -50,7 +51,9 @@ def grouped_gemm(
             row = formats.expand_segments(global_scale[expert], segments, weight.shape[1])
             row = row.to(compute)
         scale = None if input_scale is None else input_scale[expert : expert + 1]
-        out[start:end] = product(x[start:end], matrix, row, activation, scale).to(out_dtype)
+        of_rows = None if row_scale is None else row_scale[start:end]
+        found = product(x[start:end], matrix, row, activation, scale, of_rows)
+        out[start:end] = found.to(out_dtype)
     return out
 
 
@@ -72,10 +75,35 @@ def grouped_gemm_swiglu(
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``. Reads the offsets on the host."""
     stored = (weight, scales, global_scale, segments, offsets, format, layout)
-    gate_up = grouped_gemm(x, *stored, activation, input_scale, compute_dtype(x))
+    gate_up = grouped_gemm(x, *stored, activation, input_scale, None, compute_dtype(x))
     result = swiglu(gate_up, limit, "interleaved", row_weight, out_dtype)
     result[int(offsets[-1]) :] = 0  # whatever such a row weighs
     return result if out is None else out.copy_(result)
+
+
+def grouped_gemm_swiglu_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    segments: Sequence[int],
+    offsets: torch.Tensor,
+    format: str,
+    layout: str,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    limit: float | None,
+    row_weight: torch.Tensor | None,
+    result_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``. Reads the offsets on the host."""
+    stored = (weight, scales, global_scale, segments, offsets, format, layout)
+    options = (activation, input_scale, limit, row_weight, x.dtype)
+    inner = grouped_gemm_swiglu(x, *stored, *options)
+    row_scale = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
+    for expert, (start, end) in enumerate(itertools.pairwise(_bounds(offsets, x.shape[0]))):
+        row_scale[start:end] = result_scale[expert]
+    return quantize_nvfp4(inner, row_scale, "static", formats.LINEAR)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:

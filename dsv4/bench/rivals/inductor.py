@@ -20,7 +20,13 @@ from dsv4.bench.problem import Problem
 from dsv4.bench.rivals._prepare import Call, Rival, Table, attempt, captured
 
 NAME = "inductor"
-PRODUCTS = ("gemm", "gemm_swiglu", "grouped_gemm", "sparse_attention")
+PRODUCTS = (
+    "gemm",
+    "gemm_swiglu",
+    "grouped_gemm",
+    "grouped_gemm_swiglu_quantize",
+    "sparse_attention",
+)
 # Every size of every case is compiled anew; past its own limit the compiler gives up.
 _MANY = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import nvvm
 
 from dsv4.cute import _ptx as ptx
@@ -90,6 +90,33 @@ def find_expert(tile: Value, table: Value) -> Value:
     first = ptx.load_shared_int(rows_at + Uint32(low * 4))
     end = ptx.load_shared_int(rows_at + Uint32(low * 4 + 4))
     return low, before, tiles, first, end
+
+
+@cute.jit
+def clear_codes(
+    places: Value, lines: Value, columns: Value, thread: Value, threads: cutlass.Constexpr
+) -> None:
+    """Codes and block scales 0, scale 1 in rows ``(first, end, stride)``, by so many threads.
+
+    Args:
+        places: Addresses of codes, block scales and scales of rows.
+        lines: The rows.
+        columns: Of a row, a multiple of 16.
+        thread: Which of them this is.
+        threads: How many there are.
+    """
+    codes, scales, row_scale = places
+    line, end, stride = lines
+    while line < end:
+        at = codes + Int64(line) * (columns // 2)
+        for word in cutlass.range(thread, columns // 8, threads, unroll=1):
+            ptx.store_global(at + Int64(word) * 4, Uint32(0))
+        at = scales + Int64(line) * (columns // 16)
+        for block in cutlass.range(thread, columns // 16, threads, unroll=1):
+            ptx.store_global_byte(at + block, Uint32(0))
+        if thread == 0:
+            ptx.store_global_float(row_scale + Int64(line) * 4, Float32(1.0))
+        line += stride
 
 
 @cute.jit

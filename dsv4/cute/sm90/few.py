@@ -438,9 +438,29 @@ class FewKernel(FewPlan):
     @cute.jit
     def _store(self, tile: Value, sums: Value, factors: Value, places: Value, sizes: Value) -> None:
         """Scale, turn in shared memory so that a token's rows are whole sectors, and store."""
-        room, token_scale, out, x, *_ = places
-        lane, tokens, row_tiles, token_stride, groups, limit = sizes
+        room, _, out, *_ = places
+        lane, tokens, row_tiles, *_ = sizes
         cute.arch.sync_warp()  # all lanes have read what the room held
+        self._turn(sums, factors, places, sizes, (0, self.tile_outputs))
+        cute.arch.sync_warp()
+        width = 4 if self.float32_out else 2
+        vectors = self.tile_outputs * width // 16  # of a token
+        for i in cutlass.range_constexpr(max(1, self.token_tiles * 8 * vectors // 32)):
+            number = i * 32 + lane
+            token, vector = number // vectors, number % vectors
+            if token < tokens and token < self.token_tiles * 8:
+                line = (Int64(token) * row_tiles + tile) * (self.tile_outputs * width)
+                words = ptx.load_shared(room + Uint32(number * 16), 4)
+                ptx.store_global4(out + line + vector * 16, words)
+
+    @cute.jit
+    def _turn(
+        self, sums: Value, factors: Value, places: Value, sizes: Value, columns: Value
+    ) -> None:
+        """Results of a row tile into the warp's room, from a column on, of lines of so many."""
+        room, token_scale, _, x, *_ = places
+        lane, tokens, _, token_stride, groups, limit = sizes
+        first, across = columns
         width = 4 if self.float32_out else 2
         for n in cutlass.range_constexpr(self.token_tiles):
             values = []
@@ -462,20 +482,11 @@ class FewKernel(FewPlan):
                 token = n * 8 + lane % 4 * 2 + i % 2
                 row = output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
                 if token < tokens:
-                    at = room + Uint32((token * self.tile_outputs + row) * width)
+                    at = room + Uint32((token * across + first + row) * width)
                     if cutlass.const_expr(self.float32_out):
                         ptx.store_shared_float(at, values[i])
                     else:
                         ptx.store_shared_bfloat16(at, values[i])
-        cute.arch.sync_warp()
-        vectors = self.tile_outputs * width // 16  # of a token
-        for i in cutlass.range_constexpr(max(1, self.token_tiles * 8 * vectors // 32)):
-            number = i * 32 + lane
-            token, vector = number // vectors, number % vectors
-            if token < tokens and token < self.token_tiles * 8:
-                line = (Int64(token) * row_tiles + tile) * (self.tile_outputs * width)
-                words = ptx.load_shared(room + Uint32(number * 16), 4)
-                ptx.store_global4(out + line + vector * 16, words)
 
     @cute.jit
     def _unless_infinite(self, value: Float32, start: Int64) -> Float32:

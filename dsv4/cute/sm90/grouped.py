@@ -24,7 +24,15 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._experts import all_tiles, clear_lines, count_tiles, find_expert, last_row
+from dsv4.cute.sm90._codes import coded
+from dsv4.cute.sm90._experts import (
+    all_tiles,
+    clear_codes,
+    clear_lines,
+    count_tiles,
+    find_expert,
+    last_row,
+)
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, GroupedPlan
 from dsv4.cute.sm90.many import ManyKernel, rows_of_x
 
@@ -39,7 +47,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         return cute.compile(
             self,
             rows_of_x(),
-            *[Int64(0)] * 8,
+            *[Int64(0)] * 11,
             *[Int32(1)] * 5,
             Int64(8),
             *[Int32(1)] * 6,
@@ -60,6 +68,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         row_weight: Int64,
         out: Int64,
         offsets: Int64,
+        codes_scale: Int64,
+        block_scales: Int64,
+        row_scale: Int64,
         tokens: Int32,
         experts: Int32,
         k_blocks: Int32,
@@ -79,8 +90,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         atom, x_tiles, layout, mma = self.tools(x)
         self.kernel(
             atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, row_weight,
-            out, offsets, tokens, experts, k_blocks, row_tiles, row_blocks, token_stride,
-            scales_each, cut0, cut1, cut2, scale_rows, sixteen, limit,
+            out, offsets, codes_scale, block_scales, row_scale, tokens, experts, k_blocks,
+            row_tiles, row_blocks, token_stride, scales_each, cut0, cut1, cut2, scale_rows,
+            sixteen, limit,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -105,6 +117,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         row_weight: Int64,
         out: Int64,
         offsets: Int64,
+        codes_scale: Int64,
+        block_scales: Int64,
+        row_scale: Int64,
         tokens: Int32,
         experts: Int32,
         k_blocks: Int32,
@@ -134,6 +149,10 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             row_weight: Address of float32 ``[tokens]``, where ``row_weighted``.
             out: Address of ``[tokens, rows]``.
             offsets: Address of int32 ``[experts + 1]``, the first row of each and the end.
+            codes_scale: Address of float32 ``[experts]``, the global scale of each expert's
+                results, where ``quantized_out``; ``out`` is their codes, ``[tokens, rows / 4]``.
+            block_scales: Address of their scale bytes, ``[tokens, rows / 32]``, likewise.
+            row_scale: Address of their rows' global scales, float32 ``[tokens]``, likewise.
             tokens: Rows of X, all of them.
             experts: At most ``MOST_EXPERTS``.
             k_blocks: K / 64, a multiple of ``depth``.
@@ -199,8 +218,12 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     tile += stride
             else:
                 lines = (last_row(table) + first, tokens, stride)
-                vectors = row_tiles * (self.tile_bytes // 16)
-                clear_lines(out, lines, vectors, thread - 32 * (self.mma_warps + 1), 96)
+                among = thread - 32 * (self.mma_warps + 1)
+                if cutlass.const_expr(self.quantized_out):
+                    room = (out, block_scales, row_scale)
+                    clear_codes(room, lines, row_tiles * self.tile_outputs, among, 96)
+                else:
+                    clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), among, 96)
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
             slice_ = mma.get_slice(thread)
@@ -243,7 +266,13 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     out + Int64(start) * row_tiles * self.tile_bytes,
                     x_at + Int64(start) * token_stride * 2,
                     row_weight + Int64(start) * 4,
+                    block_scales + Int64(start) * (row_tiles // 2),
+                    codes_scale + Int64(expert) * 4,
                 )
+                if cutlass.const_expr(self.quantized_out):  # noqa: SIM102 - one is constant
+                    if row_block == 0 and thread < cutlass.min(count, self.token_block):
+                        of_all = ptx.load_global_float(places[6])
+                        ptx.store_global_float(row_scale + (Int64(start) + thread) * 4, of_all)
                 self._store(
                     self._together(sums, shared_x, Int32(0), thread),
                     factors,
@@ -255,7 +284,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a token's results in a tile of 16 rows."""
+        """Bytes of a token's results, or their codes, in a tile of 16 rows."""
+        if self.quantized_out:
+            return self.tile_outputs // 2
         return self.tile_outputs * (4 if self.float32_out else 2)
 
     def _total(self, order: Value) -> Value:
@@ -286,3 +317,20 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 row.append(value * ptx.load_global_float(places[4] + Int64(token) * 4))
             weighted.append(row)
         return weighted
+
+    @cute.jit
+    def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
+        """As there, or as codes, of which neighbouring lanes have a block."""
+        token, row, rows = where
+        if cutlass.const_expr(self.quantized_out):
+            # Of a line that is not there, whatever follows in shared memory.
+            words = ptx.load_shared(at, 4)
+            codes, byte = coded(words, ptx.load_global_float(places[6]))
+            if there:
+                line = Int64(token) * rows + row
+                ptx.store_global(places[2] + line // 2, codes)
+                if row % 16 == 0:
+                    ptx.store_global_byte(places[5] + line // 16, byte)
+        elif there:
+            words = ptx.load_shared(at, 4)
+            ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)

@@ -10,7 +10,10 @@ every expert that has rows.
   row tile; the warps take jobs in turn, and ask for the weights of the next while they multiply.
 * Where there are parts, a warp leaves its sums in shared memory. The one that finds itself the last
   of a row tile adds them in ascending order and stores the results; nobody waits for it. A place is
-  used again when its results are out, which whoever wants it checks.
+  used again when its parts are read, which whoever wants it checks.
+* Results as NVFP4: two row tiles of gate and up make a block of 16 codes. So they are a unit, their
+  parts are left like those of one row tile, and the last warp codes the results of both. Below, a
+  unit is called a row tile there, and the parts of both its parts.
 
 So with parts a range of, say, 17.5 row tiles keeps 16 warps busy to within a part of a row tile;
 without, there is nothing to add, and fewer instructions a weight.
@@ -26,7 +29,15 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._experts import all_tiles, clear_lines, count_tiles, find_expert, last_row
+from dsv4.cute.sm90._codes import coded
+from dsv4.cute.sm90._experts import (
+    all_tiles,
+    clear_codes,
+    clear_lines,
+    count_tiles,
+    find_expert,
+    last_row,
+)
 from dsv4.cute.sm90.few import FewKernel
 from dsv4.cute.sm90.grouped_plan import (
     MOST_EXPERTS,
@@ -52,7 +63,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
         return cute.compile(
             self,
-            *[Int64(0)] * 8,
+            *[Int64(0)] * 11,
             *[Int32(1)] * 3,
             Int64(8),
             *[Int32(1)] * 6,
@@ -72,6 +83,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         row_weight: Int64,
         out: Int64,
         offsets: Int64,
+        codes_scale: Int64,
+        block_scales: Int64,
+        row_scale: Int64,
         tokens: Int32,
         experts: Int32,
         row_tiles: Int32,
@@ -87,8 +101,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         self.kernel(
-            codes, scales, global_scale, x, token_scale, row_weight, out, offsets, tokens, experts,
-            row_tiles, token_stride, scales_each, cut0, cut1, cut2, scale_rows, sixteen, limit,
+            codes, scales, global_scale, x, token_scale, row_weight, out, offsets, codes_scale,
+            block_scales, row_scale, tokens, experts, row_tiles, token_stride, scales_each, cut0,
+            cut1, cut2, scale_rows, sixteen, limit,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -110,6 +125,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         row_weight: Int64,
         out: Int64,
         offsets: Int64,
+        codes_scale: Int64,
+        block_scales: Int64,
+        row_scale: Int64,
         tokens: Int32,
         experts: Int32,
         row_tiles: Int32,
@@ -166,17 +184,14 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                 of_warp, of_lane = self._again(state + _ZERO)
                 job = ptx.load_shared_int(state + Uint32(_JOB + of_warp * 4))
                 last = Int32(1) > 0  # a value of the kernel, as what takes its place is
-                if cutlass.const_expr(self.parts > 1):
+                if cutlass.const_expr(self.shares > 1):
                     place = ptx.load_shared_int(state + _DONE) + self._tile_of(job)
                     last = self._leave(sums, parts, counts, place, self._part_of(job), of_lane)
                 if last:
-                    if cutlass.const_expr(self.parts > 1):
-                        sums = self._added(parts, counts, place, of_lane)
                     tile = ptx.load_shared_int(state + _FIRST) + self._tile_of(job)
                     row = ptx.load_shared_int(state + _ROW)
                     owner = ptx.load_shared_int(state + _OWNER)
                     of_owner = global_scale + Int64(owner) * scales_each * 4
-                    factors = self._factors(of_owner, tile * 16 + of_lane // 4, rules)
                     places = (
                         turned + Uint32(of_warp * self.partial_bytes),
                         token_scale + Int64(row) * 4,
@@ -186,7 +201,17 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                     )
                     there = ptx.load_shared_int(state + _ROWS)
                     sizes = (of_lane, there, row_tiles, token_stride, Int32(1), limit)
-                    self._store(tile, sums, factors, places, sizes)
+                    if cutlass.const_expr(self.quantized_out):
+                        results = (out, block_scales, row_scale, codes_scale + Int64(owner) * 4)
+                        self._store_codes(
+                            (tile, place, Int64(row)), (parts, counts), results,
+                            (of_owner, rules), places, sizes,
+                        )  # fmt: skip
+                    else:
+                        if cutlass.const_expr(self.parts > 1):
+                            sums = self._added(parts, counts, place, of_lane)
+                        factors = self._factors(of_owner, tile * 16 + of_lane // 4, rules)
+                        self._store(tile, sums, factors, places, sizes)
                 if of_lane == 0:
                     ptx.store_shared_int(state + Uint32(_JOB + of_warp * 4), job + self.warps)
                 cute.arch.sync_warp()
@@ -194,12 +219,18 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             if thread == 0:
                 self._proceed(state)
             cute.arch.sync_threads()
-        vectors = row_tiles * (self.tile_bytes // 16)
-        clear_lines(out, (last_row(table) + block, tokens, grid), vectors, thread, self.threads)
+        lines = (last_row(table) + block, tokens, grid)
+        if cutlass.const_expr(self.quantized_out):
+            room = (out, block_scales, row_scale)
+            clear_codes(room, lines, row_tiles * 16, thread, self.threads)
+        else:
+            clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.threads)
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a token's results in a tile of 16 rows."""
+        """Bytes of a token's results in a tile of 16 rows; 0 where ``_store_codes`` knows."""
+        if self.quantized_out:
+            return 0
         return self.tile_outputs * (4 if self.float32_out else 2)
 
     def _places(self, experts: Value) -> tuple[Value, ...]:
@@ -232,7 +263,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         start += (segment - before) * self.segment_rows
         if lane == 0:
             ptx.store_shared_int(state + _FIRST, first)
-            ptx.store_shared_int(state + _JOBS, (end - begin) * self.parts)
+            ptx.store_shared_int(state + _JOBS, (end - begin) * self.shares)
             ptx.store_shared_int(state + _BASE, expert * row_tiles + first)
             ptx.store_shared_int(state + _OWNER, expert)
             ptx.store_shared_int(state + _ROW, start)
@@ -253,17 +284,17 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
     def _tile_of(self, job: Value) -> Value:
         """The row tile of a job, from the segment's first one; unsigned division is shorter."""
-        return job if self.parts == 1 else Int32(Uint32(job) // Uint32(self.parts))
+        return job if self.shares == 1 else Int32(Uint32(job) // Uint32(self.shares))
 
     def _part_of(self, job: Value) -> Value:
-        """The part of K of a job."""
-        return Int32(0) if self.parts == 1 else Int32(Uint32(job) % Uint32(self.parts))
+        """Which of its row tile's parts a job is."""
+        return Int32(0) if self.shares == 1 else Int32(Uint32(job) % Uint32(self.shares))
 
     def _job(self, state: Value, job: Value) -> Value:
         """Where a job's part of its row tile begins, or the last one's: in tiles of 64 columns."""
         job = cutlass.min(job, ptx.load_shared_int(state + _JOBS) - 1)
         tile = ptx.load_shared_int(state + _BASE) + self._tile_of(job)
-        return tile * (self.columns // 64) + self._part_of(job) * self.steps
+        return tile * (self.shares * self.steps) + self._part_of(job) * self.steps
 
     def _address(self, weight: Value, at: Value, lane: Value) -> tuple[Value, Value]:
         """The lane's codes and scales of a tile."""
@@ -297,7 +328,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         job = ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
         codes, scales = self._address(weight, self._job(state, job), lane)
         rows = self._rows(shared_x, lane)
-        rows = [at + Uint32(self._part_of(job) * (self.steps * 128)) for at in rows]
+        if cutlass.const_expr(self.parts > 1):
+            part = self._part_of(job) % self.parts
+            rows = [at + Uint32(part * (self.steps * 128)) for at in rows]
         sums = [[Float32(0.0)] * 4 for _ in range(self.chains)]
         right = self._load_x(rows, 0)
         for _ in cutlass.range(self.steps // self.depth - 1, unroll=1):
@@ -344,10 +377,19 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     def _leave(
         self, sums: Value, parts: Value, counts: Value, place: Value, part: Value, lane: Value
     ) -> Value:
-        """Write a part's sums; whether it was the last of its row tile."""
+        """Write a part's sums; whether it was the last of its row tile.
+
+        What orders the warps are two words of the place. One counts the parts that were left, those
+        of earlier row tiles, too: every lane's part comes before the count (the warp's barrier,
+        then release), and all counts before the reading of the last one (acquire, then the warp's
+        barrier). The other is the number of row tiles that were read, published after the last
+        lane has read (barrier, release) and waited for, by every lane, before a part is left there
+        again (acquire). Tools that follow barriers alone, as racecheck does, report these words and
+        the parts; with a barrier for all warps none would, and warps would wait for each other.
+        """
         slot = place % PLACES
         ptx.wait_shared_at_least(counts + Uint32((PLACES + slot) * 4), Uint32(place // PLACES))
-        at = parts + Uint32((slot * self.parts + part) * self.partial_bytes + lane * 16)
+        at = parts + Uint32((slot * self.shares + part) * self.partial_bytes + lane * 16)
         for n in cutlass.range_constexpr(self.token_tiles):
             ptx.store_shared_float4(at + n * _PARTIAL, sums[n])
         cute.arch.sync_warp()
@@ -356,23 +398,77 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             before = Int32(ptx.count_shared(counts + Uint32(slot * 4)))
         before = cute.arch.shuffle_sync(before, 0)
         cute.arch.sync_warp()  # what lane 0 has acquired, all have: a shuffle orders no memory
-        return before == self.parts - 1
+        return before == (place // PLACES + 1) * self.shares - 1
 
     @cute.jit
     def _added(self, parts: Value, counts: Value, place: Value, lane: Value) -> Value:
-        """The sum of the parts, in ascending order; their place is free then."""
+        """The sum of the parts; their place is free then."""
+        sums = self._sum(parts, place, Int32(0), lane)
+        self._free(counts, place, lane)
+        return sums
+
+    @cute.jit
+    def _sum(self, parts: Value, place: Value, first: Value, lane: Value) -> Value:
+        """The sum of ``self.parts`` parts of a place from one of them on, in ascending order."""
         slot = place % PLACES
         sums = [[Float32(0.0)] * 4 for _ in range(self.token_tiles)]
+        at = parts + Uint32((slot * self.shares + first) * self.partial_bytes + lane * 16)
         for part in cutlass.range_constexpr(self.parts):
             for n in cutlass.range_constexpr(self.token_tiles):
-                at = parts + Uint32(slot * (self.parts * self.partial_bytes) + lane * 16)
                 more = ptx.load_shared_float4(at + (part * self.partial_bytes + n * _PARTIAL))
                 sums[n] = [sums[n][i] + more[i] for i in range(4)]
+        return sums
+
+    @cute.jit
+    def _free(self, counts: Value, place: Value, lane: Value) -> None:
+        """The warp has read a place."""
+        slot = place % PLACES
         cute.arch.sync_warp()
         if lane == 0:
-            ptx.store_shared_int(counts + Uint32(slot * 4), Int32(0))
             ptx.publish_shared(counts + Uint32((PLACES + slot) * 4), Uint32(place // PLACES + 1))
-        return sums
+
+    @cute.jit
+    def _store_codes(
+        self,
+        which: Value,
+        left: Value,
+        results: Value,
+        scale: Value,
+        places: Value,
+        sizes: Value,
+    ) -> None:
+        """Add, turn, code and store what two row tiles gave.
+
+        Args:
+            which: The unit, its place, the segment's first row of X.
+            left: Addresses of the parts and of their counts.
+            results: Addresses of codes, block scales, rows' scales, and the expert's scale.
+            scale: The expert's global scales and their rules, as in ``_factors``.
+            places: As in ``_store``.
+            sizes: Likewise.
+        """
+        unit, place, row = which
+        parts, counts = left
+        codes, block_scales, row_scale, codes_scale = results
+        lane, there, units, *_ = sizes
+        cute.arch.sync_warp()  # all lanes have read what the room held
+        for half in cutlass.range(2, unroll=1):
+            sums = self._sum(parts, place, half * self.parts, lane)
+            factors = self._factors(scale[0], (unit * 2 + half) * 16 + lane // 4, scale[1])
+            self._turn(sums, factors, places, sizes, (half * 8, 16))
+        self._free(counts, place, lane)
+        factor = ptx.load_global_float(codes_scale)
+        number = lane % (16 * self.token_tiles)  # a token has two lanes
+        words = ptx.load_shared(places[0] + Uint32(number * 16), 4)
+        eight, byte = coded(words, factor)
+        token = number // 2
+        if token < there and lane == number:
+            block = (row + token) * units + unit
+            ptx.store_global(codes + block * 8 + number % 2 * 4, eight)
+            if number % 2 == 0:
+                ptx.store_global_byte(block_scales + block, byte)
+                if unit == 0:
+                    ptx.store_global_float(row_scale + (row + token) * 4, factor)
 
     def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
         """Outputs of SwiGLU for two tokens, times what their tokens weigh."""

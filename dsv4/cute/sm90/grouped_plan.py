@@ -39,6 +39,7 @@ class Experts(NamedTuple):
         row_scaled: Whether every row of X has a scale of its own (quantised activations).
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
         row_weighted: Whether that is multiplied by a weight of the row of X.
+        quantized_out: Whether the result of SwiGLU is NVFP4 codes, block scales, scales of rows.
     """
 
     rows: int
@@ -48,6 +49,7 @@ class Experts(NamedTuple):
     row_scaled: bool
     swiglu: bool = False
     row_weighted: bool = False
+    quantized_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class GroupedPlan(ManyPlan):
 
     Attributes:
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
+        quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
     """
 
     row_weighted: bool = False
+    quantized_out: bool = False
 
     @property
     def kernel(self) -> str:
@@ -75,17 +79,20 @@ class GroupedPlan(ManyPlan):
 class GroupedFewPlan(FewPlan):
     """One configuration of the kernel for few rows an expert.
 
-    ``blocks`` is 1, and ``depth`` is a divisor of ``steps``.
+    ``blocks`` is 1, and ``depth`` is a divisor of ``steps``. A unit is a row tile, or two where
+    their outputs make a block of 16 codes.
 
     Attributes:
         parts: Parts of K, a divisor of ``tiles``.
         segment_rows: Most rows of X of a segment, at most 8 ``token_tiles``.
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
+        quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
     """
 
     parts: int = 1
     row_weighted: bool = False
     segment_rows: int = 8
+    quantized_out: bool = False
 
     @property
     def kernel(self) -> str:
@@ -98,9 +105,25 @@ class GroupedFewPlan(FewPlan):
         return self.segment_rows * self.x_row_bytes
 
     @property
+    def unit_tiles(self) -> int:
+        """Row tiles of a unit."""
+        return 2 if self.quantized_out else 1
+
+    @property
+    def shares(self) -> int:
+        """Jobs of a unit: parts of K of its row tiles."""
+        return self.parts * self.unit_tiles
+
+    @property
     def sums_bytes(self) -> int:
-        """Room for sums of parts."""
-        return PLACES * self.parts * self.partial_bytes if self.parts > 1 else 0
+        """Room for sums of shares."""
+        return PLACES * self.shares * self.partial_bytes if self.shares > 1 else 0
+
+    @property
+    def turned_bytes(self) -> int:
+        """Room in which the warps turn their results: of 8 codes 16 bytes before they are coded."""
+        whole = super().turned_bytes
+        return whole // 2 if self.quantized_out else whole
 
     @property
     def steps(self) -> int:
@@ -149,6 +172,7 @@ def _chosen(wanted: Experts, tokens: int, arch: str) -> GroupedPlan | GroupedFew
         wanted.row_scaled,
         wanted.swiglu,
         wanted.row_weighted,
+        wanted.quantized_out,
     )
 
 
@@ -171,6 +195,7 @@ def _few(wanted: Experts, tokens: int) -> GroupedFewPlan | None:
         parts,
         wanted.row_weighted,
         8 * token_tiles,
+        wanted.quantized_out,
     )
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
     over = plan.shared_bytes - _SHARED_ROOM

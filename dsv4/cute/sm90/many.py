@@ -425,10 +425,16 @@ class ManyKernel(ManyPlan):
         return cutlass.min(self._row_tile(row_block, warp), row_tiles - 1)
 
     def _fetch(self, codes: Value, scales: Value, at: Value, tile: int) -> list[Value]:
-        """The lane's 4 words of codes and 2 of scales."""
+        """The lane's 4 words of codes and 2 of scales.
+
+        Not movable: between the loads of two blocks a stage of X is released, so they stay apart.
+        Gathered at the end of a round, the first of them were waited for at once.
+        """
+        codes += Int64(at) * _CODE_BYTES
+        scales += Int64(at) * _SCALE_BYTES
         return [
-            *ptx.load_streamed(codes + Int64(at) * _CODE_BYTES, 4, None, tile * _CODE_BYTES),
-            *ptx.load_streamed(scales + Int64(at) * _SCALE_BYTES, 2, None, tile * _SCALE_BYTES),
+            *ptx.load_streamed(codes, 4, None, tile * _CODE_BYTES, movable=False),
+            *ptx.load_streamed(scales, 2, None, tile * _SCALE_BYTES, movable=False),
         ]
 
     def _expand(self, words: Value, loaded: list[Value], sixteen: Value) -> None:
@@ -490,7 +496,7 @@ class ManyKernel(ManyPlan):
     def _store(
         self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
     ) -> None:
-        turned, token_scale, out, x, *_ = places
+        _, token_scale, out, x, *_ = places
         token_tile, row_tile, warp, lane, thread, rank = where
         tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
         begin = token_tile * self.token_block
@@ -517,7 +523,7 @@ class ManyKernel(ManyPlan):
             else:
                 self._lines(
                     values,
-                    (turned, out),
+                    places,
                     (start, row_tile - warp % 4, warp, lane, thread),
                     (tokens, row_tiles),
                 )
@@ -602,11 +608,10 @@ class ManyKernel(ManyPlan):
     @cute.jit
     def _lines(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
         """bfloat16 results of at most 64 tokens by lines of a warpgroup's rows."""
-        turned, out = places
         begin, row_tile, warp, lane, thread = where
         tokens, row_tiles = sizes
         group, count = warp // 4, len(values)
-        room = turned + Uint32(group * (self.turned_bytes // self.warpgroups))
+        room = places[0] + Uint32(group * (self.turned_bytes // self.warpgroups))
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         for n in cutlass.range_constexpr(count):
             turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
@@ -617,6 +622,14 @@ class ManyKernel(ManyPlan):
             line, vector = number // vectors, number % vectors
             token, row = begin + line, row_tile * self.tile_outputs + vector * 8
             rows = row_tiles * self.tile_outputs
-            if line < count * 8 and token < tokens and row < rows:
-                words = ptx.load_shared(room + Uint32(line * LINE + vector * 16), 4)
-                ptx.store_global4(out + (Int64(token) * rows + row) * 2, words)
+            there = line < count * 8 and token < tokens and row < rows
+            at = room + Uint32(line * LINE + vector * 16)
+            self._write_eight(at, places, (token, row, rows), there)
+
+    @cute.jit
+    def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
+        """Eight results of a token from shared memory, if they are there; all lanes together."""
+        token, row, rows = where
+        if there:
+            words = ptx.load_shared(at, 4)
+            ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)
