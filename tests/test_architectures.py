@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 
 import pytest
 import torch
@@ -23,12 +22,15 @@ def capability(monkeypatch):
     found = [B200]
     monkeypatch.setattr(_support, "_capability", lambda device: found[0])
     monkeypatch.setattr(_support, "_has", lambda package: True)
-    return found
+    yield found
+    monkeypatch.undo()
+    _support.forget_devices()
 
 
 def candidates(op, *args, **kwargs):
     """The choice, and every implementation's objection, as if the tensors were on the GPU."""
-    call = dataclasses.replace(dispatch.arguments(op, *args, **kwargs), device=GPU)
+    _support.forget_devices()
+    call = dispatch.arguments(op, *args, **kwargs)._replace(device=GPU)
     found = {row.name: row.supports(call) for row in dispatch.implementations(call.op)}
     return next(name for name, why in found.items() if why is None), found
 

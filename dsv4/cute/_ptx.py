@@ -87,12 +87,7 @@ def load_global(address: Value) -> Value:
 
 
 def load_streamed(
-    address: Value,
-    words: int,
-    wanted: Value | None = None,
-    offset: int = 0,
-    *,
-    movable: bool = True,
+    address: Value, words: int, wanted: Value | None = None, offset: int = 0
 ) -> tuple[Value, ...]:
     """``words`` (2 or 4) 32-bit words that are read once and never written.
 
@@ -101,11 +96,8 @@ def load_streamed(
         words: How many.
         wanted: 0 to load nothing and return what is not to be looked at; else it is loaded.
         offset: Bytes, part of the instruction: see ``load_matrices4``.
-        movable: Whether the compiler may load later than what follows that publishes memory, an
-            ``arrive`` say. It gathers loads so, to where the last one of a loop's round stands.
     """
-    kind = "global.nc" if movable else "global"
-    code = f"ld.{kind}.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
+    code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     if wanted is None:
         return assembly(code, [Uint32] * words, [address])
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p {code} }}"

@@ -425,16 +425,10 @@ class ManyKernel(ManyPlan):
         return cutlass.min(self._row_tile(row_block, warp), row_tiles - 1)
 
     def _fetch(self, codes: Value, scales: Value, at: Value, tile: int) -> list[Value]:
-        """The lane's 4 words of codes and 2 of scales.
-
-        Not movable: between the loads of two blocks a stage of X is released, so they stay apart.
-        Gathered at the end of a round, the first of them were waited for at once.
-        """
-        codes += Int64(at) * _CODE_BYTES
-        scales += Int64(at) * _SCALE_BYTES
+        """The lane's 4 words of codes and 2 of scales."""
         return [
-            *ptx.load_streamed(codes, 4, None, tile * _CODE_BYTES, movable=False),
-            *ptx.load_streamed(scales, 2, None, tile * _SCALE_BYTES, movable=False),
+            *ptx.load_streamed(codes + Int64(at) * _CODE_BYTES, 4, None, tile * _CODE_BYTES),
+            *ptx.load_streamed(scales + Int64(at) * _SCALE_BYTES, 2, None, tile * _SCALE_BYTES),
         ]
 
     def _expand(self, words: Value, loaded: list[Value], sixteen: Value) -> None:
