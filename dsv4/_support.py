@@ -428,16 +428,16 @@ def attention(call: Call) -> str | None:
     return _no_e4m3(call)
 
 
-_LEAST_TILES = 4
+LEAST_TILES = 4
 
 
 def few_tiles(call: Call) -> str | None:
     """Why the CuTeDSL kernel of ``sparse_attention`` is slower than Triton's, or None."""
     q = call.args[0]
     count = q.shape[0] * tiles(q.shape[1])
-    if count < _LEAST_TILES:
+    if count < LEAST_TILES:
         return (
-            f"there are {count} tiles of 64 heads in all, and of fewer than {_LEAST_TILES} smaller "
+            f"there are {count} tiles of 64 heads in all, and of fewer than {LEAST_TILES} smaller "
             "ones take less time"
         )
     return None

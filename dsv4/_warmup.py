@@ -14,15 +14,19 @@ import torch
 from torch import nn
 
 from dsv4 import _steps, fragments
+from dsv4._support import LEAST_TILES
 from dsv4.config import ModelConfig
 from dsv4.cute import _images
+from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE, tiles
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.formats import NVFP4
 from dsv4.integrations._swap import OutputHead
 from dsv4.layers._pooling import PoolingModule
+from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
@@ -55,7 +59,7 @@ class Warmup:
     """What ``warmup`` did; ``print`` shows all of it.
 
     Attributes:
-        kernels: How many CuTeDSL kernels the products need.
+        kernels: How many CuTeDSL kernels the products and attention need.
         compiled: How many of them were not on disk.
         seconds: How long it took.
         triton: How many Triton kernels the steps need, every specialisation counted.
@@ -136,6 +140,22 @@ class GroupedProduct:
         return cute_grouped.plans(self.experts, max_tokens * self.top_k, arch)
 
 
+@dataclass(frozen=True)
+class Attention:
+    """Sparse attention over FP8 entries of the kernel's size.
+
+    Attributes:
+        heads: Of a token.
+    """
+
+    heads: int
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """All of Hopper's: how tokens are dealt out follows from the width of the page tables."""
+        few = max_tokens * tiles(self.heads) < LEAST_TILES
+        return [] if few or arch != HOPPER else cute_attention.plans()
+
+
 def warmup(
     model: Any,
     device: torch.device | str | int | None = None,
@@ -144,20 +164,21 @@ def warmup(
     *,
     progress: bool = True,
 ) -> Warmup:
-    """Compile every CuTeDSL kernel that a model's products would launch, or load it from disk.
+    """Compile every CuTeDSL kernel that a model would launch, or load it from disk.
 
     With ``arch`` and a configuration or a ``DeepseekV4ForCausalLM``, also every Triton kernel that
     steps of decoding and one of prefill would launch on such a GPU; ``Warmup.operators`` names them
     and says what runs where there is none. They stay in Triton's own cache, where the same version
     of Triton finds them. Without ``arch`` Triton kernels are compiled as they are first launched.
 
-    Without it the first product of each shape compiles its kernel, for one to eight seconds, and
+    Without it the first call of each shape compiles its kernel, for one to eight seconds, and
     inside the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
     ``~/.cache/dsv4/kernels``; those of another machine's GPU can be made by naming ``arch``.
 
     Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
     bfloat16; of a configuration, every linear layer and all routed experts that can be packed, as
-    if all were NVFP4 in a bfloat16 model.
+    if all were NVFP4 in a bfloat16 model. Attention counts on Hopper if its cache holds FP8 entries
+    by default, as DeepSeek's numerics want, of 512 dims with 64 rotated.
 
     Args:
         model: A module, a ``ModelConfig`` or transformers' configuration.
@@ -182,7 +203,7 @@ def warmup(
         raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)
-    plans = [] if chosen is None else kernel_plans(every_product(model), max_tokens, chosen)
+    plans = [] if chosen is None else kernel_plans(every_call(model), max_tokens, chosen)
     compiled = 0
     with _progress(len(plans), progress) as advance:
         for plan in plans:
@@ -217,15 +238,15 @@ def _with_steps(done: Warmup, model: Any, arch: str, max_tokens: int, progress: 
 
 
 def kernel_plans(
-    found: Sequence[Product | GroupedProduct], max_tokens: int, arch: str = HOPPER
+    found: Sequence[Product | GroupedProduct | Attention], max_tokens: int, arch: str = HOPPER
 ) -> list[Any]:
-    """The configurations of all kernels of these products, each once."""
+    """The configurations of all kernels of these calls, each once."""
     return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens, arch)))
 
 
-def every_product(model: Any) -> list[Product | GroupedProduct]:
-    """Those of linear layers and of routed experts."""
-    return [*products(model), *grouped_products(model)]
+def every_call(model: Any) -> list[Product | GroupedProduct | Attention]:
+    """Products of linear layers and of routed experts, and attention."""
+    return [*products(model), *grouped_products(model), *attentions(model)]
 
 
 def products(model: Any) -> list[Product]:
@@ -243,6 +264,23 @@ def grouped_products(model: Any) -> list[GroupedProduct]:
     else:
         layers = _experts_of(_empty(model))
     return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer)))
+
+
+def attentions(model: Any) -> list[Attention]:
+    """Sparse attention of each number of heads once; see ``warmup`` for which layers count."""
+    if isinstance(model, nn.Module):
+        found = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
+        configs = [] if _not_bfloat16(model) else found
+    else:
+        configs = [ModelConfig.of(model)]
+    return list(
+        dict.fromkeys(
+            Attention(config.num_attention_heads)
+            for config in configs
+            if (config.head_dim, config.qk_rope_head_dim) == (DIMS, ROPE)
+            and config.numerics == "deepseek"
+        )
+    )
 
 
 def _not_bfloat16(model: nn.Module) -> bool:

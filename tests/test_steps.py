@@ -173,7 +173,7 @@ class TestWarmup:
 
     def test_plans_are_those_of_the_architecture(self):
         config = dsv4.ModelConfig.tiny(hidden_size=128)
-        every = _warmup.every_product(config)
+        every = _warmup.every_call(config)
         for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
             kinds = {type(plan).__name__ for plan in _warmup.kernel_plans(every, 8192, arch)}
             assert ("ManyPlan" in kinds) == many

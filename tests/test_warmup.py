@@ -13,8 +13,17 @@ from torch import nn
 
 import dsv4
 from dsv4 import _warmup, layers
-from dsv4._warmup import GroupedProduct, Product, grouped_products, kernel_plans, products
+from dsv4._warmup import (
+    Attention,
+    GroupedProduct,
+    Product,
+    attentions,
+    grouped_products,
+    kernel_plans,
+    products,
+)
 from dsv4.cute import _images
+from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._driver import Image
@@ -188,6 +197,55 @@ def test_kernels_of_experts_are_compiled_too(compiled):
     assert grouped
     assert done.kernels == len(dense) + len(grouped)
     assert compiled == [(plan, "sm_90a") for plan in [*dense, *grouped]]
+
+
+HEADS = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
+
+
+class TestAttention:
+    def test_the_published_models_have_it(self):
+        flash, pro = dsv4.ModelConfig.flash(), dsv4.ModelConfig.pro()
+        assert attentions(flash) == [Attention(64)]
+        assert attentions(pro) == [Attention(128)]
+        plans = cute_attention.plans()
+        assert len(plans) == len(set(plans)) == 3
+        for config in (flash, pro):
+            found = kernel_plans(_warmup.every_call(config), 64)
+            assert [plan for plan in found if plan in plans] == plans
+
+    @pytest.mark.parametrize(("heads", "least"), [(16, 4), (64, 4), (65, 2), (128, 2), (256, 1)])
+    def test_as_many_tokens_as_it_is_taken_for(self, heads, least):
+        assert Attention(heads).plans(least) == cute_attention.plans()
+        assert Attention(heads).plans(least - 1) == []
+
+    def test_blackwell_has_none(self):
+        config = dsv4.ModelConfig.flash()
+        plans = set(cute_attention.plans())
+        for arch in ("sm_100a", "sm_103a"):
+            assert not plans & set(kernel_plans(_warmup.every_call(config), 8192, arch))
+
+    def test_other_entries_and_other_sizes_have_none(self):
+        config = dsv4.ModelConfig.tiny(**HEADS)
+        assert attentions(config) == [Attention(config.num_attention_heads)]
+        assert attentions(config.replace(numerics="transformers")) == []
+        assert attentions(dsv4.ModelConfig.tiny(**{**HEADS, "head_dim": 256})) == []
+        assert attentions(dsv4.ModelConfig.tiny(**{**HEADS, "qk_rope_head_dim": 32})) == []
+
+    def test_of_a_model_and_of_a_layer(self):
+        config = dsv4.ModelConfig.tiny(**HEADS, num_hidden_layers=2)
+        with torch.device("meta"):
+            model = dsv4.DeepseekV4ForCausalLM(config)
+        assert attentions(model) == [], "float32"
+        assert attentions(model.to(torch.bfloat16)) == [Attention(config.num_attention_heads)]
+        assert attentions(model.model.layers[0]) == attentions(model)
+        assert attentions(layers.Linear(64, 32)) == []
+
+    def test_its_kernels_are_compiled_with_the_others(self, compiled):
+        config = dsv4.ModelConfig.tiny(**HEADS)
+        done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)
+        dense = kernel_plans([*products(config), *grouped_products(config)], 64)
+        assert done.kernels == done.compiled == len(dense) + 3
+        assert [plan for plan, _ in compiled][-3:] == cute_attention.plans()
 
 
 def _plain_names(model):
