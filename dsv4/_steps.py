@@ -257,9 +257,11 @@ def _compiling_for(arch: str, found: Steps, on_kernel: Callable[[], None]) -> It
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:
+        undo.callback(_support.forget_devices)
         for owner, name, value in replaced:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+        _support.forget_devices()
         undo.callback(setattr, driver, "_active", driver._active)
         driver.set_active(_Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), arch))
         yield names
