@@ -256,86 +256,105 @@ class AttentionKernel(Entries, AttentionPlan):
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = cute.arch.make_warp_uniform(thread // 128)
-            inner = thread % 128
-            logits_slice, own_slice = logits_mma.get_slice(inner), own_mma.get_slice(inner)
-            left = logits_mma.make_fragment_A(logits_slice.partition_A(shared_q))
-            right = logits_mma.make_fragment_B(logits_slice.partition_B(shared_k))
-            turned = cute.make_tensor(
-                shared_k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2])
+            operands = (shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma)
+            self._multiply_items(
+                operands,
+                (info, full, empty, ready),
+                (at_q, Uint32(shared_p.iterator.toint()), told),
+                (q, token_stride, head_stride, sink, out, tops, totals),
+                (begin, grid, items, tiles, splits, heads, scale * Float32(_LOG2E)),
+                (group, thread, warp, lane),
             )
-            halves = cute.local_tile(turned, (DIMS // 2, BLOCK), (None, 0, None))
-            values = own_mma.make_fragment_B(own_slice.partition_B(halves))
-            given = other_mma.make_fragment_A(other_mma.get_slice(inner).partition_A(shared_p))
-            logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((HEADS, BLOCK)), Float32)
-            sums = cute.make_rmem_tensor(own_slice.partition_shape_C((HEADS, DIMS // 2)), Float32)
-            weights = cute.make_rmem_tensor(own_slice.partition_shape_A((HEADS, BLOCK)), BFloat16)
-            words = cute.recast_tensor(weights, Uint32)
-            own_mma.set(warpgroup.Field.ACCUMULATE, True)
-            other_mma.set(warpgroup.Field.ACCUMULATE, True)
-            row = warp % 4 * 16 + lane // 4
-            line = told + Uint32(row * 4)
-            give_at = Uint32(shared_p.iterator.toint())
-            give_at += Uint32((warp % 4 * 16 + lane % 16) * 128)
-            stage, parity, item = Int32(0), Int32(0), Int32(begin)
-            while item < items:
-                tile, rest = item % tiles, item // tiles
-                token = rest // splits
-                cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
-                self._load_queries(
-                    q + (Int64(token) * token_stride) * 2, at_q, (thread, tile, heads, head_stride)
-                )
-                ptx.fence_shared()
-                cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
-                sums.fill(0.0)
-                references = [-Float32(_INFINITY), -Float32(_INFINITY)]
-                total = [Float32(0.0), Float32(0.0)]
-                more = cutlass.Boolean(True)
-                while more:
-                    if stage == group:
-                        ptx.wait(full + Uint32(stage * 8), parity)
-                        warpgroup.fence()
-                        logits_mma.set(warpgroup.Field.ACCUMULATE, False)
-                        for k in cutlass.range_constexpr(DIMS // 16):
-                            cute.gemm(
-                                logits_mma,
-                                logits,
-                                left[None, None, k],
-                                right[None, None, k, stage],
-                                logits,
-                            )
-                            logits_mma.set(warpgroup.Field.ACCUMULATE, True)
-                        warpgroup.commit_group()
-                        low, high, *_ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
-                        warpgroup.wait_group(0)
-                        self._hide(logits, (low, high), lane)
-                        references, total, factors = self._weigh(
-                            logits, words, (references, total), scale * Float32(_LOG2E)
+
+    @cute.jit
+    def _multiply_items(
+        self, operands: Value, ring: Value, shared: Value, tensors: Value, sizes: Value, who: Value
+    ) -> None:
+        """A warpgroup's share of every (token, part, tile of heads) of the block."""
+        shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma = operands
+        info, full, empty, ready = ring
+        at_q, at_p, told = shared
+        q, token_stride, head_stride, sink, out, tops, totals = tensors
+        begin, grid, items, tiles, splits, heads, scale = sizes
+        group, thread, warp, lane = who
+        inner = thread % 128
+        logits_slice, own_slice = logits_mma.get_slice(inner), own_mma.get_slice(inner)
+        left = logits_mma.make_fragment_A(logits_slice.partition_A(shared_q))
+        right = logits_mma.make_fragment_B(logits_slice.partition_B(shared_k))
+        turned = cute.make_tensor(shared_k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2]))
+        halves = cute.local_tile(turned, (DIMS // 2, BLOCK), (None, 0, None))
+        values = own_mma.make_fragment_B(own_slice.partition_B(halves))
+        given = other_mma.make_fragment_A(other_mma.get_slice(inner).partition_A(shared_p))
+        logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((HEADS, BLOCK)), Float32)
+        sums = cute.make_rmem_tensor(own_slice.partition_shape_C((HEADS, DIMS // 2)), Float32)
+        weights = cute.make_rmem_tensor(own_slice.partition_shape_A((HEADS, BLOCK)), BFloat16)
+        words = cute.recast_tensor(weights, Uint32)
+        own_mma.set(warpgroup.Field.ACCUMULATE, True)
+        other_mma.set(warpgroup.Field.ACCUMULATE, True)
+        row = warp % 4 * 16 + lane // 4
+        line = told + Uint32(row * 4)
+        give_at = at_p
+        give_at += Uint32((warp % 4 * 16 + lane % 16) * 128)
+        stage, parity, item = Int32(0), Int32(0), Int32(begin)
+        while item < items:
+            tile, rest = item % tiles, item // tiles
+            token = rest // splits
+            cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
+            self._load_queries(
+                q + (Int64(token) * token_stride) * 2, at_q, (thread, tile, heads, head_stride)
+            )
+            ptx.fence_shared()
+            cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
+            sums.fill(0.0)
+            references = [-Float32(_INFINITY), -Float32(_INFINITY)]
+            total = [Float32(0.0), Float32(0.0)]
+            more = cutlass.Boolean(True)
+            while more:
+                if stage == group:
+                    ptx.wait(full + Uint32(stage * 8), parity)
+                    warpgroup.fence()
+                    logits_mma.set(warpgroup.Field.ACCUMULATE, False)
+                    for k in cutlass.range_constexpr(DIMS // 16):
+                        cute.gemm(
+                            logits_mma,
+                            logits,
+                            left[None, None, k],
+                            right[None, None, k, stage],
+                            logits,
                         )
-                        self._give(words, references, give_at, line, lane)
-                        ptx.fence_shared()
-                        ptx.arrive(ready + Uint32(stage * 8))
-                        self._rescale(sums, factors)
-                        self._add(own_mma, sums, weights, values, (group, stage))
-                    else:
-                        ptx.wait(ready + Uint32(stage * 8), parity)
-                        references, total = self._follow(sums, references, total, line)
-                        self._add(other_mma, sums, given, values, (group, stage))
-                    _, _, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
-                    more = last == Uint32(0)
+                        logits_mma.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                    low, high, *_ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
                     warpgroup.wait_group(0)
-                    self._release(empty, stage, lane)
-                    stage += 1
-                    if stage == STAGES:
-                        stage = Int32(0)
-                        parity = parity ^ 1
-                total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
-                self._store(
-                    sums,
-                    (references, total),
-                    (sink, out, tops, totals),
-                    (tile * HEADS + row, rest, token, heads, group, lane),
-                )
-                item += grid
+                    self._hide(logits, (low, high), lane)
+                    references, total, factors = self._weigh(
+                        logits, words, (references, total), scale
+                    )
+                    self._give(words, references, give_at, line, lane)
+                    ptx.fence_shared()
+                    ptx.arrive(ready + Uint32(stage * 8))
+                    self._rescale(sums, factors)
+                    self._add(own_mma, sums, weights, values, (group, stage))
+                else:
+                    ptx.wait(ready + Uint32(stage * 8), parity)
+                    references, total = self._follow(sums, references, total, line)
+                    self._add(other_mma, sums, given, values, (group, stage))
+                _, _, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+                more = last == Uint32(0)
+                warpgroup.wait_group(0)
+                self._release(empty, stage, lane)
+                stage += 1
+                if stage == STAGES:
+                    stage = Int32(0)
+                    parity = parity ^ 1
+            total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
+            self._store(
+                sums,
+                (references, total),
+                (sink, out, tops, totals),
+                (tile * HEADS + row, rest, token, heads, group, lane),
+            )
+            item += grid
 
     @cute.jit
     def _add(self, mma: Value, sums: Value, weights: Value, values: Value, where: Value) -> None:
