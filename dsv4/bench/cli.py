@@ -22,6 +22,7 @@ from dsv4.bench.measure import Options, measure
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
 
+ATTENTION = ("attention", "indexer", "attention_layer")
 OK, IMPOSSIBLE, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -54,7 +55,13 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run", help="check, then time operators; `run gemm --check` validates every kernel"
     )
-    run.add_argument("ops", nargs="*", metavar="OP", help="operators; default: all")
+    run.add_argument(
+        "ops",
+        nargs="*",
+        metavar="OP",
+        help="operators; default: all. Or attention, indexer or attention_layer alone, which have "
+        "sizes of their own",
+    )
     _sizes(run)
     run.add_argument(
         "--cases",
@@ -179,6 +186,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.check:
         return _validate(options)
     options.check = options.check is None
+    if any(name in ATTENTION for name in options.ops):
+        return _attention(options)
     chosen = _chosen(options, options.ops or list(MAKERS))
     header = _print_header(options)
     backends = options.backend.split(",")
@@ -192,6 +201,30 @@ def _run(options: argparse.Namespace) -> int:
         print(f"interrupted: {len(rows)} of {len(wanted)} rows", file=sys.stderr)
         return _finish(options, header, rows) or INTERRUPTED
     return _finish(options, header, rows)
+
+
+def _attention(options: argparse.Namespace) -> int:
+    from dsv4.bench import attention
+
+    if len(options.ops) > 1 or "," in options.backend:
+        raise UsageError(f"{', '.join(ATTENTION)}: wanted one at a time, by one backend")
+    (group,), device = options.ops, _device(options)
+    gpu, given = device.type == "cuda", options.arguments
+    shapes = options.shapes if _names(given, "--shapes") or not gpu else "flash,pro"
+    tokens = options.tokens if _names(given, "--tokens") else attention.usual_tokens(group, gpu)
+    measuring = _measuring(options, options.backend)
+    rows: list[Row] = []
+    header, stopped = _print_header(options), OK
+    try:
+        rates = environment.rates(device)
+        patterns = options.cases or ["*"]
+        attention.run(group, shapes.split(","), tokens, patterns, measuring, rates, rows)
+    except KeyboardInterrupt:
+        stopped = INTERRUPTED
+        print(f"interrupted after {len(rows)} rows", file=sys.stderr)
+    if not rows and stopped == OK:
+        raise UsageError("--cases matches none; names are like 'pro C4A 128 heads'")
+    return _finish(options, header, rows, attention.table(rows)) or stopped
 
 
 def _validate(options: argparse.Namespace) -> int:

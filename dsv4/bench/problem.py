@@ -111,6 +111,8 @@ class Problem:
         writes: Bytes that have to be written; None: those of the outputs.
         mutates: Positions in ``args`` of tensors or pages changed in place; outputs too.
         backend: What made the outputs to be judged, for judges that make a difference.
+        of_tokens: Positions in ``args`` of what has a row for each token; if given, some tokens of
+            the one output are judged for all.
     """
 
     function: Callable[..., Any]
@@ -122,6 +124,7 @@ class Problem:
     writes: int | None = None
     mutates: tuple[int, ...] = ()
     backend: str = "auto"
+    of_tokens: tuple[int, ...] = ()
 
     @property
     def held(self) -> int:
@@ -144,6 +147,10 @@ class Problem:
         wide = self._with_args(lambda i, arg: widen(arg, copy=i in self.mutates))
         kwargs = {name: _widen_named(name, value) for name, value in self.kwargs.items()}
         return dataclasses.replace(wide, kwargs=kwargs)
+
+    def only(self, tokens: torch.Tensor) -> Problem:
+        """The same call for these tokens alone."""
+        return self._with_args(lambda i, arg: _rows(arg, tokens) if i in self.of_tokens else arg)
 
     def _with_args(self, change: Callable[[int, Any], Any]) -> Problem:
         return dataclasses.replace(self, args=tuple(change(i, a) for i, a in enumerate(self.args)))
@@ -202,6 +209,13 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Pages):
         return dataclasses.replace(value, data=value.data.clone())
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _rows(value: Any, tokens: torch.Tensor) -> Any:
+    if isinstance(value, QuantizedTensor):
+        codes, scales = value.codes[tokens], value.scales[tokens]
+        return dataclasses.replace(value, codes=codes, scales=scales)
+    return None if value is None else value[tokens]
 
 
 def _data(value: Any) -> torch.Tensor:

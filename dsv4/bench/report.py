@@ -31,6 +31,7 @@ _RIGHT = (
     *("experts", "gate_up us", "down us", "pair us", "pair / floor", "block us"),
     *("points", "bf16 error", "f32 error"),
     *("around us", "around / block", "layer us", "layer / floor"),
+    *("us / floor", "TFLOP/s", "TB/s"),
 )
 
 

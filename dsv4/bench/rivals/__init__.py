@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dsv4.bench.problem import Problem
-from dsv4.bench.rivals import inductor, liger, packed, plain, tile_kernels, torchao
+from dsv4.bench.rivals import flash_mla, inductor, liger, packed, plain, tile_kernels, torchao
 from dsv4.bench.rivals._prepare import Call, Rival
 
 # Prepared only when asked for by name.
@@ -23,7 +23,7 @@ SLOW = (inductor.NAME, *liger.SLOW, *packed.SLOW)
 
 def _merged() -> dict[str, dict[str, Rival]]:
     merged: dict[str, dict[str, Rival]] = {}
-    for source in (plain, packed, liger, tile_kernels, torchao, inductor):
+    for source in (plain, packed, liger, tile_kernels, torchao, flash_mla, inductor):
         for op, known in source.RIVALS.items():
             merged.setdefault(op, {}).update(known)
     return merged

@@ -1,0 +1,72 @@
+"""FlashMLA: DeepSeek's own kernels of sparse attention, of 64 and 128 heads.
+
+It reads the same entries from the same pages, both caches and the sink in one call, with slots of
+int32 in multiples of 64. What it plans by lengths it plans in its first call, before any timing.
+Written against its published interface; never run here. A result that is not this package's is
+refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
+
+MODULE, NAME = "flash_mla", "FlashMLA"
+_HEADS = (64, 128)
+_BLOCK = 64  # slots come in multiples of it
+_TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
+
+
+def _cache(data: torch.Tensor, size: int, dims: int, rope_dim: int) -> torch.Tensor:
+    """Pages ``[P, size, 1, bytes of an entry]``, which lie together only a page at a time."""
+    entry = data.shape[1] // size
+    strides = (data.stride(0), entry, entry, 1)
+    return data.as_strided((data.shape[0], size, 1, dims + rope_dim + 8), strides)
+
+
+def _indices(slots: torch.Tensor) -> torch.Tensor:
+    missing = -slots.shape[1] % _BLOCK
+    return F.pad(slots, (0, missing), value=-1).to(torch.int32).unsqueeze(1).contiguous()
+
+
+def _attention(library: Any, *args: Any) -> Call:
+    q, window, page, entry_format, slots, compressed, other_page, _, chosen, sink, *rest = args
+    rope_dim, scale = rest[0], rest[1]
+    if entry_format != "fp8" or q.shape[1] not in _HEADS:
+        raise ValueError(f"entries are {entry_format!r} of {q.shape[1]} heads")
+    plan, _ = library.get_mla_metadata()
+    dims = q.shape[-1]
+    extra: dict[str, Any] = {}
+    if compressed is not None:
+        extra["extra_k_cache"] = _cache(compressed, other_page, dims, rope_dim)
+        extra["extra_indices_in_kvcache"] = _indices(chosen)
+    queries, cache, indices = q.unsqueeze(1), _cache(window, page, dims, rope_dim), _indices(slots)
+
+    def call() -> torch.Tensor:
+        out, _ = library.flash_mla_with_kvcache(
+            queries,
+            cache,
+            None,
+            None,
+            dims,
+            plan,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=indices,
+            attn_sink=sink.float(),
+            **extra,
+        )
+        return out.squeeze(1)
+
+    wanted = torch.ops.dsv4.sparse_attention.default(*args, "auto")
+    error = float((call().float() - wanted.float()).norm() / wanted.float().norm())
+    if not error <= _TOLERANCE:
+        raise ValueError(f"off by {error:.1e}, left out")
+    return call
+
+
+RIVALS: Table = {"sparse_attention": {NAME: FromLibrary(MODULE, _attention)}}

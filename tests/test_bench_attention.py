@@ -1,0 +1,240 @@
+"""``python -m dsv4.bench run attention``, ``indexer`` and ``attention_layer``: checks and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.bench import attention, attention_layer, cli, environment, measure, results
+from dsv4.bench.cli import main
+from dsv4.bench.measure import Options
+from dsv4.bench.problem import Draw, Problem
+from dsv4.bench.rivals import _prepare, flash_mla, inductor
+from dsv4.config import ModelConfig
+
+CPU = torch.device("cpu")
+OPTIONS = Options(CPU, repeat=1)
+RATES = environment.Rates(0.02, 0.01, 0.1)
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "rates", lambda device: RATES)
+
+
+def command(path: Path, group: str, *more: str) -> int:
+    return main(["run", group, "--repeat", "1", "--device", "cpu", "--json", str(path), *more])
+
+
+def rows_of(path: Path) -> list[dict]:
+    found = json.loads(path.read_text())
+    results.validate(found)
+    return found["rows"]
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "cases"),
+    [
+        ("attention", "1,3,70", ["tiny C4A 4 heads", "tiny C128A 4 heads"]),
+        ("indexer", "1,3", [f"tiny 128 tokens {k}" for k in ("plain", "index_fp8", "index_mxfp4")]),
+        ("attention_layer", "2", ["tiny C4A", "tiny C128A", "tiny window"]),
+        ("attention_layer", "70", ["tiny C128A"]),
+    ],
+)
+def test_every_case_is_checked_and_timed(group, tokens, cases, tmp_path: Path, capsys):
+    given = ["--tokens", tokens, "--cases", ",".join(cases)]
+    assert command(tmp_path / "found.json", group, *given) == cli.OK
+    rows = rows_of(tmp_path / "found.json")
+    wanted = [(case, int(count)) for count in tokens.split(",") for case in cases]
+    assert [(row["case"], row["tokens"]) for row in rows] == wanted
+    assert all(row["match"] and row["us"] > 0 for row in rows)
+    printed = capsys.readouterr().out
+    assert attention.HEADINGS[-4] in printed
+    assert (f"{flash_mla.NAME} was not run: No module" in printed) == (group == "attention")
+
+
+def test_names_are_those_of_the_commands():
+    assert attention.GROUPS == cli.ATTENTION
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rope"], "one at a time"),
+        (["--backend", "auto,reference"], "by one backend"),
+        (["--cases", "nothing"], "matches none"),
+        (["--shapes", "huge"], "shapes are 'huge'"),
+    ],
+)
+def test_bad_commands_say_what_to_write(more, message, capsys):
+    assert main(["run", "attention", *more, "--device", "cpu"]) == cli.IMPOSSIBLE
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path: Path):
+    right, calls = attention.measure, []
+
+    def second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return right(*args)
+
+    monkeypatch.setattr(attention, "measure", second)
+    assert command(tmp_path / "found.json", "indexer") == cli.INTERRUPTED
+    assert len(rows_of(tmp_path / "found.json")) == 1
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("group", ["attention", "indexer"])
+def test_a_wrong_token_has_no_time(group, place, monkeypatch):
+    """The first or the last of many; only some are judged."""
+    right = Problem.run
+
+    def wrong(self, backend="auto"):
+        out = right(self, backend)
+        if backend == "auto":
+            out[0][place] = out[0][place].flip(-1) + 1
+        return out
+
+    monkeypatch.setattr(Problem, "run", wrong)
+    case = next(attention.CASES[group]("tiny", 70))
+    row = measure.measure(case, OPTIONS, RATES)
+    assert row.match is False
+    assert row.us is None
+    assert attention.cells(row)[3:5] == ("WRONG", "-")
+
+
+@pytest.mark.parametrize("kind", attention_layer.KINDS)
+def test_a_wrong_sublayer_has_no_time(kind, monkeypatch):
+    right = attention_layer.Sublayer.forward
+
+    def wrong(self, x, cache, batch):
+        out = right(self, x, cache, batch)
+        wrong.calls += 1
+        return out * 1.1 if wrong.calls == 3 else out  # after two prefills
+
+    wrong.calls = 0
+    monkeypatch.setattr(attention_layer.Sublayer, "forward", wrong)
+    c = ModelConfig.tiny()
+    row = attention_layer.measure(c, "tiny", kind, 2, OPTIONS, RATES)
+    assert row.match is False
+    assert row.us is None
+    assert 0.08 < row.error < 0.12
+
+
+@pytest.mark.parametrize("kind", attention_layer.KINDS)
+def test_the_floor_of_a_sublayer_counts_what_it_reads(kind):
+    """By hand, at position 127 of a window of 8, ratios 4 and 8, and 4 chosen entries."""
+    c = attention_layer.one_layer(ModelConfig.tiny(), kind)
+    draw = Draw(0, CPU)
+    layer = attention_layer.build(c, draw)
+    entries, keys = {"C4A": (8 + 4, 32), "C128A": (8 + 16, 0), "window": (8, 0)}[kind]
+    linear = [m for m in layer.modules() if isinstance(m, attention_layer.Linear)]
+    weights = sum(m.quantized_weight().nbytes for m in linear)
+    matrix = sum(m.out_features * m.in_features for m in linear)
+    entry = 48 + 2 * 16 + 8  # codes, bfloat16, scales
+    moved, flops = attention_layer.costs(layer, 3)
+    assert moved == weights + 3 * (4 * 64 + entries * entry + keys * (32 // 2 + 1))
+    assert flops == 3 * (2 * matrix + 4 * 4 * 64 * entries + 2 * 16 * 32 * keys)
+
+
+def test_decoded_tokens_share_no_entry_and_a_prefill_is_causal():
+    for case in attention.attention("tiny", 5):
+        problem = case.build(Draw(0, CPU))
+        for slots in (problem.args[2], problem.args[4]):
+            assert slots.unique().numel() == slots.numel()
+            assert int(slots.min()) >= 0
+    chosen, prefix = (case.build(Draw(0, CPU)).args for case in attention.attention("tiny", 70))
+    reach = torch.arange(-7, 1)
+    for args in (chosen, prefix):
+        wanted = torch.arange(70).unsqueeze(1) + reach
+        assert torch.equal(args[2], wanted.clamp(min=-1))
+    seen = (prefix[4] >= 0).sum(1)
+    assert torch.equal(seen, (128 - 70 + 1 + torch.arange(70)) // 8)
+    assert int(chosen[4].min()) >= 0
+
+
+def test_published_sizes():
+    """Heads, entries and tokens without making any input."""
+    cases = [*attention.attention("flash", 1), *attention.attention("pro", 1)]
+    assert [case.name for case in cases] == [
+        f"{preset} {kind} {heads} heads"
+        for preset, most in (("flash", 64), ("pro", 128))
+        for heads in (16, most)
+        for kind in ("C4A", "C128A")
+    ]
+    assert [case.shape["entries"] for case in cases] == [512, 1024, 512, 1024] + [1024] * 4
+    assert {case.shape["C"] for case in attention.indexer("pro", 1)} == {32768, 262144}
+    assert attention.usual_tokens("attention", True) == (1, 16, 64, 4096)
+    assert attention.usual_tokens("indexer", True) == (1, 64)
+    assert attention.usual_tokens("attention_layer", True) == (1, 64, 4096)
+
+
+def test_floors_on_an_h200(monkeypatch):
+    assert attention.published(CPU, RATES) is RATES
+    monkeypatch.setattr(attention, "device_name", lambda device: "NVIDIA H200")
+    found = attention.published(CPU, RATES)
+    assert found.floor_us(4_380_000, 0) == pytest.approx(1.0)
+    assert found.floor_us(0, 790_000_000) == pytest.approx(1.0)
+    assert found.copy_tbs == RATES.copy_tbs
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("C4A", 2), ("window", 70)])
+def test_transformers_attention_is_timed_beside(kind, tokens):
+    pytest.importorskip("transformers")
+    with torch.inference_mode():
+        assert attention_layer.eager_us(ModelConfig.tiny(), kind, tokens, OPTIONS) > 0
+
+
+def test_a_compiled_reference_is_timed_beside_few_tokens():
+    few, many = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
+    rival = inductor.of_reference("aot_eager")
+    torch.testing.assert_close(rival(few)(), few.run("reference")[0])
+    assert rival(many) is None
+
+
+class Library:
+    """What FlashMLA's interface takes, by this package's reference."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.calls = factor, 0
+
+    def get_mla_metadata(self):
+        return "plan", None
+
+    def flash_mla_with_kvcache(self, q, cache, table, lengths, dims, plan, **given):
+        self.calls += 1
+        assert (table, lengths, plan, given["is_fp8_kvcache"]) == (None, None, "plan", True)
+        pools = [
+            (cache, given["indices"]),
+            (given["extra_k_cache"], given["extra_indices_in_kvcache"]),
+        ]
+        flat = []
+        for pages, indices in pools:
+            assert indices.shape[-1] % 64 == 0
+            assert indices.dtype == torch.int32
+            count, size, one, width = pages.shape
+            assert (one, width) == (1, 64 + 16 + 8)
+            data = pages.as_strided((count, pages.stride(0)), (pages.stride(0), 1))
+            flat += [data, size, "fp8", indices.squeeze(1).long()]
+        out = torch.ops.dsv4.sparse_attention.default(
+            q.squeeze(1), *flat, given["attn_sink"], 16, given["softmax_scale"], "reference"
+        )
+        return out.unsqueeze(1) * self.factor, None
+
+
+def test_flash_mla_is_given_the_same_entries(monkeypatch):
+    monkeypatch.setattr(flash_mla, "_HEADS", (4,))
+    problem = next(attention.attention("tiny", 3)).build(Draw(0, CPU))
+    found = _prepare.captured(problem)
+    call = flash_mla._attention(Library(), *found.args)
+    torch.testing.assert_close(call(), problem.run("reference")[0])
+    with pytest.raises(ValueError, match=r"off by 1\.0e-01"):
+        flash_mla._attention(Library(1.1), *found.args)
+    monkeypatch.setattr(flash_mla, "_HEADS", (64,))
+    with pytest.raises(ValueError, match="of 4 heads"):
+        flash_mla._attention(Library(), *found.args)
