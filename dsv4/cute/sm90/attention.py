@@ -293,8 +293,7 @@ class AttentionKernel(Entries, AttentionPlan):
         other_mma.set(warpgroup.Field.ACCUMULATE, True)
         row = warp % 4 * 16 + lane // 4
         line = told + Uint32(row * 4)
-        give_at = at_p
-        give_at += Uint32((warp % 4 * 16 + lane % 16) * 128)
+        give_at = at_p + Uint32((warp % 4 * 16 + lane % 16) * 128)
         stage, parity, item = Int32(0), Int32(0), Int32(begin)
         while item < items:
             tile, rest = item % tiles, item // tiles
