@@ -376,9 +376,10 @@ def _cat_bytes(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Stack matrices of one format on the row axis; every part keeps its own global scale.
 
-    The result is in fragments if all parts are, else linear. It has one segment per part (or per
-    segment of a part), or one global scale per row if any part has that. Nothing is rescaled: the
-    values are bitwise the parts'.
+    The result is in fragments if all parts are, and swizzled if all are and all but the last have
+    whole blocks of 128 rows, else linear. It has one segment per part (or per segment of a part),
+    or one global scale per row if any part has that. Nothing is rescaled: the values are bitwise
+    the parts'.
 
     Raises:
         ValueError: if the list is empty, or formats, scale dtypes, columns or batch shapes differ,
@@ -386,7 +387,10 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """
     if not parts:
         raise ValueError("parts is empty, wanted at least one matrix")
-    layout = FRAGMENTS if all(part.layout == FRAGMENTS for part in parts) else LINEAR
+    layout = parts[0].layout
+    blocks = layout != SWIZZLED or all(part.rows % 128 == 0 for part in parts[:-1])
+    if not blocks or any(part.layout != layout for part in parts):
+        layout = LINEAR
     parts = [part.with_layout(layout) for part in parts]
     first = parts[0]
     for part in parts:
@@ -401,7 +405,7 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     global_scale, segments = _cat_global(parts)
     return QuantizedTensor(
         _cat_bytes([p.codes for p in parts], -2),
-        _cat_bytes([p.scales for p in parts], -2),
+        _cat_bytes([p.scales for p in parts], -1 if layout == SWIZZLED else -2),
         global_scale,
         first.format,
         layout,

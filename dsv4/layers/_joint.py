@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4.formats import FRAGMENTS, LINEAR, QuantizedTensor
+from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.layers._in_place import packing
 from dsv4.layers._module import FixedDtypeModule
 
@@ -55,7 +55,13 @@ class JointWeight(FixedDtypeModule):
             return QuantizedTensor(linear.codes[rows], linear.scales[rows], scale, self.format)
         first = sum(self.rows[:index])
         rows = slice(first, first + self.rows[index])
-        return QuantizedTensor(self.codes[rows], self.scales[rows], scale, self.format, self.layout)
+        places = rows
+        if self.layout == SWIZZLED:
+            blocks = self.codes.shape[1] // 8
+            places = slice(*(swizzled_size(n, blocks) for n in (rows.start, rows.stop)))
+        return QuantizedTensor(
+            self.codes[rows], self.scales[places], scale, self.format, self.layout
+        )
 
     def extra_repr(self) -> str:
         """Rows of each layer."""
@@ -65,21 +71,28 @@ class JointWeight(FixedDtypeModule):
 def rows_in_turn(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Row ``r`` is row ``r // n`` of part ``r % n``, with the global scale of that part.
 
-    Beside the result, memory holds one part unpacked and what ``dsv4.fragments`` needs.
+    Beside the result, memory holds one part unpacked and what ``dsv4.fragments`` needs, or for
+    swizzled scales those of the result once more.
 
     Args:
-        parts: n packed NVFP4 matrices of one shape with one global scale each.
+        parts: n packed NVFP4 matrices of one shape and layout with one global scale each.
     """
     first, count = parts[0], len(parts)
     codes, scales = (
-        torch.empty((count * t.shape[0], t.shape[1]), dtype=torch.uint8, device=t.device)
-        for t in (first.codes, first.scales)
+        torch.empty(
+            (count * first.rows, first.columns // n), dtype=torch.uint8, device=first.device
+        )
+        for n in (2, 16)
     )
     for i, part in enumerate([] if codes.is_meta else parts):
         linear = part.with_layout(LINEAR)
         codes[i::count] = linear.codes
         scales[i::count] = linear.scales.view(torch.uint8)
+    each = torch.cat([part.global_scale for part in parts if part.global_scale is not None])
+    each = each.repeat(first.rows)
+    if first.layout == SWIZZLED:
+        linear = QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), each, first.format)
+        return linear.with_layout(SWIZZLED)
     for target, source in [] if codes.is_meta else packing(codes, scales, pairs=False):
         target.copy_(source)
-    each = torch.cat([part.global_scale for part in parts if part.global_scale is not None])
-    return QuantizedTensor(codes, scales, each.repeat(first.rows), first.format, FRAGMENTS)
+    return QuantizedTensor(codes, scales, each, first.format, FRAGMENTS)

@@ -15,6 +15,7 @@ from dsv4.formats import (
     FRAGMENTS,
     LINEAR,
     NVFP4,
+    SWIZZLED,
     Format,
     QuantizedTensor,
     cat_rows,
@@ -34,6 +35,7 @@ from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import dequantize
 
 ACTIVATIONS = ("bf16", "nvfp4")
+PACKED_LAYOUTS = (FRAGMENTS, SWIZZLED)
 _OWN = ("weight", "weight_scale", "weight_scale_2")
 
 
@@ -45,14 +47,15 @@ class Linear(FixedDtypeModule):
     ``weight_scale_2 [1]`` (global scale, multiplies) and, where known, ``input_scale [1]``
     (activation global scale, multiplies).
 
-    ``pack`` re-lays an NVFP4 weight for Hopper's tensor cores; ``weight_scale`` is uint8 then.
-    Several packed layers of one input can share one matrix (``join_weights``); their first three
-    parameters are None then. State dicts hold neither: a packed layer writes what an unpacked one
-    writes, and refuses to load.
+    ``pack`` re-lays an NVFP4 weight for Hopper's tensor cores, with ``weight_scale`` as uint8 then,
+    or its scales alone for Blackwell's. Several packed layers of one input can share one matrix
+    (``join_weights``); their first three parameters are None then. State dicts hold neither: a
+    packed layer writes what an unpacked one writes, and refuses to load.
 
     Attributes:
         format: None for a plain weight, else its ``Format``.
-        layout: Of the weight: ``"linear"``, or ``"fragments_16x64"`` when packed.
+        layout: Of the weight: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
+            packed.
         joint: The shared matrix whose part number ``joint_part`` is this layer's weight, or None.
         activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,
             without one, with a scale per token. Plain weights never quantise x.
@@ -159,8 +162,7 @@ class Linear(FixedDtypeModule):
         """Replace the weight, without a copy, and with it the format.
 
         Args:
-            weight: ``[out_features, in_features]``, plain or quantised, with linear scales or
-                packed.
+            weight: ``[out_features, in_features]``, plain or quantised, in any layout.
             input_scale: Activation global scale, ``[]`` or ``[1]`` float32, or None.
 
         Raises:
@@ -176,10 +178,9 @@ class Linear(FixedDtypeModule):
             self._hold(weight)
             self.input_scale = None
             return
-        if weight.segments or weight.layout not in (LINEAR, FRAGMENTS):
-            raise ValueError("Linear: weight has segments or swizzled scales, wanted neither")
-        if weight.layout == FRAGMENTS:
-            self._check_tiles()
+        if weight.segments:
+            raise ValueError(f"Linear: weight has segments {weight.segments}, wanted none")
+        self._check_tiles(weight.layout)
         self._hold(weight)
         self.input_scale = None if input_scale is None else frozen(input_scale.reshape(1).float())
 
@@ -210,36 +211,49 @@ class Linear(FixedDtypeModule):
             self.register_parameter(name, None)
         self.joint, self.joint_part = joint, part
 
-    def _check_tiles(self) -> None:
+    def _check_tiles(self, layout: str) -> None:
         rows = self.out_features // self.groups
-        if not fragments.fits(rows, self.in_features):
-            each = " per group" if self.groups > 1 else ""
-            raise ValueError(
-                f"{type(self).__name__}: the weight is {rows} x {self.in_features}{each}, wanted "
-                f"multiples of {fragments.ROWS} x {fragments.COLUMNS} for layout {FRAGMENTS!r}"
-            )
+        each = " per group" if self.groups > 1 else ""
+        if layout == FRAGMENTS and not fragments.fits(rows, self.in_features):
+            wanted = f"{fragments.ROWS} x {fragments.COLUMNS}"
+        elif layout == SWIZZLED and self.groups > 1 and rows % 128:
+            wanted = "128 x 16"
+        else:
+            return
+        raise ValueError(
+            f"{type(self).__name__}: the weight is {rows} x {self.in_features}{each}, wanted "
+            f"multiples of {wanted} for layout {layout!r}"
+        )
 
-    def pack(self) -> None:
-        """Re-lay an NVFP4 weight for Hopper's tensor cores, in place; nothing is lost.
+    def pack(self, layout: str = FRAGMENTS) -> None:
+        """Re-lay an NVFP4 weight for tensor cores, in place; nothing is lost.
 
-        The old parameters are freed: graphs captured with them must be captured again. A packed
-        layer stays as it is.
+        The old parameters are freed: graphs captured with them must be captured again. A layer that
+        is packed so stays as it is; one that is packed otherwise leaves a joint weight.
+
+        Args:
+            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
+                ``"swizzled_128x4"`` for NVFP4 activations there.
 
         Raises:
-            ValueError: if the weight is not NVFP4, is not a whole number of tiles (16 rows of each
-                group, 64 columns), has a negative block scale or is on the meta device; nothing is
+            ValueError: if the weight is not NVFP4, is on the meta device, or for fragments is not a
+                whole number of tiles (16 rows of each group, 64 columns) or has a negative block
+                scale, or swizzled has groups that are not whole blocks of 128 rows; nothing is
                 changed then.
         """
-        if self.layout == FRAGMENTS:
-            return
         name = type(self).__name__
+        if layout not in PACKED_LAYOUTS:
+            raise ValueError(f"{name}: layout is {layout!r}, wanted one of {PACKED_LAYOUTS}")
+        if self.layout == layout:
+            return
         if self.format != NVFP4:
             found = "plain" if self.format is None else self.format.name
-            raise ValueError(f"{name}: the weight is {found}, wanted nvfp4 for {FRAGMENTS!r}")
-        if self.weight.is_meta:
+            raise ValueError(f"{name}: the weight is {found}, wanted nvfp4 for {layout!r}")
+        if self.device.type == "meta":
             raise ValueError(f"{name}: the weight is on the meta device, wanted one with values")
-        self._check_tiles()
-        self._hold(self.quantized_weight().with_layout(FRAGMENTS))
+        self._check_tiles(layout)
+        weight = self.quantized_weight() if self.layout == LINEAR else self._unpacked()
+        self._hold(weight.with_layout(layout))
 
     def unpack(self) -> None:
         """Undo ``pack``, bit for bit; leaves a joint weight. An unpacked layer stays as it is."""
@@ -462,13 +476,15 @@ def join_weights(layers: Sequence[Linear], *, in_turn: bool = False) -> bool:
             layer alone is multiplied from a copy then. By default layer comes after layer.
 
     Returns:
-        Whether they share it now: only packed layers of equal ``in_features``, on one device, each
-        with one global scale, can, and in turn only layers of equal ``out_features``.
+        Whether they share it now: only layers packed alike, of equal ``in_features``, on one
+        device, each with one global scale, can; in turn only layers of equal ``out_features``;
+        swizzled ones after each other only if all but the last have whole blocks of 128 rows.
     """
     joint = layers[0].joint
     if joint is not None and joint.in_turn == in_turn and _share(layers, joint):
         return True
-    if any(layer.layout != FRAGMENTS for layer in layers):
+    layout = layers[0].layout
+    if layout == LINEAR or any(layer.layout != layout for layer in layers):
         return False
     parts = [layer.quantized_weight() for layer in layers]
     if len({(part.columns, part.device) for part in parts}) > 1:
@@ -478,6 +494,8 @@ def join_weights(layers: Sequence[Linear], *, in_turn: bool = False) -> bool:
     rows = tuple(part.rows for part in parts)
     if in_turn and len(set(rows)) > 1:
         return False
+    if layout == SWIZZLED and not in_turn and any(n % 128 for n in rows[:-1]):
+        return False  # scales of two layers would share a block
     whole = rows_in_turn(parts) if in_turn else cat_rows(parts)
     shared = JointWeight(whole, rows, in_turn=in_turn)
     for i, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Re-lay the NVFP4 weights of a model for Hopper's tensor cores, and back."""
+"""Re-lay the NVFP4 weights of a model for tensor cores, and back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dsv4.formats import LINEAR
+from dsv4.formats import FRAGMENTS, LINEAR
 from dsv4.layers.experts import DeepseekV4Experts
-from dsv4.layers.linear import Linear, join_weights
+from dsv4.layers.linear import PACKED_LAYOUTS, Linear, join_weights
 
 _KINDS = (Linear, DeepseekV4Experts)
 
@@ -28,7 +28,7 @@ class Packing:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def pack_(model: nn.Module) -> Packing:
+def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
     """Pack every ``Linear`` and ``DeepseekV4Experts`` that can be, and join what goes together.
 
     The values stay bit for bit. Memory holds the model and at most one more copy of one matrix (of
@@ -39,12 +39,22 @@ def pack_(model: nn.Module) -> Packing:
 
     Args:
         model: Any module; changed in place.
+        layout: Of linear layers, see ``Linear.pack``. Routed experts have fragments in any case:
+            their kernels take no other.
+
+    Raises:
+        ValueError: if the layout is none that ``Linear.pack`` knows.
     """
+    if layout not in PACKED_LAYOUTS:
+        raise ValueError(f"pack_: layout is {layout!r}, wanted one of {PACKED_LAYOUTS}")
     report = Packing()
     for name, layer in model.named_modules():
         if isinstance(layer, _KINDS):
             try:
-                layer.pack()
+                if isinstance(layer, Linear):
+                    layer.pack(layout)
+                else:
+                    layer.pack()
                 report.packed.append(name)
             except ValueError as error:
                 report.kept[name] = str(error)
