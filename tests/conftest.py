@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import quick_interpreter
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
@@ -38,7 +39,10 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
     **_COMMON,
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+settings.load_profile(_PROFILE)
+# Those that are run most and watch no trap do without what the markers in pyproject.toml name.
+_QUICK = _PROFILE in ("dev", "ci")
 
 
 # Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower. A
@@ -46,16 +50,35 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 _INTERPRETED_SHARE = 6
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    if not _HAS_GPU:
+        quick_interpreter.install()
+
+
+def _interpreted(item: pytest.Item) -> bool:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return str(params.get("device", "")).startswith("cpu-")
+
+
+def _share(item: pytest.Function) -> int:
+    """One of how many examples a test gets; see the markers in pyproject.toml."""
+    share = 1
+    if _interpreted(item):
+        share = getattr(item.module, "INTERPRETED_SHARE", _INTERPRETED_SHARE)
+    costly = item.get_closest_marker("costly")
+    return share * costly.args[0] if costly and _QUICK else share
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
-    """Fewer examples where kernels are interpreted; the explicit ones all run."""
-    params = getattr(getattr(item, "callspec", None), "params", {})
+    """Fewer examples where each takes long; the explicit ones all run."""
     test = getattr(item, "obj", None)
     chosen = getattr(test, "_hypothesis_internal_use_settings", None)
-    if chosen is None or not str(params.get("device", "")).startswith("cpu-"):
+    share = 1 if chosen is None else _share(item)
+    if share == 1:
         return (yield)
     function = getattr(test, "__func__", test)
-    share = getattr(item.module, "INTERPRETED_SHARE", _INTERPRETED_SHARE)
     fewer = settings(chosen, max_examples=max(1, chosen.max_examples // share))
     function._hypothesis_internal_use_settings = fewer
     try:
@@ -65,6 +88,12 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _QUICK:
+        rare = pytest.mark.skip(reason="takes long; runs in the nightly profile")
+        for item in items:
+            interpreted = "rarely_interpreted" in item.keywords and _interpreted(item)
+            if interpreted or "nightly" in item.keywords:
+                item.add_marker(rare)
     if _HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU; this machine has none")

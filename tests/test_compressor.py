@@ -625,8 +625,14 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize(("ratio", "overlap", "d", "batch"), LARGE)
+@pytest.mark.parametrize(
+    ("ratio", "overlap", "d", "batch", "few"),
+    [
+        pytest.param(*large, few, marks=[pytest.mark.rarely_interpreted] if i in rarely else [])
+        for few, rarely in ((True, (1, 2, 4)), (False, (0, 3)))
+        for i, large in enumerate(LARGE)
+    ],
+)
 def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, few):
     """However many rows a batch is said to have: programs share them out in two ways."""
     ragged = Ragged.make(1, (ratio, overlap), d, batch, device)

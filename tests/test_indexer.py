@@ -761,6 +761,7 @@ def test_trap_t13_a_decode_step_sees_every_entry(device):
         assert sorted(case.run(top_k)[0].tolist()) == [-1] * (top_k - 3) + [0, 1, 2]
 
 
+@pytest.mark.costly(4)
 @given(seeds(), st.integers(1, 8))
 def test_trap_t21_selecting_all_still_scores(seed, visible):
     """A trace made where every entry is taken is replayed with more entries, as a graph is."""

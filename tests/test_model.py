@@ -99,6 +99,7 @@ def test_generates_the_tokens_of_transformers(quantised: bool) -> None:
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 @pytest.mark.parametrize("layer_type", [SLIDING, CSA, HCA])
+@pytest.mark.costly(2)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 @settings(max_examples=10)
 def test_any_chunking_is_the_same(
@@ -109,6 +110,7 @@ def test_any_chunking_is_the_same(
     _chunkings_agree(config, data, seed)
 
 
+@pytest.mark.costly(3)
 @given(data=st.data(), config=tiny_configs(), seed=st.integers(0, 2**31))
 @settings(max_examples=15)
 def test_any_chunking_is_the_same_for_the_model(

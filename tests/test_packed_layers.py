@@ -782,7 +782,9 @@ class TestModel:
         with torch.no_grad():
             assert torch.equal(model(ids), plain(ids))
 
-    @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+    @pytest.mark.parametrize(
+        "activation", [pytest.param("bf16", marks=pytest.mark.nightly), "nvfp4"]
+    )
     def test_compiles_to_one_graph(self, activation):
         model, _, _ = packed_and_not(activation)
         ids = torch.arange(20)[None]

@@ -376,8 +376,15 @@ def check_routing(x, weight, bias, top_k):
         assert_bitwise(found, again, "second run")
 
 
-@pytest.mark.parametrize("tokens", [3, 5, 17, 40, 130])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        *((tokens, dtype) for tokens in (3, 5, 17) for dtype in (torch.bfloat16, torch.float32)),
+        *((40, torch.float32), (130, torch.bfloat16)),
+        pytest.param(40, torch.bfloat16, marks=pytest.mark.rarely_interpreted),
+        pytest.param(130, torch.float32, marks=pytest.mark.rarely_interpreted),
+    ],
+)
 def test_slices_of_the_hidden_axis(device, monkeypatch, tokens, dtype):
     """Sizes that fill no tile, cut in as many slices as a GPU would like."""
     if device.type == "cpu":

@@ -80,6 +80,7 @@ def modules_of(model: nn.Module) -> dict[str, int]:
     return {name: id(module) for name, module in model.named_modules()}
 
 
+@pytest.mark.costly(4)
 @given(config=configs(), seed=st.integers(0, 2**16), data=st.data())
 def test_prefill_chunks_and_single_tokens_equal_transformers(
     config: ModelConfig, seed: int, data: st.DataObject
