@@ -420,6 +420,9 @@ def attention(call: Call) -> str | None:
             return f"the pages have strides {pool.stride()}, wanted contiguous ones"
         if pool.shape[0] * size >= 2**31:
             return f"there are {pool.shape[0] * size} slots, wanted fewer than 2^31"
+    cos = call.args[12]
+    if cos is not None and dims % 2:
+        return f"heads have {dims} dims, of which pairs are turned, wanted an even number"
     if entry_format != "fp8":
         return None
     entry = dims + rope_dim
@@ -456,6 +459,9 @@ def cute_attention(call: Call) -> str | None:
         return f"heads have {q.shape[-1]} dims, {rope_dim} rotated, wanted {DIMS} and {ROPE}"
     if not scale > 0:
         return f"the scale is {scale}, wanted one above 0"
+    cos = call.args[12]
+    if cos is not None and 2 * cos.shape[1] != ROPE:
+        return f"{2 * cos.shape[1]} dims of the result are to be turned, wanted {ROPE}"
     pools = [(window, page)] + ([] if compressed is None else [(compressed, other_page)])
     for pool, size in pools:
         if size & (size - 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4.testing.assertions import unit_roundoff
+from dsv4.testing.strategies import normal
 
 U = unit_roundoff(torch.float32)
 
@@ -25,6 +26,31 @@ def softmax(q, kv, sink, scale):
     spread = (weights[:, :, None] * (kv - truth[:, None]).abs()).sum(1)
     rounded = 1.01 * unit_roundoff(torch.bfloat16) * (spread + truth.abs())
     return truth, 1.01 * relative * float(kv.abs().max()) + rounded + 1e-38
+
+
+def angles(seed, tokens, half, device):
+    """cos and sin of any angles, float32 ``[tokens, half]``."""
+    angle = 3 * normal(seed, (tokens, half), torch.float64)
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def turned_back(truth, budget, cos, sin):
+    """``softmax``'s results ``[heads, D]`` after the inverse rotation of their last dims.
+
+    An error of either dim of a pair reaches both, times a cosine and a sine; then a product, a sum.
+    """
+    kept = truth.shape[-1] - 2 * cos.shape[-1]
+    cos, sin = cos.double(), sin.double()
+
+    def turn(x, sign, c, s):
+        even, odd = x[:, kept:].unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = torch.stack((even * c + odd * s, odd * c - sign * even * s), -1)
+        return torch.cat((x[:, :kept], pairs.flatten(-2)), -1)
+
+    budget = turn(torch.as_tensor(budget).expand_as(truth), -1, cos.abs(), sin.abs())
+    size = turn(truth.abs(), -1, cos.abs(), sin.abs())
+    truth = turn(truth, 1, cos, sin)
+    return truth, budget + (3 * U + unit_roundoff(torch.bfloat16)) * size
 
 
 def same_places(out, expected):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dsv4.dispatch import explain
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
+from dsv4.ops.rope import rope
 from dsv4.reference import attention as reference
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
 from dsv4.testing.strategies import normal, seeds, strided
@@ -58,6 +59,8 @@ class Case:
             self.slots[1],
             given_["sink"],
             scale=given_["scale"],
+            cos=given_.get("cos"),
+            sin=given_.get("sin"),
         )
 
     def entries(self, token: int) -> torch.Tensor:
@@ -69,6 +72,12 @@ class Case:
                     at = torch.tensor([s], device=self.q.device)
                     found.append(read_kv(pages, at, F64))
         return torch.cat(found)
+
+
+def angles(seed, tokens, half, device, dtype=torch.float32):
+    """cos and sin of any angles, ``[tokens, half]``."""
+    angle = 3 * normal(seed, (tokens, half), F64)
+    return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
 
 
 def dense(case: Case, token: int, scale: float | None = None) -> torch.Tensor:
@@ -110,6 +119,47 @@ def test_float32_is_within_its_budget(device, seed, dtype, magnitude):
         relative = 2 * delta + (2 * kv.shape[0] + 12) * u
         budget = 1.01 * relative * float(kv.abs().max()) + unit_roundoff(dtype) * truth.abs() * 1.01
         assert_within_budget(out[t], truth, budget + 1e-38)
+
+
+@given(seeds(), st.sampled_from([0, 2, 8, 14, 32]), st.integers(0, 4))
+def test_trap_t4_the_last_dims_are_turned_back(device, seed, turned, tokens):
+    """As complex numbers times exp(-i angle); the dims before them keep their bits."""
+    case = Case(seed, tokens, device=device)
+    cos, sin = angles(seed, tokens, turned // 2, device, F64)
+    plain, out = case.run(), case.run(cos=cos, sin=sin)
+    kept = 32 - turned
+    assert_bitwise(out[..., :kept], plain[..., :kept])
+    pairs = torch.view_as_complex(plain[..., kept:].unflatten(-1, (-1, 2)).contiguous())
+    wanted = pairs * torch.complex(cos, -sin).unsqueeze(1)
+    assert_within_budget(out[..., kept:], torch.view_as_real(wanted).flatten(-2), 1e-14)
+    assert_within_budget(out, rope(plain, cos[:, None], sin[:, None], inverse=True), 0.0)
+
+
+@given(seeds(), st.sampled_from([torch.bfloat16, torch.float32]))
+def test_trap_t4_the_turned_result_is_rounded_once(device, seed, table_dtype):
+    """Within half a unit of the last place of the float64 result; float32's errors are below."""
+    case = Case(seed, 4, device=device, dtype=torch.bfloat16)
+    cos, sin = angles(seed, 4, 4, device, table_dtype)
+    out = case.run(cos=cos, sin=sin)
+    truth = case.run(q=case.q.double(), sink=case.sink.double(), cos=cos.double(), sin=sin.double())
+    half = unit_roundoff(torch.bfloat16)
+    assert_within_budget(out, truth, 1.01 * half * truth.abs() + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ((torch.zeros(3, 4), None), "cos and sin go together"),
+        ((torch.zeros(2, 4), torch.zeros(2, 4)), r"cos has shape \[2, 4\], wanted \[3, any\]"),
+        ((torch.zeros(3, 4), torch.zeros(3, 5)), r"sin has shape \[3, 5\], wanted \[3, 4\]"),
+        ((torch.zeros(3, 17), torch.zeros(3, 17)), r"R <= 32"),
+    ],
+)
+def test_bad_tables(tables, message):
+    with pytest.raises(ValueError, match=message):
+        Case(0).run(cos=tables[0], sin=tables[1])
+    with pytest.raises(TypeError, match="cos has dtype int64"):
+        Case(0).run(cos=torch.zeros(3, 4).long(), sin=torch.zeros(3, 4))
 
 
 @given(seeds())
@@ -313,6 +363,7 @@ def test_opcheck_and_compile(device, both):
     case = Case(0, 3, (5, 4), device=device, dtype=torch.bfloat16)
     window, compressed = case.pools[0], case.pools[1] if both else None
     slots = case.slots[1] if both else None
+    cos, sin = angles(0, 3, 4, device)
     args = (
         case.q,
         window.data,
@@ -326,13 +377,18 @@ def test_opcheck_and_compile(device, both):
         case.sink,
         8,
         0.25,
+        cos if both else None,
+        sin if both else None,
         "auto",
     )
     op = torch.ops.dsv4.sparse_attention.default
     torch.library.opcheck(op, args, test_utils=tests)
 
     def call(q, sink):
-        return sparse_attention(q, window, case.slots[0], compressed, slots, sink, scale=0.25)
+        table = {"cos": cos, "sin": sin} if both else {}
+        return sparse_attention(
+            q, window, case.slots[0], compressed, slots, sink, scale=0.25, **table
+        )
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert_bitwise(compiled(case.q, case.sink), call(case.q, case.sink))

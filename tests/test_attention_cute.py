@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import same_places, softmax
+from attention_cases import angles, same_places, softmax, turned_back
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -58,11 +58,20 @@ class Case:
             slots = torch.randint(-20, pages.num_slots, (tokens, width), generator=gen)
             self.slots.append(slots.clamp(min=-1).to(device))
 
-    def run(self, q=None, sink=None, scale=512**-0.5, backend="cute"):
+    def run(self, q=None, sink=None, scale=512**-0.5, backend="cute", cos=None, sin=None):
         (window, compressed), (slots, chosen) = self.pools, self.slots
         q, sink = self.q if q is None else q, self.sink if sink is None else sink
         return sparse_attention(
-            q, window, slots, compressed, chosen, sink, scale=scale, backend=backend
+            q,
+            window,
+            slots,
+            compressed,
+            chosen,
+            sink,
+            scale=scale,
+            cos=cos,
+            sin=sin,
+            backend=backend,
         )
 
     def entries(self, token):
@@ -72,7 +81,7 @@ class Case:
         ]
         return torch.cat(read)
 
-    def check(self, out, q=None, sink=None, scale=512**-0.5):
+    def check(self, out, q=None, sink=None, scale=512**-0.5, cos=None, sin=None):
         """Against a softmax in float64; the weights' exp2 errs by up to 2^-22 of them."""
         q, sink = self.q if q is None else q, self.sink if sink is None else sink
         for t in range(q.shape[0]):
@@ -82,6 +91,8 @@ class Case:
                 continue
             truth, budget = softmax(q[t].double(), kv, sink.double(), scale)
             budget = budget + 2.0**-21 * float(kv.abs().max())
+            if cos is not None:
+                truth, budget = turned_back(truth, budget, cos[t], sin[t])
             assert_within_budget(out[t], truth, budget)
 
 
@@ -93,6 +104,25 @@ def test_equals_a_softmax(seed, tokens, width, second, heads, count):
     case = Case(seed, tokens, (width, second), heads)
     with dealt(count):
         case.check(case.run())
+
+
+@pytest.mark.gpu
+@example(seed=0, tokens=200, heads=65, count=None)
+@given(seeds(), st.integers(1, 9), head_counts, counts)
+def test_the_last_dims_are_turned_back(seed, tokens, heads, count):
+    """The dims before them keep their bits; tables of bfloat16 and strided ones are read, too."""
+    case = Case(seed, tokens, (65, 70), heads)
+    cos, sin = angles(seed, tokens, 32, CUDA)
+    with dealt(count):
+        plain, out = case.run(), case.run(cos=cos, sin=sin)
+        assert_bitwise(case.run(cos=strided(cos), sin=strided(sin)), out)
+        narrow = [table.to(BF16) for table in (cos, sin)]
+        rounded = case.run(cos=narrow[0], sin=narrow[1])
+        assert_bitwise(rounded, case.run(cos=narrow[0].float(), sin=narrow[1].float()))
+        still = case.run(cos=torch.ones_like(cos), sin=torch.zeros_like(sin))
+    assert_bitwise(out[..., :448], plain[..., :448])
+    assert_within_budget(still, plain, 0.0)
+    case.check(out, cos=cos, sin=sin)
 
 
 @pytest.mark.gpu
@@ -316,7 +346,14 @@ def test_many_tokens_are_not_dealt_out():
 
 
 def objection(
-    heads=64, tokens=4, page=64, size=(512, 64), scale=1.0, offset=0, function=cute_attention
+    heads=64,
+    tokens=4,
+    page=64,
+    size=(512, 64),
+    scale=1.0,
+    offset=0,
+    function=cute_attention,
+    turned=64,
 ):
     """What is said of a call on tensors that are not looked at."""
     width = size[0] + size[1] + (size[0] - size[1]) // 64 + 1
@@ -325,6 +362,7 @@ def objection(
     slots = torch.empty(tokens, 3, dtype=torch.int64)
     pool = (data, page, "fp8")
     args = (q, *pool, slots, *pool, slots, torch.empty(heads), size[1], scale)
+    args += (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
     return function(dispatch.Call("sparse_attention", args, CUDA))
 
 
@@ -348,6 +386,8 @@ def test_what_it_does_not_run_is_said(pretended):
     assert objection() is None
     assert objection(heads=1, page=2) is None
     assert "wanted 512 and 64" in objection(size=(128, 64))
+    assert objection(turned=0) is None
+    assert "32 dims of the result are to be turned, wanted 64" in objection(turned=32)
     assert "power of two" in objection(page=48)
     assert "multiples of 16" in objection(offset=8)
     assert "above 0" in objection(scale=-1.0)

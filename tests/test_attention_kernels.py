@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attention_cases import U, same_places, softmax
+from attention_cases import U, angles, same_places, softmax, turned_back
 
 from dsv4._support import interpret_triton
 from dsv4.dispatch import explain, use_backend
@@ -72,7 +72,8 @@ class Case:
         given_ = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
         (window, compressed), (slots, chosen) = self.pools, self.slots
         arguments = (given_["q"], window, slots, compressed, chosen, given_["sink"])
-        return sparse_attention(*arguments, scale=given_["scale"], backend=backend)
+        tables = {name: given_[name] for name in ("cos", "sin") if name in given_}
+        return sparse_attention(*arguments, scale=given_["scale"], backend=backend, **tables)
 
     def entries(self, token: int) -> torch.Tensor:
         """The entries the token attends to, float64."""
@@ -91,6 +92,8 @@ class Case:
                 assert not out[t].any()
                 continue
             truth, budget = softmax(q, kv, given_["sink"].double(), given_["scale"])
+            if "cos" in given_:
+                truth, budget = turned_back(truth, budget, given_["cos"][t], given_["sin"][t])
             assert_within_budget(out[t], truth, budget)
 
 
@@ -108,6 +111,46 @@ def test_equals_a_softmax(device, seed, tokens, width, entry_format, size, heads
     case = Case(seed, device, tokens, width, entry_format, heads, size)
     with launched(count):
         case.check(case.run())
+
+
+@example(seed=0, entry_format="fp8", size=(200, 64), turned=64, heads=17, count=1)
+@example(seed=1, entry_format="fp8", size=(72, 16), turned=40, heads=3, count=3)
+@given(
+    seed=seeds(),
+    entry_format=formats,
+    size=dims,
+    turned=st.sampled_from([0, 2, 8, 16]),
+    heads=st.sampled_from([1, 3, 17]),
+    count=splits,
+)
+def test_the_last_dims_are_turned_back(device, seed, entry_format, size, turned, heads, count):
+    """Whatever the pages rotate; the dims before them keep their bits, infinities too."""
+    case = Case(seed, device, 2, (18, 20), entry_format, heads, size)
+    cos, sin = angles(seed, 2, turned // 2, device)
+    with launched(count):
+        plain, out = case.run(), case.run(cos=cos, sin=sin)
+    kept = size[0] - turned
+    assert_bitwise(out[..., :kept], plain[..., :kept])
+    case.check(out, cos=cos, sin=sin)
+
+
+@given(seeds(), splits)
+def test_an_infinity_beside_turned_dims_stays_alone(device, seed, count):
+    """An entry of weight 0 makes its one dim NaN, and nothing else."""
+    case = Case(seed, device, 1, entry_format="plain")
+    one = torch.tensor([4], device=device)
+    entry = read_kv(case.pools[0], one, torch.float32, backend="reference")
+    entry[:, 1] = -torch.inf
+    write_kv(case.pools[0], entry, one, backend="reference")
+    case.slots[0][0, 7] = 4
+    q = case.q.clone()
+    q[..., 1] = 1
+    cos, sin = angles(seed, 1, 4, device)
+    with launched(count):
+        out = case.run(q=q, cos=cos, sin=sin)
+    same_places(out, case.run("reference", q=q, cos=cos, sin=sin))
+    assert bool((out.isnan().nonzero()[:, -1] == 1).all())
+    assert int(out.isnan().sum()) == 3
 
 
 @given(seeds(), formats, splits, st.sampled_from([0.0, 0.1, 30.0, 1e4]))
@@ -351,14 +394,15 @@ def test_offsets_past_two_gigabytes(device):
 def test_opcheck_and_compile(device):
     case = Case(0, device)
     (window, other), (slots, chosen) = case.pools, case.slots
-    rest = (other.data, other.page_size, "fp8", chosen, case.sink, 8, 0.25, "triton")
+    cos, sin = angles(0, 3, 4, device)
+    rest = (other.data, other.page_size, "fp8", chosen, case.sink, 8, 0.25, cos, sin, "triton")
     args = (case.q, window.data, window.page_size, "fp8", slots, *rest)
     op = torch.ops.dsv4.sparse_attention.default
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(op, args, test_utils=tests)
 
     def call(q, sink):
-        return sparse_attention(q, window, slots, other, chosen, sink, scale=0.25)
+        return sparse_attention(q, window, slots, other, chosen, sink, scale=0.25, cos=cos, sin=sin)
 
     with use_backend("triton"):
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -425,6 +469,12 @@ class TestDispatch:
 
         assert why() == ""
         assert "wanted bfloat16" in why(q=case.q.float())
+        odd = [Pages.allocate(3, 8, 31, 0, "plain") for _ in range(2)]
+        table = torch.zeros(3, 4)
+        arguments = (case.q[..., :31], odd[0], slots, odd[1], chosen, case.sink)
+        with interpret_triton():
+            found = explain(sparse_attention, *arguments, scale=1.0, cos=table, sin=table)
+        assert "wanted an even number" in dict(found.candidates)["triton"]
         assert "different formats" in why(b=plain(BF16))
         assert "different formats" in why(a=plain(BF16), b=plain(torch.float16))
         assert "wanted bfloat16" in why(a=plain(torch.float32), b=plain(torch.float32))

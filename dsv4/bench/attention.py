@@ -30,6 +30,7 @@ from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.bench.report import number, plain
 from dsv4.bench.results import Row
 from dsv4.bench.rivals import flash_mla
+from dsv4.bench.sequence_cases import angles
 from dsv4.config import ModelConfig
 from dsv4.pages import Pages, entry_layout
 
@@ -83,12 +84,12 @@ def _attention(c: ModelConfig, name: str, tokens: int, heads: int, count: int) -
         return Problem(
             ops.sparse_attention,
             (q, window, slots, entries, chosen, sink),
-            {"scale": d**-0.5},
+            {"scale": d**-0.5, **angles(c, draw, tokens)},
             within(budgets.attention),
             nbytes(q, slots, chosen, sink) + distinct * (layout.data_bytes + layout.scale_bytes),
             4 * heads * d * sum(s.numel() for s in used),
             writes=nbytes(q),
-            of_tokens=(0, 2, 4),
+            of_tokens=(0, 2, 4, "cos", "sin"),
         )
 
     sizes = {"h": heads, "D": d, "window": reach, "entries": count}

@@ -355,7 +355,19 @@ def attention(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
         part = slice(begin, begin + step)
         chunk = [(pages, slots[part]) for pages, slots in pools]
         parts.append(_attention_part(widen(q[part]), chunk, widen(sink), scale, rounds))
-    return torch.cat(parts) if parts else torch.zeros_like(truth)
+    budget = torch.cat(parts) if parts else torch.zeros_like(truth)
+    cos, sin = (problem.kwargs.get(name) for name in ("cos", "sin"))
+    if cos is None or sin is None:
+        return budget
+    # An error of either dim of a pair reaches both. The rotation adds 2 u of |a cos| + |b sin|,
+    # which is at most sqrt(2) of the length of the pair.
+    cos, sin = widen(cos).abs().unsqueeze(1), widen(sin).abs().unsqueeze(1)
+    kept = truth.shape[-1] - 2 * cos.shape[-1]
+    even, odd = budget[..., kept:].unflatten(-1, (-1, 2)).unbind(-1)
+    length = truth[..., kept:].unflatten(-1, (-1, 2)).norm(dim=-1)
+    both = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1)
+    both = both + (3 * U * length).unsqueeze(-1)
+    return torch.cat((budget[..., :kept], both.flatten(-2)), -1)
 
 
 def _rounds_weights(problem: Problem) -> bool:

@@ -111,8 +111,8 @@ class Problem:
         writes: Bytes that have to be written; None: those of the outputs.
         mutates: Positions in ``args`` of tensors or pages changed in place; outputs too.
         backend: What made the outputs to be judged, for judges that make a difference.
-        of_tokens: Positions in ``args`` of what has a row for each token; if given, some tokens of
-            the one output are judged for all.
+        of_tokens: Positions in ``args`` and names in ``kwargs`` of what has a row for each token;
+            if given, some tokens of the one output are judged for all.
     """
 
     function: Callable[..., Any]
@@ -124,7 +124,7 @@ class Problem:
     writes: int | None = None
     mutates: tuple[int, ...] = ()
     backend: str = "auto"
-    of_tokens: tuple[int, ...] = ()
+    of_tokens: tuple[int | str, ...] = ()
 
     @property
     def held(self) -> int:
@@ -150,7 +150,9 @@ class Problem:
 
     def only(self, tokens: torch.Tensor) -> Problem:
         """The same call for these tokens alone."""
-        return self._with_args(lambda i, arg: _rows(arg, tokens) if i in self.of_tokens else arg)
+        few = self._with_args(lambda i, arg: _rows(arg, tokens) if i in self.of_tokens else arg)
+        kwargs = {k: _rows(v, tokens) if k in self.of_tokens else v for k, v in self.kwargs.items()}
+        return dataclasses.replace(few, kwargs=kwargs)
 
     def _with_args(self, change: Callable[[int, Any], Any]) -> Problem:
         return dataclasses.replace(self, args=tuple(change(i, a) for i, a in enumerate(self.args)))

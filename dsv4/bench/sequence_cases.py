@@ -271,6 +271,12 @@ def _filled(c: ModelConfig, entries: int, draw: Draw) -> Pages:
     return pages
 
 
+def angles(c: ModelConfig, draw: Draw, tokens: int) -> dict[str, torch.Tensor]:
+    """Tables of any positions, by which attention's result is turned back."""
+    angle = 3 * draw.normal(tokens, c.qk_rope_head_dim // 2, dtype=torch.float32)
+    return {"cos": angle.cos(), "sin": angle.sin()}
+
+
 def sparse_attention(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The three layer types: the window alone, with chosen entries, with all entries."""
     context = _context(c)
@@ -299,7 +305,7 @@ def _attention(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
         return Problem(
             ops.sparse_attention,
             (q, window, slots, compressed, chosen, sink),
-            {"scale": d**-0.5},
+            {"scale": d**-0.5, **angles(c, draw, tokens)},
             within(budgets.attention),
             nbytes(q, slots, chosen, sink) + distinct * _entry_bytes(window),
             4 * heads * d * sum(s.numel() for s in used),

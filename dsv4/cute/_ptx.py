@@ -358,6 +358,16 @@ def multiply_add_float(a: Value, b: Value, c: Value) -> Value:
     return assembly("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], [a, b, c])
 
 
+def turn_back(even: Value, odd: Value, cos: Value, sin: Value) -> tuple[Value, ...]:
+    """A pair by the opposite of an angle: ``(even cos + odd sin, odd cos - even sin)``."""
+    code = (
+        "{ .reg .f32 a, b, m; mul.rn.f32 a, {$r1}, {$r3}; neg.f32 m, {$r3}; "
+        "mul.rn.f32 b, {$r0}, m; "
+        "fma.rn.f32 {$w0}, {$r0}, {$r2}, a; fma.rn.f32 {$w1}, {$r1}, {$r2}, b; }"
+    )
+    return assembly(code, [Float32, Float32], [even, odd, cos, sin])
+
+
 def power_of_two(value: Value) -> Value:
     """``2^value`` by the hardware, within 2^-22; subnormals are 0."""
     return assembly("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], [value])

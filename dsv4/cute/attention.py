@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -19,9 +20,9 @@ from dsv4.cute.sm90.attention_plan import (
 )
 
 # Parameters of the kernels, in their order; before the first's come three without any content.
-_ATTEND = Parameters("s", "s", "s", *"qqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
-_MERGE = Parameters(*"qqqqq", *"ii")
-_ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss13q9if"), struct.Struct("@5q2i")
+_ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
+_MERGE = Parameters(*"qqqqqqq", *"ii")
+_ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss15q9if"), struct.Struct("@7q2i")
 _FEW_SLOTS = 2048  # of a token that is dealt out, up to which the last one is not looked for
 
 
@@ -38,6 +39,8 @@ def sparse_attention(
     sink: torch.Tensor,
     rope_dim: int,
     scale: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -48,8 +51,11 @@ def sparse_attention(
         compressed_slots = window_slots[:, :0]
     pools = (window, window_page_size, compressed, compressed_page_size)
     slots = (window_slots.long().contiguous(), compressed_slots.long().contiguous())
+    # Kept until after the launch.
+    angles = [None if table is None else table.float().contiguous() for table in (cos, sin)]
+    q, sink = aligned(q, q.shape[0])[0], sink.float().contiguous()
     with torch.cuda.device(q.device):
-        _attend(aligned(q, q.shape[0])[0], pools, slots, sink.float().contiguous(), scale, out)
+        _attend(q, pools, slots, sink, scale, angles, out)
     return out
 
 
@@ -59,6 +65,7 @@ def _attend(
     slots: tuple[torch.Tensor, torch.Tensor],
     sink: torch.Tensor,
     scale: float,
+    angles: Sequence[torch.Tensor | None],
     out: torch.Tensor,
 ) -> None:
     """On the current device."""
@@ -71,6 +78,7 @@ def _attend(
     parts = q.new_empty((*kept, dims), dtype=torch.float32)
     tops, totals = (q.new_empty(kept, dtype=torch.float32) for _ in range(2))
     items = tokens * count * tiles(heads)
+    turn = [0 if table is None else table.data_ptr() for table in angles]
     packed = _ATTEND_PACKED.pack(
         b"",
         b"",
@@ -84,6 +92,7 @@ def _attend(
         (out if count == 1 else parts).data_ptr(),
         tops.data_ptr(),
         totals.data_ptr(),
+        *turn,
         q.stride(0),
         q.stride(1),
         window.stride(0),
@@ -104,6 +113,7 @@ def _attend(
     kernel.launch(min(items, processors), stream, _ATTEND, packed)
     if count > 1:
         places = [t.data_ptr() for t in (parts, tops, totals, sink, out)]
+        places += turn
         kernel = loaded(MergePlan(), HOPPER)
         kernel.prepare(q.device.index)
         kernel.launch(tokens * heads, stream, _MERGE, _MERGE_PACKED.pack(*places, heads, count))

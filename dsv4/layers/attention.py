@@ -112,9 +112,15 @@ class DeepseekV4Attention(FixedDtypeModule):
         else:
             kv = rope(self.kv_norm(kv), cos, sin)
             out = self._attend_dense(
-                hidden_states, q_residual, q, kv, position_ids, attention_mask, past_key_values
+                hidden_states,
+                q_residual,
+                q,
+                kv,
+                (cos, sin),
+                position_ids,
+                attention_mask,
+                past_key_values,
             )
-        out = rope(out, cos.unsqueeze(-2), sin.unsqueeze(-2), inverse=True)
         grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
 
@@ -161,9 +167,15 @@ class DeepseekV4Attention(FixedDtypeModule):
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
         q_residual = self.q_a_norm(q_a)
         q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        cos, sin = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in (cos, sin))
+        cos, sin = self._flat((cos, sin), q)
         head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)
         return q_residual, q, kv
+
+    @staticmethod
+    def _flat(tables: Tables, q: torch.Tensor) -> Tables:
+        """A row of either table for each token of ``q [B, S, ...]``."""
+        cos, sin = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in tables)
+        return cos, sin
 
     def _attend_paged(
         self,
@@ -190,9 +202,10 @@ class DeepseekV4Attention(FixedDtypeModule):
             slots = self.compressor.select_paged(
                 hidden_states[0], q_residual[0], step, self.layer_idx
             )
-        window_slots = step.read_slots(layer)
+        seen = step.read_slots(layer)
+        turn: dict[str, Any] = {"cos": cos, "sin": sin}
         out = sparse_attention(
-            q[0], layer.window, window_slots, compressed, slots, self.sinks, scale=self.scaling
+            q[0], layer.window, seen, compressed, slots, self.sinks, scale=self.scaling, **turn
         )
         return out.unsqueeze(0)
 
@@ -202,11 +215,13 @@ class DeepseekV4Attention(FixedDtypeModule):
         q_residual: torch.Tensor,
         q: torch.Tensor,
         kv: torch.Tensor,
+        tables: Tables,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         past: Any,
     ) -> torch.Tensor:
         batch, queries = q.shape[:2]
+        cos, sin = self._flat(tables, q)
         if batch * queries == 0:
             return q
         if self.numerics == "deepseek":
@@ -234,6 +249,8 @@ class DeepseekV4Attention(FixedDtypeModule):
             slots,
             self.sinks,
             scale=self.scaling,
+            cos=cos,
+            sin=sin,
         )
         return out.unflatten(0, (batch, queries))
 

@@ -23,6 +23,8 @@ def _fake(
     sink: torch.Tensor,
     rope_dim: int,
     scale: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     backend: str,
 ) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -31,7 +33,8 @@ def _fake(
 _sparse_attention = define(
     "sparse_attention(Tensor q, Tensor window, int window_page_size, str window_format, "
     "Tensor window_slots, Tensor? compressed, int compressed_page_size, str compressed_format, "
-    "Tensor? compressed_slots, Tensor sink, int rope_dim, float scale, str backend) -> Tensor",
+    "Tensor? compressed_slots, Tensor sink, int rope_dim, float scale, Tensor? cos, Tensor? sin, "
+    "str backend) -> Tensor",
     _fake,
 )
 
@@ -45,9 +48,11 @@ def sparse_attention(
     sink: torch.Tensor,
     *,
     scale: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One softmax over the given entries of both caches (specification section 4.2, steps 6, 7).
+    """One softmax over the given entries of both caches (specification section 4.2, steps 6 to 8).
 
     ``o_h = sum_j exp(s_hj) k_j / (sum_j exp(s_hj) + exp(sink_h))`` with ``s_hj = scale * q_h.k_j``;
     an entry is key and value at once. The sink is a raw logit: ``scale`` does not touch it, and it
@@ -58,6 +63,10 @@ def sparse_attention(
     included. A NaN in q makes its token and head NaN if the token has an entry at all; an Inf too,
     unless every logit it makes is -inf.
 
+    With ``cos`` and ``sin`` the last R dims of the result are then turned by the opposite angle, as
+    ``rope(inverse=True)`` turns them, in the same float32 (or float64): the one rounding is still
+    at the end. ``rope`` of a result without them rounds twice, and so may differ in the last place.
+
     Args:
         q: ``[T, h, D]`` after norm and RoPE.
         window: Pages of raw key-values, D dims.
@@ -66,15 +75,17 @@ def sparse_attention(
         compressed_slots: ``[T, Kc]`` likewise; None exactly if ``compressed`` is.
         sink: ``[h]``; -inf: no sink.
         scale: Factor on the products, ``D^-0.5``.
+        cos: ``[T, R/2]``, see ``rope_tables``; R is taken from this argument. None: no rotation.
+        sin: As ``cos``; None exactly if ``cos`` is.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``[T, h, D]`` in ``q.dtype``, contiguous, before the inverse RoPE.
+        ``[T, h, D]`` in ``q.dtype``, contiguous; after the inverse RoPE if there are tables.
 
     Raises:
         TypeError: if a dtype is none of these.
         ValueError: if a shape differs, the tensors are on different devices, or only one of
-            ``compressed`` and ``compressed_slots`` is given.
+            ``compressed`` and ``compressed_slots``, or of ``cos`` and ``sin``, is given.
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
     op = "sparse_attention"
@@ -93,6 +104,7 @@ def sparse_attention(
                 f"wanted window's, {window.rope_dim}"
             )
     _check.same_device(op, q=q, sink=sink)
+    _check_tables(op, q, cos, sin)
     return _sparse_attention(
         q,
         window.data,
@@ -106,8 +118,29 @@ def sparse_attention(
         sink,
         window.rope_dim,
         float(scale),
+        cos,
+        sin,
         backend,
     )
+
+
+def _check_tables(
+    op: str, q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
+) -> None:
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{op}: cos and sin go together, found one of them")
+    if cos is None or sin is None or torch.compiler.is_compiling():
+        return
+    for name, table in (("cos", cos), ("sin", sin)):
+        _check.floating(op, name, table)
+    _check.shape(op, "cos", cos, [q.shape[0], None])
+    _check.shape(op, "sin", sin, list(cos.shape))
+    _check.same_device(op, q=q, cos=cos, sin=sin)
+    if 2 * cos.shape[1] > q.shape[2]:
+        raise ValueError(
+            f"{op}: cos has shape {list(cos.shape)}, wanted [{q.shape[0]}, R/2] with "
+            f"R <= {q.shape[2]} (dims of q)"
+        )
 
 
 def _check_pool(op: str, name: str, q: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:

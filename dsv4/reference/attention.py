@@ -6,6 +6,7 @@ import torch
 
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.kv_cache import read_kv
+from dsv4.reference.rope import rope
 
 _WORK_BYTES = 64 << 20  # of gathered entries and of scores at a time
 
@@ -23,6 +24,8 @@ def sparse_attention(
     sink: torch.Tensor,
     rope_dim: int,
     scale: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
     tokens, heads, d = q.shape
@@ -41,7 +44,11 @@ def sparse_attention(
         ]
         absent = torch.cat([slots[part] for *_, slots in pools], dim=1) < 0
         kv = torch.cat(entries, dim=1)
-        out[part] = _attend(q[part].to(wide), kv, absent, sink.to(wide), scale).to(q.dtype)
+        found = _attend(q[part].to(wide), kv, absent, sink.to(wide), scale)
+        if cos is not None and sin is not None:
+            turn = cos[part].to(wide).unsqueeze(1), sin[part].to(wide).unsqueeze(1)
+            found = rope(found, *turn, inverse=True)
+        out[part] = found.to(q.dtype)
     return out
 
 

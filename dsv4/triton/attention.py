@@ -23,6 +23,7 @@ from dsv4.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._entries import page_stride
 from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._rotation import load_angles, rotate
 
 _GROUP = tl.constexpr(GROUP)
 _SCAN = 1024  # slots that a program looks at together
@@ -213,6 +214,24 @@ def _finite_origin(top):
     return tl.where(top == float("-inf"), 0.0, top)
 
 
+@triton.jit
+def _turned_back(x, cos, sin, dim, D: tl.constexpr, TURNED: tl.constexpr):
+    """The last TURNED dims of ``x [ROWS, COLUMNS]`` by the opposite of a token's angles.
+
+    ``dim [COLUMNS]`` are those of the columns; the two of a pair follow one another, the first at
+    an even column.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    PAIRS: tl.constexpr = x.shape[1] // 2
+    even, odd = tl.split(tl.reshape(dim, [PAIRS, 2]))
+    mask = (even >= D - TURNED) & (odd < D)
+    c, s = load_angles(cos, sin, 0, (even - (D - TURNED)) // 2, mask, True)
+    c = tl.broadcast_to(c[None, :], [ROWS, PAIRS])
+    s = tl.broadcast_to(s[None, :], [ROWS, PAIRS])
+    # Dims beside those stay as they are: an infinity times a sine of 0 would be NaN.
+    return tl.where((dim >= D - TURNED)[None, :], rotate(x, c, s), x)
+
+
 @triton.jit(do_not_specialize=["width", "second_width", "splits"])
 def _attend_kernel(
     q,
@@ -225,6 +244,8 @@ def _attend_kernel(
     parts,
     tops,
     totals,
+    cos,
+    sin,
     width,
     second_width,
     token_stride,
@@ -239,6 +260,7 @@ def _attend_kernel(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -312,12 +334,22 @@ def _attend_kernel(
         factor = tl.exp(top - origin)
         total = total * factor + tl.exp(logit - origin)
         factor = tl.where(total == 0, 0.0, factor / total)[:, None]
+        left_sum *= factor
+        right_sum *= factor
+        if TURNED > 0:
+            cos += token * (TURNED // 2)
+            sin += token * (TURNED // 2)
+            if HALF > NOPE or HALF > D - TURNED:
+                dim = _dims(0, HALF, NOPE, ROPE)
+                left_sum = _turned_back(left_sum, cos, sin, dim, D, TURNED)
+            dim = _dims(HALF, HALF, NOPE, ROPE)
+            right_sum = _turned_back(right_sum, cos, sin, dim, D, TURNED)
         out += token * (heads * D)
         dtype: tl.constexpr = out.dtype.element_ty
         place, mask = _query_place(out, head, heads, D, 0, HALF, NOPE, ROPE)
-        tl.store(place, narrow(left_sum * factor, dtype), mask=mask)
+        tl.store(place, narrow(left_sum, dtype), mask=mask)
         place, mask = _query_place(out, head, heads, D, HALF, HALF, NOPE, ROPE)
-        tl.store(place, narrow(right_sum * factor, dtype), mask=mask)
+        tl.store(place, narrow(right_sum, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -327,9 +359,12 @@ def _merge_kernel(
     totals,
     sink,
     out,
+    cos,
+    sin,
     heads,
     splits,
     D: tl.constexpr,
+    TURNED: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -355,6 +390,11 @@ def _merge_kernel(
         value = tl.load(place, mask=mask, other=0.0)
         sums += tl.sum(value * tl.exp(top - origin)[:, None], 0)
     sums = tl.where(total == 0, 0.0, sums / total)
+    if TURNED > 0:
+        cos += token * (TURNED // 2)
+        sin += token * (TURNED // 2)
+        turned = _turned_back(tl.reshape(sums, [1, COLUMNS]), cos, sin, column, D, TURNED)
+        sums = tl.reshape(turned, [COLUMNS])
     place = out + (token * heads + head) * D + column
     tl.store(place, narrow(sums, out.dtype.element_ty), mask=column < D)
 
@@ -372,6 +412,8 @@ def sparse_attention(
     sink: torch.Tensor,
     rope_dim: int,
     scale: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -385,6 +427,8 @@ def sparse_attention(
     q = q if q.stride(-1) == 1 else q.contiguous()
     window_slots, compressed_slots = window_slots.contiguous(), compressed_slots.contiguous()
     sink = sink.contiguous()
+    turned = 0 if cos is None else 2 * cos.shape[1]
+    cos, sin = (sink if table is None else table.contiguous() for table in (cos, sin))
     tokens, heads, d = q.shape
     widths = (window_slots.shape[1], compressed_slots.shape[1])
     rope = rope_dim if window_format == "fp8" else 0
@@ -411,6 +455,8 @@ def sparse_attention(
             parts,
             tops,
             totals,
+            cos,
+            sin,
             *widths,
             q.stride(0),
             q.stride(1),
@@ -424,6 +470,7 @@ def sparse_attention(
             NOPE=d - rope,
             ROPE=rope,
             HALF=GROUP * max(1, _launch.power_of_two(groups) // 2),
+            TURNED=0 if splits > 1 else turned,
             HEADS=shape.heads,
             BLOCK=shape.block,
             SPLIT=splits > 1,
@@ -433,7 +480,7 @@ def sparse_attention(
             **_launch.options(q),
         )
         if splits > 1:
-            _merge(parts, tops, totals, sink, out)
+            _merge(parts, tops, totals, sink, out, (cos, sin, turned))
     return out
 
 
@@ -443,6 +490,7 @@ def _merge(
     totals: torch.Tensor,
     sink: torch.Tensor,
     out: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor, int],
 ) -> None:
     tokens, splits, heads, d = parts.shape
     columns, padded = _launch.power_of_two(d), _launch.power_of_two(splits)
@@ -452,9 +500,11 @@ def _merge(
         totals,
         sink,
         out,
+        *angles[:2],
         heads,
         splits,
         D=d,
+        TURNED=angles[2],
         COLUMNS=columns,
         SPLITS=padded,
         ROWS=min(padded, max(1, _TOGETHER // columns)),

@@ -37,6 +37,7 @@ from dsv4.cute.sm90.attention_plan import (
     INFO_BYTES,
     PRODUCER_REGISTERS,
     PRODUCER_WARPS,
+    ROPE,
     SCAN_BYTES,
     STAGES,
     AttentionPlan,
@@ -58,7 +59,7 @@ class AttentionKernel(Entries, AttentionPlan):
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
         return cute.compile(
             self,
-            *[Int64(0)] * 9,
+            *[Int64(0)] * 11,
             *[Int64(8)] * 4,
             *[Int32(1)] * 9,
             Float32(1.0),
@@ -78,6 +79,8 @@ class AttentionKernel(Entries, AttentionPlan):
         out: Int64,
         tops: Int64,
         totals: Int64,
+        cos: Int64,
+        sin: Int64,
         token_stride: Int64,
         head_stride: Int64,
         window_stride: Int64,
@@ -98,9 +101,9 @@ class AttentionKernel(Entries, AttentionPlan):
         q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma = self.tools()
         self.kernel_(
             q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma, q, window, window_slots,
-            compressed, compressed_slots, sink, out, tops, totals, token_stride, head_stride,
-            window_stride, compressed_stride, width, second_width, page_shift, second_shift, heads,
-            splits, tiles, items, scan, scale,
+            compressed, compressed_slots, sink, out, tops, totals, cos, sin, token_stride,
+            head_stride, window_stride, compressed_stride, width, second_width, page_shift,
+            second_shift, heads, splits, tiles, items, scan, scale,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -155,6 +158,8 @@ class AttentionKernel(Entries, AttentionPlan):
         out: Int64,
         tops: Int64,
         totals: Int64,
+        cos: Int64,
+        sin: Int64,
         token_stride: Int64,
         head_stride: Int64,
         window_stride: Int64,
@@ -190,6 +195,9 @@ class AttentionKernel(Entries, AttentionPlan):
             tops: With ``split``, address of float32 ``[tokens, splits, heads]``: to what power of
                 two the sums are relative.
             totals: Likewise, sums of weights.
+            cos: Without ``split``, address of float32 ``[tokens, 32]``, by whose angles the last 64
+                dims are turned back; 0: they are not.
+            sin: As ``cos``.
             token_stride: Elements between tokens of q.
             head_stride: Elements between heads of q.
             window_stride: Bytes between pages.
@@ -261,7 +269,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 operands,
                 (info, full, empty, ready),
                 (at_q, Uint32(shared_p.iterator.toint()), told),
-                (q, token_stride, head_stride, sink, out, tops, totals),
+                (q, token_stride, head_stride, sink, out, tops, totals, cos, sin),
                 (begin, grid, items, tiles, splits, heads, scale * Float32(_LOG2E)),
                 (group, thread, warp, lane),
             )
@@ -274,7 +282,7 @@ class AttentionKernel(Entries, AttentionPlan):
         shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma = operands
         info, full, empty, ready = ring
         at_q, at_p, told = shared
-        q, token_stride, head_stride, sink, out, tops, totals = tensors
+        q, token_stride, head_stride, sink, out, tops, totals, cos, sin = tensors
         begin, grid, items, tiles, splits, heads, scale = sizes
         group, thread, warp, lane = who
         inner = thread % 128
@@ -347,6 +355,8 @@ class AttentionKernel(Entries, AttentionPlan):
                     stage = Int32(0)
                     parity = parity ^ 1
             total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
+            if cutlass.const_expr(not self.split):
+                self._turn_back(sums, (cos, sin), (token, group, lane))
             self._store(
                 sums,
                 (references, total),
@@ -481,6 +491,21 @@ class AttentionKernel(Entries, AttentionPlan):
     def _quad_sum(self, value: Value) -> Value:
         value = value + cute.arch.shuffle_sync_bfly(value, 1)
         return value + cute.arch.shuffle_sync_bfly(value, 2)
+
+    @cute.jit
+    def _turn_back(self, sums: Value, tables: Value, where: Value) -> None:
+        """The rotated dims, which are the second warpgroup's last, by the opposite angle.
+
+        A pair of dims is in one lane. The sums are turned, whose factor comes later.
+        """
+        token, group, lane = where
+        if (tables[0] != Int64(0)) & (group == 1):
+            place = (Int64(token) * (ROPE // 2) + lane % 4) * 4
+            for n in cutlass.range_constexpr(ROPE // 8):
+                cos, sin = [ptx.load_global_float(table + place + n * 16) for table in tables]
+                for r in cutlass.range_constexpr(2):
+                    at = ((DIMS - ROPE) // 8 - DIMS // 16 + n) * 4 + 2 * r
+                    sums[at], sums[at + 1] = ptx.turn_back(sums[at], sums[at + 1], cos, sin)
 
     @cute.jit
     def _store(self, sums: Value, state: Value, places: Value, where: Value) -> None:

@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90.attention_plan import DIMS, MergePlan
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE, MergePlan
 
 Value = Any
 _LOG2E = 1.4426950408889634
@@ -22,7 +22,7 @@ class MergeKernel(MergePlan):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        places = [Int64(0)] * 5
+        places = [Int64(0)] * 7
         return cute.compile(self, *places, Int32(1), Int32(1), CUstream(0), options=options)
 
     @cute.jit
@@ -33,12 +33,14 @@ class MergeKernel(MergePlan):
         totals: Int64,
         sink: Int64,
         out: Int64,
+        cos: Int64,
+        sin: Int64,
         heads: Int32,
         splits: Int32,
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(parts, tops, totals, sink, out, heads, splits).launch(
+        self.kernel_(parts, tops, totals, sink, out, cos, sin, heads, splits).launch(
             grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
@@ -50,6 +52,8 @@ class MergeKernel(MergePlan):
         totals: Int64,
         sink: Int64,
         out: Int64,
+        cos: Int64,
+        sin: Int64,
         heads: Int32,
         splits: Int32,
     ) -> None:
@@ -61,6 +65,9 @@ class MergeKernel(MergePlan):
             totals: Likewise, sums of weights.
             sink: Address of float32 ``[heads]``.
             out: Address of bfloat16 ``[tokens, heads, 512]``.
+            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
+                back; 0: they are not.
+            sin: As ``cos``.
             heads: Of a token.
             splits: Parts of a token.
         """
@@ -85,6 +92,12 @@ class MergeKernel(MergePlan):
             four = ptx.load_global_float4(parts + (row * DIMS + thread * 4) * 4)
             sums = [sums[i] + four[i] * factor for i in range(4)]
         factor = ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+        dim = thread * 4 - (DIMS - ROPE)
+        if (cos != Int64(0)) & (dim >= 0):
+            for i in cutlass.range_constexpr(2):
+                place = (Int64(token) * (ROPE // 2) + dim // 2 + i) * 4
+                c, s = ptx.load_global_float(cos + place), ptx.load_global_float(sin + place)
+                sums[2 * i], sums[2 * i + 1] = ptx.turn_back(sums[2 * i], sums[2 * i + 1], c, s)
         words = [
             ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(2)
         ]
