@@ -415,6 +415,7 @@ def arguments(ratio: int, overlap: bool, device, tokens: int = 11):
     return kv, score, ape, state, cu, starts, torch.tensor([2, 0, 1], device=device)
 
 
+@pytest.mark.rarely_interpreted
 @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False)])
 def test_opcheck(device, ratio, overlap):
     args = (*arguments(ratio, overlap, device), overlap, "auto")
@@ -973,6 +974,7 @@ class TestCompressWrite:
             assert_bitwise(data, results[0][0])
             assert_bitwise(state, results[0][1])
 
+    @pytest.mark.rarely_interpreted
     @pytest.mark.parametrize("entry_format", ["fp8", *COMPACT_FORMATS])
     def test_opcheck(self, device, entry_format):
         ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 0, 9)], device)
@@ -982,6 +984,7 @@ class TestCompressWrite:
         args = (*ragged.args(ragged.state), *norm, *fields, table, *rest)
         torch.library.opcheck(torch.ops.dsv4.compress_write.default, args, test_utils=_TESTS)
 
+    @pytest.mark.rarely_interpreted
     @pytest.mark.parametrize("entry_format", ["fp8", *COMPACT_FORMATS])
     def test_compiles_whole(self, device, entry_format):
         ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 0, 9)], device)

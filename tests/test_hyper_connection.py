@@ -430,6 +430,7 @@ def test_strided_input_gives_the_same_result(device):
     assert back.is_contiguous()
 
 
+@pytest.mark.rarely_interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_opcheck(device, dtype):
     streams, fn, scale, base = build(
@@ -443,6 +444,7 @@ def test_opcheck(device, dtype):
     torch.library.opcheck(ops.hc_post.default, (y, streams, post, comb, "auto"))
 
 
+@pytest.mark.rarely_interpreted
 def test_compiles_without_graph_breaks(device):
     def sublayer(streams, fn, scale, base):
         y, post, comb = hc_pre(streams, fn, scale, base, **PRE)
@@ -675,6 +677,7 @@ def fused_arguments(device, dtype=torch.bfloat16, tokens=3):
     return (y, streams, post, comb, fn, scale, base, weight, 1e-6, 1e-6, 20, "auto")
 
 
+@pytest.mark.rarely_interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_opcheck_of_fused(device, dtype):
     args = fused_arguments(device, dtype)
@@ -683,6 +686,7 @@ def test_opcheck_of_fused(device, dtype):
     torch.library.opcheck(torch.ops.dsv4.hc_pre_norm.default, pre)
 
 
+@pytest.mark.rarely_interpreted
 def test_fused_compiles_without_graph_breaks(device):
     def between(*args):
         return hc_post_pre_norm(*args[:8], **PRE)

@@ -458,6 +458,7 @@ def test_a_graph_replays_with_other_data():
             assert_bitwise(got, want)
 
 
+@pytest.mark.rarely_interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_opcheck(device, dtype):
     ops = torch.ops.dsv4

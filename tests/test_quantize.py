@@ -384,6 +384,7 @@ class TestContract:
         with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
             dequantize(q, torch.int8)
 
+    @pytest.mark.rarely_interpreted
     @pytest.mark.parametrize("layout", [formats.LINEAR, formats.SWIZZLED])
     def test_opcheck(self, device, layout):
         x = strategies.normal(0, (3, 64)).to(device)
@@ -406,6 +407,7 @@ class TestContract:
             torch.library.opcheck(op.default, args, test_utils=checks)
             assert_pure(op.default, *args)
 
+    @pytest.mark.rarely_interpreted
     @pytest.mark.parametrize("fmt", list(formats.FORMATS))
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_compiles_whole(self, device, fmt, dynamic):

@@ -77,6 +77,7 @@ class TestOperators:
             assert grouped_gemm_swiglu(*given, 10.0, out=out, **how) is out
             assert_bitwise(out, grouped_gemm_swiglu(*given, 10.0, **how), "SwiGLU")
 
+    @pytest.mark.rarely_interpreted
     def test_opcheck(self, device):
         x, places, offsets = sorted_rows(0, 3, device)
         rows, ops = moe_gather(x, places), torch.ops.dsv4
