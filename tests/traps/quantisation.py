@@ -366,8 +366,8 @@ MUTANTS = (
         "T32",
         "packed experts ignore the clamp",
         LAYERS + "experts.py",
-        "            self.limit,\n            row_weight=row_weight,",
-        "            None,\n            row_weight=row_weight,",
+        "self.quantized_weight(name), offsets, self.limit)",
+        "self.quantized_weight(name), offsets, None)",
         PACKED_EXPERTS + "test_trap_t32_the_clamp_acts_on_real_values",
     ),
     Mutant(
