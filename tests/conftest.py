@@ -47,7 +47,7 @@ _QUICK = _PROFILE in ("dev", "ci")
 
 # Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower. A
 # module whose kernels take seconds there sets its own ``INTERPRETED_SHARE``.
-_INTERPRETED_SHARE = 6
+_INTERPRETED_SHARE = 12 if _QUICK else 6
 
 
 @pytest.fixture(scope="session", autouse=True)

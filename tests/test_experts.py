@@ -58,6 +58,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found - wanted).norm() <= 1e-12 * wanted.norm())
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("kind", KINDS)
 class TestProperties:
     @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)

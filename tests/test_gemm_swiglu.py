@@ -157,5 +157,5 @@ def test_wrong_arguments_are_named(change, error, message):
 
 def test_dispatch_says_why():
     found = dispatch.explain(gemm_swiglu, inputs(0, (2, 64)), weight_of(0, 32, 64), 10.0)
-    assert [name for name, _ in found.candidates] == ["cute", "parts", "reference"]
+    assert [name for name, _ in found.candidates] == ["tcgen05", "cute", "parts", "reference"]
     assert found.chosen == "reference"
