@@ -15,10 +15,19 @@ from dsv4 import dispatch, ops
 from dsv4.bench import rivals
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.problem import Draw, Problem
-from dsv4.bench.rivals import _prepare, inductor, liger, packed, plain, tile_kernels, torchao
+from dsv4.bench.rivals import (
+    _prepare,
+    flash_mla,
+    inductor,
+    liger,
+    packed,
+    plain,
+    tile_kernels,
+    torchao,
+)
 
 CPU = torch.device("cpu")
-LIBRARIES = (liger, packed, tile_kernels, torchao)
+LIBRARIES = (liger, packed, tile_kernels, torchao, flash_mla)
 # Their reference reads values on a CPU to check them, so it is no single graph there.
 READS_VALUES = ("route_hash",)
 
