@@ -195,7 +195,7 @@ class _Recorder(TorchDispatchMode):
         call = dispatch.Call(op, rest, _GPU)
         objections = {}
         for row in dispatch.implementations(op):
-            why = row.supports(call)
+            why = row.objection(call, dispatch.AUTO)
             if why is None:
                 break
             objections[row.name] = why

@@ -1,9 +1,9 @@
 """Which implementation of an operator runs, and why.
 
 An implementation is data: a row of ``IMPLEMENTATIONS``. ``"auto"`` takes the first row of the
-operator, in table order, whose ``supports`` finds no objection. A name given explicitly, by
-``backend=``, by ``use_backend`` or by the environment variable ``DSV4_BACKEND``, never falls back:
-that implementation runs or the call raises with its objection.
+operator, in table order, whose ``supports`` finds no objection and that yields to none that is
+faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment variable
+``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with its objection.
 
 The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
 the same inside ``torch.compile`` and CUDA-graph capture.
@@ -310,12 +310,12 @@ def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
 
 
 def first(op: str, args: Sequence[Any]) -> Any:
-    """Run the first implementation that can, whatever was asked for by name.
+    """Run the implementation that ``"auto"`` takes, whatever was asked for by name.
 
     For implementations that are made of other operators; ``args`` are without ``backend``.
     """
     call = Call(op, tuple(args), _device(args))
-    row = next(row for row in implementations(op) if row.supports(call) is None)
+    row = next(row for row in implementations(op) if row.objection(call, AUTO) is None)
     return _load(row.target)(*args)
 
 

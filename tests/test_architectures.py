@@ -30,7 +30,8 @@ def candidates(op, *args, **kwargs):
     """The choice, and every implementation's objection, as if the tensors were on the GPU."""
     _support.forget_devices()
     call = dispatch.arguments(op, *args, **kwargs)._replace(device=GPU)
-    found = {row.name: row.supports(call) for row in dispatch.implementations(call.op)}
+    rows = dispatch.implementations(call.op)
+    found = {row.name: row.objection(call, dispatch.AUTO) for row in rows}
     return next(name for name, why in found.items() if why is None), found
 
 

@@ -192,7 +192,7 @@ def test_extreme_sinks(seed, value, count):
     with dealt(count):
         out = case.run(sink=sink)
     same_places(out, case.run(sink=sink, backend="reference"))
-    if abs(value) <= torch.inf and value != torch.inf:
+    if value < torch.inf:
         case.check(out, sink=sink)
 
 

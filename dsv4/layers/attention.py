@@ -203,9 +203,16 @@ class DeepseekV4Attention(FixedDtypeModule):
                 hidden_states[0], q_residual[0], step, self.layer_idx
             )
         seen = step.read_slots(layer)
-        turn: dict[str, Any] = {"cos": cos, "sin": sin}
         out = sparse_attention(
-            q[0], layer.window, seen, compressed, slots, self.sinks, scale=self.scaling, **turn
+            q[0],
+            layer.window,
+            seen,
+            compressed,
+            slots,
+            self.sinks,
+            scale=self.scaling,
+            cos=cos,
+            sin=sin,
         )
         return out.unsqueeze(0)
 

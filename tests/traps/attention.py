@@ -157,16 +157,16 @@ MUTANTS = (
         "T4",
         "no inverse rotation of the output",
         LAYERS + "attention.py",
-        "            cos=cos,\n            sin=sin,\n",
-        "",
+        "            cos=cos,\n            sin=sin,\n        )\n        return out.unflatten",
+        "        )\n        return out.unflatten",
         FORMULA,
     ),
     Mutant(
         "T4",
         "no inverse rotation of the output with a paged cache",
         LAYERS + "attention.py",
-        "scale=self.scaling, **turn",
-        "scale=self.scaling",
+        "            cos=cos,\n            sin=sin,\n        )\n        return out.unsqueeze",
+        "        )\n        return out.unsqueeze",
         MODEL_CHUNKS,
     ),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = (
         "T4",
         "the output is rotated forwards",
         LAYERS + "attention.py",
-        "            sin=sin,\n",
-        "            sin=-sin,\n",
+        "            sin=sin,\n        )\n        return out.unflatten",
+        "            sin=-sin,\n        )\n        return out.unflatten",
         FORMULA,
     ),
     Mutant(
@@ -364,7 +364,9 @@ MUTANTS = (
         "T14",
         "sink scaled at the layer",
         LAYERS + "attention.py",
+        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks,\n",
+        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks * self.scaling,\n",
         FORMULA,
     ),
@@ -380,7 +382,9 @@ MUTANTS = (
         "T14",
         "no sink at the layer",
         LAYERS + "attention.py",
+        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks,\n",
+        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks - torch.inf,\n",
         FORMULA,
     ),
@@ -388,8 +392,9 @@ MUTANTS = (
         "T14",
         "no sink with a paged cache",
         LAYERS + "attention.py",
-        "compressed, slots, self.sinks, scale=self.scaling",
-        "compressed, slots, self.sinks - torch.inf, scale=self.scaling",
+        "            seen,\n            compressed,\n            slots,\n            self.sinks,\n",
+        "            seen,\n            compressed,\n"
+        "            slots,\n            self.sinks - torch.inf,\n",
         MODEL_CHUNKS,
     ),
     Mutant(
