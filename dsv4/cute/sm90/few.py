@@ -205,7 +205,7 @@ class FewKernel(FewPlan):
                 of_warp, of_lane = self._again(zero)
                 group = ptx.load_shared_int(zero + 4)
                 places = (
-                    shared_x + Uint32(self.x_bytes + of_warp * self.partial_bytes),
+                    shared_x + Uint32(self.x_bytes + of_warp * self.room_bytes),
                     token_scale + group * 4,
                     out,
                     x + group * group_stride * 2,
@@ -254,7 +254,7 @@ class FewKernel(FewPlan):
         return (
             shared_x,
             parts,
-            turned + Uint32(warp * self.partial_bytes),
+            turned + Uint32(warp * self.room_bytes),
             barriers,
             barriers + Uint32(warp * 8 + 16),
         )

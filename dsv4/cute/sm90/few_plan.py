@@ -104,9 +104,14 @@ class FewPlan:
         return 0 if self.blocks == 1 else (self.warps + self.blocks) * self.partial_bytes
 
     @property
+    def room_bytes(self) -> int:
+        """Room in which a warp turns its results."""
+        return self.partial_bytes
+
+    @property
     def turned_bytes(self) -> int:
-        """Room in which the warps turn their results."""
-        return self.warps * self.partial_bytes
+        """The warps' rooms."""
+        return self.warps * self.room_bytes
 
     @property
     def resident(self) -> int:

@@ -193,7 +193,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                     owner = ptx.load_shared_int(state + _OWNER)
                     of_owner = global_scale + Int64(owner) * scales_each * 4
                     places = (
-                        turned + Uint32(of_warp * self.partial_bytes),
+                        turned + Uint32(of_warp * self.room_bytes),
                         token_scale + Int64(row) * 4,
                         out + Int64(row) * row_tiles * self.tile_bytes,
                         x + Int64(row) * token_stride * 2,

@@ -120,10 +120,9 @@ class GroupedFewPlan(FewPlan):
         return PLACES * self.shares * self.partial_bytes if self.shares > 1 else 0
 
     @property
-    def turned_bytes(self) -> int:
-        """Room in which the warps turn their results: of 8 codes 16 bytes before they are coded."""
-        whole = super().turned_bytes
-        return whole // 2 if self.quantized_out else whole
+    def room_bytes(self) -> int:
+        """Room in which a warp turns its results: of 8 codes 16 bytes before they are coded."""
+        return self.partial_bytes // 2 if self.quantized_out else self.partial_bytes
 
     @property
     def steps(self) -> int:
