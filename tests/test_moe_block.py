@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from stream_log import written_down
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -114,39 +115,7 @@ class TestOrder:
     @pytest.fixture
     def said(self, monkeypatch):
         """What was done, in order."""
-        found, active = [], ["current"]
-
-        class Stream:
-            device_index = 0
-
-            def __init__(self, name):
-                self.name, self.cuda_stream = name, hash(name)
-
-            def wait_stream(self, other):
-                found.append(f"{self.name} waits for {other.name}")
-
-        @contextlib.contextmanager
-        def stream(which):
-            active.append(which.name)
-            yield
-            active.pop()
-
-        run = dispatch.run
-
-        def record(op, args):
-            found.append(f"{op} on {active[-1]}")
-            return run(op, args)
-
-        monkeypatch.setattr(_beside, "possible", lambda x: True)
-        monkeypatch.setattr(_beside, "_stream", lambda device, current: Stream("side"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
-        monkeypatch.setattr(torch.cuda, "stream", stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda t, s: found.append(f"memory kept for {s.name}")
-        )
-        monkeypatch.setattr(dispatch, "run", record)
-        return found
+        return written_down(monkeypatch)
 
     def test_fork_and_join(self, said):
         module = block("packed", numerics="transformers")

@@ -254,6 +254,21 @@ def test_compiles_without_graph_breaks(device, inverse):
         assert_bitwise(compiled(x, cos, sin, inverse=inverse), wanted)
 
 
+def test_opcheck_of_tables(device):
+    args = torch.arange(5, device=device).view(5, 1), YARN.inv_freq().to(device), "auto"
+    torch.library.opcheck(torch.ops.dsv4.rope_tables.default, args)
+
+
+@given(seed=fuzz.seeds(), shape=st.sampled_from([(0,), (1,), (9,), (2, 0), (3, 5)]))
+def test_tables_of_strided_positions(device, seed, shape):
+    where = torch.randint(0, 2**20, shape, generator=fuzz.generator(seed)).to(device)
+    frequencies = YARN.inv_freq().to(device)
+    wanted = rope_tables(where, frequencies)
+    apart = fuzz.strided(where) if where.numel() else where
+    for found, table in zip(rope_tables(apart, fuzz.strided(frequencies)), wanted, strict=True):
+        assert_bitwise(found, table)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_opcheck(device, dtype):
     x = fuzz.normal(0, (3, 2, 10), dtype).to(device)

@@ -46,7 +46,7 @@ STEP_OPS = {
     *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm", "head_norm_rope_"),
     *("window_slots", "norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
     *("moe_permute", "moe_gather", "moe_combine", "compress_write", "indexer_queries"),
-    *("indexer_select", "entry_slots", "prefix_slots", "fragments"),
+    *("indexer_select", "entry_slots", "prefix_slots", "fragments", "rope_tables"),
 }
 PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
 

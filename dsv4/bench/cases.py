@@ -298,6 +298,7 @@ MAKERS: dict[str, Maker] = {
     "rms_norm_pair": fused_cases.rms_norm_pair,
     "head_norm_rope_": fused_cases.head_norm_rope_,
     "rms_norm_quantize": fused_cases.rms_norm_quantize,
+    "rope_tables": fused_cases.rope_tables,
     "rope": rope,
     "swiglu": swiglu,
     "route_topk": moe_cases.route_topk,

@@ -26,6 +26,17 @@ def _tables(c: ModelConfig, tokens: int, draw: Draw) -> tuple[torch.Tensor, torc
     return ops.rope_tables(positions, c.rope_compress)
 
 
+def rope_tables(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cosines and sines of a compressed layer, from frequencies that are on the device."""
+
+    def build(draw: Draw) -> Problem:
+        positions = draw.integers(0, c.max_position_embeddings, (tokens,))
+        args = positions, c.rope_compress.inv_freq().to(draw.device)
+        return Problem(ops.rope_tables, args, {}, fused_judges.rope_tables, nbytes(*args))
+
+    yield Case("rope_tables", "", {"R": c.qk_rope_head_dim}, tokens, build)
+
+
 def rms_norm_pair(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Both norms of the joined projection."""
     first, second = c.q_lora_rank, c.head_dim

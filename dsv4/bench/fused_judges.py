@@ -41,6 +41,16 @@ def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     )
 
 
+def rope_tables(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Within 2^-23 of the float32 angle's cosine and sine."""
+    positions, inv_freq = problem.args
+    angles = (positions.float().unsqueeze(-1) * inv_freq).double()
+    return combine(
+        compare(actual[0], angles.cos(), 2 * U, "cos"),
+        compare(actual[1], angles.sin(), 2 * U, "sin"),
+    )
+
+
 def gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """The errors of both products through SwiGLU."""
     x, weight, limit = problem.args

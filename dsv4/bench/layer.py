@@ -52,13 +52,13 @@ class _Buffers:
             width = layer.out_features // layer.groups
             return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
-        def joint(layers: Any, x: torch.Tensor) -> Any:
+        def joint(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
             width = sum(layer.out_features for layer in layers)
-            return self.take((*x.shape[:-1], width), x.dtype)
+            return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
-        def fused(layers: Any, x: torch.Tensor) -> Any:
+        def fused(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
             widths = [layer.out_features for layer in layers]
-            return list(joint(layers, x).split(widths, -1))
+            return list(joint(layers, x, out_dtype).split(widths, -1))
 
         def experts(layer: Any, name: str, rows: torch.Tensor, *_: Any) -> Any:
             gate_up = name == "gate_up_proj"
@@ -72,6 +72,7 @@ class _Buffers:
             "dsv4.layers.linear.Linear.forward": linear,
             "dsv4.layers.linear.DeepseekV4GroupedLinear.forward": linear,
             "dsv4.layers.attention.fused_linear": fused,
+            "dsv4.layers._pooling.fused_linear": fused,
             "dsv4.layers.mlp.joint_linear": joint,
             "dsv4.layers.experts.DeepseekV4Experts._project": experts,
             "dsv4.layers.attention.sparse_attention": attention,

@@ -1,4 +1,4 @@
-"""A module's work on a second CUDA stream, beside what follows on the current one."""
+"""Work on a second CUDA stream, beside what follows on the current one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import nn
+
+Work = Callable[[torch.Tensor], torch.Tensor]
 
 
-def beside(module: nn.Module, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
-    """Start ``module(x)`` on a stream beside the current one.
+def beside(work: Work, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+    """Start ``work(x)`` on a stream beside the current one.
 
     That stream waits for what the current one has been given so far, so ``x`` is ready. The caller
     keeps ``x`` until it has called the result: no tensor that the second stream reads may be freed
     before.
 
     Args:
-        module: Gives one tensor.
+        work: A module, or another function that gives one tensor.
         x: Its input.
 
     Returns:
@@ -26,12 +27,12 @@ def beside(module: nn.Module, x: torch.Tensor) -> torch.Tensor | Callable[[], to
         itself.
     """
     if not possible(x):
-        return module(x)
+        return work(x)
     current = torch.cuda.current_stream(x.device)
     side = _stream(current.device_index, current.cuda_stream)
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        out = module(x)
+        out = work(x)
 
     def joined() -> torch.Tensor:
         current.wait_stream(side)

@@ -15,7 +15,7 @@ from torch import nn
 from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, ModelConfig
 from dsv4.layers._module import FixedDtypeModule
-from dsv4.layers.linear import Linear
+from dsv4.layers.linear import Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.compressor import compress_write, pool_windows
@@ -33,6 +33,7 @@ class PoolingModule(FixedDtypeModule):
     """
 
     wide = frozenset({"position_bias"})
+    joined = (("kv_proj", "gate_proj"),)
     rope_layer_type = "compress"
 
     def __init__(
@@ -57,7 +58,8 @@ class PoolingModule(FixedDtypeModule):
         dtype = None
         if self.numerics == "deepseek":
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        return self.kv_proj(hidden_states, dtype), self.gate_proj(hidden_states, dtype)
+        kv, score = fused_linear([self.kv_proj, self.gate_proj], hidden_states, dtype)
+        return kv, score
 
     def _finish(
         self, pooled: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
@@ -146,6 +148,12 @@ class PoolingModule(FixedDtypeModule):
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:
         """How many entries a token at each position may see, itself included in the last."""
         return (position_ids + 1).div(self.compress_rate, rounding_mode="floor")
+
+    def visible_in(self, step: CacheStep) -> torch.Tensor:
+        """The same for each token of a step, ``[T]``; layers share it."""
+        return step.once(
+            ("visible", self.compress_rate), lambda: self.visible(step.batch.positions)
+        )
 
 
 def plain_pages(entries: torch.Tensor) -> Pages:

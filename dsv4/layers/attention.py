@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.layers._beside import beside
 from dsv4.layers._module import FixedDtypeModule
 from dsv4.layers._pooling import plain_pages
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
@@ -85,7 +87,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         Args:
             hidden_states: ``[B, S, H]``; with a ``CacheStep``, ``[1, T, H]``: all its tokens.
             position_embeddings: cos and sin by ``"main"`` and ``"compress"``; made here if None.
-            position_ids: ``[B, S]`` or ``[1, S]``; by default 0 to S-1, or those of the step.
+            position_ids: ``[B, S]`` or ``[1, S]``; by default 0 to S-1. A step has its own.
             attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive. A key
                 with a negative entry is hidden, any other is visible: it is no bias.
             past_key_values: See the class.
@@ -100,26 +102,19 @@ class DeepseekV4Attention(FixedDtypeModule):
         self._check(hidden_states, attention_mask)
         if hasattr(past_key_values, "packed_rows"):
             return self._forward_packed(hidden_states, attention_mask, past_key_values), None
-        step = past_key_values if isinstance(past_key_values, CacheStep) else None
-        if position_ids is None:
-            count = hidden_states.shape[1]
-            default = torch.arange(count, device=hidden_states.device)
-            position_ids = (default if step is None else step.batch.positions).unsqueeze(0)
-        cos, sin = self._tables(hidden_states, position_embeddings, position_ids)
-        q_residual, q, kv = self._project(hidden_states, cos, sin)
-        if step is not None:
-            out = self._attend_paged(hidden_states, q_residual, q, kv, (cos, sin), step)
+        label = self.rope_layer_type
+        given = None if position_embeddings is None else position_embeddings[label]
+        if isinstance(past_key_values, CacheStep):
+            step = past_key_values
+            tables = self.rotary_emb.of_step(hidden_states, step, label, given)
+            out = self._attend_paged(hidden_states, tables, step)
         else:
-            kv = rope(self.kv_norm(kv), cos, sin)
+            if position_ids is None:
+                count = hidden_states.shape[1]
+                position_ids = torch.arange(count, device=hidden_states.device).unsqueeze(0)
+            tables = given or self.rotary_emb(hidden_states, position_ids, label)
             out = self._attend_dense(
-                hidden_states,
-                q_residual,
-                q,
-                kv,
-                (cos, sin),
-                position_ids,
-                attention_mask,
-                past_key_values,
+                hidden_states, tables, position_ids, attention_mask, past_key_values
             )
         grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
@@ -129,15 +124,8 @@ class DeepseekV4Attention(FixedDtypeModule):
     ) -> torch.Tensor:
         """A ``[B, S]`` batch as the flat batch of a paged cache, at the cache's own positions."""
         rows = past.packed_rows(self.layer_idx, hidden_states, mask)
-        positions, label = rows.step.batch.positions.unsqueeze(0), self.rope_layer_type
-        tables = rows.step.once(
-            ("rotary", label, hidden_states.dtype),
-            lambda: self.rotary_emb(hidden_states, positions, label),
-        )
         packed = rows.pack(hidden_states)
-        out, _ = DeepseekV4Attention.forward(
-            self, packed, {label: tables}, positions, past_key_values=rows.step
-        )
+        out, _ = DeepseekV4Attention.forward(self, packed, past_key_values=rows.step)
         past.finished(self.layer_idx, hidden_states)
         return rows.unpack(out, hidden_states)
 
@@ -152,13 +140,6 @@ class DeepseekV4Attention(FixedDtypeModule):
                 f"DeepseekV4Attention: attention_mask has shape {list(mask.shape)}, "
                 "wanted [B or 1, 1, S, L]"
             )
-
-    def _tables(
-        self, x: torch.Tensor, given: dict[str, Tables] | None, position_ids: torch.Tensor
-    ) -> Tables:
-        if given is not None:
-            return given[self.rope_layer_type]
-        return self.rotary_emb(x, position_ids, self.rope_layer_type)
 
     def _project(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -178,18 +159,15 @@ class DeepseekV4Attention(FixedDtypeModule):
         return cos, sin
 
     def _attend_paged(
-        self,
-        hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        tables: Tables,
-        step: CacheStep,
+        self, hidden_states: torch.Tensor, tables: Tables, step: CacheStep
     ) -> torch.Tensor:
         """Write this batch to the cache, then read every key from there."""
         if not torch.compiler.is_compiling():
-            step.cache.check_model(self.config, kv.dtype)
+            step.cache.check_model(self.config, hidden_states.dtype)
         layer = step.cache.layers[self.layer_idx]
+        seen = step.read_slots(layer)
+        begun = self._begin(hidden_states[0], step)
+        q_residual, q, kv = self._project(hidden_states, *tables)
         cos, sin = (table[0] for table in tables)
         norm, written = self.kv_norm, step.write_slots(layer)
         norm_rope_write_kv(
@@ -198,11 +176,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         compressed, slots = None, None
         if self.compressor is not None:
             compressed = layer.compressed
-            self.compressor.write_pages(hidden_states[0], step, self.layer_idx)
-            slots = self.compressor.select_paged(
-                hidden_states[0], q_residual[0], step, self.layer_idx
-            )
-        seen = step.read_slots(layer)
+            slots = self.compressor.select_paged(begun(), q_residual[0], step, self.layer_idx)
         out = sparse_attention(
             q[0],
             layer.window,
@@ -216,17 +190,24 @@ class DeepseekV4Attention(FixedDtypeModule):
         )
         return out.unsqueeze(0)
 
+    def _begin(self, hidden_states: torch.Tensor, step: CacheStep) -> Callable[[], torch.Tensor]:
+        """Start the compressors beside the queries, which they do not wait for; how to join."""
+        compressor = self.compressor
+        if compressor is None:
+            return lambda: hidden_states
+        begun = beside(lambda x: compressor.begin_paged(x, step, self.layer_idx), hidden_states)
+        return begun if callable(begun) else lambda: begun
+
     def _attend_dense(
         self,
         hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
-        q: torch.Tensor,
-        kv: torch.Tensor,
         tables: Tables,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         past: Any,
     ) -> torch.Tensor:
+        q_residual, q, kv = self._project(hidden_states, *tables)
+        kv = rope(self.kv_norm(kv), *tables)
         batch, queries = q.shape[:2]
         cos, sin = self._flat(tables, q)
         if batch * queries == 0:

@@ -35,8 +35,18 @@ class _AttentionCompressor(PoolingModule):
         """Entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
         raise NotImplementedError
 
+    def begin_paged(
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """All that waits for no query: the entries that closed are stored.
+
+        Returns:
+            What ``select_paged`` wants.
+        """
+        raise NotImplementedError
+
     def select_paged(
-        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
         """Cache slots each token attends to, ``[T, k]``, -1 for none."""
         raise NotImplementedError
@@ -90,14 +100,24 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         chosen = torch.where(numbers < visible, numbers, -1)
         return chosen.expand(hidden_states.shape[0], -1, -1)
 
+    def begin_paged(
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """Store the entries that closed; slots of all closed entries, -1 beyond them."""
+        self.write_pages(hidden_states, step, layer_idx)
+        layer = step.cache.layers[layer_idx]
+        return step.once(
+            ("prefix", id(layer.compressed_table), self.compress_rate),
+            lambda: layer.compressed_prefix_slots(
+                step.batch.sequence_of_token, self.visible_in(step)
+            ),
+        )
+
     def select_paged(
-        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
         """Slots of all closed entries, ``[T, k]``, -1 beyond them."""
-        layer = step.cache.layers[layer_idx]
-        batch = step.batch
-        visible = self.visible(batch.positions)
-        return layer.compressed_prefix_slots(batch.sequence_of_token, visible)
+        return begun
 
 
 class DeepseekV4CSACompressor(_AttentionCompressor):
@@ -120,15 +140,17 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         """Entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
         return self.indexer(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
 
-    def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
-        """Store the entries and the index keys that closed."""
-        super().write_pages(hidden_states, step, layer_idx)
-        self.indexer.write_pages(hidden_states, step, layer_idx)
+    def begin_paged(
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """Store the entries and the index keys that closed; the weights of the indexer's heads."""
+        self.write_pages(hidden_states, step, layer_idx)
+        return self.indexer.begin_paged(hidden_states, step, layer_idx)
 
     def select_paged(
-        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
         """Cache slots each token attends to, ``[T, k]``, -1 for none."""
-        ids = self.indexer.select_paged(hidden_states, q_residual, step, layer_idx)
+        ids = self.indexer.select_paged(begun, q_residual, step, layer_idx)
         layer = step.cache.layers[layer_idx]
         return layer.compressed_slots_of(step.batch.sequence_of_token, ids)

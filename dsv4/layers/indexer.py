@@ -20,6 +20,8 @@ from dsv4.ops.indexer import (
 )
 from dsv4.pages import COMPACT_FORMATS
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+
 
 class DeepseekV4IndexerScorer(nn.Module):
     """The weights with which the indexer's heads are summed (specification section 6, step 4)."""
@@ -72,42 +74,31 @@ class DeepseekV4Indexer(PoolingModule):
 
     def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Index queries ``[..., heads, d]``: projected, rotated, quantised; no norm per head."""
-        q, cos, sin = self._project_queries(q_residual, position_ids)
+        tables = self.rotary_emb(q_residual, position_ids, self.rope_layer_type)
+        return self._queries(q_residual, tables)
+
+    def _queries(self, q_residual: torch.Tensor, tables: Tables) -> torch.Tensor:
+        q, cos, sin = self._project_queries(q_residual, tables)
         rotate_quantize = self.numerics == "deepseek"
         rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
         return rotated.view(q.shape)
 
     def _project_queries(
-        self, q_residual: torch.Tensor, position_ids: torch.Tensor
+        self, q_residual: torch.Tensor, tables: Tables
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[..., heads, d]`` before rotation, and a row of tables for each token."""
         q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        cos, sin = (
-            table.expand(*q.shape[:-2], -1).flatten(0, -2)
-            for table in self.rotary_emb(q, position_ids, self.rope_layer_type)
-        )
+        cos, sin = (table.expand(*q.shape[:-2], -1).flatten(0, -2) for table in tables)
         return q, cos, sin
 
-    def _weighted_queries(
-        self,
-        hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
-        positions: torch.Tensor,
-        entry_format: str,
-    ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
-        """Queries and weights of a flat batch, in codes if keys are."""
-        if entry_format not in COMPACT_FORMATS:
-            return self.queries(q_residual, positions), self.scorer.weights(hidden_states)
-        return quantize_index_queries(
-            *self._project_queries(q_residual, positions),
-            self.scorer.weights_proj(hidden_states),
-            rotate=self.numerics == "deepseek",
-            query_format=entry_format.removeprefix("index_"),
-            weight_scale=self.scorer.scale,
-        )
+    def begin_paged(
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """Update the state, store the keys that closed; weights of the heads of a flat batch.
 
-    def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
-        """Update the indexer's state and store the keys that closed."""
+        They have both scales where keys are not in codes; else ``quantize_index_queries`` wants
+        them without.
+        """
         layer = step.cache.layers[layer_idx]
         assert layer.indexer_state is not None
         assert layer.indexer_pages is not None
@@ -120,9 +111,29 @@ class DeepseekV4Indexer(PoolingModule):
             layer.compressed_table,
             rotate_quantize=self.numerics == "deepseek",
         )
+        self.visible_in(step)
+        if layer.indexer_pages.entry_format in COMPACT_FORMATS:
+            return self.scorer.weights_proj(hidden_states)
+        return self.scorer.weights(hidden_states)
+
+    def _weighted_queries(
+        self, weights: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, entry_format: str
+    ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
+        """Queries and weights of a flat batch, in codes if keys are."""
+        cos, sin = self.rotary_emb.of_step(q_residual, step, self.rope_layer_type)
+        tables = cos[0], sin[0]
+        if entry_format not in COMPACT_FORMATS:
+            return self._queries(q_residual, tables), weights
+        return quantize_index_queries(
+            *self._project_queries(q_residual, tables),
+            weights,
+            rotate=self.numerics == "deepseek",
+            query_format=entry_format.removeprefix("index_"),
+            weight_scale=self.scorer.scale,
+        )
 
     def select_paged(
-        self, hidden_states: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
         """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none."""
         layer, batch = step.cache.layers[layer_idx], step.batch
@@ -130,11 +141,11 @@ class DeepseekV4Indexer(PoolingModule):
         assert layer.compressed_table is not None
         pages = layer.indexer_pages
         return indexer_select(
-            *self._weighted_queries(hidden_states, q_residual, batch.positions, pages.entry_format),
+            *self._weighted_queries(begun, q_residual, step, pages.entry_format),
             pages,
             layer.compressed_table,
             batch.sequence_of_token,
-            self.visible(batch.positions),
+            self.visible_in(step),
             top_k=self.index_topk,
         )
 

@@ -128,6 +128,10 @@ class Linear(FixedDtypeModule):
         if out_dtype is None:
             return F.linear(x, self.weight)
         wide = torch.promote_types(x.dtype, out_dtype)
+        if x.is_cuda and wide == torch.float32 and x.dtype == self.weight.dtype != wide:
+            # Sums of float32 either way, and the weight is not copied.
+            flat = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=wide)
+            return flat.unflatten(0, x.shape[:-1]).to(out_dtype)
         return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
 
     @property
@@ -379,14 +383,22 @@ class DeepseekV4GroupedLinear(Linear):
         return out.reshape(*x.shape[:-1], per_group).to(out_dtype or x.dtype)
 
 
-def fused_linear(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of ``joint_linear``: one ``[..., out_features]`` per layer, columns of one tensor.
+def fused_linear(
+    layers: Sequence[Linear], x: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The parts of ``joint_linear``: one ``[..., out_features]`` per layer.
+
+    They are columns of one tensor where the layers are one product.
 
     Args:
         layers: Layers of equal ``in_features``.
         x: ``[..., in_features]``.
+        out_dtype: As of ``Linear.forward``.
     """
-    return list(joint_linear(layers, x).split([layer.out_features for layer in layers], dim=-1))
+    if not _one_product(layers):
+        return [layer(x, out_dtype) for layer in layers]
+    whole = _product(layers, x, out_dtype)
+    return list(whole.split([layer.out_features for layer in layers], dim=-1))
 
 
 def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
@@ -404,13 +416,24 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[..., sum of out_features]``.
     """
+    if not _one_product(layers):
+        return torch.cat([layer(x) for layer in layers], dim=-1)
+    return _product(layers, x)
+
+
+def _one_product(layers: Sequence[Linear]) -> bool:
+    """Whether one product takes the weights and the input of all."""
     nvfp4 = all(layer.format == NVFP4 for layer in layers)
     calibrating = any(layer.observer is not None for layer in layers)
-    if not nvfp4 or calibrating or len({layer.activation for layer in layers}) > 1:
-        return torch.cat([layer(x) for layer in layers], dim=-1)
-    weight = _joined(layers)
+    return nvfp4 and not calibrating and len({layer.activation for layer in layers}) == 1
+
+
+def _product(
+    layers: Sequence[Linear], x: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     activation, common = _quantising(layers)
-    return gemm(x, weight, activation=activation, input_scale=common)
+    weight = _joined(layers)
+    return gemm(x, weight, activation=activation, input_scale=common, out_dtype=out_dtype)
 
 
 def joint_swiglu(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4.cache import CacheStep
 from dsv4.config import ModelConfig
 from dsv4.ops.rope import rope_tables
 
@@ -71,3 +72,24 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         cos, sin = rope_tables(position_ids.to(x.device), frequencies)
         dtype = self.table_dtype(x.dtype)
         return cos.to(dtype), sin.to(dtype)
+
+    def of_step(
+        self,
+        x: torch.Tensor,
+        step: CacheStep,
+        layer_type: str,
+        given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables ``[1, T, rope_dim / 2]`` of a step's tokens, which its layers share.
+
+        Args:
+            x: As in ``forward``.
+            step: Gives the positions.
+            layer_type: As in ``forward``.
+            given: These tables, if somebody has made them.
+        """
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            return given or self(x, step.batch.positions.unsqueeze(0), layer_type)
+
+        return step.once(("rotary", layer_type, x.dtype), make)

@@ -21,6 +21,13 @@ def _fake(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _fake_tables(
+    positions: torch.Tensor, inv_freq: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*positions.shape, inv_freq.shape[0])
+    return inv_freq.new_empty(shape), inv_freq.new_empty(shape)
+
+
 def _fake_quantize(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -37,6 +44,9 @@ def _fake_quantize(
     return fake_nvfp4(grouped, global_scale, scaling, layout, backend)
 
 
+_rope_tables = define(
+    "rope_tables(Tensor positions, Tensor inv_freq, str backend) -> (Tensor, Tensor)", _fake_tables
+)
 _rope = define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, str backend) -> Tensor", _fake)
 _rope_quantize = define(
     "rope_quantize(Tensor x, Tensor cos, Tensor sin, bool inverse, int groups, "
@@ -46,19 +56,23 @@ _rope_quantize = define(
 
 
 def rope_tables(
-    positions: torch.Tensor, parameters: RopeParameters | torch.Tensor
+    positions: torch.Tensor,
+    parameters: RopeParameters | torch.Tensor,
+    *,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of ``position * inv_freq`` (specification section 4.3).
 
     Always float32, and without an amplitude factor: cos^2 + sin^2 = 1 with and without YaRN.
     Position, inverse frequency and angle are each rounded to float32, which is part of the
-    definition: positions are exact up to 2^24.
+    definition: positions are exact up to 2^24. cos and sin are within 2^-23 of those of the angle.
 
     Args:
         positions: ``[...]``, int32 or int64, absolute positions.
         parameters: A layer type's ``dsv4.config.RopeParameters``, or its inverse frequencies as a
             float32 tensor ``[R/2]`` on the device of ``positions``. Give the tensor inside a
             CUDA-graph capture, where frequencies cannot be copied from the host.
+        backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
         ``(cos, sin)``, each float32 ``[..., R/2]`` on the device of ``positions``.
@@ -77,8 +91,7 @@ def rope_tables(
         frequencies = torch.as_tensor(parameters.inv_freq(), dtype=torch.float32).to(
             positions.device
         )
-    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    return angles.cos(), angles.sin()
+    return _rope_tables(positions, frequencies, backend)
 
 
 def rope(

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.ops.rope import rope_tables
 from dsv4.pages import COMPACT_FORMATS
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._scatter import put_rows
 from dsv4.reference.indexer import indexer_rotate_quantize, rotated
 from dsv4.reference.kv_cache import write_kv
 from dsv4.reference.norm import rms_norm
-from dsv4.reference.rope import rope
+from dsv4.reference.rope import rope, rope_tables
 from dsv4.reference.slots import entry_slots
 
 _ABSENT = float("-inf")

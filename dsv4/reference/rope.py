@@ -8,6 +8,14 @@ from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import quantize_nvfp4
 
 
+def rope_tables(
+    positions: torch.Tensor, inv_freq: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.rope.rope_tables``."""
+    angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
+    return angles.cos(), angles.sin()
+
+
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
     """See ``dsv4.ops.rope.rope``."""
     wide = compute_dtype(x, cos, sin)

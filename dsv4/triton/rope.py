@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rotation, _rows
+from dsv4.triton._angles import cos_sin
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed
 from dsv4.triton._rotation import load_angles, rotate
@@ -22,6 +23,56 @@ from dsv4.triton.quantize import (
 
 # Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
 _REGISTERS = 128
+_TABLE_ROWS = 4  # positions of a program: four angles a thread
+
+
+@triton.jit(do_not_specialize=["count"])
+def _tables_kernel(
+    positions,
+    inv_freq,
+    cos,
+    sin,
+    count,
+    half,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    position = tl.load(positions + row, mask=row < count, other=0).to(tl.float32)
+    frequency = tl.load(inv_freq + pair, mask=pair < half, other=0.0)
+    c, s = cos_sin(position[:, None] * frequency[None, :])
+    inside = (row < count)[:, None] & (pair < half)[None, :]
+    place = row[:, None] * half + pair[None, :]
+    tl.store(cos + place, c, mask=inside)
+    tl.store(sin + place, s, mask=inside)
+
+
+def rope_tables(
+    positions: torch.Tensor, inv_freq: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.rope.rope_tables``."""
+    half = inv_freq.shape[0]
+    cos, sin = (inv_freq.new_empty((*positions.shape, half)) for _ in range(2))
+    if cos.numel() == 0:
+        return cos, sin
+    count = positions.numel()
+    with _launch.on(positions):
+        _tables_kernel[(triton.cdiv(count, _TABLE_ROWS),)](
+            positions.contiguous(),
+            inv_freq.contiguous(),
+            cos,
+            sin,
+            count,
+            half,
+            ROWS=_TABLE_ROWS,
+            HALF=triton.next_power_of_2(half),
+            num_warps=1,
+            **_launch.options(positions),
+        )
+    return cos, sin
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,0 +1,47 @@
+"""Streams that only write down what is asked of them, so that order is seen without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.layers import _beside
+
+
+def written_down(monkeypatch):
+    """A list that gets, in order, which operator ran on which stream, and who waited for whom."""
+    found, active = [], ["current"]
+
+    class Stream:
+        device_index = 0
+
+        def __init__(self, name):
+            self.name, self.cuda_stream = name, hash(name)
+
+        def wait_stream(self, other):
+            found.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def stream(which):
+        active.append(which.name)
+        yield
+        active.pop()
+
+    run = dispatch.run
+
+    def record(op, args):
+        found.append(f"{op} on {active[-1]}")
+        return run(op, args)
+
+    monkeypatch.setattr(_beside, "possible", lambda x: True)
+    monkeypatch.setattr(_beside, "_stream", lambda device, current: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, s: found.append(f"memory kept for {s.name}")
+    )
+    monkeypatch.setattr(dispatch, "run", record)
+    return found
