@@ -31,8 +31,9 @@ def rope_tables(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def build(draw: Draw) -> Problem:
         positions = draw.integers(0, c.max_position_embeddings, (tokens,))
-        args = positions, c.rope_compress.inv_freq().to(draw.device)
-        return Problem(ops.rope_tables, args, {}, fused_judges.rope_tables, nbytes(*args))
+        given = {"parameters": c.rope_compress.inv_freq().to(draw.device)}
+        read = nbytes(positions, *given.values())
+        return Problem(ops.rope_tables, (positions,), given, fused_judges.rope_tables, read)
 
     yield Case("rope_tables", "", {"R": c.qk_rope_head_dim}, tokens, build)
 

@@ -43,7 +43,7 @@ def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 def rope_tables(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """Within 2^-23 of the float32 angle's cosine and sine."""
-    positions, inv_freq = problem.args
+    (positions,), inv_freq = problem.args, problem.kwargs["parameters"]
     angles = (positions.float().unsqueeze(-1) * inv_freq).double()
     return combine(
         compare(actual[0], angles.cos(), 2 * U, "cos"),

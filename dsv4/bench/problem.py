@@ -203,7 +203,7 @@ def _widen_named(name: str, value: Any) -> Any:
     if name in _WIDENED_DTYPES and isinstance(value, torch.dtype):
         return torch.float64
     # Scales of quantised activations are float32 by definition.
-    kept = ("input_scale", "global_scale", "result_scale", "inv_freq")
+    kept = ("input_scale", "global_scale", "result_scale", "inv_freq", "parameters")
     return value if name in kept else widen(value)
 
 

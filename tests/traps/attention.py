@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "T2",
         "YaRN's amplitude on cos and sin",
-        "dsv4/ops/rope.py",
+        "dsv4/reference/rope.py",
         "return angles.cos(), angles.sin()",
         "return 1.2773 * angles.cos(), 1.2773 * angles.sin()",
         ROPE + "test_trap_t2_tables_have_no_amplitude",
@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "T4",
         "sines read from the columns of the cosines",
-        "dsv4/ops/rope.py",
+        "dsv4/reference/rope.py",
         "return angles.cos(), angles.sin()",
         "return angles.cos(), angles.cos()",
         ROPE + "test_tables_are_float32_of_the_float32_angle",
