@@ -23,6 +23,13 @@ def written_down(monkeypatch):
         def wait_stream(self, other):
             found.append(f"{self.name} waits for {other.name}")
 
+        def record_event(self):
+            found.append(f"{self.name} ended")
+            return f"end {found.count(found[-1])} of {self.name}"
+
+        def wait_event(self, event):
+            found.append(f"{self.name} waits for {event}")
+
     @contextlib.contextmanager
     def stream(which):
         active.append(which.name)

@@ -15,6 +15,7 @@ from dsv4.testing.models import randomize_
 from dsv4.testing.strategies import normal
 
 KINDS = (SLIDING, HCA, CSA)
+LAST = "sparse_attention on current"
 
 
 def model_of(*kinds):
@@ -51,13 +52,17 @@ def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch)
     if kind == SLIDING:
         assert not [line for line in said if "side" in line]
         return
-    begins, joins = said.index("side waits for current"), said.index("current waits for side")
-    beside = [line.split()[0] for line in said if line.endswith("on side")]
-    assert beside.count("compress_write") == (2 if kind == CSA else 1)
-    assert "head_norm_rope_ on current" in said[begins:joins]
-    assert "norm_rope_write_kv on current" in said[begins:joins]
-    waiting = "indexer_queries" if kind == CSA else "sparse_attention"
-    assert f"{waiting} on current" in said[joins:]
+    forks = [i for i, line in enumerate(said) if line == "side waits for current"]
+    ends = [i for i, line in enumerate(said) if line == "side ended"]
+    joins = [said.index(f"current waits for end {i + 1} of side") for i in range(len(ends))]
+    queries, attends = said.index("head_norm_rope_ on current"), said.index(LAST)
+    assert len(forks) == len(ends) == (2 if kind == CSA else 1)
+    assert max(ends) < queries < min(joins)
+    assert max(joins) < attends
+    for fork, end in zip(forks, ends, strict=True):
+        assert said[fork:end].count("compress_write on side") == 1
+    if kind == CSA:  # the keys first: they are wanted first
+        assert joins[0] < said.index("indexer_select on current") < joins[1]
 
 
 def test_layers_share_what_a_step_has_one_of(monkeypatch):
@@ -83,13 +88,12 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
     """Also when the second one is late: it sleeps before and after its work."""
     config = model_of(kind)
     module = attention(config, device="cuda")
-    begin = module.compressor.begin_paged
+    run = module.compressor.write_pages
 
     def late(*args):
         torch.cuda._sleep(3_000_000)
-        begun = begin(*args)
+        run(*args)
         torch.cuda._sleep(3_000_000)
-        return begun
 
     found = {}
     for streams in (1, 2):
@@ -97,7 +101,7 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
             monkeypatch.setattr(_beside, "possible", lambda x: False)
         else:
             monkeypatch.undo()
-            monkeypatch.setattr(module.compressor, "begin_paged", late)
+            monkeypatch.setattr(module.compressor, "write_pages", late)
         step = step_of(config, 25, "cuda")
         outs = [
             module(hidden(config, step, seed, "cuda"), past_key_values=step)[0] for seed in range(3)

@@ -126,12 +126,13 @@ class TestOrder:
             "side waits for current",
             "gemm_swiglu on side",
             "gemm on side",
+            "side ended",
             "route_topk on current",
             "moe_permute on current",
             "moe_gather on current",
             "grouped_gemm_swiglu on current",
             "grouped_gemm on current",
-            "current waits for side",
+            "current waits for end 1 of side",
             "memory kept for current",
             "moe_combine on current",
         ]
@@ -142,7 +143,7 @@ class TestOrder:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         module = block("packed")
         module(*inputs(1, module, 3))
-        assert said[-2:] == ["current waits for side", "moe_combine on current"]
+        assert said[-2:] == ["current waits for end 1 of side", "moe_combine on current"]
 
 
 class Slow(nn.Module):

@@ -174,18 +174,23 @@ def _selecting(
     if compressor is None:
         yield
         return
-    select = compressor.select_paged
+    begin = compressor.begin_paged
 
-    def shown(*args: Any) -> torch.Tensor:
-        slots = select(*args)
-        instead = see(slots)
-        return slots if instead is None else instead
+    def shown(*args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        select = begin(*args)
 
-    vars(compressor)["select_paged"] = shown
+        def selected(q_residual: torch.Tensor) -> torch.Tensor:
+            slots = select(q_residual)
+            instead = see(slots)
+            return slots if instead is None else instead
+
+        return selected
+
+    vars(compressor)["begin_paged"] = shown
     try:
         yield
     finally:
-        del vars(compressor)["select_paged"]
+        del vars(compressor)["begin_paged"]
 
 
 def _agreement(one: torch.Tensor, other: torch.Tensor) -> float:

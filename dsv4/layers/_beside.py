@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-Work = Callable[[torch.Tensor], torch.Tensor]
+Result = TypeVar("Result", bound="torch.Tensor | None")
 
 
-def beside(work: Work, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+def started(work: Callable[[torch.Tensor], Result], x: torch.Tensor) -> Callable[[], Result]:
+    """``beside`` with a function as result in any case."""
+    out = beside(work, x)
+    if callable(out):
+        return out
+    return lambda: out
+
+
+def beside(
+    work: Callable[[torch.Tensor], Result], x: torch.Tensor
+) -> Result | Callable[[], Result]:
     """Start ``work(x)`` on a stream beside the current one.
 
     That stream waits for what the current one has been given so far, so ``x`` is ready. The caller
     keeps ``x`` until it has called the result: no tensor that the second stream reads may be freed
-    before.
+    before. Works that are started one after another follow one another there.
 
     Args:
-        work: A module, or another function that gives one tensor.
+        work: A module, or another function that gives one tensor or None.
         x: Its input.
 
     Returns:
-        A function that lets the current stream wait and gives the tensor. Where there is no second
-        stream, on the CPU, under ``torch.compile`` and for subclasses of ``Tensor``, the tensor
-        itself.
+        A function that lets the current stream wait for this work and gives the tensor. Where there
+        is no second stream, on the CPU, under ``torch.compile`` and for subclasses of ``Tensor``,
+        the tensor itself.
     """
     if not possible(x):
         return work(x)
@@ -33,14 +44,15 @@ def beside(work: Work, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Ten
     side.wait_stream(current)
     with torch.cuda.stream(side):
         out = work(x)
+    ended = side.record_event()
 
-    def joined() -> torch.Tensor:
-        current.wait_stream(side)
+    def joined() -> Result:
+        current.wait_event(ended)
         # The memory belongs to the second stream, which may be given it again once it is freed; the
         # current one reads it still. While a graph is captured nobody else uses these streams, the
         # second one waits for the current one before its next work, and marking the memory would
         # keep it from being used again in the whole graph.
-        if not torch.cuda.is_current_stream_capturing():
+        if out is not None and not torch.cuda.is_current_stream_capturing():
             out.record_stream(current)
         return out
 

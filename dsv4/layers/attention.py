@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
-from dsv4.layers._beside import beside
 from dsv4.layers._module import FixedDtypeModule
 from dsv4.layers._pooling import plain_pages
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
@@ -166,22 +164,21 @@ class DeepseekV4Attention(FixedDtypeModule):
             step.cache.check_model(self.config, hidden_states.dtype)
         layer = step.cache.layers[self.layer_idx]
         seen = step.read_slots(layer)
-        begun = self._begin(hidden_states[0], step)
+        select = None
+        if self.compressor is not None:
+            select = self.compressor.begin_paged(hidden_states[0], step, self.layer_idx)
         q_residual, q, kv = self._project(hidden_states, *tables)
         cos, sin = (table[0] for table in tables)
         norm, written = self.kv_norm, step.write_slots(layer)
         norm_rope_write_kv(
             layer.window, kv[0], norm.weight, cos, sin, written, eps=norm.variance_epsilon
         )
-        compressed, slots = None, None
-        if self.compressor is not None:
-            compressed = layer.compressed
-            slots = self.compressor.select_paged(begun(), q_residual[0], step, self.layer_idx)
+        slots = None if select is None else select(q_residual[0])
         out = sparse_attention(
             q[0],
             layer.window,
             seen,
-            compressed,
+            layer.compressed,
             slots,
             self.sinks,
             scale=self.scaling,
@@ -189,14 +186,6 @@ class DeepseekV4Attention(FixedDtypeModule):
             sin=sin,
         )
         return out.unsqueeze(0)
-
-    def _begin(self, hidden_states: torch.Tensor, step: CacheStep) -> Callable[[], torch.Tensor]:
-        """Start the compressors beside the queries, which they do not wait for; how to join."""
-        compressor = self.compressor
-        if compressor is None:
-            return lambda: hidden_states
-        begun = beside(lambda x: compressor.begin_paged(x, step, self.layer_idx), hidden_states)
-        return begun if callable(begun) else lambda: begun
 
     def _attend_dense(
         self,

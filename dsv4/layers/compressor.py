@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.layers._beside import started
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.indexer import DeepseekV4Indexer
+
+Selection = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,18 +41,13 @@ class _AttentionCompressor(PoolingModule):
 
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """All that waits for no query: the entries that closed are stored.
+    ) -> Selection:
+        """Start all that waits for no query, on a second stream; ``hidden_states`` are ``[T, H]``.
 
         Returns:
-            What ``select_paged`` wants.
+            A function of ``q_residual [T, q_lora_rank]``: cache slots each token attends to,
+            ``[T, k]``, -1 for none. When it returns, the entries that closed are stored.
         """
-        raise NotImplementedError
-
-    def select_paged(
-        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """Cache slots each token attends to, ``[T, k]``, -1 for none."""
         raise NotImplementedError
 
     def forward(
@@ -102,22 +101,21 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
 
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """Store the entries that closed; slots of all closed entries, -1 beyond them."""
-        self.write_pages(hidden_states, step, layer_idx)
+    ) -> Selection:
+        """Gives the slots of all closed entries, -1 beyond them."""
         layer = step.cache.layers[layer_idx]
-        return step.once(
-            ("prefix", id(layer.compressed_table), self.compress_rate),
-            lambda: layer.compressed_prefix_slots(
-                step.batch.sequence_of_token, self.visible_in(step)
-            ),
-        )
 
-    def select_paged(
-        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """Slots of all closed entries, ``[T, k]``, -1 beyond them."""
-        return begun
+        def work(x: torch.Tensor) -> torch.Tensor:
+            self.write_pages(x, step, layer_idx)
+            return step.once(
+                ("prefix", id(layer.compressed_table), self.compress_rate),
+                lambda: layer.compressed_prefix_slots(
+                    step.batch.sequence_of_token, self.visible_in(step)
+                ),
+            )
+
+        stored = started(work, hidden_states)
+        return lambda q_residual: stored()
 
 
 class DeepseekV4CSACompressor(_AttentionCompressor):
@@ -142,15 +140,16 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
 
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """Store the entries and the index keys that closed; the weights of the indexer's heads."""
-        self.write_pages(hidden_states, step, layer_idx)
-        return self.indexer.begin_paged(hidden_states, step, layer_idx)
-
-    def select_paged(
-        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """Cache slots each token attends to, ``[T, k]``, -1 for none."""
-        ids = self.indexer.select_paged(begun, q_residual, step, layer_idx)
+    ) -> Selection:
+        """Gives the slots of the entries that the indexer chooses; its keys are stored first."""
         layer = step.cache.layers[layer_idx]
-        return layer.compressed_slots_of(step.batch.sequence_of_token, ids)
+        weights = started(lambda x: self.indexer.begin_paged(x, step, layer_idx), hidden_states)
+        stored = started(lambda x: self.write_pages(x, step, layer_idx), hidden_states)
+
+        def select(q_residual: torch.Tensor) -> torch.Tensor:
+            ids = self.indexer.select_paged(weights(), q_residual, step, layer_idx)
+            slots = layer.compressed_slots_of(step.batch.sequence_of_token, ids)
+            stored()
+            return slots
+
+        return select

@@ -392,8 +392,9 @@ MUTANTS = (
         "T14",
         "no sink with a paged cache",
         LAYERS + "attention.py",
-        "            seen,\n            compressed,\n            slots,\n            self.sinks,\n",
-        "            seen,\n            compressed,\n"
+        "            seen,\n            layer.compressed,\n"
+        "            slots,\n            self.sinks,\n",
+        "            seen,\n            layer.compressed,\n"
         "            slots,\n            self.sinks - torch.inf,\n",
         MODEL_CHUNKS,
     ),
