@@ -21,6 +21,7 @@ from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.plans import Product, choose
+from dsv4.cute.sm100.dense_plan import STEP as _STAGE
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 if TYPE_CHECKING:
@@ -245,13 +246,45 @@ def _no_cute(device: torch.device) -> str | None:
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
     x, weight, scales, global_scale, segments, _, _, layout = call.args[:8]
-    kind = (call.device, layout, x.dtype, _out_dtype(call), len(segments))
+    kind = (call.device, layout, _rows_dtype(call), _out_dtype(call), len(segments))
     objection = _no_cute_grouped(*kind, weight.shape, x.shape[0])
     if objection is not None:
         return objection
     if not (weight.is_contiguous() and scales.is_contiguous() and global_scale.is_contiguous()):
         return "the weight or its scales are not contiguous"
     if weight.data_ptr() % 16 or scales.data_ptr() % 16:
+        return "the codes or scales do not begin at multiples of 16 bytes"
+    return None
+
+
+def _rows_dtype(call: Call) -> torch.dtype:
+    """Of sorted rows; codes are expanded to bfloat16."""
+    x, x_scales = call.args[0], call.args[10]
+    return x.dtype if x_scales is None else torch.bfloat16
+
+
+def tcgen05_grouped(call: Call) -> str | None:
+    """Why Blackwell's CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
+    _, codes, scales, global_scale, segments, _, format, layout, activation = call.args[:9]
+    if format != NVFP4.name or (activation != NVFP4.name and call.args[10] is None):
+        found = f"the weight is {format!r} and activations are {activation!r}"
+        return f"{found}, and both operands have to be NVFP4"
+    if layout != SWIZZLED:
+        return f"the weight has layout {layout!r}, wanted {SWIZZLED!r}: QuantizedTensor.with_layout"
+    elsewhere = _wrong_dtypes(_rows_dtype(call), _out_dtype(call)) or _not_blackwell(call)
+    if elsewhere:
+        return elsewhere
+    if len(segments) > _MOST_SEGMENTS:
+        return f"the weight has {len(segments)} segments, wanted at most {_MOST_SEGMENTS}"
+    experts, rows, half = codes.shape
+    if experts > MOST_GROUPED or rows % 16 or half % (_STAGE // 2):
+        return (
+            f"there are {experts} experts of {rows} x {2 * half}, wanted at most {MOST_GROUPED} of "
+            f"multiples of 16 x {_STAGE}"
+        )
+    if not all(t.is_contiguous() for t in (codes, scales, global_scale)):
+        return "the codes, scales or global scales are not contiguous"
+    if codes.data_ptr() % 16 or scales.data_ptr() % 16:
         return "the codes or scales do not begin at multiples of 16 bytes"
     return None
 
@@ -313,7 +346,7 @@ def _wrong_dtypes(dtype: torch.dtype, out_dtype: torch.dtype) -> str | None:
 
 def _out_dtype(call: Call) -> torch.dtype:
     """Of a product; of one that is quantised, before that."""
-    return call.args[-1] if isinstance(call.args[-1], torch.dtype) else call.args[0].dtype
+    return call.args[-1] if isinstance(call.args[-1], torch.dtype) else _rows_dtype(call)
 
 
 def fp8_gemm(call: Call) -> str | None:

@@ -120,11 +120,10 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
     return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
 
 
-def _cute_grouped(*ops: str) -> tuple[Implementation, ...]:
-    return tuple(
-        Implementation(op, "cute", f"dsv4.cute.grouped_gemm:{op}", _support.cute_grouped)
-        for op in ops
-    )
+def _cute_grouped(
+    module: str, name: str, supports: Objection, *ops: str
+) -> tuple[Implementation, ...]:
+    return tuple(Implementation(op, name, f"dsv4.cute.{module}:{op}", supports) for op in ops)
 
 
 def _packed_triton(call: Call) -> str | None:
@@ -157,7 +156,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
     Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
     *_reference("gemm_swiglu", "gemm_swiglu"),
-    *_cute_grouped(*_GROUPED),
+    *_cute_grouped("grouped_nvfp4", "tcgen05", _support.tcgen05_grouped, *_GROUPED),
+    *_cute_grouped("grouped_gemm", "cute", _support.cute_grouped, *_GROUPED),
     *_reference("grouped_gemm", *_GROUPED),
     *_triton("norm", *_NORM, unless=_support.norm),
     *_reference("norm", *_NORM),

@@ -1,15 +1,16 @@
-"""Runs the source of Blackwell's kernel on the CPU, as an emulation of what the PTX manual says.
+"""Runs the source of Blackwell's kernels on the CPU, as an emulation of what the PTX manual says.
 
 Every thread of a cluster that does something of its own is a Python thread: those that store
-results, and one each that copies and multiplies. Tensor copies end in any order, products some time
-after they were asked for. Barriers count arrivals and bytes as the hardware's do, and a wait that
-does not end is an error. So a wrong coordinate, swizzle, column, parity or count gives a wrong
-result or none.
+results, turn scales or clear rows, and one each that copies and multiplies. Tensor copies end in
+any order, products some time after they were asked for. Barriers count arrivals and bytes as the
+hardware's do, and a wait that does not end is an error. So a wrong coordinate, swizzle, column,
+parity or count gives a wrong result or none.
 """
 
 from __future__ import annotations
 
 import builtins
+import collections
 import dataclasses
 import itertools
 import random
@@ -23,6 +24,7 @@ import numpy as np
 
 import dsv4
 from dsv4.cute.sm100 import dense_plan
+from tests import ptx_machine
 
 SLOWNESS = 0.02  # seconds that a load takes
 PATIENCE = 60.0  # seconds that a barrier is waited for
@@ -117,19 +119,26 @@ class Cluster:
         self.copies = [Engine(self, ordered=False) for _ in range(plan.blocks)]
         self.products = [Engine(self, ordered=True) for _ in range(plan.blocks)]
         self.owned = [0] * plan.blocks  # columns of tensor memory
-        workers = 128 + 2
-        self.meeting = threading.Barrier(workers * plan.blocks)
+        alone = (dense_plan.MULTIPLY_WARP, dense_plan.COPY_WARP)
+        self.whole = [warp for warp in range(plan.threads // 32) if warp not in alone]
+        self.lanes = [32 * warp + lane for warp in self.whole for lane in range(32)]
+        self.lanes += [32 * warp for warp in alone]
+        self.meeting = threading.Barrier(len(self.lanes) * plan.blocks)
         self.named = [threading.Barrier(128) for _ in range(plan.blocks)]
-        self.warps = [[threading.Barrier(32) for _ in range(4)] for _ in range(plan.blocks)]
+        self.warps = [
+            {warp: threading.Barrier(32) for warp in self.whole} for _ in range(plan.blocks)
+        ]
         self.slots = [
-            [[[None] * 32 for _ in range(2)] for _ in range(4)] for _ in range(plan.blocks)
+            {warp: [[None] * 32 for _ in range(2)] for warp in self.whole}
+            for _ in range(plan.blocks)
         ]
 
     def fail(self, error):
         with self.lock:
             self.failed.append(error)
             self.lock.notify_all()
-        for barrier in (self.meeting, *self.named, *itertools.chain(*self.warps)):
+        warps = itertools.chain(*(warps.values() for warps in self.warps))
+        for barrier in (self.meeting, *self.named, *warps):
             barrier.abort()
 
     def check(self):
@@ -142,11 +151,10 @@ class Cluster:
     def run(self, body):
         """Run the kernel in all threads; raises what the first that failed raised."""
         engines = [*self.copies, *self.products]
-        lanes = [*range(128), 32 * dense_plan.MULTIPLY_WARP, 32 * dense_plan.COPY_WARP]
         threads = [
             threading.Thread(target=self._thread, args=(body, block, thread), daemon=True)
             for block in range(self.plan.blocks)
-            for thread in lanes
+            for thread in self.lanes
         ]
         for thread in (*engines, *threads):
             thread.start()
@@ -254,10 +262,10 @@ class Operand:
 
 
 class Global:
-    """Global memory: arrays of four-byte numbers by address, and what was written how often."""
+    """Global memory: arrays by address, and what was written, or loaded as words, how often."""
 
     def __init__(self):
-        self.arrays = {}
+        self.arrays, self.loads = {}, collections.Counter()
 
     def add(self, array):
         start = (len(self.arrays) + 1) << 40
@@ -270,7 +278,22 @@ class Global:
 
     def load_float(self, address):
         array, _, offset = self.at(address)
+        assert array.dtype == np.float32
         return array[offset // 4]
+
+    def load_int(self, address):
+        array, _, offset = self.at(address)
+        assert array.dtype == np.int32
+        return int(array[offset // 4])
+
+    def load_words(self, address, words):
+        array, _, offset = self.at(address)
+        self.loads[offset] += 1
+        assert array.dtype == np.uint8
+        assert offset % (4 * words) == 0
+        found = array[offset : offset + 4 * words]
+        assert found.size == 4 * words, "beyond the end"
+        return found.view(np.uint32).tolist()
 
     def store(self, address, values):
         array, written, offset = self.at(address)
@@ -312,11 +335,30 @@ def fake_ptx(memory):
         if not (np.isfinite(gate) and np.isfinite(up)):
             return np.float32(np.nan)
         gate, up = min(gate, limit), max(min(up, limit), -limit)
-        return np.float32(gate / (1 + np.exp(-np.float64(gate))) * up)
+        with np.errstate(over="ignore"):
+            return np.float32(gate / (1 + np.exp(-np.float64(gate))) * up)
 
     def load_shared(address, words):
         assert address % (4 * words) == 0
         return shared()[address : address + 4 * words].view(np.uint32).copy()
+
+    def store_shared4(address, words, offset=0):
+        assert (address + offset) % 16 == 0
+        shared()[address + offset : address + offset + 16].view(np.uint32)[:] = words
+
+    def store_shared_int(address, value):
+        shared()[address : address + 4].view(np.int32)[0] = value
+
+    def store_global4(address, words):
+        array, *_ = memory.at(address)
+        memory.store(address, np.array(words, np.uint32).view(array.dtype))
+
+    def load_or_zero(address, words, wanted, offset=0):
+        return memory.load_words(address + offset, words) if wanted else [0] * words
+
+    def larger_halves(a, b):
+        a, b = int(a), int(b)
+        return np.uint32(max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF))
 
     def store_shared_float4(address, values):
         assert address % 16 == 0
@@ -339,7 +381,18 @@ def fake_ptx(memory):
         load_shared=load_shared,
         load_global_float=memory.load_float,
         store_global_float=lambda address, value: memory.store(address, [value]),
-        store_global4=lambda address, words: memory.store(address, words.view(np.uint16)),
+        store_global4=store_global4,
+        store_global=lambda address, word: memory.store(
+            address, np.array([word], np.uint32).view(np.uint8)
+        ),
+        store_global_byte=lambda address, byte: memory.store(address, [byte]),
+        load_global=memory.load_int,
+        load_or_zero=load_or_zero,
+        store_shared4=store_shared4,
+        store_shared_int=store_shared_int,
+        fence_shared=lambda: None,
+        larger_halves=larger_halves,
+        assembly=ptx_machine.run,
         store_matrices2_turned=store_matrices2_turned,
         store_shared_bfloat16=store_shared_bfloat16,
         bfloat16_pair=lambda low, high: bfloat16(low) | bfloat16(high) << 16,
@@ -475,6 +528,13 @@ def copy(operand, source, to, tma_bar_ptr, mcast_mask):
     cluster.copies[block].ask(job)
 
 
+def shuffled(value, offset, mask_and_clamp, kind):
+    """A shuffle upwards; the first lanes get what they gave."""
+    assert (mask_and_clamp, kind) == (0, "up")
+    found = together(value)
+    return found[_HERE.lane - offset if _HERE.lane >= offset else _HERE.lane]
+
+
 def fake_cutlass():
     """``cutlass``, as far as the kernel needs it; what only the compiler calls is missing."""
     arch = types.SimpleNamespace(
@@ -489,9 +549,10 @@ def fake_cutlass():
         barrier=lambda barrier_id=0, number_of_threads=0: meet(
             _HERE.cluster.named[_HERE.block] if barrier_id else _HERE.cluster.meeting
         ),
-        sync_warp=lambda: together(None) if _HERE.warp < 4 else None,
+        sync_warp=lambda: together(None) if _HERE.warp in _HERE.cluster.whole else None,
         elect_one=nullcontext,
         shuffle_sync_bfly=lambda value, mask: together(value)[_HERE.lane ^ mask],
+        shuffle_sync_op=shuffled,
     )
     cute = types.SimpleNamespace(
         arch=arch,
@@ -522,6 +583,7 @@ def fake_cutlass():
         range=lambda *limits, unroll=1: range(*limits),
         range_constexpr=range,
         min=min,
+        max=max,
         memory=types.SimpleNamespace(SmemAllocator=Allocator),
         Float32=np.float32,
         Boolean=bool,
@@ -529,14 +591,22 @@ def fake_cutlass():
     )
 
 
-def emulated_source(memory):
-    """The module of the kernel, with everything it imports from the compiler in its place."""
+SHARED = {
+    f"dsv4.cute.{name}"
+    for name in ("_turning", "sm90._activate", "sm90._codes", "sm90._experts", "sm100.dense")
+}
+
+
+def emulated_source(memory, name="dsv4.cute.sm100.dense"):
+    """A module of a kernel, with everything it imports from the compiler in its place."""
     cutlass = fake_cutlass()
     nothing = types.SimpleNamespace(
         CUstream=None, make_fake_tensor=None, CtaGroup=types.SimpleNamespace(ONE=1, TWO=2)
     )
     ptx = types.SimpleNamespace(_ptx=fake_ptx(memory))
+    shuffles = types.SimpleNamespace(nvvm=types.SimpleNamespace(ShflKind=Kinds))
     stand_ins = {
+        "cutlass._mlir.dialects": shuffles,
         "cutlass": cutlass,
         "cutlass.cute": cutlass,
         "cutlass.cute.nvgpu": cutlass.nvgpu,
@@ -550,11 +620,18 @@ def emulated_source(memory):
     def find(name, globals=None, locals=None, fromlist=(), level=0):
         if name in stand_ins:
             return stand_ins[name]
-        if name in ("dsv4.cute._turning", "dsv4.cute.sm90._activate"):
-            return _executed(name, find)
+        if name in SHARED:
+            stand_ins[name] = _executed(name, find)
+            return stand_ins[name]
         return builtins.__import__(name, globals, locals, fromlist, level)
 
-    return _executed("dsv4.cute.sm100.dense", find)
+    return _executed(name, find)
+
+
+class Kinds:
+    """Of shuffles."""
+
+    up = "up"
 
 
 def _executed(name, find):
@@ -569,7 +646,7 @@ def run(plan, boxes, contents, memory, arguments, clusters):
 
     Args:
         plan: The configuration.
-        boxes: Of the four operands, as the driver is told.
+        boxes: Of the operands, as the driver is told.
         contents: Their bytes.
         memory: ``Global``, with everything else.
         arguments: Of the kernel, after the operands.
@@ -578,14 +655,14 @@ def run(plan, boxes, contents, memory, arguments, clusters):
     Returns:
         The operands, with the number of times each element was read.
     """
-    module = emulated_source(memory)
-    kernel = module.DenseKernel(**dataclasses.asdict(plan))
+    module, name = plan.kernel.split(":")
+    kernel = getattr(emulated_source(memory, module), name)(**dataclasses.asdict(plan))
     make = kernel._make_barriers
     # Of the warp that copies one lane is run, but all lanes make barriers.
     object.__setattr__(
         kernel, "_make_barriers", lambda first, lane: [make(first, i) for i in range(32)]
     )
-    shared = (False, False, False, plan.shared_scales)
+    shared = (False, False, False, plan.shared_scales)[: len(boxes)]
     operands = [Operand(*what) for what in zip(contents, boxes, shared, strict=True)]
     copies = [part for operand in operands for part in (operand, None)]
     for first in range(clusters):

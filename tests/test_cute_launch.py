@@ -220,13 +220,12 @@ class Grouped:
             bool(rest) and rest[1] is not None,
             codes is not None,
         )
-        rest = rest or (self.row_scale,)
         self.plan = grouped_plan.choose(self.wanted, max(x.shape[0], 1), driver.arch)
         few = isinstance(self.plan, GroupedFewPlan)
         driver.kinds = grouped_gemm.FEW_PARAMETERS if few else grouped_gemm.PARAMETERS
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
-        named = ("nvfp4", "fragments_16x64", activation, None)
+        named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
         last = (dtype or torch.bfloat16) if codes is None else codes
         self.out = function(x, *parts, *named, *rest, last)
         names = OF_FEW_ROWS if few else OF_ANY_ROWS

@@ -6,27 +6,28 @@ with SwiGLU, and some for sm_103a; all that there are for both in the nightly pr
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import os
 import re
 import struct
-import subprocess
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass")
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm_nvfp4  # noqa: E402
-from dsv4.cute.sm100 import dense_plan  # noqa: E402
-from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan  # noqa: E402
-from dsv4.cute.sm100.plans import Product, candidates  # noqa: E402
+from dsv4.cute import _images, gemm_nvfp4
+from dsv4.cute.sm100 import dense_plan
+from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan
+from dsv4.cute.sm100.plans import Product, candidates
+from tests.machine_code import (
+    REGISTER_FILE,
+    instructions_of,
+    parameters_of,
+    usage_of,
+)
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-REGISTER_FILE = 65536
 SPELLED = {"sm_100a": "4X", "sm_103a": "BLOCK16"}  # four scales for the 64 columns of a product
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 BOTH = (False, True)
@@ -65,42 +66,6 @@ def test_these_are_all_there_are():
     every = itertools.product(layouts(1) + layouts(2), BOTH, BOTH)
     assert chosen == {DensePlan(*how[:2], *kind, how[2]) for how, *kind in every}
     assert chosen >= {plan for blocks in (1, 2) for plan in plans("sm_100a", blocks)}
-
-
-def run(tool, *arguments):
-    command = [TOOLS / tool, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def machine_code(cubin):
-    """The section of instructions of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
-    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
-    start = headers[names][4]
-    found = [h for h in headers if cubin[start + h[0] :].startswith(b".text.kernel")]
-    assert len(found) == 1
-    return cubin[found[0][4] : found[0][4] + found[0][5]]
-
-
-def instructions_of(images, arch, file):
-    """Instructions of each with their operands, by one run of the disassembler."""
-    codes = [machine_code(image.cubin) for image in images]
-    file.write_bytes(b"".join(codes))
-    binary = arch.replace("sm_", "SM")
-    listing = run("nvdisasm", "--binary", binary, "--no-dataflow", file)
-    starts = list(itertools.accumulate(map(len, codes), initial=0))
-    found = [[] for _ in codes]
-    for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", listing):
-        found[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
-    assert all("EXIT" in instructions for instructions in found)
-    return found
-
-
-def usage_of(image, file):
-    file.write_bytes(image.cubin)
-    usage = run("cuobjdump", "-res-usage", file)
-    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
 
 
 def check(plan, arch, image, numbers, instructions):
@@ -176,15 +141,7 @@ def test_instructions_and_parameters(tmp_path):
     masks = set(map(int, re.findall(r"and\.b32\s+%r\d+, %r\d+, (-\d{8,});", text)))
     assert masks
     assert all(mask & 1 << 24 == 0 and mask | 1 << 24 | 1023 == -1 for mask in masks)
-    end, offsets, sizes = 0, [], []
-    for kind, align, size in re.findall(
-        r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", text
-    ):
-        width = {"u32": 4, "f32": 4, "u64": 8}.get(kind) or int(size)
-        start = -(-end // int(align or width)) * int(align or width)
-        end = start + width
-        offsets.append(start)
-        sizes.append(width)
+    offsets, sizes, end = parameters_of(text)
     assert gemm_nvfp4.PARAMETERS.offsets == offsets
     assert [struct.calcsize(kind) for kind in gemm_nvfp4.PARAMETERS.kinds] == sizes
     assert gemm_nvfp4.PARAMETERS.size == end

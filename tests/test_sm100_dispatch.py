@@ -11,13 +11,19 @@ import pytest
 import torch
 
 from dsv4 import _support, dispatch
-from dsv4.cute import _driver, gemm_nvfp4
+from dsv4.cute import _driver, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute._driver import Image, Kernel
-from dsv4.cute.sm100 import _maps
+from dsv4.cute.sm90.grouped_plan import Experts
+from dsv4.cute.sm100 import _maps, grouped_plan
 from dsv4.cute.sm100.plans import Product, choose
-from dsv4.formats import LINEAR, NVFP4, SWIZZLED
+from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_quantize,
+)
 from dsv4.ops.quantize import quantize
 
 
@@ -31,6 +37,63 @@ def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns
     found = dispatch.arguments(op, x, weight, activation=how.pop("activation", "nvfp4"), **how)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
     return dispatch.Call(found.op, found.args, device)
+
+
+EXPERT_OPS = [grouped_gemm, grouped_gemm_swiglu, grouped_gemm_swiglu_quantize]
+
+
+def call_of_experts(
+    capability, monkeypatch, op=grouped_gemm, layout=SWIZZLED, sizes=(3, 96, 256), **how
+):
+    """The same of a product of sorted rows; ``quantized`` rows, or ``activation``."""
+    monkeypatch.setattr(_support, "_capability", lambda device: capability)
+    monkeypatch.setattr(_support, "_has", lambda package: True)
+    weight = quantize(torch.randn(sizes), NVFP4, scaling="weight").with_layout(layout)
+    x, offsets = torch.randn(5, sizes[2]).bfloat16(), torch.tensor([0, *range(1, sizes[0] + 1)])
+    quantized = how.pop("quantized", False)
+    x = quantize(x, NVFP4, scaling="token") if quantized else x
+    how = {"activation": "bf16" if quantized else "nvfp4", **how}
+    rest = () if op is grouped_gemm else (10.0,)
+    rest += (torch.ones(sizes[0]),) if op is grouped_gemm_swiglu_quantize else ()
+    found = dispatch.arguments(op, x, weight, offsets.clamp(max=5).int(), *rest, **how)
+    return dispatch.Call(found.op, found.args, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("op", EXPERT_OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_auto_takes_it_for_experts(capability, op, quantized, monkeypatch):
+    call = call_of_experts(capability, monkeypatch, op, quantized=quantized)
+    assert dispatch.choose(call).name == "tcgen05"
+
+
+@pytest.mark.parametrize(
+    ("capability", "how", "said"),
+    [
+        ((9, 0), {}, "the GPU has compute capability 9.0, and tcgen05 is of 10.0 and 10.3"),
+        ((12, 0), {}, "has no tensor memory"),
+        ((10, 0), {"layout": FRAGMENTS}, "layout 'fragments_16x64', wanted 'swizzled_128x4'"),
+        ((10, 0), {"activation": "bf16"}, "activations are 'bf16', and both operands"),
+        (
+            (10, 0),
+            {"sizes": (3, 96, 320)},
+            "3 experts of 96 x 320, wanted at most 512 of multiples",
+        ),
+        ((10, 0), {"sizes": (3, 56, 256)}, "3 experts of 56 x 256, wanted"),
+        ((10, 0), {"sizes": (513, 16, 256)}, "513 experts of 16 x 256, wanted at most 512"),
+        ((10, 0), {"out_dtype": torch.float16}, "the result is torch.float16"),
+    ],
+    ids=str,
+)
+def test_experts_it_cannot_multiply(capability, how, said, monkeypatch):
+    assert said in objection(call_of_experts(capability, monkeypatch, **how))
+
+
+def test_experts_in_fragments_go_to_the_kernel_for_few_rows(monkeypatch):
+    call = call_of_experts((10, 0), monkeypatch, layout=FRAGMENTS, quantized=True)
+    _support.forget_devices()
+    assert dispatch.choose(call).name == "cute"
+    _support.forget_devices()
 
 
 def objection(call):
@@ -89,7 +152,7 @@ class Driver:
     """Keeps what it was asked to describe and to launch."""
 
     def __init__(self):
-        self.maps, self.launches = [], []
+        self.maps, self.launches, self.parameters = [], [], gemm_nvfp4.PARAMETERS
 
     def __getattr__(self, name):
         return lambda *arguments: 0
@@ -106,7 +169,7 @@ class Driver:
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
         config = config._obj
-        kinds = gemm_nvfp4.PARAMETERS.kinds
+        kinds = self.parameters.kinds
         values = [
             struct.unpack("@" + kind, ctypes.string_at(pointer, struct.calcsize("@" + kind)))[0]
             for kind, pointer in zip(kinds, pointers, strict=True)
@@ -127,6 +190,17 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return found
+
+
+@pytest.fixture
+def grouped_driver(driver, monkeypatch):
+    driver.parameters = grouped_nvfp4.PARAMETERS
+    monkeypatch.setattr(grouped_nvfp4, "tensor_map", _maps.tensor_map)
+    monkeypatch.setattr(grouped_nvfp4, "stream_of", lambda index: 77)
+    monkeypatch.setattr(grouped_nvfp4, "_prepared", grouped_nvfp4._prepared.__wrapped__)
+    monkeypatch.setattr(grouped_nvfp4, "loaded", lambda plan, arch: _kernel_of(plan, arch))
+    monkeypatch.setattr(grouped_nvfp4, "architecture", lambda device: "sm_103a")
+    return driver
 
 
 def _kernel_of(plan, arch):
@@ -200,3 +274,70 @@ def test_groups_are_quantised_apart():
         assert torch.equal(total[group], one.global_scale)
     _, _, total = gemm_nvfp4._quantized(x, torch.tensor([0.25]))
     assert total.reshape(-1)[0] == 0.25
+
+
+@pytest.mark.parametrize("kind", ["product", "SwiGLU", "codes"])
+@pytest.mark.parametrize("given_codes", [False, True])
+def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
+    experts, rows, columns, tokens = 5, 160, 512, 300
+    weight = quantize(torch.randn(experts, rows, columns), scaling="weight", layout=SWIZZLED)
+    x, offsets = torch.randn(tokens, columns).bfloat16(), torch.tensor([0, 3, 3, 90, 90, 290]).int()
+    scale, of_rows, seen = torch.ones(experts, 2), torch.linspace(0.1, 1, experts), []
+    quantized = grouped_nvfp4._quantized
+    monkeypatch.setattr(
+        grouped_nvfp4, "_quantized", lambda *what: seen.append(quantized(*what)) or seen[-1]
+    )
+    q = quantize(x, scaling="token")
+    of_x = (None, q.scales, q.global_scale) if given_codes else (of_rows, None, None)
+    stored = (weight.codes, weight.scales, scale, (96, 64), offsets, "nvfp4", SWIZZLED, "nvfp4")
+    given_ = (q.codes if given_codes else x, *stored, *of_x)
+    row_weight, result_scale = torch.ones(tokens, dtype=torch.bfloat16), torch.ones(experts)
+    if kind == "product":
+        out = [grouped_nvfp4.grouped_gemm(*given_, torch.float32)]
+    elif kind == "SwiGLU":
+        out = [grouped_nvfp4.grouped_gemm_swiglu(*given_, None, None, torch.bfloat16)]
+    else:
+        function = grouped_nvfp4.grouped_gemm_swiglu_quantize
+        out = function(*given_, 10.0, row_weight, result_scale)
+    wide = rows if kind == "product" else rows // 2
+    shapes = [(tokens, wide // 2), (tokens, wide // 16), (tokens,)]
+    assert [tuple(t.shape) for t in out] == (shapes if kind == "codes" else [(tokens, wide)])
+    [(x_codes, x_scales, token_scale)] = seen
+    if given_codes:
+        assert (x_codes is q.codes, token_scale is q.global_scale) == (True, True)
+    else:
+        of_expert = of_rows[
+            torch.bucketize(torch.arange(tokens), offsets[1:], right=True).clamp(max=4)
+        ]
+        want = quantize(x, scaling="static", global_scale=of_expert)
+        assert torch.equal(x_codes, want.codes)
+        assert torch.equal(x_scales.view(torch.uint8), want.scales.view(torch.uint8))
+        assert torch.equal(token_scale, of_expert)
+    swiglu, codes = kind != "product", kind == "codes"
+    sizes = Experts(rows, columns, experts, kind == "product", True, swiglu, codes, codes)
+    plan = grouped_plan.choose(sizes, tokens)
+    [(grid, threads, stream, values)] = grouped_driver.launches
+    blocks = -(-rows // plan.rows)
+    most = (min(tokens, experts) + tokens // plan.token_block) * blocks
+    assert (grid, threads, stream) == (min(7, most) * plan.blocks, 256, 77)
+    assert [value[0] for value in values[:3]] == [0, 1, 2], "the maps in their order"
+    addresses = [t.data_ptr() for t in (x_scales, scale, token_scale)]
+    assert values[3:6] == addresses
+    assert (values[6] != 0) == codes
+    rest = [result_scale.data_ptr(), *(t.data_ptr() for t in out[1:])] if codes else [0, 0, 0]
+    assert values[7:12] == [out[0].data_ptr(), offsets.data_ptr(), *rest]
+    assert values[12:] == [
+        tokens, experts, 2, rows, blocks, 2, 96, 2**31 - 1, 2**31 - 1, 0,
+        10.0 if codes else math.inf,
+    ]  # fmt: skip
+    promote = 3
+    stored_at = weight.codes.data_ptr(), weight.scales.data_ptr(), x_codes.data_ptr()
+    assert grouped_driver.maps == [
+        (0, stored_at[0], [256, 800], [256], [128, 128], [1, 1], (0, 3, promote, 0)),
+        (1, stored_at[1], [256, 8, 10], [512, 4096], [256, 4, 1], [1] * 3, (0, 0, promote, 0)),
+        (0, stored_at[2], [256, 300], [256], [128, plan.own_tokens], [1, 1], (0, 3, promote, 0)),
+    ]
+    grouped_driver.launches.clear()
+    nothing = (given_[0][:0], *given_[1:])
+    assert grouped_nvfp4.grouped_gemm(*nothing, torch.float32).shape == (0, rows)
+    assert grouped_driver.launches == []

@@ -110,8 +110,8 @@ def launched_of_experts(model, top_k, monkeypatch):
             _, *given, last, _ = rest
             swiglu, quantized = "swiglu" in name, "quantize" in name
             experts, rows, half = codes.shape
-            scaled = activation == "nvfp4" or (not swiglu and given[0] is not None)
-            weighed = swiglu and given[1] is not None
+            scaled = activation == "nvfp4" or given[1] is not None
+            weighed = swiglu and given[3] is not None
             float32 = not quantized and last == torch.float32
             kind = (float32, scaled, swiglu, weighed, quantized)
             found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k))

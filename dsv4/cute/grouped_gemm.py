@@ -20,7 +20,7 @@ from dsv4.cute.sm90.grouped_plan import (
     choose,
     counted_as,
 )
-from dsv4.ops.quantize import bfloat16_operand
+from dsv4.ops.quantize import bfloat16_operand, block_values
 
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
@@ -45,6 +45,7 @@ def grouped_gemm(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
@@ -52,8 +53,9 @@ def grouped_gemm(
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
     Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
-    16 bytes.
+    16 bytes. Codes are expanded first.
     """
+    x = _values(x, x_scales)
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
     scaled = activation == "nvfp4" or row_scale is not None
     wanted = (rows, columns, experts, out_dtype == torch.float32, scaled, False, False, False)
@@ -76,14 +78,18 @@ def grouped_gemm_swiglu(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     limit: float | None,
     row_weight: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
+    x = _values(x, x_scales)
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
-    kind = (out_dtype == torch.float32, activation == "nvfp4", True, row_weight is not None)
+    scaled = activation == "nvfp4" or row_scale is not None
+    kind = (out_dtype == torch.float32, scaled, True, row_weight is not None)
     wanted = (rows, columns, experts, *kind, False)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
@@ -91,7 +97,7 @@ def grouped_gemm_swiglu(
         out = torch.empty((tokens, rows // 2), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
-    of_x = (input_scale, None)
+    of_x = (input_scale, row_scale)
     _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, (out,))
     return out
 
@@ -107,27 +113,41 @@ def grouped_gemm_swiglu_quantize(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
+    x = _values(x, x_scales)
     experts, rows, _ = weight.shape
-    weighted, scaled = row_weight is not None, activation == "nvfp4"
+    weighted = row_weight is not None
+    scaled = activation == "nvfp4" or row_scale is not None
     wanted = (rows, x.shape[1], experts, False, scaled, True, weighted, True)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
-    out = (
+    out = empty_codes(x, rows)
+    parts = (weight, scales, global_scale, offsets)
+    bound = math.inf if limit is None else limit
+    results = (*out, result_scale.contiguous())
+    of_x = (input_scale, row_scale)
+    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, results)
+    return out
+
+
+def empty_codes(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for SwiGLU's codes, block scales and rows' scales, of so many rows of gate and up."""
+    return (
         x.new_empty((x.shape[0], rows // 4), dtype=torch.uint8),
         x.new_empty((x.shape[0], rows // 32), dtype=torch.float8_e4m3fn),
         x.new_empty((x.shape[0],), dtype=torch.float32),
     )
-    parts = (weight, scales, global_scale, offsets)
-    bound = math.inf if limit is None else limit
-    results = (*out, result_scale.contiguous())
-    of_x = (input_scale, None)
-    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, results)
-    return out
+
+
+def _values(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """The rows, of codes without their global scales."""
+    return x if scales is None else block_values(x, scales, torch.bfloat16)
 
 
 def _product(

@@ -113,8 +113,13 @@ def check_operands(
     """Check what both products share; returns the dtype of the result."""
     _check.floating(op, "x", x)
     _check.one_of(op, "activation", activation, ACTIVATIONS)
+    return check_out_dtype(op, out_dtype, x.dtype)
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """The dtype of the result, which must be floating."""
     if out_dtype is None:
-        return x.dtype
+        return default
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a float of 16 bits or more")
     return out_dtype

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
-from dsv4.ops.gemm import check_columns, check_operands
-from dsv4.ops.quantize import positive, without_global_scale
+from dsv4.ops.gemm import check_columns, check_operands, check_out_dtype
+from dsv4.ops.quantize import positive
 
 PLAIN = "plain"
 
@@ -26,6 +27,7 @@ def _fake(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
@@ -44,6 +46,8 @@ def _fake_swiglu(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     limit: float | None,
     row_weight: torch.Tensor | None,
     out_dtype: torch.dtype,
@@ -63,6 +67,8 @@ def _fake_swiglu_quantize(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
@@ -79,7 +85,7 @@ def _fake_swiglu_quantize(
 _SCHEMA = (
     "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
     "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "Tensor? row_scale, ScalarType out_dtype, str backend) -> Tensor"
+    "Tensor? x_scales, Tensor? row_scale, ScalarType out_dtype, str backend) -> Tensor"
 )
 _grouped_gemm = define(_SCHEMA, _fake)
 _grouped_gemm_out = define_out(_SCHEMA)
@@ -88,7 +94,8 @@ _grouped_gemm_out = define_out(_SCHEMA)
 _SCHEMA_SWIGLU = (
     "grouped_gemm_swiglu(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
     "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "float? limit, Tensor? row_weight, ScalarType out_dtype, str backend) -> Tensor"
+    "Tensor? x_scales, Tensor? row_scale, float? limit, Tensor? row_weight, ScalarType out_dtype, "
+    "str backend) -> Tensor"
 )
 _grouped_gemm_swiglu = define(_SCHEMA_SWIGLU, _fake_swiglu)
 _grouped_gemm_swiglu_out = define_out(_SCHEMA_SWIGLU)
@@ -97,8 +104,8 @@ _grouped_gemm_swiglu_out = define_out(_SCHEMA_SWIGLU)
 _grouped_gemm_swiglu_quantize = define(
     "grouped_gemm_swiglu_quantize(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
     "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "float? limit, Tensor? row_weight, Tensor result_scale, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor? x_scales, Tensor? row_scale, float? limit, Tensor? row_weight, Tensor result_scale, "
+    "str backend) -> (Tensor, Tensor, Tensor)",
     _fake_swiglu_quantize,
 )
 
@@ -141,22 +148,18 @@ def grouped_gemm(
         ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
             not finite and above 0 or is given with ``"bf16"``, or ``out`` is not as stated.
     """
-    row_scale = None
-    if isinstance(x, QuantizedTensor):
-        x, row_scale = _values("grouped_gemm", x, activation, out_dtype)
-        out_dtype = out_dtype or torch.bfloat16
-    out_dtype = check_operands("grouped_gemm", x, activation, out_dtype)
-    parts = _checked("grouped_gemm", x, weight, offsets, activation, input_scale)
-    given = (x, *parts, activation, input_scale, row_scale, out_dtype)
+    rows, out_dtype = _rows("grouped_gemm", x, activation, out_dtype)
+    parts = _checked("grouped_gemm", rows, weight, offsets, activation, input_scale)
+    given = (rows.x, *parts, activation, input_scale, *rows[1:], out_dtype)
     if out is None:
         return _grouped_gemm(*given, backend)
-    _check.result("grouped_gemm", out, (x.shape[0], parts[0].shape[1]), out_dtype, x)
+    _check.result("grouped_gemm", out, (x.shape[0], parts[0].shape[1]), out_dtype, rows.x)
     _grouped_gemm_out(*given, out, backend)
     return out
 
 
 def grouped_gemm_swiglu(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor | torch.Tensor,
     offsets: torch.Tensor,
     limit: float | None,
@@ -182,8 +185,8 @@ def grouped_gemm_swiglu(
             weight does. None for no weight.
         activation: As in ``grouped_gemm``.
         input_scale: Likewise.
-        out_dtype: Floating; ``x.dtype`` if None.
-        out: As in ``grouped_gemm``.
+        out_dtype: Likewise.
+        out: Likewise.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -195,22 +198,22 @@ def grouped_gemm_swiglu(
             above 0, or ``row_weight`` has another shape or device.
     """
     op = "grouped_gemm_swiglu"
-    out_dtype = check_operands(op, x, activation, out_dtype)
-    parts = _checked(op, x, weight, offsets, activation, input_scale)
-    rows = parts[0].shape[1]
-    if rows % 2:
-        raise ValueError(f"{op}: weight has {rows} rows, wanted an even number")
-    _check_swiglu(op, x, limit, row_weight)
-    given = (x, *parts, activation, input_scale, limit, row_weight, out_dtype)
+    rows, out_dtype = _rows(op, x, activation, out_dtype)
+    parts = _checked(op, rows, weight, offsets, activation, input_scale)
+    high = parts[0].shape[1]
+    if high % 2:
+        raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
+    _check_swiglu(op, rows.x, limit, row_weight)
+    given = (rows.x, *parts, activation, input_scale, *rows[1:], limit, row_weight, out_dtype)
     if out is None:
         return _grouped_gemm_swiglu(*given, backend)
-    _check.result(op, out, (x.shape[0], rows // 2), out_dtype, x)
+    _check.result(op, out, (x.shape[0], high // 2), out_dtype, rows.x)
     _grouped_gemm_swiglu_out(*given, out, backend)
     return out
 
 
 def grouped_gemm_swiglu_quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor | torch.Tensor,
     offsets: torch.Tensor,
     limit: float | None,
@@ -221,7 +224,7 @@ def grouped_gemm_swiglu_quantize(
     input_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """``grouped_gemm_swiglu`` in the dtype of ``x``, then ``quantize`` to NVFP4, as one operator.
+    """``grouped_gemm_swiglu`` in its default dtype, then ``quantize`` to NVFP4, as one operator.
 
     What a second product with ``activation="nvfp4"`` and these input scales would make of the
     rows. The bits are those of the two operators of the same implementation, one after the other.
@@ -248,18 +251,18 @@ def grouped_gemm_swiglu_quantize(
             ``result_scale`` has another shape or device or is not finite and above 0.
     """
     op = "grouped_gemm_swiglu_quantize"
-    check_operands(op, x, activation, None)
-    parts = _checked(op, x, weight, offsets, activation, input_scale)
-    rows = parts[0].shape[1]
-    if rows == 0 or rows % 32:
-        raise ValueError(f"{op}: weight has {rows} rows, wanted a positive multiple of 32")
-    _check_swiglu(op, x, limit, row_weight)
+    rows, _ = _rows(op, x, activation, None)
+    parts = _checked(op, rows, weight, offsets, activation, input_scale)
+    high = parts[0].shape[1]
+    if high == 0 or high % 32:
+        raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of 32")
+    _check_swiglu(op, rows.x, limit, row_weight)
     _check.dtype(op, "result_scale", result_scale, torch.float32)
     _check.shape(op, "result_scale", result_scale, [parts[0].shape[0]])
-    _check.same_device(op, x=x, result_scale=result_scale)
+    _check.same_device(op, x=rows.x, result_scale=result_scale)
     positive(f"{op}: result_scale", result_scale)
-    given = (x, *parts, activation, input_scale, limit, row_weight, result_scale)
-    codes, scales, total = _grouped_gemm_swiglu_quantize(*given, backend)
+    given = (rows.x, *parts, activation, input_scale, *rows[1:], limit, row_weight)
+    codes, scales, total = _grouped_gemm_swiglu_quantize(*given, result_scale, backend)
     return QuantizedTensor(codes, scales, total, NVFP4)
 
 
@@ -274,9 +277,45 @@ _Parts = tuple[
 ]
 
 
+class _Rows(NamedTuple):
+    """Sorted rows as operators take them.
+
+    Attributes:
+        x: ``[R, K]``, or NVFP4 codes ``[R, K/2]``.
+        scales: Linear block scales of codes, else None.
+        row_scale: float32 ``[R]``, the global scale of each row of codes, else None.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.x.shape[-1] if self.scales is None else 2 * self.x.shape[-1]
+
+
+def _rows(
+    op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
+) -> tuple[_Rows, torch.dtype]:
+    """The rows, checked apart from the other operands, and the dtype of the result."""
+    if isinstance(x, torch.Tensor):
+        return _Rows(x), check_operands(op, x, activation, out_dtype)
+    if x.format != NVFP4 or len(x.shape) != 2:
+        raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4")
+    if activation != "bf16":
+        raise ValueError(f"{op}: x is quantised, but activation is {activation!r}")
+    if not torch.compiler.is_compiling():
+        x.validate()
+    linear = x.with_layout(LINEAR)
+    rows = _Rows(linear.codes, linear.scales, linear.row_scale().contiguous())
+    return rows, check_out_dtype(op, out_dtype, torch.bfloat16)
+
+
 def _checked(
     op: str,
-    x: torch.Tensor,
+    rows: _Rows,
     weight: QuantizedTensor | torch.Tensor,
     offsets: torch.Tensor,
     activation: str,
@@ -284,11 +323,11 @@ def _checked(
 ) -> _Parts:
     """Raise unless the operands fit; the weight in parts, with the offsets where operators do."""
     _check.dtype(op, "offsets", offsets, torch.int32)
-    shape = _check_weight(op, weight)
+    x, shape = rows.x, _check_weight(op, weight)
     _check.shape(op, "x", x, [None, None])
     _check.shape(op, "offsets", offsets, [shape[0] + 1])
     if not torch.compiler.is_compiling():
-        check_columns(op, x.shape[-1], shape[2], activation)
+        check_columns(op, rows.columns, shape[2], activation)
     _check_input_scale(op, input_scale, activation, shape[0])
     first, scales, global_scale, segments, name, layout = _flatten(weight)
     _check.same_device(op, x=x, weight=first, offsets=offsets, input_scale=input_scale)
@@ -313,18 +352,6 @@ def _check_weight(op: str, weight: QuantizedTensor | torch.Tensor) -> tuple[int,
     if len(shape) != 3:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
     return tuple(shape)
-
-
-def _values(
-    op: str, x: QuantizedTensor, activation: str, out_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantised rows as a product takes them: without their global scale, and that of every row."""
-    if x.format != NVFP4 or len(x.shape) != 2:
-        raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4")
-    if activation != "bf16":
-        raise ValueError(f"{op}: x is quantised, but activation is {activation!r}")
-    dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
-    return without_global_scale(x, dtype), x.row_scale().contiguous()
 
 
 def _check_swiglu(

@@ -260,6 +260,11 @@ def bfloat16_operand(
     return without_global_scale(q, torch.bfloat16).reshape(x.shape), row_scale
 
 
+def block_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``code * block scale`` of NVFP4 codes and linear scales, exact in every floating dtype."""
+    return without_global_scale(QuantizedTensor(codes, scales, None, NVFP4), dtype)
+
+
 def without_global_scale(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     """``code * block scale`` of NVFP4, ``[*batch, N, K]``, exact in every floating dtype."""
     ones = torch.ones((*q.shape[:-2], 1), dtype=torch.float32, device=q.device)

@@ -25,6 +25,7 @@ def grouped_gemm(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
@@ -35,6 +36,7 @@ def grouped_gemm(
     do that: it synchronises and cannot be captured in a CUDA graph.
     """
     bounds = _bounds(offsets, x.shape[0])
+    x = _values(x, x_scales, out_dtype)
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
     out.zero_()
@@ -68,14 +70,17 @@ def grouped_gemm_swiglu(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     limit: float | None,
     row_weight: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``. Reads the offsets on the host."""
+    x = _values(x, x_scales, out_dtype)
     stored = (weight, scales, global_scale, segments, offsets, format, layout)
-    gate_up = grouped_gemm(x, *stored, activation, input_scale, None, compute_dtype(x))
+    gate_up = grouped_gemm(x, *stored, activation, input_scale, None, row_scale, compute_dtype(x))
     result = swiglu(gate_up, limit, "interleaved", row_weight, out_dtype)
     result[int(offsets[-1]) :] = 0  # whatever such a row weighs
     return result if out is None else out.copy_(result)
@@ -92,18 +97,30 @@ def grouped_gemm_swiglu_quantize(
     layout: str,
     activation: str,
     input_scale: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``. Reads the offsets on the host."""
+    x = _values(x, x_scales, torch.bfloat16)
     stored = (weight, scales, global_scale, segments, offsets, format, layout)
-    options = (activation, input_scale, limit, row_weight, x.dtype)
+    options = (activation, input_scale, None, row_scale, limit, row_weight, x.dtype)
     inner = grouped_gemm_swiglu(x, *stored, *options)
-    row_scale = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
+    total = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
     for expert, (start, end) in enumerate(itertools.pairwise(_bounds(offsets, x.shape[0]))):
-        row_scale[start:end] = result_scale[expert]
-    return quantize_nvfp4(inner, row_scale, "static", formats.LINEAR)
+        total[start:end] = result_scale[expert]
+    return quantize_nvfp4(inner, total, "static", formats.LINEAR)
+
+
+def _values(x: torch.Tensor, scales: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The rows, of codes without their global scales: in bfloat16, which is exact."""
+    if scales is None:
+        return x
+    dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
+    compute = torch.promote_types(dtype, torch.float32)
+    return operand(x, scales, formats.NVFP4.name, formats.LINEAR, compute).to(dtype)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:

@@ -99,7 +99,11 @@ def commit(barrier: Value, group: int) -> None:
 
 
 def arrive_first(barrier: Value) -> None:
-    """Arrive in the first block of the cluster, which is told nothing of what was written here."""
+    """Arrive in the first block of the cluster.
+
+    It is told nothing of what was written here, but for shared memory that the tensor core reads,
+    after ``fence_shared``: that stays in this block.
+    """
     _asm(
         "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, 0; "
         "mbarrier.arrive.shared::cluster.b64 _, [a]; }",

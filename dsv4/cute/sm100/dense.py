@@ -51,12 +51,12 @@ _ANY = 1 << 20  # a size: which one, only the driver is told
 _KEPT = 16 * 32 * EPILOGUE_WARPS  # bytes of the sums of 16 rows of each warp and 8 tokens
 
 
-def _codes() -> Any:
+def any_codes() -> Any:
     """Any codes ``[rows, K / 2]``, for the compiler."""
     return make_fake_tensor(Uint8, (_ANY, _ANY), stride=(_ANY, 1), assumed_align=16)
 
 
-def _scales() -> Any:
+def any_scales() -> Any:
     """Any swizzled scales ``[rows / 128, K / 64, 256]`` as words of 16 bits, for the compiler."""
     return make_fake_tensor(
         Uint16, (_ANY, _ANY, ATOM // 2), stride=(_ANY * ATOM, ATOM // 2, 1), assumed_align=16
@@ -70,10 +70,10 @@ class DenseKernel(DensePlan):
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
         return cute.compile(
             self,
-            _codes(),
-            _scales(),
-            _codes(),
-            _scales(),
+            any_codes(),
+            any_scales(),
+            any_codes(),
+            any_scales(),
             *[Int64(0)] * 3,
             *[Int32(1)] * 12,
             Float32(1.0),
@@ -221,14 +221,8 @@ class DenseKernel(DensePlan):
         tiles = (first, stride, token_tiles * row_blocks)
 
         smem = cutlass.memory.SmemAllocator()
-        room = smem.allocate(self.stages * self.stage_bytes, 1024)
-        turned = Uint32(smem.allocate_array(Uint8, max(16, self.turned_bytes)).toint())
-        barriers_at = smem.allocate_array(Int64, self.barriers)
-        slot = Uint32(smem.allocate_array(Uint32, 4).toint())
-        full = Uint32(barriers_at.toint())
-        empty = full + Uint32(8 * self.stages)
-        sums_full = empty + Uint32(8 * self.stages)
-        sums_empty = sums_full + Uint32(8 * self.sum_stages)
+        room, turned, barriers_at, slot = self._rooms(smem)
+        full, empty, sums_full, sums_empty = self._barriers(Uint32(barriers_at.toint()))
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp == COPY_WARP:
@@ -263,8 +257,8 @@ class DenseKernel(DensePlan):
             self._meet_parts()
         else:
             cute.arch.griddepcontrol_wait()
-            places = (global_scale, token_scale, out, turned)
-            sizes = (tokens, rows, group_blocks, limit, scale_tokens)
+            places = (global_scale, token_scale, scale_tokens, out, turned)
+            sizes = (tokens, rows, limit, group_blocks)
             rules = (cut0, cut1, cut2, scale_rows)
             where = (rank, part, warp, lane, thread)
             self._results(
@@ -282,10 +276,26 @@ class DenseKernel(DensePlan):
         if warp == 0:
             tcgen05.free(memory, self.tensor_columns, self.pair)
 
+    def _rooms(self, smem: Value) -> Value:
+        """Where stages lie, results that are turned, barriers, and which memory was allocated."""
+        room = smem.allocate(self.stages * self.stage_bytes, 1024)
+        turned = Uint32(smem.allocate_array(Uint8, max(16, self.turned_bytes)).toint())
+        barriers_at = smem.allocate_array(Int64, self.barriers)
+        slot = Uint32(smem.allocate_array(Uint32, 4).toint())
+        return room, turned, barriers_at, slot
+
+    def _barriers(self, full: Value) -> Value:
+        """Of full and empty stages, of sums that are there and that are loaded."""
+        empty = full + Uint32(8 * self.stages)
+        sums_full = empty + Uint32(8 * self.stages)
+        return full, empty, sums_full, sums_full + Uint32(8 * self.sum_stages)
+
     @cute.jit
     def _make_barriers(self, first: Value, lane: Value) -> None:
-        """Stages: one announcement each. Sums: one; and one from each warp that loaded them."""
-        if lane < self.barriers - self.sum_stages:
+        """What announces a stage. Sums: one; and one from each warp that loaded them."""
+        if lane < self.stages:
+            ptx.barrier_init(first + Uint32(lane * 8), self.full_arrivals)
+        elif lane < self.barriers - self.sum_stages:
             ptx.barrier_init(first + Uint32(lane * 8), 1)
         elif lane < self.barriers:
             ptx.barrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.pair)
@@ -332,7 +342,8 @@ class DenseKernel(DensePlan):
         row_block, token_tile = place(tile, order, cutlass.min)
         for k in cutlass.range(ahead, unroll=1):
             self._expect(full, k, rank, lane)
-            self._copy_rows(weight, (room, barriers_at, k), (row_block, rank, begin + k))
+            at = self.row_place(row_block, rank, begin + k)
+            self._copy_rows(weight, (room, barriers_at, k), at)
         cute.arch.griddepcontrol_wait()
         while tile < total:
             row_block, token_tile = place(tile, order, cutlass.min)
@@ -341,13 +352,17 @@ class DenseKernel(DensePlan):
                 if tile != first or k >= ahead:
                     ptx.wait(empty + Uint32(stage * 8), parity)
                     self._expect(full, stage, rank, lane)
-                    self._copy_rows(
-                        weight, (room, barriers_at, stage), (row_block, rank, begin + k)
-                    )
+                    at = self.row_place(row_block, rank, begin + k)
+                    self._copy_rows(weight, (room, barriers_at, stage), at)
                 where = (token_tile * self.token_block, group, tokens, rank, begin + k)
                 self._copy_tokens(inputs, (room, barriers_at, stage), where)
                 stage, parity = self._next(stage, parity)
             tile += stride
+        self._drain(empty, stage, parity)
+
+    @cute.jit
+    def _drain(self, empty: Value, stage: Value, parity: Value) -> None:
+        """Until all that was copied has been read."""
         for _ in cutlass.range(self.stages, unroll=1):
             ptx.wait(empty + Uint32(stage * 8), parity)
             stage, parity = self._next(stage, parity)
@@ -356,14 +371,14 @@ class DenseKernel(DensePlan):
     def _expect(self, full: Value, stage: Value, rank: Value, lane: Value) -> None:
         """The stage is full when the bytes of all blocks have come, which the first waits for."""
         if lane == 0 and rank == 0:
-            ptx.expect_bytes(full + Uint32(stage * 8), self.pair * self.stage_bytes)
+            ptx.expect_bytes(full + Uint32(stage * 8), self.pair * self.copied_bytes)
 
     @cute.jit
     def _copy_rows(self, copies: Value, ring: Value, where: Value) -> None:
         """A stage's codes and scales of the block's rows."""
         codes, codes_at, scales, scales_at = copies
         room, barriers_at, stage = ring
-        row, tile = self.row_place(*where)
+        row, tile = where
         at, barrier = room + stage * self.stage_bytes, barriers_at + stage
         self._copy_codes((codes, codes_at), row, at, ROWS, barrier)
         at += self.row_code_bytes + self.token_code_bytes
@@ -428,8 +443,7 @@ class DenseKernel(DensePlan):
         first, stride, total = tiles
         stage, parity, tile, count = Int32(0), Int32(0), Int32(first), Int32(0)
         while tile < total:
-            _, token_tile = place(tile, order, cutlass.min)
-            shift = self.scale_shift(token_tile)
+            shift = self._shift(tile, order)
             which, ends = self.sums(count)
             ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
             tcgen05.after_wait()
@@ -450,6 +464,11 @@ class DenseKernel(DensePlan):
             which, ends = self.sums(count)
             ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
             count += 1
+
+    def _shift(self, tile: Value, order: Value) -> Value:
+        """``scale_shift`` of a tile."""
+        _, token_tile = place(tile, order, cutlass.min)
+        return self.scale_shift(token_tile)
 
     def _multiply_stage(
         self, at: Value, sums: Value, memory: Value, shift: Value, k: Value
@@ -503,25 +522,23 @@ class DenseKernel(DensePlan):
         """Load every tile's sums, give the columns back, and store."""
         sums_full, sums_empty, memory, room = waits
         first, stride, total = tiles
-        tokens, rows, group_blocks, limit, scale_tokens = sizes
+        rows, limit = sizes[1:3]
         rank, part, warp, lane, thread = where
         tile, count = Int32(first), Int32(0)
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token, tokens, of_tile = self._of_tile(tile, order, places, sizes)
             row = (row_block * self.pair + rank) * ROWS
-            factors = self._factors(places[0], row + warp * 32 + lane // 4, rows, rules)
+            factors = self._factors(of_tile[0], row + warp * 32 + lane // 4, rows, rules)
+            self._before_results(of_tile, (row_block, rank, tokens, thread))
             which, ends = self.sums(count)
             ptx.wait(sums_full + Uint32(which * 8), ends)
             tcgen05.after_wait()
             sums = memory + Uint32(self.first_column(count)) + Uint32(warp << 21)
-            scale_at = places[1] + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
-            token = token_tile * self.token_block
             for i in cutlass.range(self.chunks, unroll=1):
                 chunk = self.chunk(i, count)
                 begin = token + chunk * CHUNK
-                scales = self._token_scales(
-                    scale_at, begin + lane % 4 * 2, CHUNK // 8, tokens, scale_tokens
-                )
+                scales = self._token_scales(of_tile[1:3], begin + lane % 4 * 2, CHUNK // 8, tokens)
+                weights = self._row_weights(of_tile, begin + lane % 4 * 2, tokens)
                 fragments = tcgen05.load(sums + Uint32(chunk * CHUNK), CHUNK // 8)
                 if i == self.early_chunks - 1:
                     self._release(sums_empty + Uint32(which * 8), lane)
@@ -529,18 +546,38 @@ class DenseKernel(DensePlan):
                     self._keep(fragments, room + Uint32(thread * 16), chunk)
                 else:
                     values = self._scaled(fragments, factors, scales, limit, lane)
-                    self._store(values, places, (begin, row, warp, lane, thread), (tokens, rows))
+                    values = self._weighted(values, weights)
+                    self._store(values, of_tile, (begin, row, warp, lane, thread), (tokens, rows))
             if cutlass.const_expr(self.parts > 1):
                 begin = token + part * (8 * self.own_tiles)
                 scales = self._token_scales(
-                    scale_at, begin + lane % 4 * 2, self.own_tiles, tokens, scale_tokens
+                    of_tile[1:3], begin + lane % 4 * 2, self.own_tiles, tokens
                 )
                 self._meet()
                 fragments = self._together(room + Uint32(thread * 16), part)
                 values = self._scaled(fragments, factors, scales, limit, lane)
-                self._store(values, places, (begin, row, warp, lane, thread), (tokens, rows))
+                self._store(values, of_tile, (begin, row, warp, lane, thread), (tokens, rows))
             tile += stride
             count += 1
+
+    def _of_tile(self, tile: Value, order: Value, places: Value, sizes: Value) -> Value:
+        """A tile's block of rows, its first token, how many there are, and where its things lie."""
+        tokens, _, _, group_blocks = sizes
+        global_scale, token_scale, scale_tokens, *rest = places
+        row_block, token_tile = place(tile, order, cutlass.min)
+        scale_at = token_scale + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
+        at = (global_scale, scale_at, scale_tokens, *rest)
+        return row_block, token_tile * self.token_block, tokens, at
+
+    def _before_results(self, places: Value, where: Value) -> None:
+        """What else is done for a tile, before its sums are there: nothing."""
+
+    def _row_weights(self, places: Value, begin: Value, tokens: Value) -> Value:
+        """What results of two tokens of each tile of 8 are multiplied by: nothing."""
+
+    def _weighted(self, values: Value, weights: Value) -> Value:
+        """Results times what their tokens weigh."""
+        return values
 
     @cute.jit
     def _keep(self, fragments: Value, room: Value, chunk: Value) -> None:
@@ -591,14 +628,13 @@ class DenseKernel(DensePlan):
         return factors
 
     @cute.jit
-    def _token_scales(
-        self, scale: Value, begin: Value, count: int, tokens: Value, scale_tokens: Value
-    ) -> Value:
-        """The scale of two tokens of each tile of 8."""
+    def _token_scales(self, scale: Value, begin: Value, count: int, tokens: Value) -> Value:
+        """The number of two tokens of each tile of 8; of addresses of one for all the same."""
+        start, stride = scale
         found = []
         for n in cutlass.range_constexpr(2 * count):
             token = cutlass.min(begin + n // 2 * 8 + n % 2, tokens - 1)
-            found.append(ptx.load_global_float(scale + Int64(token * scale_tokens) * 4))
+            found.append(ptx.load_global_float(start + Int64(token * stride) * 4))
         return found
 
     def _scaled(
@@ -626,7 +662,7 @@ class DenseKernel(DensePlan):
         if cutlass.const_expr(self.float32_out):
             for h in cutlass.range_constexpr(2):
                 start = first + (warp * 2 + h) * self.tile_outputs
-                self._scatter(values[h], places[2], (begin, start, lane), (tokens, outputs))
+                self._scatter(values[h], places[3], (begin, start, lane), (tokens, outputs))
         else:
             self._lines(values, places, (begin, first, warp, lane, thread), (tokens, outputs))
 
@@ -646,7 +682,7 @@ class DenseKernel(DensePlan):
     @cute.jit
     def _lines(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
         """bfloat16 results by lines of a block's rows."""
-        _, _, out, turned = places
+        turned = places[4]
         begin, first, warp, lane, thread = where
         tokens, outputs = sizes
         count = 8 * len(values[0])
@@ -661,6 +697,14 @@ class DenseKernel(DensePlan):
             number = i * 128 + thread
             line, vector = number // vectors, number % vectors
             token, at = begin + line, first + vector * 8
-            if line < count and token < tokens and at < outputs:
-                words = ptx.load_shared(turned + Uint32(line * self.line + vector * 16), 4)
-                ptx.store_global4(out + (Int64(token) * outputs + at) * 2, words)
+            there = line < count and token < tokens and at < outputs
+            room = turned + Uint32(line * self.line + vector * 16)
+            self._write_eight(room, places, (token, at, outputs), there)
+
+    @cute.jit
+    def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
+        """Eight results of a token from shared memory, if they are there; all lanes together."""
+        token, row, rows = where
+        if there:
+            words = ptx.load_shared(at, 4)
+            ptx.store_global4(places[3] + (Int64(token) * rows + row) * 2, words)

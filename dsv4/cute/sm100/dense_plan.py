@@ -161,6 +161,21 @@ class DensePlan:
         return codes + self.row_scale_bytes + self.token_scale_bytes
 
     @property
+    def full_arrivals(self) -> int:
+        """Arrivals that fill a stage, beside its bytes."""
+        return 1
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a stage that tensor copies bring."""
+        return self.stage_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Room for what is known of the tiles: nothing."""
+        return 0
+
+    @property
     def tile_outputs(self) -> int:
         """Results of a token in 16 rows."""
         return 8 if self.swiglu else 16
@@ -183,13 +198,14 @@ class DensePlan:
     @property
     def stages(self) -> int:
         """Stages of operands."""
-        spare = 1024 + 512 + self.turned_bytes
+        spare = 1024 + 512 + self.turned_bytes + self.table_bytes
         return (MOST_SHARED - spare) // self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; 1024 to begin at a multiple of it."""
-        return 1024 + self.stages * self.stage_bytes + self.turned_bytes + 8 * self.barriers + 16
+        rooms = self.stages * self.stage_bytes + self.turned_bytes + self.table_bytes
+        return 1024 + rooms + 8 * self.barriers + 16
 
     @property
     def scale_columns(self) -> int:

@@ -73,16 +73,20 @@ def estimated_cycles(plan: DensePlan, product: Product, tokens: int) -> float:
     A stage takes as long as the tensor core multiplies, or as its bytes take to come.
     """
     tiles = -(-tokens // plan.token_block) * -(-product.rows // plan.rows)
-    clusters = PROCESSORS // plan.blocks
-    rounds = -(-tiles // clusters)
-    busy = min(tiles, clusters) * plan.blocks
+    rounds = -(-tiles // (PROCESSORS // plan.blocks))
+    return cycles_of(plan, rounds, tiles, plan.steps(product.columns))
+
+
+def cycles_of(plan: DensePlan, rounds: float, tiles: float, steps: int) -> float:
+    """Cycles of so many rounds of so many tiles, of so many stages each."""
+    busy = min(tiles, PROCESSORS // plan.blocks) * plan.blocks
     stage = max(
         ROWS * plan.token_block * STEP / _PRODUCTS,
         plan.stage_bytes / _CACHE_BYTES,
         busy * (plan.row_code_bytes + plan.row_scale_bytes) / _MEMORY_BYTES,
     )
     results = plan.chunks * _CHUNK
-    steps = -(-plan.steps(product.columns) // plan.parts)
+    steps = -(-steps // plan.parts)
     if plan.parts > 1:
         return _LAUNCH + rounds * (_FILL + steps * stage + _TOGETHER + results)
     return _LAUNCH + _FILL + rounds * max(steps * stage, results) + results

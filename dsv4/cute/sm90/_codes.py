@@ -12,12 +12,32 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
 
 Value = Any
 _MAGNITUDES = 0x7FFF7FFF
+
+
+@cute.jit
+def store_coded(words: Value, places: Value, where: Value, there: Value) -> None:
+    """Eight results as codes, of which neighbouring lanes have a block; all lanes together.
+
+    Args:
+        words: 8 bfloat16, in order.
+        places: Addresses of codes and block scales, and the global scale.
+        where: Token, first of the results, and how many a token has.
+        there: Whether they are to be stored.
+    """
+    codes_at, scales_at, scale = places
+    token, row, rows = where
+    codes, byte = coded(words, scale)
+    if there:
+        line = Int64(token) * rows + row
+        ptx.store_global(codes_at + line // 2, codes)
+        if row % 16 == 0:
+            ptx.store_global_byte(scales_at + line // 16, byte)
 
 
 def coded(words: Sequence[Value], scale: Value) -> Value:

@@ -93,6 +93,26 @@ def find_expert(tile: Value, table: Value) -> Value:
 
 
 @cute.jit
+def find_tile(tile: Value, order: Value, block: cutlass.Constexpr) -> Value:
+    """Expert, block of rows, first row of X, and rows of X from there to the expert's end.
+
+    The tiles of an expert follow one another, of a block of rows those of ``block`` tokens first.
+
+    Args:
+        tile: Of all experts' rows and columns of results.
+        order: The table, and the blocks of rows of an expert.
+        block: Rows of X in a tile.
+    """
+    table, row_blocks = order
+    tile = cutlass.max(tile, 0)
+    expert, before, tiles, start, end = find_expert(tile // row_blocks, table)
+    rest = tile - before * row_blocks
+    row_block = rest // tiles
+    start += (rest - row_block * tiles) * block
+    return expert, row_block, start, end - start
+
+
+@cute.jit
 def clear_codes(
     places: Value, lines: Value, columns: Value, thread: Value, threads: cutlass.Constexpr
 ) -> None:

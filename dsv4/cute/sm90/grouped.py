@@ -24,13 +24,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import coded
+from dsv4.cute.sm90._codes import store_coded
 from dsv4.cute.sm90._experts import (
     all_tiles,
     clear_codes,
     clear_lines,
     count_tiles,
-    find_expert,
+    find_tile,
     last_row,
 )
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, GroupedPlan
@@ -294,16 +294,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         table, row_blocks = order
         return all_tiles(table) * row_blocks
 
-    @cute.jit
     def _find(self, tile: Value, order: Value) -> Value:
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
-        table, row_blocks = order
-        tile = cutlass.max(tile, 0)
-        expert, before, tiles, start, end = find_expert(tile // row_blocks, table)
-        rest = tile - before * row_blocks
-        row_block = rest // tiles
-        start += (rest - row_block * tiles) * self.token_block
-        return expert, row_block, start, end - start
+        return find_tile(tile, order, self.token_block)
 
     def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
         """Outputs of SwiGLU, two tokens of each tile of 8, times what their tokens weigh."""
@@ -324,13 +317,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         token, row, rows = where
         if cutlass.const_expr(self.quantized_out):
             # Of a line that is not there, whatever follows in shared memory.
-            words = ptx.load_shared(at, 4)
-            codes, byte = coded(words, ptx.load_global_float(places[6]))
-            if there:
-                line = Int64(token) * rows + row
-                ptx.store_global(places[2] + line // 2, codes)
-                if row % 16 == 0:
-                    ptx.store_global_byte(places[5] + line // 16, byte)
+            words, scale = ptx.load_shared(at, 4), ptx.load_global_float(places[6])
+            store_coded(words, (places[2], places[5], scale), where, there)
         elif there:
             words = ptx.load_shared(at, 4)
             ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)

@@ -227,7 +227,7 @@ def _candidates(wanted: Experts) -> Iterator[ManyPlan]:
 
 def _cycles(plan: ManyPlan, wanted: Experts, tokens: int) -> float:
     """Estimated cycles: tiles of all experts, in rounds while there are few."""
-    of_tokens = wanted.experts * _tiles_of_one(tokens / wanted.experts, plan.token_block)
+    of_tokens = wanted.experts * expected_tiles(tokens / wanted.experts, plan.token_block)
     tiles = of_tokens * -(-wanted.rows // plan.rows)
     rounds = tiles / _PROCESSORS
     if rounds < 8:
@@ -237,7 +237,7 @@ def _cycles(plan: ManyPlan, wanted: Experts, tokens: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles_of_one(mean: float, block: int) -> float:
+def expected_tiles(mean: float, block: int) -> float:
     """Expected tiles of ``block`` tokens for a number of them that is Poisson distributed."""
     return sum(_more_than(mean, k * block) for k in range(int(mean + 8 * mean**0.5) // block + 2))
 

@@ -1,0 +1,66 @@
+"""Compiled kernels taken apart with the tools in Triton's wheel."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+REGISTER_FILE = 65536
+
+
+def run(tool, *arguments):
+    command = [TOOLS / tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def machine_code(cubin):
+    """The section of instructions of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    start = headers[names][4]
+    found = [h for h in headers if cubin[start + h[0] :].startswith(b".text.kernel")]
+    assert len(found) == 1
+    return cubin[found[0][4] : found[0][4] + found[0][5]]
+
+
+def instructions_of(images, arch, file):
+    """Instructions of each with their operands, by one run of the disassembler."""
+    codes = [machine_code(image.cubin) for image in images]
+    file.write_bytes(b"".join(codes))
+    binary = arch.replace("sm_", "SM")
+    listing = run("nvdisasm", "--binary", binary, "--no-dataflow", file)
+    starts = list(itertools.accumulate(map(len, codes), initial=0))
+    found = [[] for _ in codes]
+    for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", listing):
+        found[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
+    assert all("EXIT" in instructions for instructions in found)
+    return found
+
+
+def usage_of(image, file):
+    """Registers, and bytes of stack, local and static shared memory."""
+    file.write_bytes(image.cubin)
+    usage = run("cuobjdump", "-res-usage", file)
+    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+
+
+def parameters_of(text):
+    """Offsets and sizes of the parameters that a kernel's PTX declares, and the end of all."""
+    end, offsets, sizes = 0, [], []
+    for kind, align, size in re.findall(
+        r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", text
+    ):
+        width = {"u32": 4, "f32": 4, "u64": 8}.get(kind) or int(size)
+        start = -(-end // int(align or width)) * int(align or width)
+        end = start + width
+        offsets.append(start)
+        sizes.append(width)
+    return offsets, sizes, end

@@ -1,0 +1,151 @@
+"""Runs straight-line PTX on the CPU: what ``_ptx.assembly`` is given, one instruction at a time.
+
+Registers hold bits. The instructions are those that quantisation in an epilogue is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import torch
+
+
+def bits(value):
+    """Of a float32."""
+    return int(np.float32(value).view(np.uint32))
+
+
+def number(word):
+    """The float32 of these bits."""
+    return np.uint32(word & 0xFFFFFFFF).view(np.float32)
+
+
+def _narrow(value, kind, most):
+    """The byte of the nearest, ties to even, saturated."""
+    if np.isnan(value):
+        return 0x7F
+    clamped = torch.tensor(float(np.clip(value, -most, most)), dtype=torch.float32)
+    return int(clamped.to(kind).view(torch.uint8))
+
+
+def _e4m3_as_halves(word):
+    pair = torch.tensor([word & 0xFF, word >> 8 & 0xFF], dtype=torch.uint8)
+    low, high = pair.view(torch.float8_e4m3fn).half().view(torch.int16).tolist()
+    return low & 0xFFFF | (high & 0xFFFF) << 16
+
+
+def _fused(a, b, c):
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
+_FLOATS = {
+    "div.rn": lambda a, b: a / b,
+    "min": np.fmin,
+    "max": np.fmax,
+    "mul.rn": lambda a, b: a * b,
+    "fma.rn": _fused,
+    "abs": np.abs,
+    "neg": np.negative,
+    "rcp.approx.ftz": lambda a: np.float32(1) / a,
+    "mov": lambda a: a,
+}
+_WORDS = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "shl": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr": lambda a, b: a >> b,
+    "mov": lambda a: a,
+}
+_CONVERSIONS = {
+    "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: (
+        _narrow(number(low), torch.float8_e4m3fn, 448)
+        | _narrow(number(high), torch.float8_e4m3fn, 448) << 8
+    ),
+    "cvt.rn.satfinite.e5m2x2.f32": lambda high, low: (
+        _narrow(number(low), torch.float8_e5m2, 57344)
+        | _narrow(number(high), torch.float8_e5m2, 57344) << 8
+    ),
+    "cvt.rn.f16x2.e4m3x2": _e4m3_as_halves,
+    "cvt.f32.f16": lambda a: bits(np.uint16(a & 0xFFFF).view(np.float16)),
+    "cvt.u32.u16": lambda a: a & 0xFFFF,
+}
+_ORDERS = {"lt": lambda a, b: a < b, "gt": lambda a, b: a > b}
+
+
+@functools.cache
+def _parsed(code):
+    """Names of instructions, and each one's operands; a pair of halves is a tuple."""
+    code = re.sub(r"\{(\$[rw]\d+)\}", r"\1", code).strip()
+    assert code[0] == "{"
+    assert code[-1] == "}"
+    found = []
+    for instruction in filter(None, map(str.strip, code[1:-1].split(";"))):
+        name, rest = instruction.split(None, 1)
+        if name == ".reg":
+            continue
+        operands = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", rest)]
+        found.append((name, [_operand(part) for part in operands if part]))
+    return found
+
+
+def _operand(text):
+    if text.startswith("{"):
+        return tuple(part.strip() for part in text[1:-1].split(","))
+    if text.startswith("0f"):
+        return int(text[2:], 16)
+    return text if re.match(r"[$a-z]", text) else int(text, 0)
+
+
+class Machine:
+    """Registers by name."""
+
+    def __init__(self, inputs):
+        self.registers = {f"$r{i}": word for i, word in enumerate(inputs)}
+
+    def read(self, operand):
+        if isinstance(operand, tuple):
+            low, high = map(self.read, operand)
+            return low & 0xFFFF | (high & 0xFFFF) << 16
+        return operand if isinstance(operand, int) else self.registers[operand]
+
+    def run(self, name, target, *sources):
+        found = [self.read(source) for source in sources]
+        kind, type_ = name.rsplit(".", 1)
+        if isinstance(target, tuple):
+            self.registers |= zip(target, (found[0] & 0xFFFF, found[0] >> 16), strict=True)
+        elif name.startswith("setp"):
+            _, order, *also = kind.split(".")
+            assert also in ([], ["and"])
+            result = bool(_ORDERS[order](*(map(number, found[:2]) if type_ == "f32" else found)))
+            self.registers[target] = result and (not also or found[2])
+        elif name.startswith("selp"):
+            self.registers[target] = found[0] if found[2] else found[1]
+        elif name in _CONVERSIONS:
+            self.registers[target] = _CONVERSIONS[name](*found)
+        elif type_ == "f32":
+            with np.errstate(all="ignore"):
+                self.registers[target] = bits(_FLOATS[kind](*map(number, found)))
+        else:
+            assert type_ == "b32"
+            self.registers[target] = _WORDS[kind](*found)
+
+
+def run(code, outputs, inputs):
+    """Results of the instructions, as ``_ptx.assembly`` gives them.
+
+    Args:
+        code: Instructions that name results ``{$w0}`` on and inputs ``{$r0}`` on.
+        outputs: ``np.float32`` for each result that is one, else what makes an integer.
+        inputs: Integers, and float32 as such.
+    """
+    machine = Machine([bits(x) if isinstance(x, np.float32) else int(x) for x in inputs])
+    for name, operands in _parsed(code):
+        machine.run(name, *operands)
+    words = [machine.registers[f"$w{i}"] for i in range(len(outputs))]
+    found = [
+        number(word) if kind is np.float32 else word
+        for word, kind in zip(words, outputs, strict=True)
+    ]
+    return found[0] if len(found) == 1 else tuple(found)
