@@ -1,7 +1,8 @@
-"""Every order in which the roles of Blackwell's kernel can proceed, on a small model of them.
+"""Every order in which the roles of Blackwell's kernels can proceed, on a small model of them.
 
 Five kinds of processes a cluster: warps that copy, their copies in flight, the warp that
-multiplies, the tensor core, and warps that load results. A step of one is enabled when the barrier
+multiplies, the tensor core, and warps that load results; of the grouped kernel also warps that turn
+scales. A step of one is enabled when the barrier
 it waits for has passed the phase. All reachable states are visited: none but the last may be
 without a step, and no step may touch what another still needs.
 """
@@ -14,6 +15,7 @@ import itertools
 import pytest
 
 from dsv4.cute.sm100.dense_plan import DensePlan
+from dsv4.cute.sm100.grouped_plan import GroupedPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +43,19 @@ class Model:
     def __init__(self, plan, stages, tiles, steps, early=True):
         self.plan, self.stages, self.tiles, self.steps = plan, stages, tiles, steps
         self.blocks = range(plan.blocks)
-        self.early = early
+        self.early, self.turns = early, isinstance(plan, GroupedPlan)
         self.counts = {}
         for block in self.blocks:
             for stage in range(stages):
-                self.counts["full", block, stage] = 1 + plan.blocks
+                self.counts["full", block, stage] = plan.full_arrivals + plan.blocks
                 self.counts["empty", block, stage] = 1
             for which in range(plan.sum_stages):
                 self.counts["sums full", block, which] = 1
                 self.counts["sums empty", block, which] = plan.blocks
         self.processes = {("multiply",): self.multiply(), ("core",): self.core()}
         for block in self.blocks:
+            if self.turns:
+                self.processes["turn", block] = self.turn(block)
             self.processes["copy", block] = self.copy(block)
             self.processes["flight", block] = self.flight(block)
             self.processes["results", block] = self.results(block)
@@ -78,6 +82,17 @@ class Model:
             stage, parity = number % self.stages, number // self.stages % 2 ^ 1
             run.append(Step("drain", (("empty", block, stage), parity)))
         return run
+
+    def turn(self, block):
+        return [
+            Step(
+                f"turn {number}",
+                (("empty", block, stage), parity ^ 1),
+                arrives=(("full", 0, stage),),
+                needs=((("core",), self.core_step(number - self.stages)),),
+            )
+            for number, stage, parity in self.fills()
+        ]
 
     def flight(self, block):
         return [
@@ -118,6 +133,8 @@ class Model:
                 number = tile * self.steps + k
                 needs = [(("results", block), loaded) for block in self.blocks]
                 needs += [(("flight", block), number + 1) for block in self.blocks]
+                if self.turns:
+                    needs += [(("turn", block), number + 1) for block in self.blocks]
                 asked = tile * (self.steps + 1) + 1 + k + 1
                 stage = number % self.stages
                 empties = tuple(("empty", block, stage) for block in self.blocks)
@@ -200,6 +217,13 @@ def test_two_blocks_never_stop(tokens, size):
     assert Model(DensePlan(tokens, 2, False), *size).explore() > 200
 
 
+@pytest.mark.parametrize("size", [(1, 3, 1), (2, 3, 2), (3, 3, 2)], ids=str)
+@pytest.mark.parametrize("how", [(64, 1), (256, 1), (64, 2)], ids=str)
+def test_with_scales_that_are_turned_none_stops(how, size):
+    few = (2, 2, 1) if how[1] == 2 and size[0] == 3 else size
+    assert Model(GroupedPlan(*how, False), *few).explore() > 50
+
+
 def without(model, process, name, **changes):
     """The model with one step changed."""
     run = model.processes[process]
@@ -227,3 +251,16 @@ def test_a_release_before_the_load_is_seen(monkeypatch):
     monkeypatch.setattr(DensePlan, "early_chunks", 1)
     with pytest.raises(AssertionError, match="does 'product 2' before"):
         Model(DensePlan(64, 1, False), 3, 3, 1).explore()
+
+
+def test_scales_that_are_turned_too_early_are_seen():
+    model = Model(GroupedPlan(64, 1, False), 2, 3, 1)
+    with pytest.raises(AssertionError, match=r"turn.* does 'turn 2' before"):
+        without(model, ("turn", 0), "turn 2", waits=None).explore()
+
+
+def test_a_product_that_does_not_wait_for_scales_is_seen(monkeypatch):
+    """Where tensor copies alone fill a stage, the other block's scales may come later."""
+    monkeypatch.setattr(GroupedPlan, "full_arrivals", 2)
+    with pytest.raises(AssertionError, match="does 'product 0' before"):
+        Model(GroupedPlan(64, 2, False), 1, 1, 1).explore()
