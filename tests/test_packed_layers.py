@@ -20,6 +20,7 @@ from dsv4 import fragments, layers
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, save
 from dsv4.config import ModelConfig
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor, cat_rows
+from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import quantize
 from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -719,7 +720,11 @@ class TestModel:
         assert (f"{inner}.gate_proj", f"{inner}.up_proj") in report.joined
         attention = "mtp.0.layer.self_attn"
         assert (f"{attention}.q_a_proj", f"{attention}.kv_proj") in report.joined
-        assert len(report.joined) == 2 * (len(plain.model.layers) + len(plain.mtp))
+        pooling = [n for n, m in plain.named_modules() if isinstance(m, PoolingModule)]
+        assert pooling
+        assert all((f"{n}.kv_proj", f"{n}.gate_proj") in report.joined for n in pooling)
+        blocks = len(plain.model.layers) + len(plain.mtp)
+        assert len(report.joined) == 2 * blocks + len(pooling)
         ids = torch.arange(37)[None]
         with torch.no_grad():
             assert torch.equal(model(ids), plain(ids))

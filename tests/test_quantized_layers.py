@@ -13,6 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.formats import FORMATS, QuantizedTensor, cat_rows
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import dequantize, gemm, quantize
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
 from dsv4.testing.models import dense_state_dict, random_model, randomize_, transformers_twin
 
 EXACT = 1e-12
@@ -433,3 +434,21 @@ def test_a_calibration_that_fails_changes_nothing() -> None:
         pass
     assert report.calibrated == []
     assert len(report.unseen) > 40
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (1, 96), (2, 5, 96), (300, 96)])
+def test_a_plain_weight_in_bfloat16_gives_sums_of_float32(where, shape):
+    """What compressors ask of the weights that checkpoints leave in bfloat16."""
+    generator = torch.Generator().manual_seed(len(shape))
+    linear = layers.Linear(96, 40).to(torch.bfloat16).to(where).requires_grad_(False)
+    linear.weight.copy_(torch.randn(40, 96, generator=generator))
+    x = torch.randn(*shape, generator=generator).bfloat16().to(where)
+    found = linear(x, torch.float32)
+    assert found.dtype == torch.float32
+    assert found.shape == (*shape[:-1], 40)
+    left, right = x.double().reshape(-1, 96), linear.weight.double()
+    budget = gemm_budget(left, right, torch.float32)
+    assert_within_budget(found.reshape(-1, 40), left @ right.T, budget, "product")
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    assert_bitwise(compiled(x, torch.float32), found)

@@ -130,8 +130,9 @@ class Linear(FixedDtypeModule):
         wide = torch.promote_types(x.dtype, out_dtype)
         if x.is_cuda and wide == torch.float32 and x.dtype == self.weight.dtype != wide:
             # Sums of float32 either way, and the weight is not copied.
-            flat = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=wide)
-            return flat.unflatten(0, x.shape[:-1]).to(out_dtype)
+            rows = x.reshape(-1, self.in_features)
+            product = torch.mm(rows, self.weight.t(), out_dtype=wide)
+            return product.view(*x.shape[:-1], self.out_features).to(out_dtype)
         return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
 
     @property
