@@ -297,6 +297,30 @@ def test_ranges_of_experts_add_up_to_the_whole(
     assert close(sums, whole(x, ids, weights, shared))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 300])
+def test_packed_ranges_add_up_on_a_gpu(tokens: int, activation: str) -> None:
+    """Up to the rounding of each range's result, and of what lies between the products."""
+    config = ModelConfig.tiny(
+        n_routed_experts=16, hidden_size=256, moe_intermediate_size=128, activation=activation
+    )
+    whole = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), 1)
+    whole.quantize()
+    parts = [a_range(whole, config, 0, 5), a_range(whole, config, 5, None)]
+    for layer in (whole, *parts):
+        layer.pack()
+        layer.cuda()
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        x = normal(seed, tokens, 256).bfloat16().cuda()
+        ids = torch.randint(-1, 17, (tokens, 3), generator=generator).cuda()
+        weights = torch.rand(tokens, 3, generator=generator).cuda()
+        sums = sum(part(x, ids, weights).double() for part in parts)
+        wanted = whole(x, ids, weights).double()
+        assert (sums - wanted).norm() <= 2**-7 * wanted.norm()
+
+
 @pytest.mark.parametrize(("first", "count"), [(-1, 2), (5, None), (3, 3), (0, 0)])
 def test_a_range_of_no_experts_is_refused(first: int, count: int | None) -> None:
     config = ModelConfig.tiny(n_routed_experts=5)
