@@ -343,9 +343,9 @@ def routing(seed, tokens, top_k, count):
     return ids, torch.rand(tokens, top_k, generator=generator)
 
 
-def random_bytes(seed):
+def random_bytes(seed, **sizes):
     """Experts of any codes, any scales of sign 0, NaN too, and any global scales."""
-    experts, generator = routed(seed, static=1), strategies.generator(seed)
+    experts, generator = routed(seed, static=1, **sizes), strategies.generator(seed)
     for name in ("gate_up_proj", "down_proj"):
         for suffix, top in (("", 256), ("_scale", 128)):
             tensor = raw(getattr(experts, name + suffix))

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import normal, raw, same_state
-from test_packed_layers import linear, shares
+from test_packed_layers import config_of, linear, random_bytes, routed, routing, shares
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
@@ -113,7 +113,92 @@ def test_a_model_means_the_same(activation):
     assert set(layers.unpack_(model)) == set(report.packed)
 
 
+SIZES = {"hidden": 128, "inner": 64}  # gate and up, and down, have whole blocks of 128 rows
+
+
+@given(
+    strategies.seeds(),
+    st.tuples(st.integers(0, 9), st.integers(1, 3)),
+    st.sampled_from(["deepseek", "transformers"]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.sampled_from([0, 4]),
+    ACTIVATIONS,
+)
+def test_experts_give_the_bits_of_those_in_fragments(
+    seed, choices, numerics, dtype, static, activation
+):
+    """Whether rows are quantised where they are gathered or by the product."""
+    kind = {"activation": activation, "numerics": numerics, "static": static}
+    experts, other = (routed(seed, **SIZES, **kind) for _ in range(2))
+    experts.pack(SWIZZLED)
+    other.pack()
+    x = (10 * normal(seed, choices[0], 128)).to(dtype)
+    ids, weights = routing(seed, *choices, 5)
+    found = experts(x, ids, weights)
+    assert found.dtype == dtype
+    assert torch.equal(raw(found), raw(other(x, ids, weights)))
+
+
+@settings(max_examples=4)
+@given(strategies.seeds())
+def test_every_bit_of_experts_comes_back(seed):
+    experts = random_bytes(seed, **SIZES)
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    dense = [experts.dense_weight(name) for name in ("gate_up_proj", "down_proj")]
+    places = [t.data_ptr() for t in experts.parameters()]
+    parts = [part.to("cpu") for e in range(5) for part in copy.deepcopy(experts).get_expert(e)]
+    for layout in (SWIZZLED, FRAGMENTS, SWIZZLED):
+        experts.pack(layout)
+        assert [t.data_ptr() for t in experts.parameters()] == places, "in place"
+        for name, expected in zip(("gate_up_proj", "down_proj"), dense, strict=True):
+            weight = experts.quantized_weight(name).validate()
+            assert weight.layout == experts.layout == layout
+            assert torch.equal(raw(experts.dense_weight(name)), raw(expected))
+        same_state(experts.state_dict(), before)
+    for expert in range(5):
+        linear_one = experts.quantized_weight("down_proj")[expert].with_layout(LINEAR)
+        assert torch.equal(raw(linear_one.scales), raw(parts[3 * expert + 2].scales))
+    found = [part for e in range(5) for part in experts.get_expert(e)]
+    for one, two in zip(found, parts, strict=True):
+        assert torch.equal(one.validate().codes, two.codes)
+        assert torch.equal(raw(one.scales), raw(two.scales))
+        assert torch.equal(one.global_scale, two.global_scale)
+    experts.unpack()
+    assert experts.layout == LINEAR
+    same_state(experts.state_dict(), before)
+    same_state(dict(experts.named_parameters()), before)
+
+
+def test_experts_see_an_observer_and_say_what_they_are():
+    experts = routed(1, activation="nvfp4", **SIZES)
+    other = copy.deepcopy(experts)
+    other.pack()
+    experts.pack(SWIZZLED)
+    assert "layout=swizzled_128x4" in repr(experts)
+    x, (ids, weights) = normal(1, 30, 128).bfloat16(), routing(1, 30, 2, 5)
+    for some in (other, experts):
+        with layers.calibrate(some):
+            some(x, ids, weights)
+    same_state(experts.state_dict(), other.state_dict())
+    declared = layers.DeepseekV4Experts(config_of(experts))
+    declared.declare_packed(SWIZZLED)
+    assert [p.shape for p in declared.parameters()] == [
+        p.shape for n, p in experts.named_parameters() if "input_scale" not in n
+    ]
+
+
+@pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+def test_experts_of_a_model_take_the_layout_of_their_activations(activation):
+    experts = torch.nn.Sequential(routed(1, activation=activation, **SIZES))
+    assert layers.pack_(experts, SWIZZLED).packed == ["0"]
+    assert experts[0].layout == (SWIZZLED if activation == "nvfp4" else FRAGMENTS)
+
+
 def test_what_cannot_be_is_said():
+    with pytest.raises(ValueError, match="layout is 'linear', wanted one of"):
+        routed(0).pack(LINEAR)
+    with pytest.raises(ValueError, match=r"down_proj is 64 x 64, wanted multiples of 128 x 64"):
+        routed(0).pack(SWIZZLED)
     with pytest.raises(ValueError, match="layout is 'linear', wanted one of"):
         linear(0, 16, 64).pack(LINEAR)
     with pytest.raises(ValueError, match="layout is 'blocked', wanted one of"):

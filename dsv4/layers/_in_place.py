@@ -1,4 +1,4 @@
-"""One expert's NVFP4 bytes to fragments and back, where they are."""
+"""One expert's NVFP4 bytes to a packed layout and back, where they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from dsv4 import fragments
 from dsv4.reference.fragments import apart, in_turns
+from dsv4.scales import swizzle_scales, unswizzle_scales
 
 Writes = Iterator[tuple[torch.Tensor, torch.Tensor]]
 _CODES = 1 << 22  # that are moved at once
@@ -47,6 +48,29 @@ def unpacking(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writ
     if pairs:
         yield codes, apart(codes)
         yield scales, apart(scales)
+
+
+def swizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
+    """As ``packing``, to scales in blocks of 128 rows and 4 columns, of which there are only whole.
+
+    Args:
+        codes: uint8 ``[N, K/2]``, contiguous, as are the scales.
+        scales: uint8 ``[N, K/16]``.
+        pairs: As of ``packing``.
+    """
+    if pairs:
+        yield codes, in_turns(codes)
+        yield scales, in_turns(scales)
+    yield scales, swizzle_scales(scales).view(scales.shape)
+
+
+def unswizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
+    """The inverse of ``swizzling``; the scales are ``[N K/16]``."""
+    linear = scales.view(codes.shape[0], -1)
+    yield linear, unswizzle_scales(scales, *linear.shape)
+    if pairs:
+        yield codes, apart(codes)
+        yield linear, apart(linear)
 
 
 def _pieces(

@@ -11,8 +11,16 @@ from torch import nn
 
 from dsv4 import fragments
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, Format, QuantizedTensor, format_named
-from dsv4.layers._in_place import Writes, packing, unpacking
+from dsv4.formats import (
+    FRAGMENTS,
+    LINEAR,
+    NVFP4,
+    SWIZZLED,
+    Format,
+    QuantizedTensor,
+    format_named,
+)
+from dsv4.layers._in_place import Writes, packing, swizzling, unpacking, unswizzling
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -21,13 +29,14 @@ from dsv4.layers._module import (
     quantize_weight,
 )
 from dsv4.layers._workspace import Room, Workspace
+from dsv4.layers.linear import PACKED_LAYOUTS
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
 )
-from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
+from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute
 from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
 from dsv4.reference.fragments import apart
@@ -35,6 +44,8 @@ from dsv4.reference.fragments import apart
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 _SUFFIXES = ("", "_scale", "_scale_2", "_input_scale")
 _HALF = "half packed"
+# Rows and columns of a whole tile of a matrix.
+_TILES = {FRAGMENTS: (fragments.ROWS, fragments.COLUMNS), SWIZZLED: (128, 64)}
 
 
 class DeepseekV4Experts(FixedDtypeModule):
@@ -51,8 +62,9 @@ class DeepseekV4Experts(FixedDtypeModule):
     With DeepSeek's numerics the routing weight multiplies before the down projection, with
     transformers' after it: equal in exact arithmetic, not after rounding (section 8.2).
 
-    ``pack`` re-lays NVFP4 weights for Hopper's tensor cores, gate and up rows in turn;
-    ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 then. Packed layers round nothing
+    ``pack`` re-lays NVFP4 weights for tensor cores, gate and up rows in turn; for Hopper's
+    ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 then, for Blackwell's they are
+    ``[E, bytes]``. Packed layers round nothing
     between the first product and SwiGLU, where others round the product to the dtype of
     ``hidden_states``. State dicts do not know the layout: a packed layer writes what an unpacked
     one writes, and refuses to load.
@@ -67,7 +79,8 @@ class DeepseekV4Experts(FixedDtypeModule):
 
     Attributes:
         format: None for plain weights, else their ``Format``.
-        layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` when packed.
+        layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
+            packed.
         activation: ``"bf16"`` leaves the inputs of both products as they are; ``"nvfp4"`` quantises
             them, with the scales of their expert or, without those, with a scale per row.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
@@ -75,6 +88,7 @@ class DeepseekV4Experts(FixedDtypeModule):
 
     stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
     gate_up_row_scale: torch.Tensor | None
+    gate_up_proj_input_scale: torch.Tensor | None
     down_proj_input_scale: torch.Tensor | None
 
     def __init__(
@@ -138,7 +152,7 @@ class DeepseekV4Experts(FixedDtypeModule):
             first_expert=self.first_expert,
             num_local_experts=self.num_local_experts,
         )
-        rows = moe_gather(hidden_states, places, out=room.rows)
+        rows = self._gathered(hidden_states, places, offsets, room.rows)
         weights: torch.Tensor | None = top_k_weights
         row_weight = None
         if self.numerics == "deepseek":
@@ -164,9 +178,30 @@ class DeepseekV4Experts(FixedDtypeModule):
             return Room()
         return self.workspace.room(x, top_k)
 
+    def _gathered(
+        self,
+        x: torch.Tensor,
+        places: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | QuantizedTensor:
+        """The sorted rows, quantised where Blackwell's first product would do so; or in ``out``.
+
+        It takes codes as they are, so the rows are not written, read and written again.
+        """
+        if self.layout == SWIZZLED and x.dtype == torch.bfloat16 and self._quantises:
+            scale = self.gate_up_proj_input_scale
+            return moe_gather_quantize(x, places, offsets, input_scale=scale)
+        return moe_gather(x, places, out=out)
+
+    @property
+    def _quantises(self) -> bool:
+        """Whether products quantise their rows; not while an observer wants to see them."""
+        return self.activation == "nvfp4" and self.observers is None
+
     def _activated(
         self,
-        rows: torch.Tensor,
+        rows: torch.Tensor | QuantizedTensor,
         offsets: torch.Tensor,
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
@@ -176,13 +211,15 @@ class DeepseekV4Experts(FixedDtypeModule):
         Quantised if the layer is packed and the second product would do so with given scales.
         """
         name = "gate_up_proj"
-        if self.layout == LINEAR:
-            gate_up = self._project(name, rows, offsets)
-            return swiglu(gate_up, self.limit, row_weight=row_weight)
-        activation, scale = self._quantising(name, rows, offsets)
+        options: Any = {"row_weight": row_weight}
+        if isinstance(rows, torch.Tensor):
+            if self.layout == LINEAR:
+                gate_up = self._project(name, rows, offsets)
+                return swiglu(gate_up, self.limit, row_weight=row_weight)
+            activation, scale = self._quantising(name, rows, offsets)
+            options |= {"activation": activation, "input_scale": scale}
         given = (rows, self.quantized_weight(name), offsets, self.limit)
-        options: Any = {"row_weight": row_weight, "activation": activation, "input_scale": scale}
-        if activation == "nvfp4" and self.down_proj_input_scale is not None:
+        if self._quantises and self.down_proj_input_scale is not None:
             return grouped_gemm_swiglu_quantize(*given, self.down_proj_input_scale, **options)
         return grouped_gemm_swiglu(*given, out=out, **options)
 
@@ -207,7 +244,7 @@ class DeepseekV4Experts(FixedDtypeModule):
         """How a product takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
-        if self.activation != "nvfp4" or self.observers is not None:
+        if not self._quantises:
             return "bf16", None
         return "nvfp4", getattr(self, name + "_input_scale")
 
@@ -272,7 +309,12 @@ class DeepseekV4Experts(FixedDtypeModule):
         one = self.quantized_weight(name)[expert]
         if not self._in_turn(name):
             return one.with_layout(LINEAR)
-        codes, scales = fragments.unpack(one.codes, one.scales, pairs=True)
+        if self.layout == FRAGMENTS:
+            codes, scales = fragments.unpack(one.codes, one.scales, pairs=True)
+        else:
+            linear = one.with_layout(LINEAR)
+            codes, scales = apart(linear.codes), apart(_bytes(linear.scales))
+            scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
         segments = (self.intermediate_dim, self.intermediate_dim)
         return QuantizedTensor(codes, scales, global_scale, one.format, segments=segments)
@@ -286,30 +328,37 @@ class DeepseekV4Experts(FixedDtypeModule):
         return QuantizedTensor(both.codes[rows], both.scales[blocks], scale, both.format)
 
     @torch.no_grad()
-    def pack(self) -> None:
-        """Re-lay NVFP4 weights for Hopper's tensor cores, gate and up rows in turn, losing nothing.
+    def pack(self, layout: str = FRAGMENTS) -> None:
+        """Re-lay NVFP4 weights for tensor cores, gate and up rows in turn, losing nothing.
 
         In place, expert by expert: codes and scales stay where they are, and beside them memory
         holds one expert's gate and up at most and what ``dsv4.fragments`` needs. Whoever else holds
         the tensors, a state dict for instance, holds packed bytes then. CUDA graphs captured before
-        must be captured again. A packed layer stays as it is.
+        must be captured again. A layer that is packed so stays as it is.
+
+        Args:
+            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
+                ``"swizzled_128x4"`` for NVFP4 activations there.
 
         Raises:
-            ValueError: if the weights are not NVFP4, a matrix is not a whole number of tiles (16
-                rows, 64 columns), a block scale is negative or the weights are on the meta device;
-                nothing is changed then.
+            ValueError: if the layout is none of these, the weights are not NVFP4, a matrix is not a
+                whole number of tiles (16 rows, 64 columns; swizzled 128 rows), a block scale is
+                negative or the weights are on the meta device; nothing is changed then.
         """
+        if layout not in PACKED_LAYOUTS:
+            raise ValueError(f"Experts: layout is {layout!r}, wanted one of {PACKED_LAYOUTS}")
         self._check_whole()
-        if self.layout == FRAGMENTS:
+        if self.layout == layout:
             return
-        self._check_packable()
+        self._check_packable(layout)
+        self.unpack()
         scale = self.quantized_weight("gate_up_proj").global_scale
         assert scale is not None
         for name in _PROJECTIONS:
             self._own(name)
             self._own(name + "_scale")
-        self._rewrite(packing)
-        self._finish(FRAGMENTS, torch.uint8)
+        self._rewrite(packing if layout == FRAGMENTS else swizzling)
+        self._finish(layout)
         self.gate_up_row_scale = scale.detach().repeat(1, self.intermediate_dim)
 
     @torch.no_grad()
@@ -322,31 +371,32 @@ class DeepseekV4Experts(FixedDtypeModule):
         self._check_whole()
         if self.layout == LINEAR:
             return
-        self._rewrite(unpacking)
-        self._finish(LINEAR, torch.float8_e4m3fn)
+        self._rewrite(unpacking if self.layout == FRAGMENTS else unswizzling)
+        self._finish(LINEAR)
         self.gate_up_row_scale = None
 
-    def _check_packable(self) -> None:
+    def _check_packable(self, layout: str) -> None:
         if self.format != NVFP4:
             found = "plain" if self.format is None else self.format.name
-            raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {FRAGMENTS!r}")
+            raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {layout!r}")
         if self.gate_up_proj.is_meta:
             raise ValueError("Experts: the weights are on the meta device, wanted ones with values")
-        self._check_tiles()
-        for name in _PROJECTIONS:
+        self._check_tiles(layout)
+        for name in _PROJECTIONS if self.layout == LINEAR else ():
             if int(getattr(self, name + "_scale").view(torch.int8).amin()) < 0:
                 raise ValueError(
                     f"Experts: a block scale of {name} is negative, wanted scales with their sign "
                     "bit 0"
                 )
 
-    def _check_tiles(self) -> None:
+    def _check_tiles(self, layout: str) -> None:
+        high, wide = _TILES[layout]
         for name in _PROJECTIONS:
             rows, columns = self.quantized_weight(name).shape[1:]
-            if not fragments.fits(rows, columns):
+            if rows % high or columns % wide:
                 raise ValueError(
                     f"Experts: a matrix of {name} is {rows} x {columns}, wanted multiples of "
-                    f"{fragments.ROWS} x {fragments.COLUMNS} for layout {FRAGMENTS!r}"
+                    f"{high} x {wide} for layout {layout!r}"
                 )
 
     def _check_whole(self) -> None:
@@ -371,12 +421,18 @@ class DeepseekV4Experts(FixedDtypeModule):
                     self.layout = _HALF
                     target.copy_(source)
 
-    def _finish(self, layout: str, scale_dtype: torch.dtype) -> None:
+    def _finish(self, layout: str) -> None:
         """Say what the bytes are now."""
         for name in _PROJECTIONS:
-            scales = getattr(self, name + "_scale").detach().view(scale_dtype)
+            dtype = torch.uint8 if layout == FRAGMENTS else torch.float8_e4m3fn
+            scales = getattr(self, name + "_scale").detach().view(dtype)
+            scales = scales.view(self._scales_shape(name, layout))
             setattr(self, name + "_scale", frozen(scales))
         self.layout = layout
+
+    def _scales_shape(self, name: str, layout: str) -> tuple[int, ...]:
+        experts, rows, half = getattr(self, name).shape
+        return (experts, rows * half // 8) if layout == SWIZZLED else (experts, rows, half // 8)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -384,6 +440,7 @@ class DeepseekV4Experts(FixedDtypeModule):
             return
         for name in _PROJECTIONS:
             codes, scales = (torch.empty_like(getattr(self, name + s)) for s in ("", "_scale"))
+            scales = scales.view(torch.uint8).view(self._scales_shape(name, LINEAR))
             for expert in range(self.num_local_experts):
                 one = self._linear(name, expert)
                 codes[expert], scales[expert] = one.codes, _bytes(one.scales)
@@ -430,15 +487,18 @@ class DeepseekV4Experts(FixedDtypeModule):
         for name in _PROJECTIONS:
             self._declare(name, chosen, scale_dtype, input_scale, device)
 
-    def declare_packed(self) -> None:
+    def declare_packed(self, layout: str = FRAGMENTS) -> None:
         """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
+
+        Args:
+            layout: As of ``pack``.
 
         Raises:
             ValueError: if a matrix is not a whole number of tiles.
         """
         self.to_format(NVFP4)
-        self._check_tiles()
-        self._finish(FRAGMENTS, torch.uint8)
+        self._check_tiles(layout)
+        self._finish(layout)
         rows = (self.num_local_experts, 2 * self.intermediate_dim)
         self.gate_up_row_scale = torch.empty(rows, device=self.gate_up_proj.device)
 
