@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _support, dispatch, fragments
+from dsv4 import _support, dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
-from dsv4.cute._architectures import ARCHITECTURES
-from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
+from dsv4.cute import gemm_nvfp4, grouped_nvfp4
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.ops.quantize import bfloat16_operand
+from dsv4.ops.quantize import bfloat16_operand, block_values
 
 DECODE = (1, 16, 64)
 PREFILL = 2048
@@ -80,8 +81,8 @@ def compile_steps(
 ) -> Steps:
     """Compile what decode steps and one of prefill launch, and what packing does.
 
-    Of a bfloat16 model whose weights are NVFP4, packed where they can be. Not to be called while
-    another thread runs operators.
+    Of a bfloat16 model whose weights are NVFP4, packed for the GPU where they can be. Not to be
+    called while another thread runs operators.
 
     Args:
         config: The model's.
@@ -89,7 +90,7 @@ def compile_steps(
         max_tokens: Most tokens of a step.
         on_kernel: Called after each kernel.
     """
-    model = packed_model(of_each_kind(config))
+    model = packed_model(of_each_kind(config), layout_for(config.activation, arch))
     found = Steps()
     with _compiling_for(arch, found, on_kernel) as names, torch.inference_mode():
         _pack(found, names)
@@ -101,6 +102,11 @@ def compile_steps(
     return found
 
 
+def layout_for(activation: str, arch: str) -> str:
+    """The layout that kernels for these activations want on a GPU."""
+    return SWIZZLED if arch != HOPPER and activation == NVFP4.name else FRAGMENTS
+
+
 def of_each_kind(config: ModelConfig) -> ModelConfig:
     """The same with one layer of each kind."""
     kinds = dict.fromkeys(zip(config.layer_types, config.mlp_layer_types, strict=True))
@@ -108,31 +114,35 @@ def of_each_kind(config: ModelConfig) -> ModelConfig:
     return config.replace(num_hidden_layers=len(kinds), layer_types=types, mlp_layer_types=routers)
 
 
-def packed_model(config: ModelConfig) -> DeepseekV4ForCausalLM:
+def packed_model(config: ModelConfig, layout: str = FRAGMENTS) -> DeepseekV4ForCausalLM:
     """A bfloat16 model on the meta device as ``pack_`` leaves one in NVFP4."""
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
         for module in model.modules():
-            if isinstance(module, Linear):
-                _declare_packed(module)
-            elif isinstance(module, DeepseekV4Experts):
-                _declare_experts(module)
+            if isinstance(module, Linear | DeepseekV4Experts):
+                wanted = layout if module.activation == NVFP4.name else FRAGMENTS
+                if isinstance(module, Linear):
+                    _declare_packed(module, wanted)
+                else:
+                    _declare_experts(module, wanted)
         join_packed_(model)
     return model
 
 
-def _declare_packed(layer: Linear) -> None:
+def _declare_packed(layer: Linear, layout: str) -> None:
     rows, columns = layer.out_features, layer.in_features
-    if not fragments.fits(rows // layer.groups, columns):
-        layer.to_format(NVFP4)
-        return
     codes, scales = (torch.empty((rows, columns // n), dtype=torch.uint8) for n in (2, 16))
-    layer.set_weight(QuantizedTensor(codes, scales, torch.empty(1), NVFP4, FRAGMENTS))
-
-
-def _declare_experts(layer: DeepseekV4Experts) -> None:
+    if layout == SWIZZLED:
+        scales = torch.empty(swizzled_size(rows, columns // 16), dtype=torch.float8_e4m3fn)
     try:
-        layer.declare_packed()
+        layer.set_weight(QuantizedTensor(codes, scales, torch.empty(1), NVFP4, layout))
+    except ValueError:  # no whole number of tiles: pack_ leaves it
+        layer.to_format(NVFP4)
+
+
+def _declare_experts(layer: DeepseekV4Experts, layout: str) -> None:
+    try:
+        layer.declare_packed(layout)
     except ValueError:  # no whole number of tiles: pack_ leaves them
         layer.to_format(NVFP4)
 
@@ -203,18 +213,34 @@ class _Recorder(TorchDispatchMode):
         ran.objections = {**objections, **ran.objections}
         self.names.clear()
         with self:
-            if row.name == "cute":
+            if row.name in ("cute", "tcgen05"):
                 names = [argument.name for argument in func._schema.arguments]
-                if dict(zip(names, args, strict=True)).get("activation") == NVFP4.name:
-                    self._quantise(args[0])
+                self._before_product(row, dict(zip(names, args, strict=True)))
             elif row.name != "reference":
                 dispatch.first(op, rest)
         ran.kernels.update(self.names)
 
-    def _quantise(self, x: torch.Tensor) -> None:
-        """As products do: with a scale per row, and with a calibrated one."""
-        for scale in (None, torch.empty(1, device=x.device)):
-            bfloat16_operand(x, scale)
+    def _before_product(self, row: dispatch.Implementation, given: dict[str, Any]) -> None:
+        """What products do to their input: quantise it, with a scale per row and a calibrated one.
+
+        Hopper's expand it again, and what comes quantised.
+        """
+        x, scales = given.get("x"), given.get("x_scales")
+        if x is None:
+            return
+        if scales is not None and row.name == "cute":
+            block_values(x, scales, torch.bfloat16)
+        if given.get("activation") != NVFP4.name:
+            return
+        experts = 1 if "offsets" not in given else given["offsets"].shape[0] - 1
+        for scale in (None, torch.empty(experts, device=x.device)):
+            if row.name == "cute":
+                each = scale if scale is None else scale[:1]
+                bfloat16_operand(x, each)
+            elif "offsets" in given:
+                grouped_nvfp4.quantized((x, None, None, scale), given["offsets"])
+            else:
+                gemm_nvfp4.quantized(x, scale)
 
 
 def _described(arg: Any) -> Any:

@@ -16,14 +16,14 @@ from torch import nn
 from dsv4 import _steps, fragments
 from dsv4._support import LEAST_TILES
 from dsv4.config import ModelConfig
-from dsv4.cute import _images
+from dsv4.cute import _images, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE, tiles
 from dsv4.cute.sm90.grouped_plan import Experts
-from dsv4.formats import NVFP4
+from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.integrations._swap import OutputHead
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.attention import DeepseekV4Attention
@@ -100,6 +100,7 @@ class Product:
         activation: ``"bf16"`` or ``"nvfp4"``.
         out_dtype: Of the result.
         swiglu: Whether the result is the SwiGLU of gate and up rows in turn.
+        layout: Of the weight.
     """
 
     rows: int
@@ -108,9 +109,21 @@ class Product:
     activation: str
     out_dtype: torch.dtype
     swiglu: bool = False
+    layout: str = FRAGMENTS
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens."""
+        if self.layout == SWIZZLED:
+            if arch == HOPPER or self.activation != "nvfp4":
+                return []
+            return gemm_nvfp4.plans(
+                self.rows,
+                self.columns,
+                self.groups,
+                self.out_dtype,
+                max_tokens,
+                swiglu=self.swiglu,
+            )
         return cute_gemm.plans(
             self.rows,
             self.columns,
@@ -130,13 +143,19 @@ class GroupedProduct:
     Attributes:
         experts: Sizes and kind.
         top_k: Rows of each token.
+        layout: Of the weights.
     """
 
     experts: Experts
     top_k: int
+    layout: str = FRAGMENTS
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens, whatever their experts."""
+        if self.layout == SWIZZLED:
+            if arch == HOPPER or not self.experts.row_scaled:
+                return []
+            return list(grouped_nvfp4.plans(self.experts, max_tokens * self.top_k))
         return cute_grouped.plans(self.experts, max_tokens * self.top_k, arch)
 
 
@@ -177,8 +196,10 @@ def warmup(
 
     Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
     bfloat16; of a configuration, every linear layer and all routed experts that can be packed, as
-    if all were NVFP4 in a bfloat16 model. Attention counts on Hopper if its cache holds FP8 entries
-    by default, as DeepSeek's numerics want, of 512 dims with 64 rotated.
+    if all were NVFP4 in a bfloat16 model. What is not packed yet counts as packed for the GPU: with
+    swizzled scales for Blackwell where activations are quantised, else in fragments. Attention
+    counts on Hopper if its cache holds FP8 entries by default, as DeepSeek's numerics want, of 512
+    dims with 64 rotated.
 
     Args:
         model: A module, a ``ModelConfig`` or transformers' configuration.
@@ -203,7 +224,7 @@ def warmup(
         raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)
-    plans = [] if chosen is None else kernel_plans(every_call(model), max_tokens, chosen)
+    plans = [] if chosen is None else kernel_plans(every_call(model, chosen), max_tokens, chosen)
     compiled = 0
     with _progress(len(plans), progress) as advance:
         for plan in plans:
@@ -244,26 +265,35 @@ def kernel_plans(
     return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens, arch)))
 
 
-def every_call(model: Any) -> list[Product | GroupedProduct | Attention]:
+def every_call(model: Any, arch: str = HOPPER) -> list[Product | GroupedProduct | Attention]:
     """Products of linear layers and of routed experts, and attention."""
-    return [*products(model), *grouped_products(model), *attentions(model)]
+    return [*products(model, arch), *grouped_products(model, arch), *attentions(model)]
 
 
-def products(model: Any) -> list[Product]:
+def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
+    """The layout of a packed layer; of another one that which it would be packed to."""
+    if layer.layout != LINEAR:
+        return layer.layout
+    return _steps.layout_for(layer.activation, arch)
+
+
+def products(model: Any, arch: str = HOPPER) -> list[Product]:
     """The products of packed weights, each shape once; see ``warmup`` for which layers count."""
     if isinstance(model, nn.Module):
-        return [] if _not_bfloat16(model) else _products(model, lambda layer: layer.format == NVFP4)
-    return _products(_empty(model), lambda layer: True)
+        if _not_bfloat16(model):
+            return []
+        return _products(model, arch, lambda layer: layer.format == NVFP4)
+    return _products(_empty(model), arch, lambda layer: True)
 
 
-def grouped_products(model: Any) -> list[GroupedProduct]:
+def grouped_products(model: Any, arch: str = HOPPER) -> list[GroupedProduct]:
     """The same of packed routed experts."""
     if isinstance(model, nn.Module):
         layers = [] if _not_bfloat16(model) else _experts_of(model)
         layers = [layer for layer in layers if layer.format == NVFP4]
     else:
         layers = _experts_of(_empty(model))
-    return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer)))
+    return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer, arch)))
 
 
 def attentions(model: Any) -> list[Attention]:
@@ -296,14 +326,14 @@ def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
     return [module for module in model.modules() if isinstance(module, DeepseekV4Experts)]
 
 
-def _of_experts(layer: DeepseekV4Experts) -> list[GroupedProduct]:
+def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedProduct]:
     """Of gate and up, and of down; none if the layer cannot be packed.
 
     Quantised results of the first are the second's rows where their scales are known; whether they
     will be is not known of a layer without a format yet.
     """
-    inner, hidden = layer.intermediate_dim, layer.hidden_dim
-    if not (fragments.fits(2 * inner, hidden) and fragments.fits(hidden, inner)):
+    inner, hidden, layout = layer.intermediate_dim, layer.hidden_dim, layout_of(layer, arch)
+    if not (packs(2 * inner, hidden, layout) and packs(hidden, inner, layout)):
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
     known = quantises and layer.down_proj_input_scale is not None
@@ -312,10 +342,10 @@ def _of_experts(layer: DeepseekV4Experts) -> list[GroupedProduct]:
     found = [first._replace(quantized_out=known), second]
     if quantises and layer.format is None:
         found.append(first._replace(quantized_out=True))
-    return [GroupedProduct(experts, layer.num_experts_per_tok) for experts in found]
+    return [GroupedProduct(experts, layer.num_experts_per_tok, layout) for experts in found]
 
 
-def _products(model: nn.Module, nvfp4: Callable[[Linear], bool]) -> list[Product]:
+def _products(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[Product]:
     modules = list(model.modules())
     linear = {
         m: torch.float32 if isinstance(m, OutputHead) else torch.bfloat16
@@ -332,23 +362,33 @@ def _products(model: nn.Module, nvfp4: Callable[[Linear], bool]) -> list[Product
                 layers = [getattr(parent, name) for name in names]
                 if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
                     in_turn = how == "joined_in_turn"
-                    found += _product(layers, linear.pop(layers[0]), swiglu=in_turn)
+                    found += _product(layers, linear.pop(layers[0]), arch, swiglu=in_turn)
                     for layer in layers[1:]:
                         del linear[layer]
     for layer, dtype in linear.items():
-        found += _product([layer], dtype)
+        found += _product([layer], dtype, arch)
     return list(dict.fromkeys(found))
 
 
 def _product(
-    layers: Sequence[Linear], out_dtype: torch.dtype, *, swiglu: bool = False
+    layers: Sequence[Linear], out_dtype: torch.dtype, arch: str, *, swiglu: bool = False
 ) -> list[Product]:
     """One, or none if a layer cannot be packed."""
     first, rows = layers[0], [layer.out_features for layer in layers]
-    if not all(fragments.fits(n // first.groups, first.in_features) for n in rows):
+    layout = layout_of(first, arch)
+    if layout == SWIZZLED and not swiglu and any(n % 128 for n in rows[:-1]):
+        return []  # their matrices would share blocks of scales; put together they are linear
+    if not all(packs(n // first.groups, first.in_features, layout, first.groups) for n in rows):
         return []
     shape = (sum(rows), first.in_features, first.groups)
-    return [Product(*shape, first.activation, out_dtype, swiglu)]
+    return [Product(*shape, first.activation, out_dtype, swiglu, layout)]
+
+
+def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:
+    """Whether there are kernels for a matrix of ``groups`` times so many rows in a layout."""
+    if layout == SWIZZLED:
+        return rows % (128 if groups > 1 else 16) == columns % 32 == 0
+    return fragments.fits(rows, columns)
 
 
 def _float32_results(module: nn.Module) -> list[nn.Module]:

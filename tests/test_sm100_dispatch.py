@@ -218,11 +218,11 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
     seen = []
 
     def quantized(*what):
-        seen.append(gemm_nvfp4_quantized(*what))
+        seen.append(quantize_x(*what))
         return seen[-1]
 
-    gemm_nvfp4_quantized = gemm_nvfp4._quantized
-    monkeypatch.setattr(gemm_nvfp4, "_quantized", quantized)
+    quantize_x = gemm_nvfp4.quantized
+    monkeypatch.setattr(gemm_nvfp4, "quantized", quantized)
     scale = torch.tensor([1.0, 2.0])
     out = gemm_nvfp4.gemm(
         x, weight.codes, weight.scales, scale, (144, 256), "nvfp4", SWIZZLED, "nvfp4",
@@ -266,13 +266,13 @@ def test_no_tokens_is_no_launch(driver):
 def test_groups_are_quantised_apart():
     """Each group's scales begin at a multiple of 128 rows; global scales are of every token."""
     x = torch.randn(5, 3, 64)
-    codes, scales, total = gemm_nvfp4._quantized(x, None)
+    codes, scales, total = gemm_nvfp4.quantized(x, None)
     for group in range(3):
         one = quantize(x[:, group], NVFP4, scaling="token", layout=SWIZZLED)
         assert torch.equal(codes[group], one.codes)
         assert torch.equal(scales[group].view(torch.uint8), one.scales.view(torch.uint8))
         assert torch.equal(total[group], one.global_scale)
-    _, _, total = gemm_nvfp4._quantized(x, torch.tensor([0.25]))
+    _, _, total = gemm_nvfp4.quantized(x, torch.tensor([0.25]))
     assert total.reshape(-1)[0] == 0.25
 
 
@@ -283,9 +283,9 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     weight = quantize(torch.randn(experts, rows, columns), scaling="weight", layout=SWIZZLED)
     x, offsets = torch.randn(tokens, columns).bfloat16(), torch.tensor([0, 3, 3, 90, 90, 290]).int()
     scale, of_rows, seen = torch.ones(experts, 2), torch.linspace(0.1, 1, experts), []
-    quantized = grouped_nvfp4._quantized
+    quantized = grouped_nvfp4.quantized
     monkeypatch.setattr(
-        grouped_nvfp4, "_quantized", lambda *what: seen.append(quantized(*what)) or seen[-1]
+        grouped_nvfp4, "quantized", lambda *what: seen.append(quantized(*what)) or seen[-1]
     )
     q = quantize(x, scaling="token")
     of_x = (None, q.scales, q.global_scale) if given_codes else (of_rows, None, None)

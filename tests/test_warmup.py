@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dsv4
-from dsv4 import _warmup, layers
+from dsv4 import _steps, _warmup, layers
 from dsv4._warmup import (
     Attention,
     GroupedProduct,
@@ -28,6 +28,9 @@ from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._driver import Image
 from dsv4.cute.sm90.grouped_plan import Experts
+from dsv4.cute.sm100 import grouped_plan
+from dsv4.cute.sm100 import plans as blackwell
+from dsv4.formats import FRAGMENTS, SWIZZLED
 from dsv4.integrations._swap import OutputHead
 from dsv4.testing.models import random_model
 
@@ -66,7 +69,7 @@ def compiled(monkeypatch):
     return made
 
 
-def launched(model, monkeypatch):
+def launched(model, monkeypatch, packed=FRAGMENTS):
     """The products with packed weights of one run of everything the model can do."""
     found = []
 
@@ -76,9 +79,9 @@ def launched(model, monkeypatch):
 
         def record(x, codes, scales, scale, segments, format, layout, activation, *rest):
             groups, out_dtype = (1 if swiglu else rest[1]), rest[2]
-            if layout == "fragments_16x64":
+            if layout == packed:
                 shape = (codes.shape[0], codes.shape[1] * 2, groups)
-                found.append(Product(*shape, activation, out_dtype, swiglu))
+                found.append(Product(*shape, activation, out_dtype, swiglu, layout))
             return run(x, codes, scales, scale, segments, format, layout, activation, *rest)
 
         monkeypatch.setattr(module, f"_{name}", record)
@@ -106,7 +109,6 @@ def launched_of_experts(model, top_k, monkeypatch):
         run = getattr(module, name)
 
         def record(x, codes, scales, scale, segments, offsets, format, layout, activation, *rest):
-            assert layout == "fragments_16x64"
             _, *given, last, _ = rest
             swiglu, quantized = "swiglu" in name, "quantize" in name
             experts, rows, half = codes.shape
@@ -114,7 +116,7 @@ def launched_of_experts(model, top_k, monkeypatch):
             weighed = swiglu and given[3] is not None
             float32 = not quantized and last == torch.float32
             kind = (float32, scaled, swiglu, weighed, quantized)
-            found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k))
+            found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k, layout))
             return run(
                 x, codes, scales, scale, segments, offsets, format, layout, activation, *rest
             )
@@ -164,6 +166,43 @@ def test_so_are_those_of_experts(numerics, activation, calibrated, monkeypatch):
     of_config = grouped_products(config)
     assert set(found) <= set(of_config)
     assert len(of_config) == (3 if activation == "nvfp4" else 2), "scales may come or not"
+
+
+def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
+    """Before packing and after, and what is launched; of the others nothing is compiled there."""
+    config = dsv4.ModelConfig.tiny(activation="nvfp4", **{**WHOLE, "q_lora_rank": 128})
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    layers.quantize_(model, names=[*_plain_names(model), "*.experts"])
+    with layers.calibrate(model):
+        run_everything(model)
+    found, experts = products(model, "sm_100a"), grouped_products(model, "sm_100a")
+    assert {p.layout for p in (*found, *experts)} == {FRAGMENTS, SWIZZLED}
+    assert any(p.swiglu for p in found)
+    layers.pack_(model, SWIZZLED)
+    assert set(found) == set(products(model, "sm_100a"))
+    assert experts == grouped_products(model, "sm_100a")
+    with monkeypatch.context() as patch:
+        ran = launched(model, patch, SWIZZLED)
+    assert {p for p in found if p.layout == SWIZZLED} == set(ran)
+    assert set(experts) == set(launched_of_experts(model, config.num_experts_per_tok, monkeypatch))
+    assert all(p.layout == SWIZZLED for p in experts)
+    assert kernel_plans(experts, 64, "sm_90a") == []
+    assert all(plan.quantized_out for plan in experts[0].plans(64, "sm_100a"))
+
+
+def test_of_blackwells_products_every_configuration_is_compiled():
+    config = _steps.of_each_kind(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
+    dense = [p for p in products(config, "sm_103a") if p.layout == SWIZZLED]
+    assert {p.groups for p in dense} == {1, config.o_groups}
+    for p in dense:
+        wanted = blackwell.Product(p.rows, p.columns, p.groups, False, p.swiglu)
+        wanted = wanted._replace(float32_out=p.out_dtype == torch.float32)
+        assert p.plans(300, "sm_103a") == blackwell.plans(wanted, 300)
+    experts = grouped_products(config, "sm_103a")
+    kinds = [(p.experts.swiglu, p.experts.quantized_out) for p in experts]
+    assert kinds == [(True, False), (False, False), (True, True)], "scales may come or not"
+    for p in experts:
+        assert p.plans(300, "sm_103a") == grouped_plan.plans(p.experts, 300 * 6)
 
 
 def test_experts_that_cannot_be_packed_need_no_kernel():

@@ -99,7 +99,7 @@ def _product(
     if x.shape[0] == 0:
         return out
     with torch.cuda.device(x.device):
-        x_codes, x_scales, token_scale = _quantized(x, input_scale)
+        x_codes, x_scales, token_scale = quantized(x, input_scale)
         codes, scales, global_scale, segments = weight
         launch = _prepared(
             product,
@@ -118,7 +118,7 @@ def _product(
     return out
 
 
-def _quantized(
+def quantized(
     x: torch.Tensor, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes and swizzled scales, each group's tokens together, and global scales of the tokens."""

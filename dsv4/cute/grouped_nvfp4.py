@@ -150,7 +150,7 @@ def _product(
         return
     with torch.cuda.device(x.device):
         codes, scales, global_scale, offsets = parts
-        x_codes, x_scales, token_scale = _quantized(of_x, offsets)
+        x_codes, x_scales, token_scale = quantized(of_x, offsets)
         if row_weight is not None:
             row_weight = row_weight.float().contiguous()
         launch = _prepared(
@@ -175,9 +175,7 @@ def _product(
         launch.kernel.launch(launch.blocks, stream_of(x.device.index), PARAMETERS, b"".join(packed))
 
 
-def _quantized(
-    of_x: _OfX, offsets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantized(of_x: _OfX, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, linear scales and global scales of the rows, at multiples of 16 bytes."""
     x, scales, total, input_scale = of_x
     if scales is None:

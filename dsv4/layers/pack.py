@@ -39,8 +39,8 @@ def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
 
     Args:
         model: Any module; changed in place.
-        layout: See ``Linear.pack``. Routed experts that leave their inputs as they are have
-            fragments in any case: the kernels for those take no other.
+        layout: See ``Linear.pack``. Layers that leave their inputs as they are get fragments in any
+            case: the kernels for those take no other.
 
     Raises:
         ValueError: if the layout is none that ``Linear.pack`` knows.
@@ -51,8 +51,7 @@ def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
     for name, layer in model.named_modules():
         if isinstance(layer, _KINDS):
             try:
-                quantises = isinstance(layer, Linear) or layer.activation == "nvfp4"
-                layer.pack(layout if quantises else FRAGMENTS)
+                layer.pack(layout if layer.activation == "nvfp4" else FRAGMENTS)
                 report.packed.append(name)
             except ValueError as error:
                 report.kept[name] = str(error)
