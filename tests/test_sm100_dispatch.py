@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from dsv4 import _support, dispatch
+from dsv4.bench import moe_cases
+from dsv4.bench.problem import Draw
+from dsv4.config import ModelConfig
 from dsv4.cute import _driver, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute._driver import Image, Kernel
 from dsv4.cute.sm90.grouped_plan import Experts
@@ -341,3 +344,18 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     nothing = (given_[0][:0], *given_[1:])
     assert grouped_nvfp4.grouped_gemm(*nothing, torch.float32).shape == (0, rows)
     assert grouped_driver.launches == []
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm", "grouped_gemm_swiglu"])
+def test_the_bench_has_experts_as_the_gpu_wants_them(op, monkeypatch):
+    config = ModelConfig.tiny(hidden_size=256, moe_intermediate_size=256, n_routed_experts=4)
+    wanted = {"sm_90a": FRAGMENTS, "sm_100a": SWIZZLED}
+    for arch, layout in wanted.items():
+        monkeypatch.setattr(moe_cases, "_architecture", lambda device, arch=arch: arch)
+        for case in getattr(moe_cases, op)(config, 3):
+            problem = case.build(Draw(0, torch.device("cpu")))
+            quantises = problem.kwargs["activation"] == "nvfp4"
+            assert problem.args[1].layout == (layout if quantises else FRAGMENTS)
+            assert problem.judge(
+                problem, problem.run("reference"), problem.widened().run("reference")
+            ).match

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from dsv4 import fragments, ops
+from dsv4._steps import layout_for
 from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, QuantizedTensor
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.formats import SWIZZLED, QuantizedTensor
 
 
 def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -128,7 +130,7 @@ def _experts(
     def build(draw: Draw) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, columns)
-        weight = _packed(draw.quantized(experts, rows, columns, segments=segments))
+        weight = _packed(draw.quantized(experts, rows, columns, segments=segments), activation)
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm,
@@ -151,7 +153,7 @@ def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
     def build(draw: Draw, activation: str) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, hidden)
-        weight = _packed(draw.quantized(experts, 2 * inner, hidden))
+        weight = _packed(draw.quantized(experts, 2 * inner, hidden), activation)
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm_swiglu,
@@ -201,7 +203,17 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("grouped_gemm_swiglu_quantize", "gate_up", sizes, tokens, build)
 
 
-def _packed(weight: QuantizedTensor) -> QuantizedTensor:
-    """As layers pack it, where it is a whole number of tiles."""
-    fits = fragments.fits(weight.rows, weight.columns)
-    return weight.with_layout(FRAGMENTS) if fits else weight
+def _packed(weight: QuantizedTensor, activation: str = "bf16") -> QuantizedTensor:
+    """As layers pack it for the GPU that it is on, where it is a whole number of tiles."""
+    layout = layout_for(activation, _architecture(weight.device))
+    if layout == SWIZZLED:
+        fits = weight.rows % 128 == weight.columns % 256 == 0
+    else:
+        fits = fragments.fits(weight.rows, weight.columns)
+    return weight.with_layout(layout) if fits else weight
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type != "cuda":
+        return HOPPER
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(device), HOPPER)
