@@ -140,12 +140,16 @@ def run(code, outputs, inputs):
         outputs: ``np.float32`` for each result that is one, else what makes an integer.
         inputs: Integers, and float32 as such.
     """
-    machine = Machine([bits(x) if isinstance(x, np.float32) else int(x) for x in inputs])
+    floats = tuple(kind is np.float32 for kind in outputs)
+    words = tuple(bits(x) if isinstance(x, np.float32) else int(x) for x in inputs)
+    found = _ran(code, words, floats)
+    return found[0] if len(found) == 1 else found
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _ran(code, inputs, floats):
+    machine = Machine(inputs)
     for name, operands in _parsed(code):
         machine.run(name, *operands)
-    words = [machine.registers[f"$w{i}"] for i in range(len(outputs))]
-    found = [
-        number(word) if kind is np.float32 else word
-        for word, kind in zip(words, outputs, strict=True)
-    ]
-    return found[0] if len(found) == 1 else tuple(found)
+    words = [machine.registers[f"$w{i}"] for i in range(len(floats))]
+    return tuple(number(w) if is_float else w for w, is_float in zip(words, floats, strict=True))

@@ -276,13 +276,24 @@ def test_the_source_multiplies(how, monkeypatch):
     compare(monkeypatch, plan, ragged(plan), clusters=2)
 
 
+@settings(max_examples=60 if NIGHTLY else 4)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda counts: sum(counts) < 80),
+    st.integers(0, 3),
+    st.sampled_from(["one", "segments", "rows"]),
+    st.integers(1, 3),
+)
+@example([0, 70, 0], 1, "one", 2)
+def test_the_source_for_any_routing(counts, spare, scales, clusters):
+    if sum(counts) + spare:
+        with pytest.MonkeyPatch.context() as patch:
+            case = Case(counts, spare, 64, 256, scales)
+            compare(patch, plan_of((64, 1), float32_out=True), case, clusters)
+
+
 def test_the_source_of_whole_tiles_and_two_blocks(monkeypatch):
     """Of which every byte is counted; a ring that goes round."""
     compare(monkeypatch, plan_of((128, 2)), Case([2, 0, 40], 0, 256, 1024, "rows"))
-
-
-def test_the_source_of_segments(monkeypatch):
-    compare(monkeypatch, plan_of((64, 1)), Case([5, 70], 0, 128, 256, "segments"), clusters=3)
 
 
 def test_no_rows_for_any_expert(monkeypatch):
