@@ -346,7 +346,7 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     assert grouped_driver.launches == []
 
 
-@pytest.mark.parametrize("op", ["grouped_gemm", "grouped_gemm_swiglu"])
+@pytest.mark.parametrize("op", [op.__name__ for op in EXPERT_OPS])
 def test_the_bench_has_experts_as_the_gpu_wants_them(op, monkeypatch):
     config = ModelConfig.tiny(hidden_size=256, moe_intermediate_size=256, n_routed_experts=4)
     wanted = {"sm_90a": FRAGMENTS, "sm_100a": SWIZZLED}

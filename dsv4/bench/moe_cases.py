@@ -176,7 +176,8 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     inner, hidden = c.moe_intermediate_size, c.hidden_size
 
     def parts(problem: Problem) -> QuantizedTensor:
-        found = ops.grouped_gemm_swiglu(*problem.args)
+        activation = problem.kwargs["activation"]
+        found = ops.grouped_gemm_swiglu(*problem.args, activation=activation)
         of_rows = torch.ones(found.shape[0], device=found.device)
         for expert, (start, end) in enumerate(pairwise(problem.args[2].tolist())):
             of_rows[start:end] = problem.kwargs["result_scale"][expert]
@@ -184,23 +185,25 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
             found, "nvfp4", scaling="static", global_scale=of_rows, backend="reference"
         )
 
-    def build(draw: Draw) -> Problem:
+    def build(draw: Draw, activation: str) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, hidden)
-        weight = _packed(draw.quantized(experts, 2 * inner, hidden))
+        weight = _packed(draw.quantized(experts, 2 * inner, hidden), activation)
         scale = 0.001 * (1 + draw.normal(experts, dtype=torch.float32).abs())
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm_swiglu_quantize,
             (x, weight, offsets, c.swiglu_limit),
-            {"result_scale": scale},
+            {"result_scale": scale, "activation": activation},
             fused_judges.as_parts(parts, *fused_judges.QUANTIZED),
             nbytes(x, offsets, scale) + live * weight.nbytes // experts,
             4 * tokens * k * inner * hidden,
         )
 
-    sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
-    yield Case("grouped_gemm_swiglu_quantize", "gate_up", sizes, tokens, build)
+    for name, activation in (("gate_up", "bf16"), ("gate_up w4a4", "nvfp4")):
+        sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
+        made = functools.partial(build, activation=activation)
+        yield Case("grouped_gemm_swiglu_quantize", name, sizes, tokens, made)
 
 
 def _packed(weight: QuantizedTensor, activation: str = "bf16") -> QuantizedTensor:
