@@ -39,14 +39,14 @@ LIMITS = st.sampled_from([None, 0.5, 10.0])
 LOADS = [1, 2, 4, 8, 30, 70, 130, 260, 600]
 
 
-def weights_of(seed, experts, rows, columns, device, scales="one"):
+def weights_of(seed, experts, rows, columns, device, scales="one", layout=FRAGMENTS):
     """Packed experts, global scales of their own: one each, gate and up in segments, or per row."""
     weight = quantize(strategies.normal(seed, (experts, rows, columns)), scaling="weight")
     count = {"one": 1, "segments": 2, "rows": rows}[scales]
     drawn = torch.rand(experts, count, generator=strategies.generator(seed)) + 0.5
     segments = (rows // 2, rows - rows // 2) if scales == "segments" else ()
     weight = dataclasses.replace(weight, global_scale=drawn, segments=segments)
-    return weight.to(device).with_layout(FRAGMENTS)
+    return weight.to(device).with_layout(layout)
 
 
 def sorted_rows(seed, counts, spare, columns, device):
