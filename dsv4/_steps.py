@@ -218,6 +218,10 @@ class _Recorder(TorchDispatchMode):
                 self._before_product(row, dict(zip(names, args, strict=True)))
             elif row.name != "reference":
                 dispatch.first(op, rest)
+                if op == "moe_gather_quantize":  # and with the scales of calibrated experts
+                    x, rows, offsets, _, layout = rest
+                    scales = torch.empty(offsets.shape[0] - 1, device=offsets.device)
+                    dispatch.first(op, (x, rows, offsets, scales, layout))
         ran.kernels.update(self.names)
 
     def _before_product(self, row: dispatch.Implementation, given: dict[str, Any]) -> None:

@@ -109,6 +109,8 @@ def test_instructions_and_parameters(tmp_path):
     parts = text.split(fence)
     assert len(parts) == AHEAD + 1
     assert all(arrival in part for part in parts[1:]), "the first block is told afterwards"
+    stored = [part.count("st.shared.v4.u32") for part in parts]
+    assert stored == [4 * plan.scale_tiles] * AHEAD + [0], "what is told of was stored before"
     offsets, sizes, end = parameters_of(text)
     assert grouped_nvfp4.PARAMETERS.offsets == offsets
     assert [struct.calcsize(kind) for kind in grouped_nvfp4.PARAMETERS.kinds] == sizes

@@ -29,17 +29,20 @@ from dsv4.triton import _launch
 def asked(self, *args, grid, warmup, **kwargs):
     assert warmup and kwargs["launch_pdl" if "launch_pdl" in kwargs else "enable_fp_fusion"]
     constants = sorted((k, str(v)) for k, v in kwargs.items())
+    static.setdefault(self.__name__, set()).add(kwargs.get("STATIC"))
     return types.SimpleNamespace(hash=self.__name__ + str(constants))
 
 if not json.loads(sys.argv[1]):
     JITFunction.run = asked
-found = {}
+found, static = {}, {}
 for arch, preset, activation in json.loads(sys.argv[2]):
     config = getattr(ModelConfig, preset)().replace(activation=activation)
     before = JITFunction.run, _launch.options, _support._capability, dispatch._device
     steps = _steps.compile_steps(config, arch, 8192)
     assert before == (JITFunction.run, _launch.options, _support._capability, dispatch._device)
     ran = [[*key, sorted(ran.kernels), ran.objections] for key, ran in steps.ran.items()]
+    if (preset, activation) == ("flash", "nvfp4") and static:
+        assert static["_gather_quantize_kernel"] == {False, True}, "scales may come or not"
     found["-".join((arch, preset, activation))] = steps.compiled, ran
 print(json.dumps(found))
 """
