@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MAX_DYNAMIC_SHARED = 8
 _CLUSTER_DIMENSION = 4
@@ -65,36 +67,55 @@ class Parameters:
         return (ctypes.c_void_p * len(self.offsets))(*[start + o for o in self.offsets])
 
 
-_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+_WORDS, _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 2, 9, 3, 3
 _MAP_BYTES = 128
 
 
-@functools.lru_cache(maxsize=4096)
-def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> bytes:
-    """The description of a bfloat16 matrix by which tensor copies read it, a kernel's parameter.
+class Matrix(NamedTuple):
+    """What tensor copies read, but for its address.
 
-    Rows beyond the end are read as zeros. In shared memory, 16-byte pieces of 128-byte rows are
-    exchanged (``SWIZZLE_128B``). It holds numbers alone, so the same ones give the same bytes.
+    Attributes:
+        rows: Of the matrix. Those beyond are read as zeros.
+        columns: Of the matrix.
+        stride: Elements between rows, 16 bytes or a multiple.
+        box_rows: Rows of one copy.
+        box_columns: Its columns, at most 256.
+        words: Whether an element is a word of 32 bits, as it is in shared memory; else it is
+            bfloat16, and 16-byte pieces of 128-byte rows are exchanged there (``SWIZZLE_128B``).
+    """
+
+    rows: int
+    columns: int
+    stride: int
+    box_rows: int
+    box_columns: int = 64
+    words: bool = False
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(address: int, matrix: Matrix) -> bytes:
+    """The description by which tensor copies read a matrix, a kernel's parameter.
+
+    It holds numbers alone, so the same ones give the same bytes.
 
     Args:
         address: A multiple of 16.
-        rows: Of the matrix.
-        columns: Of the matrix.
-        stride: Elements between rows, a multiple of 8.
-        box_rows: Rows of one copy, which has 64 columns.
+        matrix: What lies there.
 
     Raises:
         RuntimeError: if the driver refuses.
     """
     room = (ctypes.c_uint8 * 192)()
     place = (ctypes.c_uint8 * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
-    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride)
-    box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    kind, width, swizzle = (_WORDS, 4, 0) if matrix.words else (_BFLOAT16, 2, _SWIZZLE_128)
+    sizes = (ctypes.c_uint64 * 2)(matrix.columns, matrix.rows)
+    strides = (ctypes.c_uint64 * 1)(width * matrix.stride)
+    box = (ctypes.c_uint32 * 2)(matrix.box_columns, matrix.box_rows)
     status = _driver().cuTensorMapEncodeTiled(
-        place, _BFLOAT16, 2, ctypes.c_void_p(address), sizes, strides, box, steps,
-        0, _SWIZZLE_128, _PROMOTE_256, 0,
+        place, kind, 2, ctypes.c_void_p(address), sizes, strides, box, (ctypes.c_uint32 * 2)(1, 1),
+        0, swizzle, _PROMOTE_256, 0,
     )  # fmt: skip
-    _check(status, f"describing {rows} x {columns} elements at {address:#x}")
+    _check(status, f"describing {matrix} at {address:#x}")
     return bytes(place)
 
 
@@ -208,7 +229,7 @@ class Launch:
         before: bytes,
         addresses: struct.Struct,
         after: bytes,
-        matrix: tuple[int, ...] = (),
+        matrices: Sequence[Matrix] = (),
     ) -> None:
         """Prepare it.
 
@@ -219,12 +240,13 @@ class Launch:
             before: Parameters before the addresses, as ``struct`` packs them.
             addresses: Of the kernel's operands.
             after: Parameters after the addresses.
-            matrix: Rows, columns, stride and box of X, where tensor copies read it: then the first
-                parameter is its description. Else nothing.
+            matrices: What tensor copies read, X and the operands that follow it: their
+                descriptions are the first parameters.
         """
-        described = bytes(_MAP_BYTES if matrix else 0)
+        described = bytes(_MAP_BYTES * len(matrices))
         packed = described + before + bytes(addresses.size) + after
-        self._name, self._matrix, self._described = kernel.image.name, matrix, 0
+        self._name, self._matrices = kernel.image.name, tuple(matrices)
+        self._described: tuple[int, ...] = ()
         self._buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
         self._first, self._write = len(described) + len(before), addresses.pack_into
         self._config, pointers = kernel.config(blocks), kinds.pointers(self._buffer)
@@ -237,11 +259,16 @@ class Launch:
         Args:
             stream: The driver's handle.
             x: Where X begins.
-            *addresses: Of all operands, X included, in the kernel's order.
+            *addresses: Of what else tensor copies read, and then of all operands that the kernel
+                is given the address of, in its order.
         """
-        if self._matrix and self._described != x:
-            ctypes.memmove(self._buffer, tensor_map(x, *self._matrix), _MAP_BYTES)
-            self._described = x
+        if self._matrices:
+            others = len(self._matrices) - 1
+            described, addresses = (x, *addresses[:others]), addresses[others:]
+            if self._described != described:
+                maps = b"".join(map(tensor_map, described, self._matrices))
+                ctypes.memmove(self._buffer, maps, len(maps))
+                self._described = described
         self._write(self._buffer, self._first, *addresses)
         self._config.stream = stream
         status = self._start(*self._arguments)

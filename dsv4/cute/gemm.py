@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Kernel, Launch, Parameters
+from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
 from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
@@ -187,8 +187,8 @@ def _many(
     tiles = token_tiles * row_blocks
     blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
     before = _MANY_BEFORE.pack(tokens, columns, b"")
-    matrix = (tokens, columns, rest[0], plan.token_block)
-    return Launch(kernel, blocks, MANY_PARAMETERS, before, _ADDRESSES, after, matrix)
+    matrices = (Matrix(tokens, columns, rest[0], plan.token_block),)
+    return Launch(kernel, blocks, MANY_PARAMETERS, before, _ADDRESSES, after, matrices)
 
 
 def warmup(plans: Sequence[Plan], device: torch.device) -> None:

@@ -11,7 +11,7 @@ from threading import get_ident
 import torch
 
 from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Launch, Parameters
+from dsv4.cute._driver import Launch, Matrix, Parameters
 from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
@@ -26,8 +26,9 @@ from dsv4.ops.quantize import bfloat16_operand, block_values
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
 # layout without any content.
 FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"iiiiii", "f")
-PARAMETERS = Parameters("128s", "2i", "s", *"q" * 11, *"iiiii", "q", *"iiiiii", "f")
-_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@11q")
+PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 9, *"iiiii", "q", *"iiiiii", "f")
+_BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@9q")
+_FEW_ADDRESSES = struct.Struct("@11q")
 _FEW_AFTER, _AFTER = struct.Struct("@3iq6if"), struct.Struct("@5iq6if")
 
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool]  # their fields, without the name
@@ -180,6 +181,7 @@ def _product(
     fixed = (segments, global_scale.shape[-1], limit, device, get_ident())
     out, *of_codes = [result.data_ptr() for result in results]
     block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
+    # The weights' addresses are for tensor copies, or for the kernel itself: that for few rows.
     _prepared(wanted, tokens, token_stride, *fixed)(
         stream_of(device),
         start,
@@ -229,12 +231,21 @@ def _prepared(
     sizes = (tokens, experts.experts)
     if isinstance(plan, GroupedFewPlan):
         after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
-        return Launch(kernel, resident, FEW_PARAMETERS, b"", _ADDRESSES, after)
+        return Launch(kernel, resident, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
+    tiles, k_blocks = experts.rows // 16, experts.columns // 64
     row_blocks = -(-experts.rows // plan.rows)
-    after = _AFTER.pack(*sizes, experts.columns // 64, experts.rows // 16, row_blocks, *rest)
-    before = _BEFORE.pack(tokens, experts.columns, b"")
-    matrix = (tokens, experts.columns, token_stride, plan.token_block)
-    return Launch(kernel, resident, PARAMETERS, before, _ADDRESSES, after, matrix)
+    after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest)
+    codes, scales = (
+        (experts.experts * tiles, k_blocks * 128),
+        (experts.experts * tiles, k_blocks * 16),
+    )
+    before = _BEFORE.pack(tokens, experts.columns, *codes, *scales, b"")
+    matrices = (
+        Matrix(tokens, experts.columns, token_stride, plan.box, 64),
+        Matrix(*codes, codes[1], plan.row_tiles, plan.code_bytes // 4, True),
+        Matrix(*scales, scales[1], plan.row_tiles, plan.scale_bytes // 4, True),
+    )
+    return Launch(kernel, resident, PARAMETERS, before, _ADDRESSES, after, matrices)
 
 
 def plans(

@@ -11,21 +11,42 @@ from typing import NamedTuple
 
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute.sm90.few_plan import FewPlan
-from dsv4.cute.sm90.many_plan import ManyPlan, candidates, depth_of, step_cycles
+from dsv4.cute.sm90.many_plan import ManyPlan
 
 MOST_EXPERTS = 512
 PLACES = 8  # of sums of row tiles, in its shared memory
 STATE_BYTES = 48 + 4 * 16
 # Rows of X up to which K is cut into parts, because there are few row tiles for all warps.
 _CUT_ROWS = 64
-# Rows an expert, on average, up to which a segment has 8 rows, and the kernel for few is taken.
-_ONE_TILE, _FEW_ROWS = 4, 12
+# Rows an expert, on average, up to which a segment has 8 rows, and the kernel for few is taken; and
+# fewest rows of a larger segment.
+_ONE_TILE, _FEW_ROWS, _LEAST = 4, 6, 12
 _WARPS = 16
 _SHARED_ROOM = 227 * 1024
 _PROCESSORS = 132  # of an H200
-# More than a dense product has: an expert's tokens should fit one tile, whatever their number.
-_TOKEN_BLOCKS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
-_TABLE_BYTES = 8 * (MOST_EXPERTS + 2)
+# Tokens of a tile and of narrower products, warpgroups, tiles of 16 rows of a warp, and blocks of
+# 64 columns of a stage: what registers and shared memory hold.
+_SHAPES = (
+    (16, (8,), 4, 2, 2),
+    (24, (16,), 4, 2, 2),
+    (32, (16, 24), 4, 2, 2),
+    (32, (16,), 4, 1, 2),
+    (48, (32, 40), 3, 2, 2),
+    (48, (32, 40), 4, 1, 2),
+    (64, (48,), 3, 2, 2),
+    (64, (48,), 4, 1, 2),
+    (80, (64,), 3, 2, 2),
+    (80, (64,), 4, 1, 2),
+    (128, (64, 96), 2, 2, 2),
+    (128, (64, 96), 3, 1, 1),
+    (160, (128, 144), 2, 1, 1),
+    (192, (), 2, 1, 1),
+)
+# Cycles of 64 rows and columns, by tiles of a warp: of the instructions; of a token beside them;
+# and of a token where the tensor cores bound. Cycles of a byte of weights from memory.
+_ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 99.0}, 1.56, {1: 2.39, 2: 2.6}, 0.0414
+SLOTS = 14  # of what tiles are, more than there are stages
+_TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 16 * SLOTS
 
 
 class Experts(NamedTuple):
@@ -54,15 +75,22 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedPlan(ManyPlan):
-    """One configuration of the kernel; ``blocks`` is 1.
+    """One configuration of the kernel.
+
+    ``blocks`` is 1. A stage has ``depth`` blocks of 64 columns, 1 or 2, of X and of the weights.
 
     Attributes:
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
         quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
+        narrow: Tokens of narrower products, ascending, multiples of 8 below ``token_block``. A tile
+            takes the first that has as many as its expert's rows.
+        tiles: Tiles of 16 rows of a warp, 1 or 2.
     """
 
     row_weighted: bool = False
     quantized_out: bool = False
+    narrow: tuple[int, ...] = ()
+    tiles: int = 1
 
     @property
     def kernel(self) -> str:
@@ -70,9 +98,66 @@ class GroupedPlan(ManyPlan):
         return "dsv4.cute.sm90.grouped:GroupedKernel"
 
     @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return 64 * self.warpgroups * self.tiles
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows of a block."""
+        return self.mma_warps * self.tiles
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens that a product can have, ascending."""
+        return (*self.narrow, self.token_block)
+
+    @property
+    def box(self) -> int:
+        """Tokens that are copied at a time: every size is some of them."""
+        return math.gcd(*self.sizes)
+
+    @property
+    def ahead(self) -> int:
+        """Blocks of 64 columns whose weights registers hold ahead."""
+        return self.depth if self.tiles == 1 else 1
+
+    @property
+    def code_bytes(self) -> int:
+        """Codes of 16 rows in a stage."""
+        return 512 * self.depth
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of 16 rows in a stage."""
+        return 64 * self.depth
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes and scales of a stage."""
+        return self.row_tiles * (self.code_bytes + self.scale_bytes)
+
+    @property
+    def stages(self) -> int:
+        """Stages of X and the weights."""
+        room = _SHARED_ROOM - 1024 - self.turned_bytes - _TABLE_BYTES
+        return min(SLOTS - 2, room // (self.depth * self.x_bytes + self.weight_bytes + 16))
+
+    @property
+    def sets(self) -> int:
+        """Sets of left operands in registers, of 32 columns."""
+        return 2
+
+    @property
+    def turned_tiles(self) -> int:
+        """As there; fewer, so that there is room for stages."""
+        return 4
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; with tables of the experts' tiles and first rows."""
-        return super().shared_bytes + _TABLE_BYTES
+        each = self.depth * self.x_bytes + self.weight_bytes + 16
+        return 1024 + self.stages * each + self.turned_bytes + _TABLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -155,24 +240,7 @@ def _chosen(wanted: Experts, tokens: int, arch: str) -> GroupedPlan | GroupedFew
         few = _few(wanted, tokens)
         if few is not None or arch != HOPPER:
             return few
-    found = min(
-        _candidates(wanted),
-        key=lambda plan: _cycles(plan, wanted, tokens),
-        default=None,
-    )
-    if found is None:
-        return None
-    return GroupedPlan(
-        found.token_block,
-        found.warpgroups,
-        1,
-        found.depth,
-        wanted.float32_out,
-        wanted.row_scaled,
-        wanted.swiglu,
-        wanted.row_weighted,
-        wanted.quantized_out,
-    )
+    return min(_candidates(wanted), key=lambda plan: _cycles(plan, wanted, tokens))
 
 
 def _few(wanted: Experts, tokens: int) -> GroupedFewPlan | None:
@@ -199,7 +267,7 @@ def _few(wanted: Experts, tokens: int) -> GroupedFewPlan | None:
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
     over = plan.shared_bytes - _SHARED_ROOM
     rows = plan.segment_rows - max(0, -(-over // plan.x_row_bytes))
-    fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _FEW_ROWS)
+    fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST)
     return dataclasses.replace(plan, segment_rows=rows) if fits else None
 
 
@@ -208,32 +276,66 @@ def _parts(tiles: int) -> int:
     return min((p for p in range(1, 17) if tiles % p == 0), key=lambda p: abs(tiles // p - 26))
 
 
-def _candidates(wanted: Experts) -> Iterator[ManyPlan]:
-    rows, columns = wanted.rows, wanted.columns
-    kind = (wanted.float32_out, wanted.row_scaled)
-    for plan in candidates(rows, rows, columns, _TOKEN_BLOCKS[-1], *kind, _TOKEN_BLOCKS):
-        if plan.blocks > 1:
+def _candidates(wanted: Experts) -> Iterator[GroupedPlan]:
+    # Two tiles of a warp are faster, but for SwiGLU's results with scales of rows, or for so many
+    # tokens, registers do not hold both.
+    single = 32 if wanted.row_scaled and wanted.swiglu else 160
+    for token_block, narrow, warpgroups, tiles, depth in _SHAPES:
+        if tiles != (1 if token_block >= single else 2):
             continue
-        # Finding the expert takes a few registers more than a dense product has left here, and
-        # so does what its rows weigh.
-        tight = plan.warpgroups == 3 and plan.token_block >= 80
-        if tight or (plan.warpgroups == 4 and wanted.row_weighted):
-            depth = depth_of(columns // 64, 1, plan.depth - 2)
-            if not depth:
-                continue
-            plan = dataclasses.replace(plan, depth=depth)
-        yield plan
+        yield GroupedPlan(
+            token_block,
+            warpgroups,
+            1,
+            depth,
+            wanted.float32_out,
+            wanted.row_scaled,
+            wanted.swiglu,
+            wanted.row_weighted,
+            wanted.quantized_out,
+            narrow,
+            tiles,
+        )
 
 
-def _cycles(plan: ManyPlan, wanted: Experts, tokens: int) -> float:
-    """Estimated cycles: tiles of all experts, in rounds while there are few."""
-    of_tokens = wanted.experts * expected_tiles(tokens / wanted.experts, plan.token_block)
-    tiles = of_tokens * -(-wanted.rows // plan.rows)
-    rounds = tiles / _PROCESSORS
-    if rounds < 8:
-        rounds = math.ceil(rounds)
-    results = plan.token_block * plan.warpgroups
-    return rounds * (371 + wanted.columns // 64 * step_cycles(plan, 1.0) + 10.3 * results)
+def _cycles(plan: GroupedPlan, wanted: Experts, tokens: int) -> float:
+    """Estimated cycles: tiles of all experts, in rounds while there are few.
+
+    Its constants are fitted to times on an H200; it is there to rank configurations.
+    """
+    steps, results = wanted.columns // 64, 10.3 * plan.token_block * plan.warpgroups * plan.tiles
+    each = {size: 1500 + steps * _step_cycles(plan, size) + results for size in plan.sizes}
+    cycles = tiles = 0.0
+    for rows, share in _rows_of_one(tokens / wanted.experts):
+        whole, rest = divmod(rows, plan.token_block)
+        last = next(size for size in plan.sizes if size >= rest)
+        tiles += share * (whole + bool(rest))
+        cycles += share * (whole * each[plan.token_block] + bool(rest) * each[last])
+    row_blocks = wanted.experts * -(-wanted.rows // plan.rows)
+    rounds = tiles * row_blocks / _PROCESSORS
+    if rounds < 8:  # few: as many as it takes, of tiles as they are on average
+        return math.ceil(rounds) / rounds * cycles * row_blocks / _PROCESSORS
+    return cycles * row_blocks / _PROCESSORS
+
+
+def _step_cycles(plan: GroupedPlan, size: int) -> float:
+    """Cycles of 64 columns of a tile of so many tokens.
+
+    Bound by instructions and the tensor cores, which get in each other's way, or by memory.
+    """
+    issue = _ISSUE[plan.tiles] + _BOTH * size
+    return max(
+        plan.warpgroups * plan.tiles * max(issue, _TENSOR[plan.tiles] * size),
+        _MEMORY * 36 * plan.rows,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_of_one(mean: float) -> list[tuple[int, float]]:
+    """Numbers of rows of an expert, Poisson distributed, and how probable they are."""
+    around = 8 * mean**0.5 + 8
+    every = range(max(0, int(mean - around)), int(mean + around) + 1)
+    return [(n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1))) for n in every]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -118,24 +118,31 @@ class ManyKernel(ManyPlan):
 
     def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
         """Tensor copy of a block of X, X as it addresses it, layout of the stages, product."""
-        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        layout = cute.tile_to_shape(swizzle, (self.token_block, 64, self.stages), (0, 1, 2))
+        layout = self._layout(self.token_block, self.stages)
         atom, x_tiles = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             x,
             cute.select(layout, mode=[0, 1]),
             (self.token_block, 64),
         )
+        return atom, x_tiles, layout, self.product(self.token_block)
+
+    def _layout(self, tokens: int, count: int) -> Value:
+        """So many blocks of X, of 64 columns of ``tokens`` rows."""
+        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        return cute.tile_to_shape(swizzle, (tokens, 64, count), (0, 1, 2))
+
+    def product(self, tokens: int) -> cute.TiledMma:
+        """The product of 64 rows a warpgroup and so many tokens."""
         op = warpgroup.MmaF16BF16Op(
             BFloat16,
             Float32,
-            (64, self.token_block, 16),
+            (64, tokens, 16),
             warpgroup.OperandSource.RMEM,
             OperandMajorMode.K,
             OperandMajorMode.K,
         )
-        mma = cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
-        return atom, x_tiles, layout, mma
+        return cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
 
     @cute.kernel
     def kernel(
@@ -499,8 +506,8 @@ class ManyKernel(ManyPlan):
         if cute.arch.vote_any_sync(self._any_infinite(fragments)):
             flags = self._infinite(x, begin, (tokens, token_stride, k_blocks), lane)
             fragments = self._without(fragments, flags, lane)
-        for chunk in cutlass.range_constexpr(0, self.own_tiles, 8):
-            start, count = begin + chunk * 8, min(8, self.own_tiles - chunk)
+        for chunk in cutlass.range_constexpr(0, self.own_tiles, self.turned_tiles):
+            start, count = begin + chunk * 8, min(self.turned_tiles, self.own_tiles - chunk)
             scale = self._token_factors(token_scale, start + lane % 4 * 2, count, tokens, groups)
             values = [
                 [

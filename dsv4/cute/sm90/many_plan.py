@@ -57,8 +57,13 @@ class ManyPlan:
 
     @property
     def turned_bytes(self) -> int:
-        """Room in which the warpgroups turn 64 tokens of their results."""
-        return self.warpgroups * min(64, self.token_block) * LINE
+        """Room in which the warpgroups turn some of their results."""
+        return self.warpgroups * min(8 * self.turned_tiles, self.token_block) * LINE
+
+    @property
+    def turned_tiles(self) -> int:
+        """Tiles of 8 tokens that are turned at a time."""
+        return 8
 
     @property
     def stages(self) -> int:
