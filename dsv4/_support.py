@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
-from dsv4.cute.sm90.attention_plan import DIMS, ROPE, tiles
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE, NarrowPlan, is_narrow, tiles
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
@@ -469,14 +469,18 @@ LEAST_TILES = 4
 
 def few_tiles(call: Call) -> str | None:
     """Why the CuTeDSL kernel of ``sparse_attention`` is slower than Triton's, or None."""
-    q = call.args[0]
-    count = q.shape[0] * tiles(q.shape[1])
-    if count < LEAST_TILES:
-        return (
-            f"there are {count} tiles of 64 heads in all, and of fewer than {LEAST_TILES} smaller "
-            "ones take less time"
-        )
-    return None
+    tokens, heads = call.args[0].shape[:2]
+    count = tokens * tiles(heads)
+    if count >= LEAST_TILES:
+        return None
+    window, chosen = call.args[4], call.args[8]
+    widths = (window.shape[1], 0 if chosen is None else chosen.shape[1])
+    if heads > NarrowPlan.heads and is_narrow(tokens, heads, widths):
+        return None
+    return (
+        f"there are {count} tiles of 64 heads in all, and of fewer than {LEAST_TILES} the other's "
+        "smaller ones take less time"
+    )
 
 
 def cute_attention(call: Call) -> str | None:

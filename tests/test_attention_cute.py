@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4._support import cute_attention, few_tiles, forget_devices
 from dsv4.cute import attention as launcher
-from dsv4.cute.sm90.attention_plan import BLOCK, HEADS, splits, tiles
+from dsv4.cute.sm90.attention_plan import (
+    BLOCK,
+    HEADS,
+    AttentionPlan,
+    NarrowPlan,
+    choose,
+    splits,
+    tiles,
+)
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
@@ -27,19 +35,21 @@ CUDA = torch.device("cuda")
 # Around the borders of blocks of 64, of the window and of what is looked at together.
 lengths = st.sampled_from([0, 1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513])
 head_counts = st.sampled_from([1, 8, 16, 17, 64, 65, 128])
-counts = st.sampled_from([None, 1, 2, 3, 7])
+counts = st.sampled_from([None, 1, 2, 3, 7, "together", "narrow"])
+CLUSTERS = {"together": (AttentionPlan(False, together=True), 2), "narrow": (NarrowPlan(), 8)}
 
 
 @contextlib.contextmanager
-def dealt(count: int | None):
-    """Every token dealt out to ``count`` blocks; None: as planned."""
-    before = launcher.splits
+def dealt(count: int | str | None):
+    """Every token dealt out to ``count`` blocks, or to those of a cluster; None: as planned."""
+    before = launcher.choose
     if count is not None:
-        launcher.splits = lambda *sizes: count
+        chosen = CLUSTERS.get(count) or (AttentionPlan(count > 1), count)
+        launcher.choose = lambda *sizes: chosen
     try:
         yield
     finally:
-        launcher.splits = before
+        launcher.choose = before
 
 
 class Case:
@@ -99,6 +109,10 @@ class Case:
 @pytest.mark.gpu
 @example(seed=0, tokens=2, width=513, second=129, heads=65, count=3)
 @example(seed=1, tokens=200, width=65, second=64, heads=64, count=None)
+@example(seed=2, tokens=3, width=513, second=200, heads=128, count="together")
+@example(seed=3, tokens=4, width=129, second=513, heads=65, count="narrow")
+@example(seed=4, tokens=1, width=128, second=1024, heads=128, count=None)
+@example(seed=5, tokens=64, width=128, second=513, heads=64, count=None)
 @given(seeds(), st.integers(0, 4), lengths, lengths, head_counts, counts)
 def test_equals_a_softmax(seed, tokens, width, second, heads, count):
     case = Case(seed, tokens, (width, second), heads)
@@ -108,6 +122,8 @@ def test_equals_a_softmax(seed, tokens, width, second, heads, count):
 
 @pytest.mark.gpu
 @example(seed=0, tokens=200, heads=65, count=None)
+@example(seed=1, tokens=9, heads=65, count="together")
+@example(seed=2, tokens=3, heads=128, count="narrow")
 @given(seeds(), st.integers(1, 9), head_counts, counts)
 def test_the_last_dims_are_turned_back(seed, tokens, heads, count):
     """The dims before them keep their bits; tables of bfloat16 and strided ones are read, too."""
@@ -211,11 +227,11 @@ def test_slots_that_end_early_and_long_rows_of_none(seed, count):
 
 
 @pytest.mark.gpu
-@given(seeds(), st.integers(2, 300))
-def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens):
+@given(seeds(), st.integers(2, 300), st.sampled_from([1, "together", "narrow"]))
+def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens, count):
     """With the same number of blocks to a token; many tokens take turns on a multiprocessor."""
     case = Case(seed, tokens, (65, 64))
-    with dealt(1):
+    with dealt(count):
         together = case.run()
         assert_bitwise(case.run(), together)
         turned = torch.randperm(case.pools[0].num_slots // 64, device=CUDA)
@@ -247,8 +263,8 @@ def test_types_of_slots_views_and_no_compressed_pages(seed):
 
 
 @pytest.mark.gpu
-@given(seeds())
-def test_every_byte_of_an_entry_is_read_as_the_cache_reads_it(seed):
+@given(seeds(), st.sampled_from([None, "narrow"]))
+def test_every_byte_of_an_entry_is_read_as_the_cache_reads_it(seed, count):
     """One entry, no sink and q = 0: the result is the entry. Any bytes, scales of NaN included."""
     case = Case(seed, 64, (1, 0))
     gen = torch.Generator().manual_seed(seed)
@@ -256,7 +272,8 @@ def test_every_byte_of_an_entry_is_read_as_the_cache_reads_it(seed):
     case.pools[0].data.copy_(torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8))
     case.slots[0] = torch.randint(0, 256, (64, 1), generator=gen).to(CUDA)
     sink = torch.full((16,), -torch.inf, device=CUDA)
-    out = case.run(q=torch.zeros_like(case.q), sink=sink)
+    with dealt(count):
+        out = case.run(q=torch.zeros_like(case.q), sink=sink)
     entry = read_kv(case.pools[0], case.slots[0][:, 0], BF16, backend="reference")
     bad = ~entry.isfinite().all(-1)
     assert_within_budget(out[~bad], entry[~bad][:, None].expand(-1, 16, -1), 0.0)
@@ -294,11 +311,13 @@ def test_offsets_past_two_gigabytes():
     case.slots[0] = torch.tensor([[count * 64 - 1, 5, count * 64 - 64]], device=CUDA)
     write_kv(pages, normal(1, (3, 512), BF16).to(CUDA), case.slots[0][0], backend="reference")
     case.pools[0] = pages
-    case.check(case.run())
+    for count in (1, "narrow"):
+        with dealt(count):
+            case.check(case.run())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 4, "together", "narrow"])
 def test_a_captured_graph_replays_on_new_contents(count):
     case, other = Case(0, 5, (128, 512), 64), Case(9, 5, (128, 512), 64)
     with dealt(count):
@@ -317,8 +336,9 @@ def test_a_captured_graph_replays_on_new_contents(count):
 
 
 @pytest.mark.gpu
-def test_auto_takes_it_from_four_tiles_on():
-    for tokens, heads, name in ((3, 64, "triton"), (4, 64, "cute"), (2, 128, "cute")):
+def test_auto_takes_it_for_four_tiles_of_64_heads_or_where_narrow_ones_are_faster():
+    sizes = ((3, 16, "triton"), (4, 16, "cute"), (3, 64, "triton"), (4, 64, "cute"))
+    for tokens, heads, name in (*sizes, (1, 64, "cute"), (1, 128, "cute"), (2, 128, "cute")):
         case = Case(0, tokens, (8, 8), heads)
         (window, other), (slots, chosen) = case.pools, case.slots
         args = (case.q, window, slots, other, chosen, case.sink)
@@ -339,10 +359,33 @@ def test_a_token_is_dealt_out_to_no_more_than_its_blocks(tokens, heads, widths, 
     assert (tiles(heads) - 1) * HEADS < heads <= tiles(heads) * HEADS
 
 
-def test_many_tokens_are_not_dealt_out():
+def test_what_is_chosen():
+    """As measured on a GPU of 132 multiprocessors; ``splits`` may be any where it is not named."""
+    alone, split, two = AttentionPlan(False), AttentionPlan(True), CLUSTERS["together"]
     for tokens in (64, 1024, 4096):
-        assert splits(tokens, 128, (128, 1024), 132) == 1
-    assert splits(1, 128, (128, 1024), 132) > 8
+        assert choose(tokens, 128, (128, 1024), 132) == (alone, 1)
+    for tokens, heads in ((1, 64), (1, 128), (2, 64), (8, 16)):
+        assert choose(tokens, heads, (128, 512), 132) == CLUSTERS["narrow"]
+    assert choose(1, 128, (128, 1024), 132) == CLUSTERS["narrow"]
+    assert choose(64, 64, (128, 512), 132) == two
+    assert choose(32, 128, (128, 1024), 132) == two
+    for tokens, heads in ((4, 64), (16, 64), (64, 16), (2, 128), (16, 128)):
+        assert choose(tokens, heads, (128, 512), 132)[0] == split
+    assert choose(1, 128, (128, 8192), 132)[0] == split
+    assert choose(64, 64, (64, 0), 132) == (alone, 1)
+
+
+@given(
+    st.integers(1, 9000),
+    st.sampled_from([1, 8, 16, 24, 64, 128]),
+    st.tuples(st.integers(0, 300), st.integers(0, 9000)),
+)
+def test_clusters_that_share_a_token_are_all_there_at_a_time(tokens, heads, widths):
+    plan, count = choose(tokens, heads, widths, 132)
+    if plan.blocks > 1:
+        assert count == plan.blocks
+        of = 16 if isinstance(plan, NarrowPlan) else HEADS
+        assert tokens * -(-heads // of) * count <= 132
 
 
 def objection(
@@ -354,14 +397,15 @@ def objection(
     offset=0,
     function=cute_attention,
     turned=64,
+    chosen=3,
 ):
     """What is said of a call on tensors that are not looked at."""
     width = size[0] + size[1] + (size[0] - size[1]) // 64 + 1
     data = torch.empty(3 * page * width + offset, dtype=torch.uint8)[offset:].view(3, page * width)
     q = torch.empty(tokens, heads, size[0], dtype=BF16)
     slots = torch.empty(tokens, 3, dtype=torch.int64)
-    pool = (data, page, "fp8")
-    args = (q, *pool, slots, *pool, slots, torch.empty(heads), size[1], scale)
+    pool, others = (data, page, "fp8"), torch.empty(tokens, chosen, dtype=torch.int64)
+    args = (q, *pool, slots, *pool, others, torch.empty(heads), size[1], scale)
     args += (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
     return function(dispatch.Call("sparse_attention", args, CUDA))
 
@@ -393,6 +437,10 @@ def test_what_it_does_not_run_is_said(pretended):
     assert "above 0" in objection(scale=-1.0)
     assert objection(function=few_tiles) is None
     assert "take less time" in objection(tokens=3, function=few_tiles)
+    assert objection(tokens=2, function=few_tiles) is None
+    assert objection(tokens=1, heads=128, chosen=1200, function=few_tiles) is None
+    assert "take less time" in objection(tokens=1, heads=128, chosen=1300, function=few_tiles)
+    assert "take less time" in objection(tokens=1, heads=16, function=few_tiles)
     pretended((10, 0))
     assert "Hopper" in objection()
 
@@ -419,8 +467,10 @@ def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
         assert not re.search(r"\b(LDL|STL)\b", sass)
         assert image.shared_bytes <= 227 * 1024
         assert image.threads * numbers["REG"] <= 65536
-        if plan.threads > 128:
+        if isinstance(plan, AttentionPlan):
             assert sass.count("HGMMA.64x64x16.F32.BF16") == 32
             assert sass.count("HGMMA.64x256x16.F32.BF16") == 8
             # Products are waited for where the kernel says so, not one by one.
             assert sass.count("WARPGROUP.DEPBAR") == 2
+        if isinstance(plan, NarrowPlan):
+            assert sass.count("HMMA.16816.F32.BF16") == sass.count("MOVM.16.MT88") == 32

@@ -794,8 +794,12 @@ def small_limits(request, monkeypatch):
     kernels = pytest.importorskip("dsv4.triton.indexer")
     monkeypatch.setattr(kernels, "_SHARED_FROM", 2)
     if request.param != "shared":
+        monkeypatch.setattr(kernels, "_SEARCHED", 0)
         monkeypatch.setattr(kernels, "_DIRECT", 16)
-        monkeypatch.setattr(kernels, "_LARGEST", 32 if "pieces" in request.param else 512)
+    if "pieces" in request.param:
+        monkeypatch.setattr(kernels, "_LONG", 150)
+        monkeypatch.setattr(kernels, "_FEWEST", 1)
+        monkeypatch.setattr(kernels, "_MOST", 1)
     return request.param
 
 
@@ -826,6 +830,32 @@ def test_every_way_to_a_long_row_of_codes(
 ):
     case = compact_case((seed, tokens, *table), key_format, query_format, device)
     assert_bitwise(case.run(top_k), case.run(top_k, backend="reference"))
+
+
+@pytest.mark.parametrize("key_format", ["plain", *COMPACT_FORMATS])
+@settings(max_examples=5)
+@given(seeds(), st.integers(1, 3), query_formats, st.booleans())
+def test_blocks_within_pages(device, key_format, seed, tokens, query_format, spread):
+    """As the model's: pages of 64 entries of 128 dims, whose codes are read in words.
+
+    Small integers at scales far apart, by which everything is exact, then any values.
+    """
+    drawn = seed, tokens, 1 + seed % 2, 2, 64
+    case = compact_case(drawn, key_format, query_format, device, 128, heads=3)
+    if spread:
+        small = small_integers(seed, (case.keys.num_slots, 4, 32), limit=2)
+        far = torch.randint(-20, 20, (case.keys.num_slots, 4, 1), generator=generator(seed))
+        far[:, 2:] = 0 if key_format == "index_mxfp4" else far[:, :1]
+        far[:, 1] = far[:, 0]
+        case.fill((small * torch.exp2(far)).flatten(1))
+        case.q = normal(seed + 1, (*case.weights.shape, 128)).to(device)
+        if isinstance(query_format, str):
+            case.quantize(query_format)
+        else:
+            case.q = case.q.to(query_format)
+        check_best(case, 9)
+    else:
+        assert_bitwise(case.run(9), case.run(9, backend="reference"))
 
 
 @settings(max_examples=20)

@@ -81,6 +81,11 @@ def load_matrices4(address: Value, offset: int = 0) -> tuple[Value, ...]:
     return assembly(code, [Uint32] * 4, [address])
 
 
+def turn_matrix(word: Value) -> Value:
+    """An 8 x 8 matrix of 16-bit values, a lane's two in a word, transposed."""
+    return assembly("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", [Uint32], [word])
+
+
 def load_global(address: Value) -> Value:
     """One 32-bit word."""
     return assembly("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
@@ -117,6 +122,21 @@ def store_global4(address: Value, words: Sequence[Value]) -> None:
 def store_shared_float(address: Value, value: Value) -> None:
     """One float32 to shared memory."""
     assembly("st.shared.f32 [{$r0}], {$r1};", (), [address, value])
+
+
+def store_shared_float2(address: Value, a: Value, b: Value) -> None:
+    """Two float32 to shared memory."""
+    assembly("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
+
+
+def store_shared_halves(address: Value, word: Value, offset: int) -> None:
+    """The lower half of a word to shared memory, and the upper one ``offset`` bytes beyond."""
+    assembly(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r1}; st.shared.b16 [{$r0}], l; "
+        f"st.shared.b16 [{{$r0}}+{offset}], h; }}",
+        (),
+        [address, word],
+    )
 
 
 def store_shared_bfloat16(address: Value, value: Value) -> None:
@@ -186,16 +206,26 @@ def wait(barrier: Value, parity: Value) -> None:
     )
 
 
+def arrive_remote(barrier: Value) -> None:
+    """Arrive at a barrier of another block of the cluster: this thread has read what it may."""
+    assembly("mbarrier.arrive.shared::cluster.b64 _, [{$r0}];", (), [barrier])
+
+
+def load_shared_float2(address: Value) -> tuple[Value, ...]:
+    """Two float32 from shared memory."""
+    return assembly(f"ld.shared.v2.f32 {_outs(2)}, [{{$r0}}];", [Float32] * 2, [address])
+
+
 def remote(address: Value, rank: Value) -> Value:
     """The cluster-wide address of a shared-memory address in the block of that rank."""
     return assembly("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Uint32], [address, rank])
 
 
-def store_remote4(address: Value, values: Sequence[Value], barrier: Value) -> None:
+def store_remote4(address: Value, values: Sequence[Value], barrier: Value, offset: int = 0) -> None:
     """Write four float32 to a block of the cluster, counted there by its barrier."""
     assembly(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-        f"[{{$r0}}], {_ins(1, 4)}, [{{$r5}}];",
+        f"[{{$r0}}+{offset}], {_ins(1, 4)}, [{{$r5}}];",
         (),
         [address, *values, barrier],
     )
@@ -331,6 +361,12 @@ def copy_or_zero(target: Value, source: Value, count: Value, to: int = 0, offset
         (),
         [target, source, count],
     )
+
+
+def copy_word_or_zero(target: Value, source: Value, count: Value) -> None:
+    """4 bytes from global to shared memory: ``count`` of them (0 or 4), then zeros."""
+    code = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
+    assembly(code, (), [target, source, count])
 
 
 def commit_copies() -> None:

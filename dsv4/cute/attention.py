@@ -14,14 +14,17 @@ from dsv4.cute._launch import aligned, loaded, stream_of
 from dsv4.cute.sm90.attention_plan import (
     AttentionPlan,
     MergePlan,
+    NarrowPlan,
     Plan,
-    splits,
+    choose,
     tiles,
 )
 
 # Parameters of the kernels, in their order; before the first's come three without any content.
 _ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
 _MERGE = Parameters(*"qqqqqqq", *"ii")
+_NARROW = Parameters(*"qqqqqqqqq", *"qqqq", *"iiiiii", "f")
+_NARROW_PACKED = struct.Struct("@13q6if")
 _ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss15q9if"), struct.Struct("@7q2i")
 _FEW_SLOTS = 2048  # of a token that is dealt out, up to which the last one is not looked for
 
@@ -69,12 +72,29 @@ def _attend(
     out: torch.Tensor,
 ) -> None:
     """On the current device."""
+    widths = (slots[0].shape[1], slots[1].shape[1])
+    plan, count = choose(*q.shape[:2], widths, _multiprocessors(q.device.index))
+    if isinstance(plan, NarrowPlan):
+        _attend_narrow(plan, q, pools, slots, sink, scale, angles, out)
+    else:
+        _attend_wide(plan, count, q, pools, slots, sink, scale, angles, out)
+
+
+def _attend_wide(
+    plan: AttentionPlan,
+    count: int,
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, int, torch.Tensor, int],
+    slots: tuple[torch.Tensor, torch.Tensor],
+    sink: torch.Tensor,
+    scale: float,
+    angles: Sequence[torch.Tensor | None],
+    out: torch.Tensor,
+) -> None:
     tokens, heads, dims = q.shape
     window, page, compressed, second_page = pools
     widths = (slots[0].shape[1], slots[1].shape[1])
-    processors = _multiprocessors(q.device.index)
-    count = splits(tokens, heads, widths, processors)
-    kept = (tokens, count, heads) if count > 1 else (0,)
+    kept = (tokens, count, heads) if plan.split else (0,)
     parts = q.new_empty((*kept, dims), dtype=torch.float32)
     tops, totals = (q.new_empty(kept, dtype=torch.float32) for _ in range(2))
     items = tokens * count * tiles(heads)
@@ -89,7 +109,7 @@ def _attend(
         compressed.data_ptr(),
         slots[1].data_ptr(),
         sink.data_ptr(),
-        (out if count == 1 else parts).data_ptr(),
+        (parts if plan.split else out).data_ptr(),
         tops.data_ptr(),
         totals.data_ptr(),
         *turn,
@@ -104,19 +124,60 @@ def _attend(
         count,
         tiles(heads),
         items,
-        int(count == 1 or sum(widths) > _FEW_SLOTS),
+        int(not plan.split or sum(widths) > _FEW_SLOTS),
         scale,
     )
     stream = stream_of(q.device.index)
-    kernel = loaded(AttentionPlan(count > 1), HOPPER)
+    kernel = loaded(plan, HOPPER)
     kernel.prepare(q.device.index)
-    kernel.launch(min(items, processors), stream, _ATTEND, packed)
-    if count > 1:
+    # Of two that add their sums, both are there, and neither has a next token.
+    most = items if plan.together else _multiprocessors(q.device.index)
+    kernel.launch(min(items, most), stream, _ATTEND, packed)
+    if plan.split:
         places = [t.data_ptr() for t in (parts, tops, totals, sink, out)]
         places += turn
         kernel = loaded(MergePlan(), HOPPER)
         kernel.prepare(q.device.index)
         kernel.launch(tokens * heads, stream, _MERGE, _MERGE_PACKED.pack(*places, heads, count))
+
+
+def _attend_narrow(
+    plan: NarrowPlan,
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, int, torch.Tensor, int],
+    slots: tuple[torch.Tensor, torch.Tensor],
+    sink: torch.Tensor,
+    scale: float,
+    angles: Sequence[torch.Tensor | None],
+    out: torch.Tensor,
+) -> None:
+    tokens, heads, _ = q.shape
+    window, page, compressed, second_page = pools
+    count = -(-heads // plan.heads)
+    packed = _NARROW_PACKED.pack(
+        q.data_ptr(),
+        window.data_ptr(),
+        slots[0].data_ptr(),
+        compressed.data_ptr(),
+        slots[1].data_ptr(),
+        sink.data_ptr(),
+        out.data_ptr(),
+        *[0 if table is None else table.data_ptr() for table in angles],
+        q.stride(0),
+        q.stride(1),
+        window.stride(0),
+        compressed.stride(0),
+        slots[0].shape[1],
+        slots[1].shape[1],
+        page.bit_length() - 1,
+        second_page.bit_length() - 1,
+        heads,
+        count,
+        scale,
+    )
+    kernel = loaded(plan, HOPPER)
+    kernel.prepare(q.device.index)
+    kernel.launch(tokens * count * plan.blocks, stream_of(q.device.index), _NARROW, packed)
 
 
 @functools.cache
@@ -126,4 +187,5 @@ def _multiprocessors(device: int) -> int:
 
 def plans() -> list[Plan]:
     """All kernels, for ``dsv4.warmup``."""
-    return [AttentionPlan(False), AttentionPlan(True), MergePlan()]
+    wide = [AttentionPlan(False), AttentionPlan(True), AttentionPlan(False, together=True)]
+    return [*wide, MergePlan(), NarrowPlan()]

@@ -10,7 +10,13 @@ import triton.language as tl
 
 from dsv4.pages import FP4_GROUP
 from dsv4.triton._hadamard import fp4_exponents
-from dsv4.triton._numerics import INTERPRETED, e4m3_bits, e4m3_value, narrow, power_of_two
+from dsv4.triton._numerics import (
+    INTERPRETED,
+    e4m3_bits,
+    e4m3_value,
+    narrow,
+    power_of_two,
+)
 from dsv4.triton._nvfp4 import divided_codes
 
 GROUP = tl.constexpr(FP4_GROUP)
@@ -172,3 +178,195 @@ def load_keys(
         place = data + (start + size * BYTES + within * (D // GROUP))[:, None] + group
         scales = tl.load(place, mask=seen[:, None] & (group < D // GROUP), other=0)
         return mxfp4_values(codes, scales, DTYPE), tl.full(seen.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def in_word_order(values, FORMAT: tl.constexpr):
+    """Queries ``[ROWS, 128]``, their dims in the order in which ``expand_words`` has a key's."""
+    ROWS: tl.constexpr = values.shape[0]
+    if FORMAT == "index_fp8":
+        # By half of the key, thread of four, its word of four, byte of the word: 2 x 2.
+        parts = tl.permute(tl.reshape(values, [ROWS, 2, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+        return tl.reshape(parts, [ROWS, 128])
+    # By thread of four, its word of four, half of the word, code of that.
+    parts = tl.permute(tl.reshape(values, [ROWS, 4, 4, 2, 4]), [0, 2, 4, 1, 3])
+    return tl.reshape(parts, [ROWS, 128])
+
+
+@triton.jit
+def load_fp4_queries(codes, scales, real):
+    """MXFP4 queries of 128 dims, ``[ROWS, 128]`` in bfloat16 and ``in_word_order``, and scales.
+
+    The scale of a row is to be multiplied into its weight, as in ``expand_words``.
+
+    Args:
+        codes: Pointers ``[ROWS]`` to the codes of each, int32.
+        scales: Pointers ``[ROWS]`` to its four scales, int32.
+        real: ``[ROWS]``; the others are zeros.
+    """
+    ROWS: tl.constexpr = codes.shape[0]
+    place = codes[:, None] + tl.arange(0, 16)[None, :]
+    words = tl.load(place, mask=real[:, None], other=0)
+    factor, scale = _fp4_factors(tl.load(scales, mask=real, other=0))
+    factor = tl.broadcast_to(factor[:, :, None], [ROWS, 4, 4])
+    parts = _fp4_words(words, tl.reshape(factor, [ROWS, 16]))
+    parts = tl.permute(tl.reshape(parts, [ROWS, 4, 4, 2, 2, 2]), [0, 2, 5, 4, 1, 3])
+    return tl.reshape(parts, [ROWS, 128]), scale
+
+
+@triton.jit
+def fetch_words(
+    data,
+    page,
+    within,
+    page_stride,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Words, int32, of neighbouring keys of one page, for ``expand_words``.
+
+    Args:
+        data: Pointer to the pages, uint8, each of which is aligned to 16 bytes.
+        page: Number of the page; -1 counts as 0.
+        within: Number of the first key in the page.
+        page_stride: Bytes from one page to the next.
+        PAGE_SIZE: Entries per page.
+        ROWS: A multiple of 64.
+        FORMAT: ``"index_fp8"`` or ``"index_mxfp4"``, of 128 dims.
+
+    Returns:
+        Codes ``[ROWS, 16]`` and, of FP8, those of the other half; the scales ``[ROWS]`` of a key.
+    """
+    WORDS: tl.constexpr = 32 if FORMAT == "index_fp8" else 16
+    start = data + tl.maximum(page, 0).to(tl.int64) * page_stride
+    words = start.to(tl.pointer_type(tl.int32))
+    # Row t of the access is key e; the same words of 16 rows are a thread's in steps of 8 keys.
+    t = tl.arange(0, ROWS)
+    e = (t & 7) | ((t >> 5) & 1) << 3 | ((t >> 3) & 3) << 4 | (t >> 6 << 6)
+    codes = words + ((within + e) * WORDS)[:, None] + tl.arange(0, 16)[None, :]
+    scales = words + PAGE_SIZE * WORDS + within
+    low = tl.load(codes)
+    if FORMAT == "index_fp8":
+        return low, tl.load(codes + 16), tl.load(scales + t)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return low, low, tl.load(scales + e)
+
+
+@triton.jit
+def expand_words(low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Keys ``[ROWS, 128]`` in ``DTYPE``, ``in_word_order``, and their scales ``[ROWS]``.
+
+    For the tensor core's operand that is in registers, where a thread holds, of rows r and r + 8
+    of every 16, dims 2 j, 2 j + 1, 2 j + 8, 2 j + 9 of every 16: j is its number among four. Words
+    of four bytes go from memory to the threads that have them as operands, four in one access, and
+    are expanded there; nothing is exchanged. So the dims are in another order.
+
+    A score is to be multiplied by the scale of its key: that of FP8; of MXFP4 the largest of the
+    key's, by which its codes are already divided. It is a power of two, or NaN.
+
+    Args:
+        low: See ``fetch_words``, as the next two.
+        high: See there.
+        scales: See there.
+        FORMAT: ``"index_fp8"`` or ``"index_mxfp4"``.
+        DTYPE: float16 or bfloat16 for FP8, bfloat16 for MXFP4.
+    """
+    ROWS: tl.constexpr = low.shape[0]
+    if FORMAT == "index_fp8":
+        parts = tl.join(_fp8_words(low, DTYPE), _fp8_words(high, DTYPE))
+        # [.., 8 rows, thread, word, byte, byte, half]
+        parts = tl.reshape(parts, [ROWS // 64, 2, 4, 8, 4, 4, 2, 2, 2])
+        parts = tl.permute(parts, [0, 2, 1, 3, 8, 5, 7, 4, 6])
+        scale = scales.to(tl.float32, bitcast=True)
+    else:
+        factor, scale = _fp4_factors(scales)
+        factor = tl.broadcast_to(factor[:, :, None], [ROWS, 4, 4])
+        parts = _fp4_words(low, tl.reshape(factor, [ROWS, 16]))
+        # [.., 8 rows, thread, word, half, code, code]
+        parts = tl.reshape(parts, [ROWS // 64, 2, 4, 8, 4, 4, 2, 2, 2])
+        parts = tl.permute(parts, [0, 2, 1, 3, 5, 8, 7, 4, 6])
+        scale = tl.permute(tl.reshape(scale, [ROWS // 64, 2, 4, 8]), [0, 2, 1, 3])
+        scale = tl.reshape(scale, [ROWS])
+    return tl.reshape(parts, [ROWS, 128]), scale
+
+
+@triton.jit
+def _fp8_words(words, DTYPE: tl.constexpr):
+    # int32 [M, W] of four codes to [M, W, 2, 2]: bit 0 of a code's number, then bit 1.
+    if INTERPRETED or tl.bfloat16 == DTYPE:
+        a, b = e4m3_values(_byte(words, 0), DTYPE), e4m3_values(_byte(words, 1), DTYPE)
+        c, d = e4m3_values(_byte(words, 2), DTYPE), e4m3_values(_byte(words, 3), DTYPE)
+        return tl.join(tl.join(a, b), tl.join(c, d))
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 x, l; "
+            "cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }",
+            "=h,=h,=h,=h,r",
+            [words],
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+        return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@triton.jit
+def _byte(words, NUMBER: tl.constexpr):
+    return ((words >> (8 * NUMBER)) & 255).to(tl.uint8)
+
+
+@triton.jit
+def _fp4_factors(four):
+    """Factors ``[M, 4]`` (int32, bfloat16 twice) and scales ``[M]`` of E8M0 bytes (int32 ``[M]``).
+
+    A factor is 2^126 times a scale over the largest of the four, which is the other result; 0 where
+    it is below 2^-253, so that a code times its own is at most 6.
+    """
+    lower = tl.maximum(four & 255, (four >> 8) & 255)
+    largest = tl.maximum(lower, tl.maximum((four >> 16) & 255, (four >> 24) & 255))
+    byte = (four[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255
+    factor = tl.maximum(253 + byte - largest[:, None], 0) * 0x800080
+    # Byte 0 is 2^-127, a subnormal number; byte 255 is NaN.
+    bits = tl.where(largest == 0, 1 << 22, largest << 23)
+    bits = tl.where(largest == 255, _NAN, bits)
+    return factor, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fp4_words(words, factor):
+    # int32 [M, W] of eight codes times bfloat16 factors to [M, W, 2, 2, 2]: by bit 2 of a code's
+    # number, bit 0, bit 1. The bits of a code, moved, are those of its value times 2^-126.
+    if INTERPRETED:
+        a, e = _fp4_value(words, factor, 0), _fp4_value(words, factor, 4)
+        b, f = _fp4_value(words, factor, 1), _fp4_value(words, factor, 5)
+        c, g = _fp4_value(words, factor, 2), _fp4_value(words, factor, 6)
+        d, h = _fp4_value(words, factor, 3), _fp4_value(words, factor, 7)
+    else:
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            "{ .reg .b32 x, y; "
+            "shl.b32 x, $8, 12; and.b32 x, x, 0x80008000; shl.b32 y, $8, 6; "
+            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$0, $1}, x; "
+            "shl.b32 x, $8, 8; and.b32 x, x, 0x80008000; shl.b32 y, $8, 2; "
+            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$2, $3}, x; "
+            "shl.b32 x, $8, 4; and.b32 x, x, 0x80008000; shr.u32 y, $8, 2; "
+            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$4, $5}, x; "
+            "and.b32 x, $8, 0x80008000; shr.u32 y, $8, 6; "
+            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$6, $7}, x; }",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, factor],
+            (tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    low, high = tl.join(tl.join(a, e), tl.join(b, f)), tl.join(tl.join(c, g), tl.join(d, h))
+    return tl.join(low, high)
+
+
+@triton.jit
+def _fp4_value(words, factor, NUMBER: tl.constexpr):
+    # Of one code of each word, as the instructions compute it.
+    code = (words >> (4 * NUMBER)) & 15
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    value = bits.to(tl.float32, bitcast=True) * (factor << 16).to(tl.float32, bitcast=True)
+    return narrow(value, tl.bfloat16)

@@ -1,14 +1,16 @@
 """Kernels of ``dsv4.ops.indexer``: queries, scores, and the choice of the highest.
 
 Scores go to a scratch buffer as integers that order as the scores do, then one program per token
-chooses. It finds the k-th largest key by bisection over keys held in registers. A long row is first
-narrowed: the score kernel keeps the maximum of every group of neighbouring entries, and the k
-groups with the highest maxima (of equal ones the first) hold the k highest entries with their ties,
-because each of those groups has an entry at least as high as any entry outside of them.
+chooses. It finds the k-th highest key by a search over keys held in registers. A long row is first
+reduced to what reaches a threshold that at least k keys reach: the k-th highest of the maxima of
+some 2 k classes, which few more than k do. Of very long rows the score kernel keeps the maximum of
+every group of neighbouring entries; the threshold is that of these, and only groups that reach it
+are read. Where too many do, because they are equal, the row is searched in pieces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
 from dsv4.triton._index_entries import (
     e4m3_rows,
     e4m3_values,
+    expand_words,
+    fetch_words,
+    in_word_order,
+    load_fp4_queries,
     load_keys,
     mxfp4_rows,
     mxfp4_values,
@@ -30,18 +36,28 @@ from dsv4.triton._nvfp4 import conversion
 _TILE = 256  # values of one program of the query kernel, or four times as many
 _FEW = 1 << 20  # values up to which programs are small
 _SCORE_BYTES = 64 << 20  # of keys of scores at a time
-_DIRECT = 16384  # entries among which one program chooses without narrowing
-_SMALLEST, _LARGEST = 128, 32768  # keys of one program
-_GROUP = 16  # entries per group
+_SEARCHED = 8192  # entries up to which a row is searched as it is
+_DIRECT = 16384  # and up to which it is without groups
+_GROUP = 8  # entries per group, or twice as many
+_LONG = 131072  # entries from which groups are the larger ones
+_FEWEST, _MOST = 4, 32  # warps of the selection
 _SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
 _COLUMNS = 256  # heads of all tokens that share a tile
 
-# Of the score kernel by whether tokens share tiles, None for float32 operands: entries per tile,
-# tiles in flight, warps, programs for each multiprocessor.
-_SHAPES = {False: (64, 3, 4, 4), True: (64, 3, 8, 4), None: (32, 2, 4, 4)}
+# Of the score kernels: entries per tile, tiles in flight, warps, programs for each multiprocessor.
+# By whether tokens share tiles, None for float32 operands; by format where blocks are in pages.
+_SHAPES = {
+    False: (64, 3, 4, 4),
+    True: (64, 3, 8, 4),
+    None: (32, 2, 4, 4),
+    "plain": (64, 5, 4, 3),
+    "index_fp8": (64, 1, 4, 4),
+    "index_mxfp4": (64, 1, 4, 4),
+}
 
 _LOWEST = tl.constexpr(-0x80000000)  # flipped in a key, makes the order unsigned: 0 is none
-_BASE = tl.constexpr(8388608.0)  # 2^23: integers added to it stay in the low bits
+_TOP = tl.constexpr(0x80000000)  # the same bit, unsigned
+_BINADE = tl.constexpr(1 << 23)  # from a key to that of half the score
 
 
 @triton.jit
@@ -264,10 +280,13 @@ def _without_contraction(tensor: torch.Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _key_of(score):
-    """int32 that orders as float32 scores do: zeros are equal, every NaN is the highest."""
+    """int32 that orders as float32 scores do: zeros are equal, every NaN is the highest.
+
+    And lower than the highest int32, so that there is a key above each.
+    """
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(score != score, 0x7FFFFFFF, key)
+    return tl.where(score != score, 0x7FFFFFFE, key)
 
 
 @triton.jit
@@ -549,66 +568,160 @@ def _score_kernel(
 
 
 @triton.jit
-def _above(digit, bound):
-    """1.0 where an integer in float32 exceeds another, else 0.0.
-
-    One instruction of the float pipe, which issues twice as often as the integer pipe: distinct
-    integers are at least 1 apart, where the subtraction saturates.
-    """
-    if INTERPRETED:
-        return tl.where(digit > bound, 1.0, 0.0)
-    bound = tl.zeros_like(digit) + bound
-    return tl.inline_asm_elementwise(
-        "sub.sat.f32 $0, $1, $2;", "=f,f,f", [digit, bound], tl.float32, is_pure=True, pack=1
-    )
+def _entry_tile(
+    keys, page, within, page_stride, entry_stride, BLOCK: tl.constexpr, D: tl.constexpr
+):
+    # Neighbouring entries of one page.
+    start = keys + tl.maximum(page, 0).to(tl.int64) * page_stride
+    place = (within + tl.arange(0, BLOCK)) * entry_stride
+    return tl.load(start + place[:, None] + tl.arange(0, D)[None, :])
 
 
 @triton.jit
-def _count(flag):
-    # Sum of flags. Four of a thread at a time in float32, then integers, which a warp adds in one
-    # instruction.
-    part = tl.sum(tl.reshape(flag, [flag.shape[0] // 4, 4]), 1)
-    return tl.sum((part + _BASE).to(tl.int32, bitcast=True) - 0x4B000000, 0)
+def _store_block(
+    dots,
+    scale,
+    weight,
+    scores,
+    maxima,
+    block,
+    end,
+    GROUP: tl.constexpr,
+):
+    # Keys of the scores of a block, from products with each head, and their groups' maxima.
+    BLOCK: tl.constexpr = dots.shape[0]
+    dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+    # The scale is a power of two, by which no sum and no maximum would round otherwise.
+    key = _key_of(tl.sum(dots, 1) * scale)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    seen = entry < end
+    _store_where(scores + entry, key ^ _LOWEST, seen)
+    if GROUP > 0:
+        highest = tl.reshape(tl.where(seen, key, _LOWEST), [BLOCK // GROUP, GROUP])
+        group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        _store_where(maxima + group, tl.max(highest, 1) ^ _LOWEST, group * GROUP < end)
 
 
-@triton.jit
-def _number_before(flag):
-    """How many flags stand before each, float32.
+@triton.jit(do_not_specialize=["k"])
+def _score_pages_kernel(
+    q,
+    q_scales,
+    weights,
+    keys,
+    table,
+    sequences,
+    visible,
+    scores,
+    maxima,
+    capacity,
+    k,
+    token_stride,
+    head_stride,
+    page_stride,
+    entry_stride,
+    table_stride,
+    score_stride,
+    maxima_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As ``_score_kernel``, a token to a program, where every block lies within a page.
 
-    In rows that one warp holds, and then over the rows by a triangular sum: a scan of the whole
-    would have every thread read the totals of all warps one after the other.
+    Then its page is one number and all of the block is read, whatever there is past the end. Codes
+    go from memory straight to the registers that they are operands in, a block ahead.
     """
-    BLOCK: tl.constexpr = flag.shape[0]
-    COLUMNS: tl.constexpr = min(128, BLOCK)
-    ROWS: tl.constexpr = BLOCK // COLUMNS
-    tile = tl.reshape(flag, [ROWS, COLUMNS])
-    row = tl.arange(0, ROWS)
-    earlier = row[:, None] > row[None, :]
-    above = tl.sum(tl.where(earlier, tl.sum(tile, 1)[None, :], 0.0), 1)
-    return tl.reshape(tl.cumsum(tile, 1) - tile + above[:, None], [BLOCK])
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    end = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)
+    if end > k:
+        sequence = tl.maximum(tl.load(sequences + token).to(tl.int64), 0)
+        table += sequence * table_stride
+        scores += token * score_stride
+        maxima += token * maxima_stride
+        first, step, count = tl.program_id(1), tl.num_programs(1), tl.cdiv(end, BLOCK)
+        head = tl.arange(0, HEADS)
+        real = head < H
+        if KEYS != "plain":
+            # The page after next is known when the next block is asked for.
+            block = tl.minimum(first, count - 1)
+            page = tl.load(table + block * BLOCK // PAGE)
+            within = block * BLOCK % PAGE
+            a, b, s = fetch_words(keys, page, within, page_stride, PAGE, BLOCK, KEYS)
+            block = tl.minimum(first + step, count - 1)
+            page = tl.load(table + block * BLOCK // PAGE)
+            within = block * BLOCK % PAGE
+        weight = widen(tl.load(weights + token * H + head, mask=real, other=0.0))
+        if KEYS == "index_mxfp4" and QUERIES == "mxfp4":
+            place = (q + token * token_stride).to(tl.pointer_type(tl.int32))
+            scales = q_scales.to(tl.pointer_type(tl.int32)) + token * H
+            query, scale = load_fp4_queries(place + head * (head_stride // 4), scales + head, real)
+            weight *= scale
+        else:
+            query = _query_tile_of(
+                q,
+                q_scales,
+                token,
+                head,
+                real,
+                token_stride,
+                head_stride,
+                H,
+                D,
+                D,
+                QUERIES,
+                OPERAND,
+            )
+            if KEYS != "plain":
+                query = in_word_order(query, KEYS)
+        query = tl.trans(query)
+        if KEYS == "plain":
+            one = tl.full([BLOCK], 1.0, tl.float32)
+            for block in tl.range(first, count, step, num_stages=STAGES):
+                page = tl.load(table + block * BLOCK // PAGE)
+                within = block * BLOCK % PAGE
+                tile = _entry_tile(keys, page, within, page_stride, entry_stride, BLOCK, D)
+                dots = _dot(tile, query, OPERAND)
+                _store_block(dots, one, weight, scores, maxima, block, end, GROUP)
+        else:
+            for block in tl.range(first, count, step, num_stages=1):
+                c, d, t = fetch_words(keys, page, within, page_stride, PAGE, BLOCK, KEYS)
+                later = tl.minimum(block + 2 * step, count - 1)
+                page = tl.load(table + later * BLOCK // PAGE)
+                within = later * BLOCK % PAGE
+                tile, scale = expand_words(a, b, s, KEYS, OPERAND)
+                dots = _dot(tile, query, OPERAND)
+                _store_block(dots, scale, weight, scores, maxima, block, end, GROUP)
+                a, b, s = c, d, t
 
 
 @triton.jit
 def _store_where(pointer, value, flag):
-    """Store where the flag is 1.0. ``tl.store`` would move the operands to another layout first."""
+    """Store where the flag is set. ``tl.store`` would move the operands to another layout first."""
     if INTERPRETED:
-        tl.store(pointer, value, mask=flag > 0)
+        tl.store(pointer, value, mask=flag)
     elif value.dtype == tl.int64:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p st.global.b64 [$1], $2; "
-            "mov.b32 $0, 0; }",
-            "=r,l,l,f",
-            [pointer.to(tl.int64), value, flag],
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,l,r",
+            [pointer.to(tl.int64), value, flag.to(tl.int32)],
             tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p st.global.b32 [$1], $2; "
-            "mov.b32 $0, 0; }",
-            "=r,l,r,f",
-            [pointer.to(tl.int64), value, flag],
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [pointer.to(tl.int64), value, flag.to(tl.int32)],
             tl.int32,
             is_pure=False,
             pack=1,
@@ -616,118 +729,293 @@ def _store_where(pointer, value, flag):
 
 
 @triton.jit
-def _search(digit, low, high, up, down, k):
-    """Largest threshold in ``low .. high`` that k digits reach, and how many reach it.
+def _ones(bits):
+    """Number of bits that are set, of 16."""
+    if INTERPRETED:
+        bits = (bits & 0x5555) + ((bits >> 1) & 0x5555)
+        bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+        bits = (bits & 0x0F0F) + ((bits >> 4) & 0x0F0F)
+        return (bits & 0x1F) + (bits >> 8)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [bits], tl.int32, is_pure=True, pack=1
+        )
 
-    Exact integers in float32. Ends early at a threshold that exactly k reach. At least k digits
-    must reach ``low``; if nothing above does, the number is not known and given as 0. Bisection,
-    but no further than ``up`` from the lower end or ``down`` from the upper end, each doubled as
-    long as it leads nowhere: the wanted threshold may be known to be near one of them.
+
+@triton.jit
+def _reach(keys, threshold):
+    """How many keys (uint32 ``[T, N]``) reach a threshold."""
+    return tl.sum(tl.sum((keys >= threshold).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _search(keys, low, reached, high, down, k):
+    """The highest threshold that k keys (uint32 ``[T, N]``) reach, and how many do.
+
+    ``reached`` of them, at least k, reach ``low``, none does ``high``. Ends early at a threshold
+    that exactly k reach. Guesses by the numbers that reach both ends, and bisects at every third
+    guess; but if ``down`` is not 0, first goes down from the upper end by that, then by twice as
+    much, until there are k.
     """
-    low, high = tl.full([], low, tl.float32), tl.full([], high, tl.float32)
-    up, down = tl.full([], up, tl.float32), tl.full([], down, tl.float32)
-    reached = 0
-    while low < high:
-        half = low + tl.floor((high - low + 1) * 0.5)
-        middle = tl.minimum(tl.maximum(half, high - down), low + up)
-        count = _count(_above(digit, middle - 1))
+    low, high = tl.full([], low, tl.uint32), tl.full([], high, tl.uint32)
+    down = tl.full([], down, tl.uint32)
+    reached = tl.full([], reached, tl.int32)
+    above, turn = tl.full([], 0, tl.int32), 0
+    while high - low > 1:
+        span = high - low
+        share = (reached - k + 0.5) / (reached - above)
+        step = (span.to(tl.float32) * tl.where(turn == 2, 0.5, share)).to(tl.uint32)
+        step = tl.where((down > 0) & (down < span), span - down, step)
+        step = tl.minimum(tl.maximum(step, 1), span - 1)
+        middle = low + step
+        count = _reach(keys, middle)
         enough = count >= k
-        reached = tl.where(enough, count, reached)
         low = tl.where(enough, middle, low)
-        high = tl.where(count == k, middle, tl.where(enough, high, middle - 1))
-        up = tl.where(enough, up * 2, 65536.0)
-        down = tl.where(enough, 65536.0, down * 2)
+        reached = tl.where(enough, count, reached)
+        high = tl.where(count == k, middle + 1, tl.where(enough, high, middle))
+        above = tl.where(enough, above, count)
+        down = tl.where(enough, down * 0, down * 2)
+        turn = tl.where(turn == 2, 0, turn + 1)
     return low, reached
 
 
 @triton.jit
-def _digit(half):
-    # 2^23 + half, by its bits, for 0 <= half < 2^16.
-    return (half | 0x4B000000).to(tl.float32, bitcast=True)
+def _before(flag):
+    """How many flags (bool ``[T, N]``, N up to 16) stand before each, row by row; and of all."""
+    T: tl.constexpr = flag.shape[0]
+    N: tl.constexpr = flag.shape[1]
+    bit = tl.arange(0, N)[None, :]
+    mine = tl.sum(flag.to(tl.int32) << bit, 1)
+    # Rows that one warp holds, then over the rows: a scan of the whole would have every thread read
+    # the totals of all warps one after the other.
+    tile = tl.reshape(_ones(mine), [T // 32, 32])
+    row = tl.arange(0, T // 32)
+    total = tl.sum(tile, 1)
+    above = tl.sum(tl.where(row[:, None] > row[None, :], total[None, :], 0), 1)
+    start = tl.reshape(tl.cumsum(tile, 1) - tile + above[:, None], [T])
+    return _ones(mine[:, None] & ((1 << bit) - 1)) + start[:, None], tl.sum(total, 0)
 
 
 @triton.jit
-def _highest(keys, least, k):
-    """The k highest keys, of equal ones the first; at least k have an upper half >= ``least``.
+def _chosen(keys, least, kept, down, k):
+    """Which of the keys (uint32 ``[T, N]``) are the k highest, of equal ones the first.
 
-    Returns 1.0 for them and 0.0 for others, and the lowest upper half among them, as a digit.
-    The k highest of many scores have few of all possible exponents, near the highest; or, where
-    ``least`` comes from the maxima of groups, near that.
+    ``kept`` of them reach ``least``; if fewer than k, those. ``down`` as in ``_search``.
     """
-    upper = _digit((keys >> 16) & 0xFFFF)
-    digit = upper
-    near = least > _BASE + 1
-    up, down = tl.where(near, 1.0, 65536.0), tl.where(near, 65536.0, 127.0)
-    threshold, reached = _search(digit, least, tl.max(upper, 0), up, down, k)
-    lowest = threshold
-    if reached != k:
-        lower = _digit(keys & 0xFFFF)
-        others = tl.where(upper > threshold, _BASE + 65536, _BASE - 1)
-        digit = tl.where(upper == threshold, lower, others)
-        threshold, reached = _search(digit, _BASE + 0, _BASE + 65535, 65536.0, 65536.0, k)
-    flag = _above(digit, threshold - 1)
-    if reached != k:
-        equal = flag - _above(digit, threshold)
-        wanted = k - _count(_above(digit, threshold))
-        flag = tl.where(_number_before(equal) >= wanted, flag - equal, flag)
-    return flag, lowest
+    threshold, reached = least, kept
+    if kept > k:
+        highest = tl.max(tl.max((keys ^ _TOP).to(tl.int32, bitcast=True), 1), 0)
+        highest = highest.to(tl.uint32, bitcast=True) ^ _TOP
+        threshold, reached = _search(keys, least, kept, highest + 1, down, k)
+    flag = keys >= threshold
+    if reached > k:
+        equal = keys == threshold
+        wanted = k - reached + _before(equal)[1]
+        flag &= (keys > threshold) | (_before(equal)[0] < wanted)
+    return flag
 
 
 @triton.jit
-def _store_ids(keys, ids, out, least, k):
-    # The ids of the k highest keys in the order of their places, counted in float32: exact.
-    flag, lowest = _highest(keys, least, k)
-    # 2^23 + number has the number in its low bits.
-    place = (_number_before(flag) + _BASE).to(tl.int32, bitcast=True).to(tl.int64) - 0x4B000000
-    _store_where(out + place, ids.to(out.dtype.element_ty), flag)
-    return lowest
+def _joined(a, b, c, d, e, f, g, h):
+    # Of [T] each to [T, 8].
+    a, c = tl.join(a, b), tl.join(c, d)
+    e, g = tl.join(e, f), tl.join(g, h)
+    parts = tl.join(tl.join(a, c), tl.join(e, g))
+    return tl.reshape(tl.permute(parts, [0, 3, 2, 1]), [a.shape[0], 8])
 
 
 @triton.jit
-def _choose(keys, out, count, k, BLOCK: tl.constexpr):
-    """The k highest of the first ``count`` keys, ``k < count <= BLOCK``, ascending, to ``out``.
+def _at(pointer, place, count):
+    return tl.load(pointer + place, mask=place < count, other=0)
 
-    Returns the lowest upper half of their keys, as a digit.
+
+@triton.jit
+def _columns(pointer, place, step, count, N: tl.constexpr):
+    """``[T, N]``: what is at ``place`` (``[T]``) and the N - 1 next steps; 0 from ``count`` on."""
+    T: tl.constexpr = place.shape[0]
+    if N == 1:
+        return _at(pointer, place, count)[:, None]
+    elif N == 2:  # noqa: RET505  (a choice of the compiler; what follows would be compiled too)
+        return tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+    elif N == 4:
+        low = tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+        place += 2 * step
+        high = tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+        return tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [T, 4])
+    else:
+        return _joined(
+            _at(pointer, place, count),
+            _at(pointer, place + step, count),
+            _at(pointer, place + 2 * step, count),
+            _at(pointer, place + 3 * step, count),
+            _at(pointer, place + 4 * step, count),
+            _at(pointer, place + 5 * step, count),
+            _at(pointer, place + 6 * step, count),
+            _at(pointer, place + 7 * step, count),
+        )
+
+
+@triton.jit
+def _unsigned(keys):
+    return keys.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _least(keys, count, k, CLASSES: tl.constexpr, T: tl.constexpr):
+    """A threshold above 0 that at least k of ``count`` keys reach, mostly few more.
+
+    The upper half of the k-th highest of the maxima of classes, to which keys are dealt out in
+    turn; 1 if there are fewer than k.
     """
-    ids = tl.arange(0, BLOCK)
-    keys = tl.where(ids < count, tl.load(keys + ids), 0)
-    return _store_ids(keys, ids, out, _BASE + 1, k)
+    N: tl.constexpr = CLASSES // T
+    highest = tl.zeros([T, N], tl.uint32)
+    for start in range(0, count, 16 * T):
+        for i in tl.static_range(16 // N):
+            place = start + i * CLASSES + tl.arange(0, T)
+            highest = tl.maximum(highest, _unsigned(_columns(keys, place, T, count, N)))
+    digits = highest >> 16
+    top = tl.max(tl.max(digits.to(tl.int32, bitcast=True), 1), 0).to(tl.uint32, bitcast=True)
+    digit, _ = _search(digits, 0, CLASSES, top + 1, 128, k)
+    return tl.maximum(digit << 16, 1)
 
 
 @triton.jit
-def _choose_within(keys, groups, out, shown, least, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """As ``_choose``, of the entries below ``shown`` of k groups; k of them are >= ``least``."""
-    place = tl.arange(0, BLOCK // GROUP)
-    group = tl.load(groups + place, mask=place < k, other=0)[:, None] * GROUP
-    ids = group + tl.arange(0, GROUP)[None, :]
-    real = (ids < shown) & (place < k)[:, None]
-    values = tl.where(real, tl.load(keys + ids), 0)
-    _store_ids(tl.reshape(values, [BLOCK]), tl.reshape(ids, [BLOCK]), out, least, k)
+def _by_thread(x):
+    # [REPS, T, V] to [T, REPS * V].
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
 
 
 @triton.jit
-def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """As ``_choose`` (GROUP 0) or ``_choose_within``, for more items than fit.
+def _places(T: tl.constexpr, N: tl.constexpr):
+    # [N / 4, T, 4]: numbers of a thread follow one another, four in an access.
+    r = tl.arange(0, N // 4)[:, None, None]
+    t = tl.arange(0, T)[None, :, None]
+    return t * N + r * 4 + tl.arange(0, 4)[None, None, :]
 
-    What was chosen so far comes before the next items, in the same order.
+
+@triton.jit
+def _keep_groups(maxima, number, least, groups, ROOM: tl.constexpr, T: tl.constexpr):
+    """Store which of ``number`` groups reach ``least``, the first ROOM of them; how many do."""
+    kept = 0
+    for start in range(0, number, 8 * T):
+        place = start + _places(T, 8)
+        keys = tl.where(place < number, tl.load(maxima + place), 0)
+        flag = _unsigned(_by_thread(keys)) >= least
+        before, more = _before(flag)
+        before += kept
+        _store_where(groups + before, _by_thread(place), flag & (before < ROOM))
+        kept += more
+    return kept
+
+
+@triton.jit
+def _keep(keys, ids, least, kept, pairs, ROOM: tl.constexpr):
+    # Store the pairs of a key in the upper half and its id that reach ``least``; the new number.
+    keys, ids = _by_thread(keys), _by_thread(ids)
+    flag = _unsigned(keys) >= least
+    before, more = _before(flag)
+    before += kept
+    both = (keys.to(tl.int64) << 32) | ids.to(tl.int64)
+    _store_where(pairs + before, both, flag & (before < ROOM))
+    return kept + more
+
+
+@triton.jit
+def _keep_entries(keys, shown, least, pairs, ROOM: tl.constexpr, T: tl.constexpr):
+    """As ``_keep_groups``, pairs of the entries themselves."""
+    kept = 0
+    for start in range(0, shown, 8 * T):
+        ids = start + _places(T, 8)
+        values = tl.where(ids < shown, tl.load(keys + ids), 0)
+        kept = _keep(values, ids, least, kept, pairs, ROOM)
+    return kept
+
+
+@triton.jit
+def _keep_members(
+    keys,
+    shown,
+    groups,
+    found,
+    least,
+    pairs,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    T: tl.constexpr,
+):
+    """As ``_keep_entries``, of the entries of the first ``found`` groups, of 8 or 16."""
+    kept = 0
+    PARTS: tl.constexpr = GROUP // 8
+    part = tl.arange(0, T)
+    for start in range(0, found, T // PARTS):
+        item = start + part // PARTS
+        real = item < found
+        first = tl.load(groups + item, mask=real, other=0) * GROUP + part % PARTS * 8
+        ids = first[None, :, None] + _places(1, 8)
+        values = tl.where((ids < shown) & real[None, :, None], tl.load(keys + ids), 0)
+        kept = _keep(values, ids, least, kept, pairs, ROOM)
+    return kept
+
+
+@triton.jit
+def _choose(keys, out, shown, k, T: tl.constexpr):
+    """The k highest of the first ``shown`` keys, at most 8 T, ascending, to ``out``."""
+    ids = _places(T, 8)
+    values = _unsigned(_by_thread(tl.where(ids < shown, tl.load(keys + ids), 0)))
+    flag = _chosen(values, tl.full([], 1, tl.uint32), shown, _BINADE, k)
+    _store_where(out + _before(flag)[0], _by_thread(ids).to(tl.int64), flag)
+
+
+@triton.jit
+def _choose_kept(pairs, out, least, kept, k, ROOM: tl.constexpr, T: tl.constexpr):
+    """The ids of the k highest of ``kept`` pairs, in their order."""
+    N: tl.constexpr = ROOM // T
+    both = _columns(pairs, tl.arange(0, T) * N, 1, kept, N)
+    flag = _chosen(_unsigned((both >> 32).to(tl.int32)), least, kept, 0, k)
+    _store_where(out + _before(flag)[0], both & 0x7FFFFFFF, flag)
+
+
+@triton.jit
+def _item(keys, groups, out, place, start, kept, count, shown, GROUP: tl.constexpr):
+    # Key and id of what is at ``place``: what was chosen so far, then items from ``start`` on.
+    new = place >= kept
+    item = start + place - kept
+    ids = item
+    if GROUP > 0:
+        group = tl.load(groups + item // GROUP, mask=new & (item < count), other=0)
+        ids = group * GROUP + item % GROUP
+    before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
+    ids = tl.where(new, ids, before)
+    real = ((item < count) | (place < kept)) & (ids < shown)
+    return tl.load(keys + ids, mask=real, other=0), ids
+
+
+@triton.jit
+def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T: tl.constexpr):
+    """The k highest of ``count`` items, more than k, ascending, to ``out``; slowly.
+
+    Items are entries, or those below ``shown`` of ``groups``. What was chosen so far comes before
+    the next items, in the same order.
     """
-    place = tl.arange(0, BLOCK)
+    place = tl.arange(0, T) * 8
     start = 0
     kept = 0
     while start < count:
-        item = start + place - kept
-        new = (place >= kept) & (item < count)
-        ids = item
-        if GROUP > 0:
-            group = tl.load(groups + item // GROUP, mask=new, other=0)
-            ids = group * GROUP + item % GROUP
-        before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
-        ids = tl.where(place < kept, before, ids)
-        real = (new | (place < kept)) & (ids < shown)
+        a, i = _item(keys, groups, out, place, start, kept, count, shown, GROUP)
+        b, j = _item(keys, groups, out, place + 1, start, kept, count, shown, GROUP)
+        c, s = _item(keys, groups, out, place + 2, start, kept, count, shown, GROUP)
+        d, m = _item(keys, groups, out, place + 3, start, kept, count, shown, GROUP)
+        e, n = _item(keys, groups, out, place + 4, start, kept, count, shown, GROUP)
+        f, o = _item(keys, groups, out, place + 5, start, kept, count, shown, GROUP)
+        g, p = _item(keys, groups, out, place + 6, start, kept, count, shown, GROUP)
+        h, q = _item(keys, groups, out, place + 7, start, kept, count, shown, GROUP)
+        values = _unsigned(_joined(a, b, c, d, e, f, g, h))
+        flag = _chosen(values, tl.full([], 1, tl.uint32), _reach(values, 1), _BINADE, k)
+        ids = _joined(i, j, s, m, n, o, p, q).to(out.dtype.element_ty)
         tl.debug_barrier()
-        _store_ids(tl.load(keys + ids, mask=real, other=0), ids, out, _BASE + 1, k)
+        _store_where(out + _before(flag)[0], ids, flag)
         tl.debug_barrier()
-        start += BLOCK - kept
+        start += 8 * T - kept
         kept = k
 
 
@@ -735,17 +1023,21 @@ def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, B
 def _select_kernel(
     scores,
     maxima,
-    groups,
+    room,
     visible,
     out,
     capacity,
     k,
     score_stride,
     maxima_stride,
+    room_stride,
     TOP: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
+    EXACT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    ROOM: tl.constexpr,
+    CLASSES: tl.constexpr,
+    T: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -753,23 +1045,40 @@ def _select_kernel(
     shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)
     out += token * k
     scores += token * score_stride
+    maxima += token * maxima_stride
+    groups = room + token * room_stride
+    pairs = (groups + ROOM).to(tl.pointer_type(tl.int64))
     if shown <= k:
         place = tl.arange(0, TOP)
         tl.store(out + place, tl.where(place < shown, place, -1).to(tl.int64), mask=place < k)
-    elif shown <= BLOCK:
-        _choose(scores, out, shown, k, BLOCK)
+    elif shown <= EXACT:
+        _choose(scores, out, shown, k, T)
     else:
-        if GROUP > 0:
-            groups += token * k
-            maxima += token * maxima_stride
-            number = tl.cdiv(shown, GROUP)
-            if PIECES:
-                _choose_in_pieces(maxima, groups, groups, number, number, k, 0, BLOCK)
-                _choose_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, BLOCK)
-            else:
-                least = _choose(maxima, groups, number, k, BLOCK)
+        if DIRECT > 0:
+            if shown <= DIRECT:
+                least = _least(scores, shown, k, CLASSES, T)
+                kept = _keep_entries(scores, shown, least, pairs, ROOM, T)
                 tl.debug_barrier()
-                _choose_within(scores, groups, out, shown, least, k, GROUP, BLOCK)
+                if kept <= ROOM:
+                    _choose_kept(pairs, out, least, kept, k, ROOM, T)
+                else:
+                    _choose_in_pieces(scores, groups, out, shown, shown, k, 0, T)
+            else:
+                if GROUP > 0:
+                    number = tl.cdiv(shown, GROUP)
+                    least = _least(maxima, number, k, CLASSES, T)
+                    kept = _keep_groups(maxima, number, least, groups, ROOM, T)
+                    if kept <= ROOM:
+                        tl.debug_barrier()
+                        kept = _keep_members(
+                            scores, shown, groups, kept, least, pairs, GROUP, ROOM, T
+                        )
+                    tl.debug_barrier()
+                    if kept <= ROOM:
+                        _choose_kept(pairs, out, least, kept, k, ROOM, T)
+                    else:
+                        _choose_in_pieces(maxima, groups, groups, number, number, k, 0, T)
+                        _choose_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, T)
 
 
 def indexer_select(
@@ -796,14 +1105,12 @@ def indexer_select(
     data = data if data.stride(-1) == 1 else data.contiguous()
     weights, page_table = weights.contiguous(), page_table.contiguous()
     sequences, visible = sequence_of_token.contiguous(), visible.contiguous()
-    group, block = _selection_sizes(capacity, k)
-    # Rows as long as the blocks that are loaded from them, whatever they hold past the end.
-    width = triton.cdiv(capacity, block) * block
-    step = max(1, _SCORE_BYTES // (4 * width))
+    sizes = _Sizes.of(capacity, k)
+    step = max(1, _SCORE_BYTES // max(1, 4 * sizes.width))
     size = min(step, tokens)
-    scores = _scratch(q, size, width if k < capacity else 0)
-    maxima = _scratch(q, size, triton.cdiv(width, group * block) * block if group else 0)
-    groups = _scratch(q, size, k if group else 0)
+    scores = _scratch(q, size, sizes.width)
+    maxima = _scratch(q, size, sizes.groups)
+    room = _scratch(q, size, 3 * sizes.room if sizes.direct else 0)
     for begin in range(0, tokens, step):
         part = slice(begin, begin + step)
         if k < capacity:
@@ -820,9 +1127,9 @@ def indexer_select(
                 scores,
                 maxima,
                 k,
-                group,
+                sizes.group,
             )
-        _launch_selection(scores, maxima, groups, visible[part], out[part], capacity, group, block)
+        _launch_selection(scores, maxima, room, visible[part], out[part], capacity, sizes)
     return out
 
 
@@ -830,14 +1137,49 @@ def _scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
     return torch.empty((tokens, width), dtype=torch.int32, device=like.device)
 
 
-def _selection_sizes(capacity: int, k: int) -> tuple[int, int]:
-    """Entries per group (0: no narrowing) and keys of one program."""
-    if k == capacity:
-        return 0, _SMALLEST
-    if capacity <= _DIRECT:
-        return 0, max(_SMALLEST, _launch.power_of_two(capacity))
-    group = max(1, min(_GROUP, _LARGEST // _launch.power_of_two(k)))
-    return group, max(_DIRECT, group * _launch.power_of_two(k))
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a selection.
+
+    Attributes:
+        exact: Entries up to which a row is searched as it is.
+        direct: Entries up to which it is without groups; 0: none is longer than ``exact``.
+        group: Entries per group; 0: none is longer than ``direct``.
+        width: Numbers in a row of scores: as many as are loaded from it, whatever they are.
+        groups: The same of maxima.
+        room: Entries that are chosen among, and groups that they come from.
+        classes: Of which maxima give the threshold that lets entries in.
+        warps: Of a program.
+    """
+
+    exact: int
+    direct: int
+    group: int
+    width: int
+    groups: int
+    room: int
+    classes: int
+    warps: int
+
+    @classmethod
+    def of(cls, capacity: int, k: int) -> _Sizes:
+        """Sizes for the k highest of ``capacity`` entries."""
+        if k == capacity:  # Nothing is chosen: any k.
+            return cls(0, 0, 0, 0, 0, 32 * _FEWEST, 32 * _FEWEST, _FEWEST)
+        top = _launch.power_of_two(k)
+        warps = min(_MOST, max(_FEWEST, _launch.power_of_two(capacity) // 256, top // 128))
+        loaded, room = 8 * 32 * warps, max(32 * warps, 2 * top)
+        exact = min(_SEARCHED, loaded)
+        group = _GROUP if capacity < _LONG else 2 * _GROUP
+        # The maxima of fewer groups than k would let all groups in.
+        direct = max(_DIRECT, group * top)
+        if capacity <= direct:
+            group = 0
+        if capacity <= exact:
+            direct = 0
+        width = triton.cdiv(capacity, loaded) * loaded
+        groups = triton.cdiv(triton.cdiv(capacity, group), loaded) * loaded if group else 0
+        return cls(exact, direct, group, width, groups, room, room, warps)
 
 
 _CODES = {torch.float8_e4m3fn: "fp8", torch.uint8: "mxfp4"}
@@ -885,74 +1227,108 @@ def _launch_scores(
     narrow_types = operand != torch.float32
     padded = max(16, _launch.power_of_two(heads))
     shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
-    block, stages, warps, resident = _SHAPES[shared > 1 if narrow_types else None]
+    within = narrow_types and shared == 1 and _within_pages(data, page_size, entry_format, d)
+    shape = entry_format if within else shared > 1 if narrow_types else None
+    block, stages, warps, resident = _SHAPES[shape]
     programs = triton.cdiv(tokens, shared)
     splits = max(1, resident * _launch.multiprocessors(q.device) // programs)
+    grid = (programs, min(splits, triton.cdiv(capacity, block)))
+    pointers = (weights, data, page_table, sequences, visible, scores, maxima)
+    strides = (
+        *(data.stride(0), data.stride(1), page_table.stride(0)),
+        *(scores.stride(0), maxima.stride(0)),
+    )
+    options = {
+        "H": heads,
+        "D": d,
+        "KEYS": entry_format,
+        "QUERIES": queries,
+        "OPERAND": _rows.TYPES[operand],
+        "HEADS": padded,
+        "BLOCK": block,
+        "GROUP": group,
+        "STAGES": stages,
+        "num_warps": warps,
+        **_launch.options(q),
+    }
+    if within and query_scales is not None:
+        q, query_scales = _in_words(q), _in_words(query_scales)
+    x = q.view(torch.uint8) if queries == "fp8" else q
     with _launch.on(q):
-        _score_kernel[(programs, min(splits, triton.cdiv(capacity, block)))](
-            q.view(torch.uint8) if queries == "fp8" else q,
+        if within:
+            _score_pages_kernel[grid](
+                x,
+                query_scales,
+                *pointers,
+                capacity,
+                k,
+                *q.stride()[:2],
+                *strides,
+                PAGE=page_size,
+                **options,
+            )
+            return
+        _score_kernel[grid](
+            x,
             query_scales,
-            weights,
-            data,
-            page_table,
-            sequences,
-            visible,
-            scores,
-            maxima,
+            *pointers,
             tokens,
             capacity,
             k,
             page_size,
-            q.stride(0),
-            q.stride(1),
-            data.stride(0),
-            data.stride(1),
-            page_table.stride(0),
-            scores.stride(0),
-            maxima.stride(0),
-            H=heads,
-            D=d,
+            *q.stride()[:2],
+            *strides,
             PAGE=page_size if page_size == _launch.power_of_two(page_size) else 0,
-            KEYS=entry_format,
-            QUERIES=queries,
-            OPERAND=_rows.TYPES[operand],
             TOKENS=shared,
-            HEADS=padded,
             DIMS=max(16, _launch.power_of_two(d)),
-            BLOCK=block,
-            GROUP=group,
-            STAGES=stages,
-            num_warps=warps,
-            **_launch.options(q),
+            **options,
         )
+
+
+def _within_pages(data: torch.Tensor, page_size: int, entry_format: str, d: int) -> bool:
+    """Whether ``_score_pages_kernel`` reads such pages."""
+    if page_size % _SHAPES[entry_format][0]:
+        return False
+    if entry_format == "plain":
+        return d >= 16 and d == _launch.power_of_two(d)
+    return d == 128 and data.data_ptr() % 16 == 0 and data.stride(0) % 16 == 0
+
+
+def _in_words(x: torch.Tensor) -> torch.Tensor:
+    """Bytes that can be read four at a time."""
+    aligned = all(number % 4 == 0 for number in (x.data_ptr(), *x.stride()[:-1]))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _launch_selection(
     scores: torch.Tensor,
     maxima: torch.Tensor,
-    groups: torch.Tensor,
+    room: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
-    group: int,
-    block: int,
+    sizes: _Sizes,
 ) -> None:
     tokens, k = out.shape
     with _launch.on(out):
         _select_kernel[(tokens,)](
             scores,
             maxima,
-            groups,
+            room,
             visible,
             out,
             capacity,
             k,
             scores.stride(0),
             maxima.stride(0),
+            room.stride(0),
             TOP=_launch.power_of_two(k),
-            GROUP=group,
-            BLOCK=block,
-            PIECES=bool(group) and max(triton.cdiv(capacity, group), k * group) > block,
-            num_warps=min(32, max(4, block // 512)),
+            GROUP=sizes.group,
+            EXACT=sizes.exact,
+            DIRECT=sizes.direct,
+            ROOM=sizes.room,
+            CLASSES=sizes.classes,
+            T=32 * sizes.warps,
+            num_warps=sizes.warps,
             **_launch.options(out),
         )

@@ -8,6 +8,8 @@
   the first product read, turned.
 * Blocks of threads stay and take (token, part, tile of heads) in turn. The entries of the next are
   expanded while the results of the last are stored.
+* ``together``, two blocks of a cluster have the odd and the even blocks of a tile's entries. At the
+  end each gives the other its sums of the dims that are the other's, and adds and stores its own.
 
 Weights are relative to a reference that follows the largest logit when that has grown by more than
 ``2^8``; sums of float32 bear that, and most blocks leave the sums as they are. The warpgroups hand
@@ -40,6 +42,7 @@ from dsv4.cute.sm90.attention_plan import (
     ROPE,
     SCAN_BYTES,
     STAGES,
+    TILE_BYTES,
     AttentionPlan,
 )
 
@@ -105,8 +108,9 @@ class AttentionKernel(Entries, AttentionPlan):
             head_stride, window_stride, compressed_stride, width, second_width, page_shift,
             second_shift, heads, splits, tiles, items, scan, scale,
         ).launch(
-            grid=[1, 1, 1],
+            grid=[self.blocks, 1, 1],
             block=[self.threads, 1, 1],
+            cluster=[self.blocks, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
@@ -209,7 +213,7 @@ class AttentionKernel(Entries, AttentionPlan):
             heads: Of q.
             splits: Blocks that share a token.
             tiles: Tiles of 64 heads.
-            items: ``tokens splits tiles``, tiles first, then parts.
+            items: ``tokens splits tiles``, tiles first, then parts; ``together``, parts first.
             scan: 1 to look for the last slot that is used, 0 to take all there are.
             scale: Factor on the logits, above 0.
         """
@@ -232,10 +236,10 @@ class AttentionKernel(Entries, AttentionPlan):
         notes = smem.allocate_array(
             cutlass.Uint8, STAGES * INFO_BYTES + SCAN_BYTES, byte_alignment=16
         )
-        told = Uint32(smem.allocate_array(cutlass.Float32, 3 * HEADS).toint())
+        told = Uint32(smem.allocate_array(cutlass.Float32, 3 * HEADS + CONSUMER_WARPS).toint())
         info = Uint32(notes.toint())
-        full = Uint32(smem.allocate_array(cutlass.Int64, 3 * STAGES).toint())
-        empty, ready = full + 8 * STAGES, full + 16 * STAGES
+        full = Uint32(smem.allocate_array(cutlass.Int64, 3 * STAGES + 2).toint())
+        empty, ready, arrived = full + 8 * STAGES, full + 16 * STAGES, full + 24 * STAGES
         at_q = Uint32(shared_q.iterator.toint())
         at_k = Uint32(shared_k.iterator.toint())
         cute.arch.griddepcontrol_launch_dependents()
@@ -244,9 +248,16 @@ class AttentionKernel(Entries, AttentionPlan):
                 ptx.barrier_init(full + s * 8, 32 * PRODUCER_WARPS)
                 ptx.barrier_init(empty + s * 8, CONSUMER_WARPS)
                 ptx.barrier_init(ready + s * 8, _CONSUMERS // 2)
+            ptx.barrier_init(arrived, 1)
+            ptx.barrier_init(arrived + 8, self.blocks * CONSUMER_WARPS)
             ptx.fence_barrier_init()
+        if cutlass.const_expr(self.together):
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.together):
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             caches = (
@@ -259,6 +270,9 @@ class AttentionKernel(Entries, AttentionPlan):
             while item < items:
                 rest = item // tiles
                 part = (rest // splits, rest % splits, splits, scan)
+                if cutlass.const_expr(self.together):
+                    number = item // self.blocks
+                    part = (number // tiles, item % self.blocks, Int32(self.blocks), scan)
                 stage, parity = self.expand_part(caches, part, shared, (stage, parity))
                 item += grid
         else:
@@ -267,8 +281,8 @@ class AttentionKernel(Entries, AttentionPlan):
             operands = (shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma)
             self._multiply_items(
                 operands,
-                (info, full, empty, ready),
-                (at_q, Uint32(shared_p.iterator.toint()), told),
+                (info, full, empty, ready, arrived),
+                (at_q, at_k, Uint32(shared_p.iterator.toint()), told),
                 (q, token_stride, head_stride, sink, out, tops, totals, cos, sin),
                 (begin, grid, items, tiles, splits, heads, scale * Float32(_LOG2E)),
                 (group, thread, warp, lane),
@@ -280,8 +294,8 @@ class AttentionKernel(Entries, AttentionPlan):
     ) -> None:
         """A warpgroup's share of every (token, part, tile of heads) of the block."""
         shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma = operands
-        info, full, empty, ready = ring
-        at_q, at_p, told = shared
+        info, full, empty, ready, arrived = ring
+        at_q, at_k, at_p, told = shared
         q, token_stride, head_stride, sink, out, tops, totals, cos, sin = tensors
         begin, grid, items, tiles, splits, heads, scale = sizes
         group, thread, warp, lane = who
@@ -303,9 +317,14 @@ class AttentionKernel(Entries, AttentionPlan):
         line = told + Uint32(row * 4)
         give_at = at_p + Uint32((warp % 4 * 16 + lane % 16) * 128)
         stage, parity, item = Int32(0), Int32(0), Int32(begin)
+        kept = told + Uint32(3 * 4 * HEADS + warp * 4)
         while item < items:
-            tile, rest = item % tiles, item // tiles
-            token = rest // splits
+            tile, rest, token = self._item(item, tiles, splits)
+            if cutlass.const_expr(self.together):
+                # No register is left to keep it.
+                if lane == 0:
+                    ptx.store_shared_int(kept, item)
+                cute.arch.sync_warp()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
             self._load_queries(
                 q + (Int64(token) * token_stride) * 2, at_q, (thread, tile, heads, head_stride)
@@ -355,15 +374,34 @@ class AttentionKernel(Entries, AttentionPlan):
                     stage = Int32(0)
                     parity = parity ^ 1
             total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
-            if cutlass.const_expr(not self.split):
-                self._turn_back(sums, (cos, sin), (token, group, lane))
-            self._store(
-                sums,
-                (references, total),
-                (sink, out, tops, totals),
-                (tile * HEADS + row, rest, token, heads, group, lane),
-            )
+            if cutlass.const_expr(self.together):
+                item = ptx.load_shared_int(kept)
+                tile, rest, token = self._item(item, tiles, splits)
+                rank = cute.arch.block_idx_in_cluster()
+                self._push(sums, (references, total), (at_k, at_p, arrived), (row, rank, thread))
+                self._merge(
+                    (at_k, at_p),
+                    (sink, out, cos, sin),
+                    (tile * HEADS, token, heads),
+                    (row, rank, thread),
+                )
+            else:
+                if cutlass.const_expr(not self.split):
+                    self._turn_back(sums, (cos, sin), (token, group, lane))
+                self._store(
+                    sums,
+                    (references, total),
+                    (sink, out, tops, totals),
+                    (tile * HEADS + row, rest, token, heads, group, lane),
+                )
             item += grid
+
+    def _item(self, item: Value, tiles: Value, splits: Value) -> Value:
+        """Tile of heads, number among all tokens' parts, and token."""
+        if self.together:
+            number = item // self.blocks
+            return number % tiles, number, number // tiles
+        return item % tiles, item // tiles, item // tiles // splits
 
     @cute.jit
     def _add(self, mma: Value, sums: Value, weights: Value, values: Value, where: Value) -> None:
@@ -539,6 +577,91 @@ class AttentionKernel(Entries, AttentionPlan):
                     four = self._turn_quad(four, lane)
                     if head < heads:
                         ptx.store_global4(line + (n * 8 + lane % 4 * 8) * 2, four)
+
+    @cute.jit
+    def _push(self, sums: Value, state: Value, rooms: Value, where: Value) -> None:
+        """Give either block of the cluster this one's sums of the dims that are its share.
+
+        Rooms: stages and weights, whose contents nobody needs any more, for sums and for what they
+        are relative to; and two barriers, of what arrives and of all who have done with the rooms.
+        """
+        row, rank, thread = where
+        references, total = state
+        size = DIMS * HEADS * 4 + self.blocks * HEADS * 16
+        if thread == 0:
+            ptx.expect_bytes(rooms[2], size)
+        if thread % 32 == 0:
+            for other in cutlass.range_constexpr(self.blocks):
+                ptx.arrive_remote(ptx.remote(rooms[2] + 8, Int32(other)))
+        ptx.wait(rooms[2] + 8, Int32(0))
+        share = DIMS // 16 // self.blocks
+        for other in cutlass.range_constexpr(self.blocks):
+            mine = rooms[0] + Uint32(rank * (STAGES * TILE_BYTES // self.blocks) + thread * 16)
+            to, barrier = ptx.remote(mine, Int32(other)), ptx.remote(rooms[2], Int32(other))
+            for n in cutlass.range_constexpr(share):
+                at = (other * share + n) * 4
+                four = [sums[at + i] for i in range(4)]
+                ptx.store_remote4(to, four, barrier, n * _CONSUMERS * 16)
+            if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
+                for r in cutlass.range_constexpr(2):
+                    place = rooms[1] + Uint32((rank * HEADS + row + 8 * r) * 16)
+                    four = [references[r], total[r], Float32(0.0), Float32(0.0)]
+                    ptx.store_remote4(ptx.remote(place, Int32(other)), four, barrier)
+        ptx.wait(rooms[2], Int32(0))
+
+    @cute.jit
+    def _merge(self, rooms: Value, places: Value, item: Value, where: Value) -> None:
+        """Add both blocks' sums of this one's share of the dims, in the order of their ranks."""
+        sink, out, cos, sin = places
+        first, token, heads = item
+        row, rank, thread = where
+        group, lane = thread // 128, thread % 32
+        share = DIMS // 16 // self.blocks
+        factors, whole = [], []
+        for r in cutlass.range_constexpr(2):
+            head = first + row + 8 * r
+            known = [
+                ptx.load_shared_float2(rooms[1] + Uint32((p * HEADS + row + 8 * r) * 16))
+                for p in range(self.blocks)
+            ]
+            place = sink + Int64(cutlass.min(head, heads - 1)) * 4
+            logit = ptx.load_global_float(place) * Float32(_LOG2E)
+            origin = logit
+            for p in cutlass.range_constexpr(self.blocks):
+                origin = ptx.maximum(origin, known[p][0])
+            origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
+            total = ptx.power_of_two(logit - origin)
+            each = [ptx.power_of_two(known[p][0] - origin) for p in range(self.blocks)]
+            for p in cutlass.range_constexpr(self.blocks):
+                total = total + known[p][1] * each[p]
+            factors.append(each)
+            whole.append(ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
+        sums = []
+        for n in cutlass.range_constexpr(share):
+            four = [Float32(0.0)] * 4
+            for p in cutlass.range_constexpr(self.blocks):
+                at = rooms[0] + Uint32(p * (STAGES * TILE_BYTES // self.blocks) + thread * 16)
+                more = ptx.load_shared_float4(at + n * _CONSUMERS * 16)
+                four = [four[i] + more[i] * factors[i // 2][p] for i in range(4)]
+            number = rank * share + n - ((DIMS - ROPE) // 8 - DIMS // 16)
+            if (cos != Int64(0)) & (group == 1) & (number >= 0):
+                place = (Int64(token) * (ROPE // 2) + lane % 4 + number * 4) * 4
+                c, s = ptx.load_global_float(cos + place), ptx.load_global_float(sin + place)
+                turned = [ptx.turn_back(four[2 * r], four[2 * r + 1], c, s) for r in range(2)]
+                four = [turned[i // 2][i % 2] for i in range(4)]
+            sums.append(four)
+        for r in cutlass.range_constexpr(2):
+            head = first + row + 8 * r
+            line = out + ((Int64(token) * heads + head) * DIMS + group * (DIMS // 2)) * 2
+            for n in cutlass.range_constexpr(0, share, 4):
+                words = [
+                    ptx.bfloat16_pair(sums[m][2 * r] * whole[r], sums[m][2 * r + 1] * whole[r])
+                    for m in range(n, n + 4)
+                ]
+                words = self._turn_quad(words, lane)
+                if head < heads:
+                    dim = rank * (share * 8) + n * 8 + lane % 4 * 8
+                    ptx.store_global4(line + dim * 2, words)
 
     @cute.jit
     def _mean(self, reference: Value, total: Value, logit: Value) -> Value:

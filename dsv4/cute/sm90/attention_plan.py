@@ -19,8 +19,12 @@ INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the to
 _MOST_SPLITS = 64
 # In clock cycles, fitted to times on an H200: a block of entries, what a tile of heads costs beside
 # them, the second launch, a head of a token there, and the bytes of sums that are written and read
-# again while a multiprocessor's clock ticks.
+# again while a multiprocessor's clock ticks; and what two blocks that add their sums together cost.
 _BLOCK_CYCLES, _TILE_CYCLES, _LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 4500, 9000, 3000, 200, 9
+_TOGETHER_CYCLES = 9500
+# Of the narrow kernel, as measured: clusters that are at work at a time without two blocks on one
+# multiprocessor, and steps of its blocks up to which it is the fastest.
+_NARROW_CLUSTERS, _NARROW_STEPS = 8, 5
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,18 @@ class AttentionPlan:
 
     Attributes:
         split: Whether several blocks share a token and leave their sums for another launch.
+        together: Whether two blocks share a token and each adds the sums of half of the dims.
     """
 
     split: bool
+    together: bool = False
 
     kernel = "dsv4.cute.sm90.attention:AttentionKernel"
-    blocks = 1
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return 2 if self.together else 1
 
     @property
     def threads(self) -> int:
@@ -45,7 +55,8 @@ class AttentionPlan:
     def shared_bytes(self) -> int:
         """Queries, stages, weights, codes, what warpgroups tell one another, and barriers."""
         tiles = (1 + STAGES) * TILE_BYTES + WEIGHT_BYTES + CODE_BYTES
-        return 1024 + tiles + 3 * 4 * HEADS + STAGES * (INFO_BYTES + 24) + SCAN_BYTES
+        words = 3 * HEADS + CONSUMER_WARPS
+        return 1024 + tiles + 4 * words + STAGES * (INFO_BYTES + 24) + SCAN_BYTES + 16
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,27 @@ class MergePlan:
     shared_bytes = 0
 
 
-Plan = AttentionPlan | MergePlan
+@dataclass(frozen=True)
+class NarrowPlan:
+    """The kernel for few tokens, a cluster of which has 16 heads of one."""
+
+    kernel = "dsv4.cute.sm90.attention_narrow:NarrowKernel"
+    heads = 16  # of a tile
+    blocks = 8  # of a cluster
+    threads = 256
+    stages = 3  # of codes
+    ahead = 2  # steps whose codes are asked for while one is multiplied
+    shared_bytes = 120 * 1024  # more than half, so that blocks are on different multiprocessors
+
+
+Plan = AttentionPlan | MergePlan | NarrowPlan
 
 
 @functools.cache
-def splits(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int) -> int:
-    """Among how many blocks a tile's entries are dealt: the number that takes the fewest cycles.
+def choose(
+    tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+) -> tuple[AttentionPlan | NarrowPlan, int]:
+    """The kernel that takes the fewest cycles, and among how many blocks it deals a tile's entries.
 
     Args:
         tokens: At least 1.
@@ -71,19 +97,58 @@ def splits(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: in
         widths: Slots of a token, of either cache.
         multiprocessors: Of the GPU.
     """
-    blocks = max(1, sum(-(-width // BLOCK) for width in widths))
+    if is_narrow(tokens, heads, widths):
+        return NarrowPlan(), NarrowPlan.blocks
+    count = splits(tokens, heads, widths, multiprocessors)
+    cycles = _cycles(count, tokens, heads, widths, multiprocessors)
+    two = AttentionPlan(False, together=True)
     programs = tokens * tiles(heads)
-    most = max(1, min(_MOST_SPLITS, blocks, 2 * multiprocessors // programs))
+    # Of fewer, four to a tile leave less to each, and another launch has less to add.
+    if multiprocessors < 4 * programs <= 2 * multiprocessors and _blocks(widths) > 1:
+        alone = _TILE_CYCLES + -(-_blocks(widths) // 2) * _BLOCK_CYCLES
+        if alone + _TOGETHER_CYCLES < cycles:
+            return two, two.blocks
+    return AttentionPlan(count > 1), count
 
-    def cycles(count: int) -> float:
-        rounds = -(-programs * count // multiprocessors)
-        alone = rounds * (_TILE_CYCLES + -(-blocks // count) * _BLOCK_CYCLES)
-        if count == 1:
-            return alone
-        moved = 4 * DIMS * min(heads, HEADS) * programs * count / _BYTES
-        return alone + _LAUNCH_CYCLES + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
 
-    return min(range(1, most + 1), key=cycles)
+def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
+    """Whether tiles of 16 heads take less time than larger ones."""
+    steps = sum(-(-width // 32) for width in widths)
+    clusters = tokens * -(-heads // NarrowPlan.heads)
+    return clusters <= _NARROW_CLUSTERS and steps <= _NARROW_STEPS * NarrowPlan.blocks
+
+
+@functools.cache
+def splits(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int) -> int:
+    """Among how many blocks a tile's entries are best dealt if another launch adds their sums.
+
+    Args:
+        tokens: At least 1.
+        heads: Of a token.
+        widths: Slots of a token, of either cache.
+        multiprocessors: Of the GPU.
+    """
+    programs = tokens * tiles(heads)
+    most = max(1, min(_MOST_SPLITS, _blocks(widths), 2 * multiprocessors // programs))
+    sizes = (tokens, heads, widths, multiprocessors)
+    return min(range(1, most + 1), key=lambda count: _cycles(count, *sizes))
+
+
+def _cycles(
+    count: int, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+) -> float:
+    programs = tokens * tiles(heads)
+    rounds = -(-programs * count // multiprocessors)
+    alone = rounds * (_TILE_CYCLES + -(-_blocks(widths) // count) * _BLOCK_CYCLES)
+    if count == 1:
+        return alone
+    moved = 4 * DIMS * min(heads, HEADS) * programs * count / _BYTES
+    return alone + _LAUNCH_CYCLES + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
+
+
+def _blocks(widths: tuple[int, int]) -> int:
+    """Blocks of entries of a token."""
+    return max(1, sum(-(-width // BLOCK) for width in widths))
 
 
 def tiles(heads: int) -> int:

@@ -1,0 +1,520 @@
+"""Sparse attention of few tokens: a cluster has 16 heads, a warp 64 dims of 32 entries at a time.
+
+* Each of eight warps copies its group of codes to shared memory two steps ahead and expands it into
+  registers, which are right operands of the product with the queries as they are, and, turned, of
+  the product with the weights. No other warp reads it, and it is in shared memory as codes alone.
+* Logits are sums of all warps' parts. A warp adds them, and has the softmax, of two heads, and
+  leaves the weights for all.
+* The blocks of a cluster share a token's entries, every eighth step each. At the end each gets the
+  sums of all for two heads, and adds them in the order of their ranks.
+
+Columns of the product with the queries are in another order than in memory: a lane's 16 codes in a
+row are words of four steps. The queries are loaded in the same order, and the sums' dims follow it.
+
+Weights are relative to a reference that follows the largest logit when that has grown by more than
+``2^8``, and rounded in numerator and denominator alike, as in ``attention``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90.attention_plan import DIMS, NOPE, ROPE, NarrowPlan
+
+Value = Any
+_LOG2E = 1.4426950408889634
+_SLACK = 8.0  # powers of two by which a logit may exceed its reference
+_INFINITY = float("inf")
+_ENTRY = NOPE + 2 * ROPE  # bytes of an entry, but for its scales
+_WARPS = 8
+_STEP = 32  # entries
+_GROUP = 64  # dims of a warp
+_CODED = NOPE // _GROUP  # warps whose entries are codes
+_CODES = _STEP * _GROUP  # and as codes
+_SCALES_AT = (_WARPS + 1) * _CODES  # in a stage
+_STAGE = _SCALES_AT + _WARPS * _STEP * 4
+_LINE = _STEP * 4  # bytes of a head's logits
+_P_LINE = _STEP * 2 + 16  # and weights, so that eight rows are in different banks
+
+
+class NarrowKernel(NarrowPlan):
+    """The kernel of one configuration."""
+
+    def compile(self, options: str) -> Any:
+        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
+        return cute.compile(
+            self,
+            *[Int64(0)] * 9,
+            *[Int64(8)] * 4,
+            *[Int32(1)] * 6,
+            Float32(1.0),
+            CUstream(0),
+            options=options,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: Int64,
+        window: Int64,
+        window_slots: Int64,
+        compressed: Int64,
+        compressed_slots: Int64,
+        sink: Int64,
+        out: Int64,
+        cos: Int64,
+        sin: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        window_stride: Int64,
+        compressed_stride: Int64,
+        width: Int32,
+        second_width: Int32,
+        page_shift: Int32,
+        second_shift: Int32,
+        heads: Int32,
+        tiles: Int32,
+        scale: Float32,
+        stream: CUstream,
+    ) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        self.kernel_(
+            q, window, window_slots, compressed, compressed_slots, sink, out, cos, sin,
+            token_stride, head_stride, window_stride, compressed_stride, width, second_width,
+            page_shift, second_shift, heads, tiles, scale,
+        ).launch(
+            grid=[self.blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            cluster=[self.blocks, 1, 1],
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel_(
+        self,
+        q: Int64,
+        window: Int64,
+        window_slots: Int64,
+        compressed: Int64,
+        compressed_slots: Int64,
+        sink: Int64,
+        out: Int64,
+        cos: Int64,
+        sin: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        window_stride: Int64,
+        compressed_stride: Int64,
+        width: Int32,
+        second_width: Int32,
+        page_shift: Int32,
+        second_shift: Int32,
+        heads: Int32,
+        tiles: Int32,
+        scale: Float32,
+    ) -> None:
+        """A cluster for every (token, tile of heads).
+
+        Args:
+            q: Address of bfloat16 ``[tokens, heads, 512]``.
+            window: Address of the first cache's pages.
+            window_slots: Address of its slots, ``[tokens, width]``.
+            compressed: As ``window``, of the second cache.
+            compressed_slots: Likewise.
+            sink: Address of float32 ``[heads]``.
+            out: Address of bfloat16 ``[tokens, heads, 512]``.
+            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
+                back; 0: they are not.
+            sin: As ``cos``.
+            token_stride: Elements between tokens of q.
+            head_stride: Elements between heads of q.
+            window_stride: Bytes between pages.
+            compressed_stride: Likewise.
+            width: Slots of a token.
+            second_width: Likewise.
+            page_shift: Logarithm of the entries of a page, to base 2.
+            second_shift: Likewise.
+            heads: Of q.
+            tiles: Tiles of heads.
+            scale: Factor on the logits, above 0.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        rank, item = block % self.blocks, block // self.blocks
+        token, tile = item // tiles, item % tiles
+        smem = cutlass.memory.SmemAllocator()
+        raw = self._room(smem, self.stages * _STAGE)
+        gathered = self._room(smem, self.heads * DIMS * 4)
+        parts = self._room(smem, _WARPS * self.heads * _LINE)
+        weights = self._room(smem, self.heads * _P_LINE)
+        factors = self._room(smem, self.heads * 4)
+        stats = self._room(smem, self.heads * 16)
+        sinks = self._room(smem, self.heads * 4)
+        tables = self._room(smem, 2 * ROPE * 2)
+        arrived = self._room(smem, 8)
+        cute.arch.griddepcontrol_launch_dependents()
+        if thread == 0:
+            ptx.barrier_init(arrived, 1)
+            ptx.expect_bytes(arrived, self.heads * (DIMS * 4 + 16))
+            ptx.fence_barrier_init()
+        # Waited for where others are first written to.
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_wait()
+        first_head = tile * self.heads
+        row_bytes = Int64(token) * 8
+        caches = (
+            (window, window_stride, page_shift, window_slots + row_bytes * width, width),
+            (
+                compressed,
+                compressed_stride,
+                second_shift,
+                compressed_slots + row_bytes * second_width,
+                second_width,
+            ),
+        )
+        begin = (width + _STEP - 1) // _STEP
+        steps = begin + (second_width + _STEP - 1) // _STEP
+        step = Int32(rank)
+        ahead = [
+            self._ask(caches, begin, step + s * self.blocks, lane) for s in range(self.ahead + 1)
+        ]
+        queries = self._load_queries(
+            q + (Int64(token) * token_stride) * 2, (first_head, heads, head_stride), warp, lane
+        )
+        self._ask_tables((sink, cos, sin), (sinks, tables), (token, first_head, heads), thread)
+        source = (warp, lane, self._source(warp, lane))
+        there = []
+        for s in cutlass.range_constexpr(self.ahead):
+            place = raw + Uint32(s * _STAGE)
+            there.append(self._copy(caches, begin, step + s * self.blocks, ahead[s], place, source))
+            ptx.commit_copies()
+        found = ahead[self.ahead]
+        sums = [[Float32(0.0)] * 4 for _ in range(8)]
+        references = [-Float32(_INFINITY)] * (self.heads // _WARPS)
+        total = [Float32(0.0)] * (self.heads // _WARPS)
+        stage = Int32(0)
+        while step < steps:
+            here = there[0]
+            following = step + self.ahead * self.blocks
+            last = stage + self.ahead
+            if last >= self.stages:
+                last -= self.stages
+            to = raw + Uint32(last * _STAGE)
+            there = [*there[1:], self._copy(caches, begin, following, found, to, source)]
+            ptx.commit_copies()
+            found = self._ask(caches, begin, following + self.blocks, lane)
+            ptx.wait_copies(self.ahead)
+            cute.arch.sync_warp()
+            if here != Uint32(0):
+                words = self._expand(raw + Uint32(stage * _STAGE), warp, lane)
+                self._score(words, queries, parts, warp, lane)
+                cute.arch.sync_threads()
+                references, total = self._weigh(
+                    (parts, weights, factors), here, (references, total), scale, (warp, lane)
+                )
+                cute.arch.sync_threads()
+                sums = self._add(sums, weights, factors, words, lane)
+            step += self.blocks
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+        ptx.wait_copies(0)
+        cute.arch.cluster_wait()
+        self._give(sums, (gathered, arrived), (rank, warp, lane))
+        self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
+        # Of all threads: they have copied the tables.
+        cute.arch.sync_threads()
+        ptx.wait(arrived, Int32(0))
+        self._merge(
+            (gathered, stats, sinks, tables), (out, cos), (token, first_head, heads), (rank, thread)
+        )
+
+    def _room(self, smem: Value, size: int) -> Value:
+        """Address of so many bytes of shared memory."""
+        return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
+
+    @cute.jit
+    def _ask(self, caches: Value, begin: Value, step: Value, lane: Value) -> Value:
+        """Load the lane's slot of a step; all ones beyond the last."""
+        row, limit, number = caches[0][3], caches[0][4], step
+        if step >= begin:
+            row, limit, number = caches[1][3], caches[1][4], step - begin
+        number = number * _STEP + lane
+        return ptx.load2_or_ones(row + Int64(number) * 8, Int32(number < limit))
+
+    def _source(self, warp: Value, lane: Value) -> Value:
+        """Where a lane's part of an entry begins: codes, or the bfloat16 of the last warp."""
+        coded = Int32(warp < _CODED)
+        return warp * _GROUP + lane % 4 * (32 - 16 * coded)
+
+    @cute.jit
+    def _start(self, cache: Value, slot: Value) -> Value:
+        """Where an entry's page is, and the entry's number in it; the first's, if there is none."""
+        data, stride, shift = cache
+        safe = cutlass.max(slot, Int32(0))
+        return data + Int64(safe >> shift) * stride, safe & ((1 << shift) - 1)
+
+    @cute.jit
+    def _copy(
+        self, caches: Value, begin: Value, step: Value, found: Value, at: Value, source: Value
+    ) -> Value:
+        """Copy the warp's part of a step's entries to a stage; a bit for each entry there is."""
+        warp, lane, offset = source
+        slot = cutlass.max(Int32(found[0]) | (Int32(found[1]) >> 31), Int32(-1))
+        there = Uint32(cute.arch.vote_ballot_sync(slot >= 0))
+        if there != Uint32(0):
+            data, stride, shift = caches[0][0], caches[0][1], caches[0][2]
+            if step >= begin:
+                data, stride, shift = caches[1][0], caches[1][1], caches[1][2]
+            cache = (data, stride, shift)
+            to = at + Uint32(warp * _CODES + lane * 16)
+            if warp < _CODED:
+                page, entry = self._start(cache, slot)
+                ptx.copy_word_or_zero(
+                    at + Uint32(_SCALES_AT + (warp * 32 + lane) * 4),
+                    page + Int64((_ENTRY << shift) + entry * 8 + warp // 4 * 4),
+                    Int32(slot >= 0) * 4,
+                )
+                for i in cutlass.range_constexpr(4):
+                    other = cute.arch.shuffle_sync(slot, lane // 4 + 8 * i)
+                    page, entry = self._start(cache, other)
+                    start = page + Int64(entry * _ENTRY + offset)
+                    ptx.copy_or_zero(to, start, Int32(other >= 0) * 16, i * 512)
+            else:
+                for i in cutlass.range_constexpr(4):
+                    other = cute.arch.shuffle_sync(slot, lane // 4 + 8 * i)
+                    page, entry = self._start(cache, other)
+                    start = page + Int64(entry * _ENTRY + offset)
+                    for h in cutlass.range_constexpr(2):
+                        wanted = Int32(other >= 0) * 16
+                        ptx.copy_or_zero(to, start, wanted, i * 1024 + h * 512, h * 16)
+        return there
+
+    @cute.jit
+    def _ask_tables(self, sources: Value, places: Value, where: Value, thread: Value) -> None:
+        """Copy sinks and angles, which are needed at the end."""
+        sink, cos, sin = sources
+        sinks, tables = places
+        token, first, heads = where
+        if thread < self.heads:
+            head = cutlass.min(first + thread, heads - 1)
+            ptx.copy_word_or_zero(sinks + Uint32(thread * 4), sink + Int64(head) * 4, Int32(4))
+        if (thread >= 32) & (thread < 32 + ROPE) & (cos != Int64(0)):
+            number = thread - 32
+            table = cos
+            if number >= ROPE // 2:
+                table = sin
+            source = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
+            ptx.copy_word_or_zero(tables + Uint32(number * 4), source, Int32(4))
+
+    @cute.jit
+    def _load_queries(self, q: Value, where: Value, warp: Value, lane: Value) -> Value:
+        """For each row of the lane, 16 dims of the warp's group: left operands of four steps."""
+        first, heads, head_stride = where
+        rows = []
+        for r in cutlass.range_constexpr(self.heads // 8):
+            head = first + lane // 4 + 8 * r
+            place = q + (Int64(head) * head_stride + warp * _GROUP + lane % 4 * 16) * 2
+            wanted = Int32(head < heads)
+            words = [
+                *ptx.load_or_zero(place, 4, wanted),
+                *ptx.load_or_zero(place, 4, wanted, 16),
+            ]
+            rows.append(words)
+        return rows
+
+    @cute.jit
+    def _expand(self, at: Value, warp: Value, lane: Value) -> Value:
+        """16 dims of each of the lane's four entries, as pairs."""
+        words = [Uint32(0)] * 32
+        place = at + Uint32(warp * _CODES + lane * 16)
+        if warp < _CODED:
+            scales = at + Uint32(_SCALES_AT + (warp * 32 + lane // 4) * 4)
+            made = []
+            for i in cutlass.range_constexpr(4):
+                codes = ptx.load_shared(place + i * 512, 4)
+                word = Uint32(ptx.load_shared_int(scales + i * 32))
+                factor = ptx.e8m0_pair((word >> Uint32(warp % 4 * 8)) & Uint32(255))
+                made += [ptx.e4m3_pair(codes[w // 2], w % 2, factor) for w in range(8)]
+            words = made
+        else:
+            plain = []
+            for i in cutlass.range_constexpr(8):
+                plain += list(ptx.load_shared(place + i * 512, 4))
+            words = plain
+        return words
+
+    @cute.jit
+    def _score(self, words: Value, queries: Value, parts: Value, warp: Value, lane: Value) -> None:
+        """The warp's part of the logits."""
+        row = lane // 4
+        logits = [[Float32(0.0)] * 4 for _ in range(4)]
+        low, high = queries
+        for j in cutlass.range_constexpr(4):
+            left = [low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]]
+            for i in cutlass.range_constexpr(4):
+                at = 8 * i + 2 * j
+                logits[i] = ptx.mma_m16n8k16(logits[i], left, words[at : at + 2])
+        line = parts + Uint32((warp * self.heads + row) * _LINE + lane % 4 * 8)
+        for i in cutlass.range_constexpr(4):
+            place = line + Uint32((i ^ (row % 4)) * 32)
+            ptx.store_shared_float2(place, logits[i][0], logits[i][1])
+            ptx.store_shared_float2(place + 8 * _LINE, logits[i][2], logits[i][3])
+
+    @cute.jit
+    def _weigh(self, places: Value, there: Value, state: Value, scale: Value, who: Value) -> Value:
+        """Weights of the warp's heads; new references, and the lane's sums of weights."""
+        parts, weights, factors = places
+        warp, lane = who
+        scale = scale * Float32(_LOG2E)
+        references, total = state
+        new, sums, pair = [], [], []
+        count = self.heads // _WARPS
+        for h in cutlass.range_constexpr(count):
+            head = warp * count + h
+            place = parts + Uint32(head * _LINE + (((lane // 8) ^ (head % 4)) * 8 + lane % 8) * 4)
+            logit = ptx.load_shared_float(place)
+            for g in cutlass.range_constexpr(1, _WARPS):
+                logit = logit + ptx.load_shared_float(place + g * self.heads * _LINE)
+            bit = (there >> Uint32(lane)) & Uint32(1)
+            logit = ptx.choose(bit, logit, -Float32(_INFINITY))
+            high = logit
+            for step in cutlass.range_constexpr(5):
+                high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
+            high = high * scale
+            old = references[h]
+            grown = high > old + Float32(_SLACK)
+            reference = ptx.choose(grown, high, old)
+            # Of nothing but -inf, so that no inf - inf arises.
+            origin = ptx.choose(reference == -Float32(_INFINITY), Float32(0.0), reference)
+            factor = ptx.choose(grown, ptx.power_of_two(old - reference), Float32(1.0))
+            if lane == 0:
+                ptx.store_shared_float(factors + Uint32(head * 4), factor)
+            pair.append(ptx.power_of_two(ptx.multiply_add_float(logit, scale, -origin)))
+            sums.append(total[h] * factor)
+            new.append(reference)
+            if cutlass.const_expr(h % 2 == 1):
+                word = ptx.bfloat16_pair(pair[h - 1], pair[h])
+                place = weights + Uint32((head - 1) * _P_LINE + lane * 2)
+                ptx.store_shared_halves(place, word, _P_LINE)
+                sums[h - 1] = sums[h - 1] + ptx.low_float(word)
+                sums[h] = sums[h] + ptx.high_float(word)
+        return new, sums
+
+    @cute.jit
+    def _add(self, sums: Value, weights: Value, factors: Value, words: Value, lane: Value) -> Value:
+        """Weights times the warp's group of dims."""
+        line = weights + Uint32(lane % 16 * _P_LINE + lane // 16 * 16)
+        by = [ptx.load_shared_float(factors + Uint32((lane // 4 + 8 * r) * 4)) for r in range(2)]
+        if cute.arch.vote_any_sync((by[0] != Float32(1.0)) | (by[1] != Float32(1.0))):
+            sums = [[sums[n][i] * by[i // 2] for i in range(4)] for n in range(8)]
+        made = [list(sums[n]) for n in range(8)]
+        for k in cutlass.range_constexpr(_STEP // 16):
+            left = ptx.load_matrices4(line, k * 32)
+            for n in cutlass.range_constexpr(8):
+                right = [ptx.turn_matrix(words[8 * (2 * k + h) + n]) for h in range(2)]
+                made[n] = ptx.mma_m16n8k16(made[n], left, right)
+        return made
+
+    @property
+    def share(self) -> int:
+        """Heads that a block of the cluster adds up and stores."""
+        return self.heads // self.blocks
+
+    @cute.jit
+    def _write(self, address: Value, owner: Value, four: Value, arrived: Value) -> None:
+        """Four float32 to a block of the cluster."""
+        ptx.store_remote4(ptx.remote(address, owner), four, ptx.remote(arrived, owner))
+
+    @cute.jit
+    def _give(self, sums: Value, rooms: Value, who: Value) -> None:
+        """Sums to whoever has the head: lines of 512, whose pieces of 16 bytes are exchanged."""
+        rank, warp, lane = who
+        room, arrived = rooms
+        row = lane // 4
+        for r in cutlass.range_constexpr(2):
+            head = row + 8 * r
+            owner, own = head // self.share, head % self.share
+            line = room + Uint32((rank * self.share + own) * (DIMS * 4) + warp * 256)
+            for n in cutlass.range_constexpr(0, 8, 2):
+                at = line + Uint32(((lane % 4 * 4 + n // 2) ^ row) * 16)
+                four = [*sums[n][2 * r : 2 * r + 2], *sums[n + 1][2 * r : 2 * r + 2]]
+                self._write(at, owner, four, arrived)
+
+    @cute.jit
+    def _give_stats(self, references: Value, total: Value, rooms: Value, who: Value) -> None:
+        """What a head's sums are relative to, and its sum of weights."""
+        rank, warp, lane = who
+        room, arrived = rooms
+        count = self.heads // _WARPS
+        for h in cutlass.range_constexpr(count):
+            whole = total[h]
+            for step in cutlass.range_constexpr(5):
+                whole = whole + cute.arch.shuffle_sync_bfly(whole, 1 << step)
+            if lane == 0:
+                head = warp * count + h
+                at = room + Uint32((rank * self.share + head % self.share) * 16)
+                four = [references[h], whole, Float32(0.0), Float32(0.0)]
+                self._write(at, head // self.share, four, arrived)
+
+    @cute.jit
+    def _merge(self, rooms: Value, places: Value, where: Value, who: Value) -> None:
+        """Add all blocks' sums of this one's heads; four dims of a head at a time."""
+        rank, thread = who
+        pieces = self.share * (DIMS // 4)
+        for begin in cutlass.range_constexpr(0, pieces, self.threads):
+            self._merge_four(rooms, places, where, (rank, begin + thread))
+
+    @cute.jit
+    def _merge_four(self, rooms: Value, places: Value, where: Value, who: Value) -> None:
+        sums_at, stats, sinks, tables = rooms
+        out, cos = places
+        token, first, heads = where
+        rank, number = who
+        own, piece = number // (DIMS // 4), number % (DIMS // 4)
+        mine = rank * self.share + own
+        at = sums_at + Uint32(own * (DIMS * 4) + (piece ^ (mine % 8)) * 16)
+        known = [
+            ptx.load_shared_float2(stats + Uint32((r * self.share + own) * 16))
+            for r in range(self.blocks)
+        ]
+        fours = [
+            ptx.load_shared_float4(at + r * self.share * (DIMS * 4)) for r in range(self.blocks)
+        ]
+        logit = ptx.load_shared_float(sinks + Uint32(mine * 4)) * Float32(_LOG2E)
+        origin = logit
+        for r in cutlass.range_constexpr(self.blocks):
+            origin = ptx.maximum(origin, known[r][0])
+        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
+        total = ptx.power_of_two(logit - origin)
+        sums = [Float32(0.0)] * 4
+        for r in cutlass.range_constexpr(self.blocks):
+            factor = ptx.power_of_two(known[r][0] - origin)
+            total = total + known[r][1] * factor
+            sums = [sums[i] + fours[r][i] * factor for i in range(4)]
+        factor = ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+        dim = piece * 4 - (DIMS - ROPE)
+        if (cos != Int64(0)) & (dim >= 0):
+            for i in cutlass.range_constexpr(2):
+                angle = tables + Uint32((dim // 2 + i) * 4)
+                c = ptx.load_shared_float(angle)
+                s = ptx.load_shared_float(angle + ROPE // 2 * 4)
+                sums[2 * i], sums[2 * i + 1] = ptx.turn_back(sums[2 * i], sums[2 * i + 1], c, s)
+        words = [
+            ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(2)
+        ]
+        head = first + mine
+        if head < heads:
+            place = (Int64(token) * heads + head) * DIMS + piece * 4
+            ptx.store_global2(out + place * 2, words)
