@@ -222,7 +222,7 @@ class TestManyTokens:
     @pytest.mark.parametrize(("plan", "columns"), configurations(), ids=repr)
     def test_every_configuration(self, plan, columns, monkeypatch):
         """Rows and tokens that end within a tile; a bad token and an infinite one alone."""
-        monkeypatch.setattr(cute_gemm, "choose", lambda product, tokens: plan)
+        monkeypatch.setattr(cute_gemm, "choose", lambda *_: plan)
         # What was prepared for one configuration must not serve another.
         monkeypatch.setattr(cute_gemm, "_prepared", cute_gemm._prepared.__wrapped__)
         weight = weight_of(0, 592, columns, "cuda", (100, 300))
