@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench import environment, validate
+from dsv4.bench import environment, validate_experts, validate_kernel
 from dsv4.bench.cli import main
 
 COMMAND = ["run", "gemm", "--check", "--device", "cpu"]
@@ -22,15 +23,15 @@ def quick_rates(monkeypatch):
 
 @pytest.fixture
 def register(monkeypatch):
-    """Put an implementation before all others of gemm: what it makes of the right result."""
-    right = dispatch._load(dispatch.implementations("gemm")[-1].target)
+    """Put an implementation before all others of an operator: what it makes of the right result."""
 
-    def put(change, supports=lambda call: None):
-        row = dispatch.Implementation("gemm", "tested", "tests:tested", supports)
-        rows = (row, *dispatch.implementations("gemm"))
+    def put(change, supports=lambda call: None, of="gemm"):
+        right = dispatch._load(dispatch.implementations(of)[-1].target)
+        row = dispatch.Implementation(of, "tested", "tests:tested", supports)
+        rows = (row, *dispatch.implementations(of))
         others = dispatch.implementations.__wrapped__
         monkeypatch.setattr(
-            dispatch, "implementations", lambda op: rows if op == "gemm" else others(op)
+            dispatch, "implementations", lambda op: rows if op == of else others(op)
         )
         load = dispatch._load.__wrapped__
         monkeypatch.setattr(
@@ -60,7 +61,7 @@ def test_the_report(capsys):
     assert [line.split()[0] for line in header] == list(names)
     assert "driver none" in header[0]
     assert f"torch {torch.__version__}" in header[1]
-    assert lines[0].split() == " ".join(validate.HEADINGS).split()
+    assert lines[0].split() == " ".join(validate_kernel.HEADINGS).split()
     body = [line.split() for line in lines[2:6]]
     assert [line[:2] for line in body] == [["tiny", "q_a+kv"]] * 2 + [["tiny", "o_a"]] * 2
     for line, (activation, points) in zip(body, 2 * [("bf16", "12"), ("nvfp4", "14")], strict=True):
@@ -156,6 +157,62 @@ def test_a_wrong_kernel_is_found(register, capsys, change, where):
     assert any("WRONG" in line for line in table)
 
 
+def test_products_of_experts_are_validated(tmp_path):
+    """Both projections, their SwiGLU and its codes, of the shared expert and of routed ones."""
+    path = tmp_path / "report.json"
+    command = [*COMMAND, "--cases", "*swiglu*,experts*", "--tokens", "1,17", "--json", str(path)]
+    assert main(command) == 0
+    found = json.loads(path.read_text())["kernels"]
+    names = {"tiny " + name for name in validate_experts.CASES}
+    assert {kernel["matrix"] for kernel in found} == names
+    for kernel in found:
+        shared = kernel["matrix"] == "tiny gate_up swiglu"
+        codes = kernel["matrix"].endswith("quantize")
+        assert kernel["points"] == (3 if shared else 4) * (1 if codes else 2)
+        assert (kernel["failed"], list(kernel["us"])) == (0, ["1", "17"])
+        assert set(kernel["worst"]) == ({"uint8"} if codes else {"bfloat16", "float32"})
+        assert all(
+            (ratio == 0) if codes else (0 < ratio <= 1) for ratio in kernel["worst"].values()
+        )
+
+
+def next_expert(args, out):
+    """Rows of one expert as if they were the next one's; nothing where all are the last's."""
+    offsets = args[5]
+    out = out.clone()
+    for start, end in itertools.pairwise(offsets.tolist()):
+        if start < end < out.shape[0]:
+            out[end - 1] = out[end]
+            break
+    return out
+
+
+def one_code(args, out):
+    codes = out[0].clone()
+    codes[-1, -1] ^= 1
+    return codes, *out[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "op", "case", "where"),
+    [
+        (next_expert, "grouped_gemm", "experts down", "17 tokens, bfloat16"),
+        (leaking_nan, "grouped_gemm_swiglu", "experts gate_up swiglu", "a NaN and an infinity"),
+        (scaled, "gemm_swiglu", "gate_up swiglu", "17 tokens, float32"),
+        (one_code, "grouped_gemm_swiglu_quantize", "experts*quantize", "uint8: codes differs"),
+        (raising, "grouped_gemm", "experts gate_up", "one expert, float32: RuntimeError: an ille"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_product_of_experts_is_found(register, capsys, change, op, case, where):
+    register(change, of=op)
+    status, _, lines = printed(capsys, [*COMMAND, "--cases", case, "--tokens", "17"])
+    assert status == 2
+    wrong = [line for line in lines if line.startswith("WRONG tested tiny ")]
+    assert any(where in line for line in wrong), wrong
+    assert not any(line.startswith("WRONG reference") for line in lines)
+
+
 def test_a_wrong_kernel_has_no_time(register, tmp_path):
     register(scaled)
     path = tmp_path / "report.json"
@@ -204,7 +261,8 @@ def test_bad_arguments(arguments, words, capsys):
 def test_on_a_gpu(tmp_path):
     """All implementations that this GPU has, on one matrix of each kind."""
     path = tmp_path / "report.json"
-    command = ["run", "gemm", "--check", "--shapes", "flash", "--cases", "q_a+kv,o_a,indexer_q"]
+    matrices = "q_a+kv,o_a,indexer_q,gate_up swiglu,experts*"
+    command = ["run", "gemm", "--check", "--shapes", "flash", "--cases", matrices]
     assert main([*command, "--tokens", "1,17,65", "--repeat", "2", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     ran = {kernel["backend"] for kernel in found["kernels"]}

@@ -62,12 +62,24 @@ def compare(
     if actual.shape != truth.shape:
         shapes = f"{list(actual.shape)}, wanted {list(truth.shape)}"
         return Verdict(False, None, f"{what} has shape {shapes}")
-    error = row_error(actual, truth)
+    error, ratio = row_error(actual, truth), worst(actual, truth, budget)
     try:
         assert_within_budget(actual, truth, budget, what)
     except AssertionError as problem:
-        return Verdict(False, error, str(problem))
-    return Verdict(True, error)
+        return Verdict(False, error, str(problem), ratio)
+    return Verdict(True, error, ratio=ratio)
+
+
+def worst(actual: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | float) -> float:
+    """Largest error over what is allowed there; infinite where NaNs or infinities differ."""
+    if truth.numel() == 0:
+        return 0.0
+    wide, truth = actual.to(torch.float64), truth.to(torch.float64)
+    error = (wide - truth).abs()
+    ratio = torch.where(error == 0, 0.0, error / allowed)
+    same = (wide == truth) | (wide.isnan() & truth.isnan())
+    ratio = torch.where(truth.isfinite(), ratio, torch.where(same, 0.0, torch.inf))
+    return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def same(actual: torch.Tensor, truth: torch.Tensor, what: str) -> Verdict:
@@ -103,6 +115,7 @@ def combine(*verdicts: Verdict) -> Verdict:
         all(v.match for v in verdicts),
         max(errors) if errors else None,
         "; ".join(v.message for v in verdicts if v.message),
+        max(v.ratio for v in verdicts),
     )
 
 

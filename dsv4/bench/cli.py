@@ -17,7 +17,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import environment, main_job, report, results
-from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices
+from dsv4.bench.cases import MAKERS, PRESETS, cases
 from dsv4.bench.measure import Options, measure
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
@@ -229,6 +229,7 @@ def _attention(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     from dsv4.bench import validate
+    from dsv4.bench.validate_kernel import Request
 
     if options.ops != ["gemm"]:
         raise UsageError("--check validates gemm: run gemm --check")
@@ -242,13 +243,11 @@ def _validate(options: argparse.Namespace) -> int:
     shapes = options.shapes if _names(given, "--shapes") else usual[0]
     tokens = options.tokens if _names(given, "--tokens") else usual[1]
     patterns = options.cases or ["*"]
-    names = list(matrices(PRESETS["tiny"]()))
-    if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
-        raise UsageError(f"--cases matches none of {', '.join(names)}")
+    if not any(fnmatchcase(name, pattern) for name in validate.NAMES for pattern in patterns):
+        raise UsageError(f"--cases matches none of {', '.join(validate.NAMES)}")
     header = _print_header(options)
     print()
-    found = validate.run(
-        shapes.split(","),
+    request = Request(
         tokens,
         lambda name: any(fnmatchcase(name, pattern) for pattern in patterns),
         device,
@@ -256,6 +255,7 @@ def _validate(options: argparse.Namespace) -> int:
         getattr(options, "seed", 0),
         options.backend.split(","),
     )
+    found = validate.run(shapes.split(","), request)
     print("\n".join(found.lines()))
     if hasattr(options, "json"):
         print(f"wrote {validate.write_json(options.json, found, header)}")

@@ -90,11 +90,17 @@ class Verdict:
         match: Whether it is inside its budget.
         error: Largest error of a row relative to the row's norm; None: equal bit for bit.
         message: What is wrong, where and by how much; empty if nothing is.
+        ratio: Largest error over what is allowed there; infinite where bits or NaNs are wrong.
     """
 
     match: bool
     error: float | None = None
     message: str = ""
+    ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.match and self.ratio <= 1:
+            object.__setattr__(self, "ratio", float("inf"))
 
 
 @dataclass(frozen=True)
