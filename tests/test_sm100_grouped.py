@@ -1,7 +1,7 @@
 """Blackwell's NVFP4 product of sorted rows with experts, without a Blackwell.
 
-Its source is run by ``blackwell_emulator`` for many routings; every configuration is compiled and
-inspected, for sm_103a some of them, all in the nightly profile.
+Its source is run by ``blackwell_emulator`` for many routings, of every layout of its memories in
+the nightly profile, else of some.
 """
 
 from __future__ import annotations

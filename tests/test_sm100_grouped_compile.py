@@ -1,13 +1,11 @@
 """Every configuration of Blackwell's grouped kernel compiles for Blackwell, without one.
 
-Compiled and inspected, not run: every layout of its memories for sm_100a with kinds of results in
-turn, some for sm_103a; all that there are for both in the nightly profile.
+Compiled and inspected, not run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import struct
 
@@ -21,13 +19,9 @@ from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.grouped_plan import AHEAD, GroupedPlan
 from tests.machine_code import REGISTER_FILE, instructions_of, parameters_of, usage_of
 from tests.test_sm100_compile import SPELLED
-from tests.test_sm100_grouped import KINDS, LAYOUTS, NIGHTLY, PLANS, plan_of
+from tests.test_sm100_grouped import PLANS
 
-
-def plans(arch):
-    """Every configuration in the nightly profile; else every layout, kinds of results in turn."""
-    some = [plan_of(how, *kind) for how, kind in zip(LAYOUTS, itertools.cycle(KINDS))]
-    return PLANS if NIGHTLY else some if arch == "sm_100a" else some[5:6]
+_PARTS = 4  # that processes share
 
 
 def check(plan, arch, image, numbers, instructions):
@@ -80,9 +74,10 @@ def check(plan, arch, image, numbers, instructions):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(_PARTS))
 @pytest.mark.parametrize("arch", SPELLED)
-def test_every_configuration(arch, tmp_path):
-    wanted = plans(arch)
+def test_every_configuration(arch, part, tmp_path):
+    wanted = PLANS[part::_PARTS]
     images = [_images.compile_image(plan, arch) for plan in wanted]
     listings = instructions_of(images, arch, tmp_path / "code")
     objections = []
