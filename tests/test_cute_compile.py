@@ -303,10 +303,10 @@ def test_swiglu(batch, tmp_path):
     check_each(batch, tmp_path, check)
 
 
-def plans_of_blackwell(arch):
+def plans_of_blackwell(arch, every=NIGHTLY):
     """What dispatch can choose there: all in the nightly profile, else a few."""
     pro = Experts(6144, 7168, 384, False, False, True, True)
-    if not NIGHTLY:
+    if not every:
         q_b, gate_up = Product(65536, 1536, 1, False, False), Product(6144, 7168, 1, False, True)
         found = [choose(q_b, 1, arch), choose(gate_up._replace(swiglu=True), 16, arch)]
         found += [choose(q_b._replace(float32_out=True), 16, arch)]
