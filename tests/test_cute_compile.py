@@ -1,8 +1,7 @@
 """CuTeDSL kernels that dispatch can choose compile for Hopper, on a machine without one.
 
-And those for few tokens for Blackwell. Every one of them in the nightly profile; else of each kind
-as many as have every value of every field. Compiled and inspected, not run: what runs is tested
-elsewhere.
+And those for few tokens for Blackwell. Every one of them, compiled and inspected, not run: what
+runs is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ MATRICES = [
 # Experts, intermediate and hidden size: Pro's, Flash's, and an eighth of Pro's experts.
 ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
 TOP_K = 6
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 _BATCH = 8
 
 
@@ -121,26 +119,9 @@ def plans_of_few_rows():
     }
 
 
-def facts(plan):
-    """The values of a plan's fields, and the flags that its results depend on together."""
-    kind, values = type(plan).__name__, dataclasses.asdict(plan)
-    flags = tuple((name, value) for name, value in values.items() if isinstance(value, bool))
-    return {(kind, *item) for item in values.items()} | {(kind, flags)}
-
-
-def covering(plans):
-    """Some of them that have every fact of any of them."""
-    left, found = set().union(*map(facts, plans)), []
-    while left:
-        found.append(max(plans, key=lambda plan: len(facts(plan) & left)))
-        left -= facts(found[-1])
-    return found
-
-
 def batches(plans, kind):
     """Those of one kind, a few at a time: the disassembler takes longer to start than to read."""
     ours = sorted((plan for plan in plans if isinstance(plan, kind)), key=repr)
-    ours = ours if NIGHTLY else covering(ours)
     return [ours[start : start + _BATCH] for start in range(0, len(ours), _BATCH)]
 
 
@@ -303,15 +284,8 @@ def test_swiglu(batch, tmp_path):
     check_each(batch, tmp_path, check)
 
 
-def plans_of_blackwell(arch, every=NIGHTLY):
-    """What dispatch can choose there: all in the nightly profile, else a few."""
-    pro = Experts(6144, 7168, 384, False, False, True, True)
-    if not every:
-        q_b, gate_up = Product(65536, 1536, 1, False, False), Product(6144, 7168, 1, False, True)
-        found = [choose(q_b, 1, arch), choose(gate_up._replace(swiglu=True), 16, arch)]
-        found += [choose(q_b._replace(float32_out=True), 16, arch)]
-        found += [grouped_plan.choose(pro, rows, arch) for rows in (6, 24576)]
-        return found if arch == "sm_100a" else [found[0], found[-1]]
+def plans_of_blackwell(arch):
+    """What dispatch can choose there."""
     kinds = list(itertools.product((False, True), repeat=2))
     dense = [Product(*matrix, *kind) for matrix in MATRICES for kind in kinds]
     dense += [Product(6144, 7168, 1, *kind, swiglu=True) for kind in kinds]
@@ -463,11 +437,7 @@ def test_numbers_of_tokens_stand_for_others():
 )
 def test_resources(of_one_kind):
     """Of every plan, compiled or not."""
-    found = sorted(of_one_kind(), key=repr)
-    some = covering(found)
-    for name in set().union(*(vars(plan) for plan in found)):
-        assert {vars(plan).get(name) for plan in some} == {vars(plan).get(name) for plan in found}
-    for plan in found:
+    for plan in of_one_kind():
         assert plan.shared_bytes <= MOST_SHARED
         assert plan.threads <= 1024
         assert plan.threads % 32 == 0
@@ -500,17 +470,20 @@ def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
     code = (
         "import sys, time; from dsv4.cute import _images; "
-        "from dsv4.cute.sm90.few_plan import few_plan; start = time.process_time(); "
+        "from dsv4.cute.sm90.few_plan import few_plan; start = time.perf_counter(); "
         "image = _images.image(few_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
-        "print(time.process_time() - start, 'cutlass' in sys.modules, len(image.cubin))"
+        "print(time.perf_counter() - start, 'cutlass' in sys.modules, len(image.cubin))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    seconds, imported, size = done.stdout.split()
-    assert imported == "False"
-    assert int(size) == len(first.cubin)
-    assert float(seconds) < 0.05
+    seconds = []
+    for _ in range(5):  # the fastest: other processes may hold the processor
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+        )
+        taken, imported, size = done.stdout.split()
+        assert imported == "False"
+        assert int(size) == len(first.cubin)
+        seconds.append(float(taken))
+    assert min(seconds) < 0.05
 
 
 def test_a_damaged_file_is_made_again(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ class Draw:
     def distinct(self, rows: int, count: int, below: int) -> torch.Tensor:
         """``[rows, count]`` int64, distinct within a row, ``0 <= i < below``."""
         keys = torch.rand((rows, below), generator=self.generator, device=self.device)
-        return keys.argsort(-1)[:, :count].contiguous()
+        return keys.topk(count, largest=False).indices
 
     def permutation(self, count: int) -> torch.Tensor:
         """The numbers ``0 .. count - 1`` in random order, int64."""
