@@ -138,8 +138,11 @@ def _layouts(weight: QuantizedTensor) -> list[str]:
 
 
 def _compare(kernel: Kernel, point: _Point, problem: Problem) -> None:
-    """Codes, or results in bfloat16 and in float32."""
-    judged = dataclasses.replace(point.problem, backend=kernel.backend)
+    """Codes, or results in bfloat16 and in float32.
+
+    Codes are held to those of the same product quantised afterwards, so by the same layout.
+    """
+    judged = dataclasses.replace(problem, backend=kernel.backend)
     quantized = problem.function.__name__.endswith("_quantize")
     for dtype in (torch.uint8,) if quantized else (torch.bfloat16, torch.float32):
         kwargs = problem.kwargs if quantized else {**problem.kwargs, "out_dtype": dtype}
