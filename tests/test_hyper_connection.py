@@ -586,15 +586,18 @@ def test_post_pre_norm_quantize_is_its_parts(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "tokens"),
+    ("hidden", "tokens", "many"),
     [
-        *((96, 1), (96, 4), (96, 65), (520, 1), (520, 4), (520, 17)),
-        pytest.param(96, 17, marks=pytest.mark.rarely_interpreted),
-        pytest.param(520, 65, marks=pytest.mark.rarely_interpreted),
+        *((n, t, 1024) for n, t in ((96, 1), (96, 4), (96, 65), (520, 1), (520, 4), (520, 17))),
+        pytest.param(96, 17, 1024, marks=pytest.mark.rarely_interpreted),
+        pytest.param(520, 65, 1024, marks=pytest.mark.rarely_interpreted),
+        *((96, 257, 5), (520, 40, 5)),
     ],
 )
-def test_every_way_to_split_the_work(device, tokens, hidden):
-    """Programs of 16 and of 64 tokens, slices with and without a rest: in budget of float64."""
+def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
+    """Programs of 16, 64 and 256 tokens, slices with and without a rest: in budget of float64."""
+    kernels = pytest.importorskip("dsv4.triton.hyper_connection")
+    monkeypatch.setattr(kernels, "_MANY", many)
     case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
     streams, fn, scale, base = build(case, device, torch.bfloat16)
     fn = fn / (4 * hidden) ** 0.5

@@ -17,27 +17,31 @@ from dsv4.triton._numerics import (
     narrow,
     power_of_two,
 )
-from dsv4.triton._nvfp4 import divided_codes
+from dsv4.triton._nvfp4 import larger, largest, scaled_codes
 
 GROUP = tl.constexpr(FP4_GROUP)
 # float32 bits of 1e-4, the smallest maximum a row of E4M3 is scaled by.
 _FLOOR = tl.constexpr(0x38D1B717)
-_INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def e4m3_rows(values):
-    """E4M3 codes (uint8) of float32 rows, and the scale of each, float32 ``[ROWS]``.
+def e4m3_scale(peak):
+    """``(factor, scale)`` of rows by their largest magnitudes: codes are of values times factor.
 
-    448 is 1.75 * 2^8, so ``ceil(log2(amax / 448))`` is the exponent of amax less 8, and one more
-    where its mantissa passes 1.75. Magnitudes are compared as integers, which keeps NaN.
+    448 is 1.75 * 2^8, so ``ceil(log2(peak / 448))`` is the exponent of the peak less 8, and one
+    more where its mantissa passes 1.75. Both are NaN where the peak is NaN or Inf.
     """
-    amax = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    finite = amax < _INFINITY
-    byte = ((tl.maximum(amax, _FLOOR) + 0x1FFFFF) >> 23) - 8
+    finite = peak < float("inf")
+    byte = ((tl.maximum(peak.to(tl.int32, bitcast=True), _FLOOR) + 0x1FFFFF) >> 23) - 8
     factor = tl.where(finite, (254 - byte) << 23, _NAN).to(tl.float32, bitcast=True)
-    scale = tl.where(finite, byte << 23, _NAN).to(tl.float32, bitcast=True)
+    return factor, tl.where(finite, byte << 23, _NAN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_rows(values):
+    """E4M3 codes (uint8) of float32 rows, and the scale of each, float32 ``[ROWS]``."""
+    factor, scale = e4m3_scale(largest(values))
     return e4m3_bits(values * factor[:, None]), scale
 
 
@@ -45,20 +49,18 @@ def e4m3_rows(values):
 def mxfp4_rows(values, CONVERT: tl.constexpr):
     """Packed E2M1 codes ``[ROWS, BLOCK / 2]`` and E8M0 bytes ``[ROWS, BLOCK / 32]``, uint8.
 
-    ``CONVERT`` is what ``_nvfp4.conversion`` gives.
+    The values may be of a narrow dtype still. ``CONVERT`` is what ``_nvfp4.conversion`` gives.
     """
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
-    groups = tl.reshape(values, [ROWS, BLOCK // GROUP, GROUP])
-    exponent, finite = fp4_exponents(groups)
-    exponent = tl.reshape(exponent, [ROWS, BLOCK // GROUP])
-    finite = tl.reshape(finite, [ROWS, BLOCK // GROUP])
-    inverse = power_of_two(-exponent)
-    one = tl.full(inverse.shape, 1.0, tl.float32)
+    groups = tl.reshape(values, [ROWS * BLOCK // GROUP, GROUP])
+    # Of even and odd ones apart, so that scales lie in threads as the words of two of them do.
+    even, odd = tl.split(tl.reshape(groups, [ROWS * BLOCK // GROUP, GROUP // 2, 2]))
+    exponent, finite = fp4_exponents(larger(largest(even), largest(odd)))
     bound = tl.where(finite, 6.0, 0.0)
-    codes = divided_codes(groups, inverse, one, one * 0.0, bound, CONVERT)
+    codes = scaled_codes(groups, power_of_two(-exponent), bound, CONVERT)
     scales = tl.where(finite, exponent + 127, 255).to(tl.uint8)
-    return tl.reshape(codes, [ROWS, BLOCK // 2]), scales
+    return tl.reshape(codes, [ROWS, BLOCK // 2]), tl.reshape(scales, [ROWS, BLOCK // GROUP])
 
 
 @triton.jit

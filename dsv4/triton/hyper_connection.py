@@ -13,11 +13,13 @@ all its 24 bits, and products of bfloat16 are exact.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.formats import LINEAR
 from dsv4.triton import _launch
@@ -133,17 +135,23 @@ def hc_post(
 
 
 @triton.jit
+def _cut(fn):
+    """Three bfloat16 numbers whose sum is fn, the largest first."""
+    # What exceeds the largest bfloat16 is left to the other parts; NaN stays.
+    near = tl.clamp(fn, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    high = narrow(near, tl.bfloat16)
+    rest = fn - widen(high)
+    middle = narrow(rest, tl.bfloat16)
+    return high, middle, narrow(rest - widen(middle), tl.bfloat16)
+
+
+@triton.jit
 def _product(x, fn, total):
     """``total + x [TOKENS, K] fn [ROWS, K]^T`` for float32 fn: exact products, float32 sums."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         total = tl.dot(widen(x), tl.trans(fn), total, input_precision="ieee")
     else:
-        # What exceeds the largest bfloat16 is left to the other parts; NaN stays.
-        near = tl.clamp(fn, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        high = narrow(near, tl.bfloat16)
-        rest = fn - widen(high)
-        middle = narrow(rest, tl.bfloat16)
-        low = narrow(rest - widen(middle), tl.bfloat16)
+        high, middle, low = _cut(fn)
         total = tl.dot(x, tl.trans(low), total)
         total = tl.dot(x, tl.trans(middle), total)
         total = tl.dot(x, tl.trans(high), total)
@@ -189,6 +197,68 @@ def _product_kernel(
     total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], product)
     place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
     tl.store(parts + place, total, mask=here)
+
+
+@triton.jit
+def _cut_kernel(
+    fn,
+    out,
+    rows,
+    width,
+    ROW_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``fn`` in three parts, ROW_BLOCK rows to each; rows that fn has not are zeros."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.where(row < rows, width, 0)
+    high, middle, low = _cut(tl.load(fn + row * width + column, mask=column < end, other=0.0))
+    out += row * width + column
+    step = tl.cast(ROW_BLOCK, tl.int64) * width
+    tl.store(out, high, mask=column < width)
+    tl.store(out + step, middle, mask=column < width)
+    tl.store(out + 2 * step, low, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _tall_kernel(
+    x,
+    cut,
+    parts,
+    tokens,
+    splits,
+    ROW_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Parts of the product, as ``_product_kernel``, of ``fn`` that is cut already.
+
+    One product with all three parts, and a quarter of nothing: past the matrix ``cut`` lie zeros.
+    Column ROWS, where the squares belong, is left 0.
+    """
+    wait_for_inputs(PDL)
+    split = tl.program_id(0) % splits
+    first = tl.program_id(0) // splits * TOKENS
+    total = tl.zeros([TOKENS, 4 * ROW_BLOCK], tl.float32)
+    for chunk in tl.range(split * CHUNKS, (split + 1) * CHUNKS, num_stages=STAGES):
+        start = chunk * BLOCK
+        total = _dot(x.load([first, start]), cut.load([0, start]).T, total)
+    token = first.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
+    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
+    total = tl.sum(tl.reshape(total, [TOKENS, 4, ROW_BLOCK]), 1)
+    tl.store(parts + place, total, mask=token < tokens)
+
+
+@triton.jit
+def _dot(a, b, total):
+    if INTERPRETED:
+        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
+    return tl.dot(a, b, total)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -251,10 +321,14 @@ def _few_kernel(
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a product with ``rows`` rows: ``[splits, T, row_block]`` float32."""
+    """The parts of a product with ``rows`` rows: ``[splits, T, row_block]`` float32.
+
+    If ``squared``, the row after them has the sum of a token's squares; else it is 0.
+    """
 
     data: torch.Tensor
     rows: int
+    squared: bool = True
 
     @property
     def splits(self) -> int:
@@ -299,6 +373,44 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
     return parts
 
 
+def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
+    """The same of so many tokens that ``fn`` is cut by a launch of its own; without squares."""
+    tokens, width = x.shape[0], fn.shape[1]
+    group, block = 256, 64
+    groups, chunks = -(-tokens // group), -(-width // block)
+    splits = max(1, min(chunks, _launch.multiprocessors(x.device) // groups))
+    each = -(-chunks // splits)
+    parts = _empty_parts(x, fn, -(-chunks // each))
+    parts = dataclasses.replace(parts, squared=False)
+    cut = x.new_empty((3 * parts.row_block, width))
+    with _launch.on(x):
+        _cut_kernel[(parts.row_block, -(-width // 1024))](
+            fn,
+            cut,
+            parts.rows,
+            width,
+            ROW_BLOCK=parts.row_block,
+            BLOCK=1024,
+            num_warps=4,
+            **_launch.options(x),
+        )
+        _tall_kernel[(groups * parts.splits,)](
+            TensorDescriptor.from_tensor(x.view(tokens, width), [group, block]),
+            TensorDescriptor.from_tensor(cut, [4 * parts.row_block, block]),
+            parts.data,
+            tokens,
+            parts.splits,
+            ROW_BLOCK=parts.row_block,
+            TOKENS=group,
+            BLOCK=block,
+            CHUNKS=each,
+            STAGES=4,
+            num_warps=8,
+            **_launch.options(x),
+        )
+    return parts
+
+
 def _parts_of_few(
     x: torch.Tensor,
     fn: torch.Tensor,
@@ -335,7 +447,13 @@ def _parts_of_few(
 
 
 def _parts(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
-    return _parts_of_few(x, fn)[0] if x.shape[0] <= _FEW else _parts_of_many(x, fn)
+    tokens, _, hidden = x.shape
+    if tokens <= _FEW:
+        return _parts_of_few(x, fn)[0]
+    # Tensor descriptors want rows of whole 16 bytes.
+    if tokens >= _MANY and x.dtype == torch.bfloat16 and hidden % 8 == 0:
+        return _parts_of_all(x, fn)
+    return _parts_of_many(x, fn)
 
 
 @triton.jit
@@ -438,9 +556,9 @@ def _parameters(scale, base, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _logits(values, factor, base, hidden, norm_eps, ROWS: tl.constexpr):
+def _logits(values, squares, factor, base, hidden, norm_eps):
     """``mix * factor + base`` of every row."""
-    inverse = inverse_rms(_pick(values, ROWS), 4 * hidden, norm_eps)
+    inverse = inverse_rms(squares, 4 * hidden, norm_eps)
     return tl.fma(values * inverse, factor, base)
 
 
@@ -449,7 +567,7 @@ def _coefficients(
     values, factor, base, token, hidden, post, comb, norm_eps, hc_eps, ITERATIONS: tl.constexpr
 ):
     """Post and comb of one token."""
-    logits = _logits(values, factor, base, hidden, norm_eps, 24)
+    logits = _logits(values, _pick(values, 24), factor, base, hidden, norm_eps)
     row = tl.arange(0, values.shape[0])
     tl.store(post + token * 4 + row - 4, 2.0 * tl.sigmoid(logits), mask=(row >= 4) & (row < 8))
     _sinkhorn_and_store(
@@ -607,6 +725,7 @@ def _finish_kernel(
     hc_eps,
     ITERATIONS: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
+    SQUARED: tl.constexpr,
     NORM: tl.constexpr,
     SCALE: tl.constexpr,
     CONVERT: tl.constexpr,
@@ -634,7 +753,13 @@ def _finish_kernel(
         inside = column < hidden
         x0, x1, x2, x3 = _load_streams(x, token * 4 * hidden + column, hidden, inside)
         values = _summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
-        gates = tl.sigmoid(_logits(values, factor, start, hidden, norm_eps, ROWS)) + hc_eps
+        if SQUARED:
+            squares = _pick(values, ROWS)
+        else:
+            squares = tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0)))
+            squares = tl.sum(squares, 0)
+            tl.store(parts + token * ROW_BLOCK + ROWS, squares)
+        gates = tl.sigmoid(_logits(values, squares, factor, start, hidden, norm_eps)) + hc_eps
         total = tl.fma(_pick(gates, 1), x1, _pick(gates, 0) * x0)
         total = tl.fma(_pick(gates, 3), x3, tl.fma(_pick(gates, 2), x2, total))
         stored = narrow(total, out.dtype.element_ty)
@@ -668,11 +793,9 @@ def _finish(
     out = x.new_empty((tokens, hidden))
     post, comb = coefficients or (None, None)
     beside = coefficients is not None and tokens < _MANY
-    block = (
-        _launch.power_of_two(hidden)
-        if weight is not None
-        else min(1024, _launch.power_of_two(hidden))
-    )
+    block = _launch.power_of_two(hidden)
+    if weight is None and parts.squared:
+        block = min(1024, block)
     slices = -(-hidden // block)
     outputs: tuple[torch.Tensor | None, ...] = (None, None, None, None)
     scale_of, warps = None, 4
@@ -701,6 +824,7 @@ def _finish(
             slices,
             *common,
             COEFFICIENTS=int(beside),
+            SQUARED=parts.squared,
             NORM=weight is not None,
             SCALE=scale_of,
             CONVERT=conversion(x),

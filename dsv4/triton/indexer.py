@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rows
-from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
+from dsv4.triton._hadamard import hadamard, rotate_quantize
 from dsv4.triton._index_entries import (
-    e4m3_rows,
+    e4m3_scale,
     e4m3_values,
     expand_words,
     fetch_words,
@@ -30,10 +30,10 @@ from dsv4.triton._index_entries import (
     mxfp4_rows,
     mxfp4_values,
 )
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import conversion
+from dsv4.triton._numerics import INTERPRETED, e4m3_bits, narrow, wait_for_inputs, widen
+from dsv4.triton._nvfp4 import conversion, larger, largest, narrowed
 
-_TILE = 256  # values of one program of the query kernel, or four times as many
+_TILE = 256  # values of one program of the query kernel, or 16 times as many
 _FEW = 1 << 20  # values up to which programs are small
 _SCORE_BYTES = 64 << 20  # of keys of scores at a time
 _SEARCHED = 8192  # entries up to which a row is searched as it is
@@ -61,23 +61,68 @@ _BINADE = tl.constexpr(1 << 23)  # from a key to that of half the score
 
 
 @triton.jit
-def _turn(x, cos, sin, token, inside, cos_stride, D: tl.constexpr, HALF: tl.constexpr):
-    # Interleaved pairs; compiled without contraction, so that both products round as they do in
-    # separate operators. Columns that are not turned keep their bits.
+def _turn(x, cos, sin, START, D: tl.constexpr, HALF: tl.constexpr, inside):
+    """Columns START and following of queries ``x [ROWS, WIDTH]``, turned where they are to be.
+
+    Interleaved pairs; compiled without contraction, so that both products round as they do in
+    separate operators. Columns that are not turned keep their bits. ``cos`` and ``sin`` point to
+    the angles of each row.
+    """
     ROWS: tl.constexpr = x.shape[0]
-    BLOCK: tl.constexpr = x.shape[1]
-    first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
-    angle = tl.arange(0, BLOCK // 2) - (D // 2 - HALF)
+    PAIRS: tl.constexpr = x.shape[1] // 2
+    first, second = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
+    angle = START // 2 + tl.arange(0, PAIRS) - (D // 2 - HALF)
     turned = (angle >= 0) & (angle < HALF)
-    place = token[:, None] * cos_stride + angle[None, :]
     mask = inside[:, None] & turned[None, :]
-    c = widen(tl.load(cos + place, mask=mask, other=1.0))
-    s = widen(tl.load(sin + place, mask=mask, other=0.0))
+    c = widen(tl.load(cos[:, None] + angle[None, :], mask=mask, other=1.0))
+    s = widen(tl.load(sin[:, None] + angle[None, :], mask=mask, other=0.0))
     a, b = widen(first), widen(second)
-    dtype: tl.constexpr = x.dtype
-    first = tl.where(turned[None, :], narrow(a * c - b * s, dtype), first)
-    second = tl.where(turned[None, :], narrow(b * c + a * s, dtype), second)
-    return tl.reshape(tl.join(first, second), [ROWS, BLOCK])
+    result = narrowed(tl.reshape(tl.join(a * c - b * s, b * c + a * s), x.shape), x.dtype)
+    both = tl.reshape(tl.join(mask, mask), x.shape)
+    return tl.where(both, result, x)
+
+
+@triton.jit
+def _load_tiles(
+    x,
+    cos,
+    sin,
+    row,
+    inside,
+    strides,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Queries after RoPE: a tuple of tiles ``[ROWS, WIDTH]``, neighbours, zeros past D.
+
+    All are loaded before the first is turned.
+    """
+    token_stride, head_stride, cos_stride = strides
+    TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    token = row // HEADS
+    x += token * token_stride + row % HEADS * head_stride
+    column = tl.arange(0, WIDTH)[None, :]
+    loaded, tiles = (), ()
+    for tile in tl.static_range(TILES):
+        mask = inside[:, None] & (tile * WIDTH + column < D)
+        loaded += (tl.load(x[:, None] + (tile * WIDTH + column), mask=mask, other=0.0),)  # type: ignore[assignment]
+    for tile in tl.static_range(TILES):
+        values = loaded[tile]  # type: ignore[misc]
+        if HALF > 0 and (tile + 1) * WIDTH > D - 2 * HALF:
+            place = token * cos_stride
+            values = _turn(values, cos + place, sin + place, tile * WIDTH, D, HALF, inside)
+        tiles += (values,)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _widened(tiles, TILES: tl.constexpr):
+    made = ()
+    for tile in tl.static_range(TILES):
+        made += (widen(tiles[tile]),)  # type: ignore[assignment]
+    return made
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,23 +140,22 @@ def _queries_kernel(
     HALF: tl.constexpr,
     ROTATE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
     inside = row < rows
-    mask = inside[:, None] & (column < D)[None, :]
-    token = row // HEADS
-    place = token * token_stride + row % HEADS * head_stride
-    values = tl.load(x + place[:, None] + column[None, :], mask=mask, other=0.0)
-    if HALF > 0:
-        values = _turn(values, cos, sin, token, inside, cos_stride, D, HALF)
+    strides = (token_stride, head_stride, cos_stride)
+    tiles = _load_tiles(x, cos, sin, row, inside, strides, HEADS, D, HALF, WIDTH)
     if ROTATE:
-        dtype: tl.constexpr = values.dtype
-        values = narrow(rotate_quantize_row(widen(values), D, dtype), dtype)
-    tl.store(out + row[:, None] * D + column[None, :], values, mask=mask)
+        tiles = rotate_quantize(_widened(tiles, TILES), TILES, DTYPE)
+    for tile in tl.static_range(TILES):
+        column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
+        mask = inside[:, None] & (column < D)
+        tl.store(out + row[:, None] * D + column, tiles[tile], mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -135,36 +179,57 @@ def _codes_kernel(
     FORMAT: tl.constexpr,
     CONVERT: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
     inside = row < rows
-    token = row // HEADS
-    place = x + (token * token_stride + row % HEADS * head_stride)[:, None] + column
-    values = tl.load(place, mask=inside[:, None] & (column < D), other=0.0)
+    strides = (token_stride, head_stride, cos_stride)
+    tiles = _load_tiles(x, cos, sin, row, inside, strides, HEADS, D, HALF, WIDTH)
     weight = widen(tl.load(weights + row, mask=inside, other=0.0)) * weight_scale
-    if HALF > 0:
-        values = _turn(values, cos, sin, token, inside, cos_stride, D, HALF)
-    dtype: tl.constexpr = values.dtype
-    values = widen(values)
     if ROTATE:
-        values = widen(narrow(hadamard_row(values, D), dtype))
+        rotated = hadamard(_widened(tiles, TILES), TILES)
+        tiles = ()
+        for tile in tl.static_range(TILES):
+            tiles += (narrowed(rotated[tile], DTYPE),)  # type: ignore[misc, assignment]
     if FORMAT == "fp8":
-        bits, scale = e4m3_rows(values)
-        tl.store(codes + row[:, None] * D + column, bits, mask=inside[:, None] & (column < D))
-        weight = weight * scale
+        weight *= _store_e4m3(codes, tiles, row, inside, D)
     else:
-        packed, byte = mxfp4_rows(values, CONVERT)
-        pair = tl.arange(0, BLOCK // 2)[None, :]
-        place = codes + row[:, None] * (D // 2) + pair
-        tl.store(place, packed, mask=inside[:, None] & (pair < D // 2))
-        group = tl.arange(0, BLOCK // 32)[None, :]
-        place = scales + row[:, None] * (D // 32) + group
-        tl.store(place, byte, mask=inside[:, None] & (group < D // 32))
+        _store_mxfp4(codes, scales, tiles, row, inside, D, CONVERT)
     tl.store(folded + row, weight, mask=inside)
+
+
+@triton.jit
+def _store_e4m3(codes, tiles, row, inside, D: tl.constexpr):
+    """Store the codes of rows of D columns; returns the scale of each row."""
+    WIDTH: tl.constexpr = tiles[0].shape[1]
+    TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    peak = largest(tiles[0])
+    for tile in tl.static_range(1, TILES):
+        peak = larger(peak, largest(tiles[tile]))
+    factor, scale = e4m3_scale(peak)
+    for tile in tl.static_range(TILES):
+        column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
+        bits = e4m3_bits(widen(tiles[tile]) * factor[:, None])
+        tl.store(codes + row[:, None] * D + column, bits, mask=inside[:, None] & (column < D))
+    return scale
+
+
+@triton.jit
+def _store_mxfp4(codes, scales, tiles, row, inside, D: tl.constexpr, CONVERT: tl.constexpr):
+    """Store the codes and scales of rows of D columns."""
+    WIDTH: tl.constexpr = tiles[0].shape[1]
+    for tile in tl.static_range((D + WIDTH - 1) // WIDTH):
+        packed, bits = mxfp4_rows(tiles[tile], CONVERT)
+        byte = tile * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+        mask = inside[:, None] & (byte < D // 2)
+        tl.store(codes + row[:, None] * (D // 2) + byte, packed, mask=mask)
+        group = tile * (WIDTH // 32) + tl.arange(0, WIDTH // 32)[None, :]
+        mask = inside[:, None] & (group < D // 32)
+        tl.store(scales + row[:, None] * (D // 32) + group, bits, mask=mask)
 
 
 def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
@@ -202,9 +267,9 @@ def quantize_index_queries(
     scales = q.new_empty((tokens, heads, 0 if fp8 else d // 32), dtype=torch.uint8)
     folded = q.new_empty((tokens, heads), dtype=torch.float32)
     if folded.numel():
-        block, rows = _query_tile(tokens * heads, d)
+        tile = _query_tile(tokens * heads, d)
         with _launch.on(q):
-            _codes_kernel[(triton.cdiv(tokens * heads, rows),)](
+            _codes_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
                 q,
                 cos.contiguous(),
                 sin.contiguous(),
@@ -223,9 +288,7 @@ def quantize_index_queries(
                 ROTATE=rotate,
                 FORMAT=query_format,
                 CONVERT=conversion(q),
-                ROWS=rows,
-                BLOCK=block,
-                num_warps=1,
+                **tile,
                 **_without_contraction(q),
             )
     if fp8:
@@ -233,11 +296,16 @@ def quantize_index_queries(
     return codes, scales.view(torch.float8_e8m0fnu), folded
 
 
-def _query_tile(rows: int, d: int) -> tuple[int, int]:
-    """Columns of a program of the query kernels, and its rows."""
-    block = _launch.power_of_two(d)
-    few = rows * block <= _FEW
-    return block, max(1, (_TILE if few else 4 * _TILE) // block)
+def _query_tile(rows: int, d: int) -> dict[str, int]:
+    """Rows of a program of the query kernels, columns of its tiles, and its warps.
+
+    While there are few values, a tile is as wide as a row, so that more threads share it.
+    """
+    width = _launch.power_of_two(d)
+    if rows * width <= _FEW:
+        return {"ROWS": max(1, _TILE // width), "WIDTH": width, "num_warps": 1}
+    tall = max(8, 16 * _TILE // width)
+    return {"ROWS": tall, "WIDTH": width if d % 32 else 32, "num_warps": min(4, tall // 8)}
 
 
 def _launch_queries(
@@ -251,9 +319,9 @@ def _launch_queries(
         return
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
-    block, rows = _query_tile(tokens * heads, d)
+    tile = _query_tile(tokens * heads, d)
     with _launch.on(q):
-        _queries_kernel[(triton.cdiv(tokens * heads, rows),)](
+        _queries_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
             q,
             cos,
             sin,
@@ -266,9 +334,7 @@ def _launch_queries(
             D=d,
             HALF=half,
             ROTATE=rotate_quantize,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=1,
+            **tile,
             **_without_contraction(q),
         )
 
