@@ -17,7 +17,15 @@ from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.problem import Draw
 
-SIZES = (("tiny", 1), ("tiny", 5), ("tiny", 130), ("flash", 1), ("flash", 19))
+SIZES = (
+    ("tiny", 1),
+    ("tiny", 5),
+    ("tiny", 130),
+    ("flash", 1),
+    ("flash", 19),
+    ("tiny", 1100),  # many, of kernels that take many rows
+    ("flash", 130),  # many values, of those that take many of these
+)
 
 
 def main(ops: list[str]) -> int:

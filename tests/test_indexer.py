@@ -196,6 +196,36 @@ def test_queries_are_rope_then_rotation(device, dims, tokens, heads, seed, dtype
     assert bool(out[1:, 1:].isfinite().all())
 
 
+@pytest.mark.parametrize(
+    ("dims", "tokens", "heads"),
+    [((32, 32), 1, 5), ((64, 20), 3, 7), ((128, 64), 3, 13), ((256, 64), 2, 3)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_many_queries_are_what_few_are(device, dims, tokens, heads, dtype, most, monkeypatch):
+    """Rows in two tiles or in tiles of 32 columns give the bits of the reference, codes too."""
+    kernels = pytest.importorskip("dsv4.triton.indexer")
+    monkeypatch.setattr(kernels, "_FEW", 0)
+    monkeypatch.setattr(kernels, "_MANY", most)
+    q, cos, sin = queries_of(5, tokens, heads, *dims, dtype, device)
+    q[-1, -1, 0], q[0, 0], q[-1, 1] = torch.nan, 0, q[-1, 1] * 2.0**-100
+    weights = normal(6, (tokens, heads), dtype).to(device)
+
+    def outputs(backend):
+        yield indexer_queries(q, cos, sin, rotate_quantize=True, backend=backend)
+        yield indexer_rotate_quantize(q, backend=backend)
+        for query_format in ("fp8", "mxfp4"):
+            found, folded = quantize_index_queries(
+                q, cos, sin, weights, rotate=True, query_format=query_format, backend=backend
+            )
+            yield folded
+            parts = (found.codes, found.scales) if query_format == "mxfp4" else (found,)
+            yield from (part.view(torch.uint8) for part in parts)
+
+    for got, want in zip(outputs("auto"), outputs("reference"), strict=True):
+        assert_bitwise(got, want)
+
+
 @given(seeds(), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_queries_of_other_widths(device, seed, dtype):
     """Without the transform any even width will do; dims that are not turned keep their bits."""

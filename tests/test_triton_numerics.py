@@ -28,9 +28,11 @@ def _widen(x, y, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_bits(x, y, n, BLOCK: tl.constexpr):
+def _e4m3_bits(x, y, n, TILE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, _numerics.e4m3_bits(tl.load(x + i, mask=i < n)), mask=i < n)
+    value = tl.load(x + i, mask=i < n)
+    bits = _numerics.e4m3_tile(value) if TILE else _numerics.e4m3_bits(value)
+    tl.store(y + i, bits, mask=i < n)
 
 
 @triton.jit
@@ -84,10 +86,11 @@ def test_widen_is_exact(device, dtype):
     assert_bitwise(got, x.float(), "widen")
 
 
-def test_e4m3_bits(device):
+@pytest.mark.parametrize("tile", [False, True])
+def test_e4m3_bits(device, tile):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
     x = around(torch.cat((codes.float(), torch.tensor([464.0, -464.0, 480.0, 1e9])))).to(device)
-    got = run(_e4m3_bits, x, torch.empty(x.shape, dtype=torch.uint8, device=device))
+    got = run(_e4m3_bits, x, torch.empty(x.shape, dtype=torch.uint8, device=device), tile)
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
     assert_bitwise(got.view(torch.float8_e4m3fn).float(), want.float(), "E4M3")
     assert bool((got[x.isnan()] & 0x7F == 0x7F).all())

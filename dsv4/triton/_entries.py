@@ -235,7 +235,8 @@ def _load_fp8(
     GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
     read = (slots >= 0)[:, None]
     start = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE)
-    column = tl.arange(0, BLOCK)[None, :]
+    # Eight columns to a thread, of codes too: then they lie as results are stored.
+    column = tl.max_contiguous(tl.arange(0, BLOCK), 8)[None, :]
     codes = tl.load(start + column, mask=read & (column < NOPE), other=0)
     group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
     place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group

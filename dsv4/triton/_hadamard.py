@@ -64,8 +64,11 @@ def hadamard(tiles, TILES: tl.constexpr):
         if (1 << step) < TILES:
             made = ()
             for tile in tl.static_range(TILES):
-                a, b = done[tile & ~(1 << step)], done[tile | (1 << step)]  # type: ignore[misc]
-                made += (a - b if tile & (1 << step) else a + b,)  # type: ignore[assignment]
+                pair = (done[tile & ~(1 << step)], done[tile | (1 << step)])  # type: ignore[misc]
+                if tile & (1 << step):
+                    made += (pair[0] - pair[1],)  # type: ignore[assignment]
+                else:
+                    made += (pair[0] + pair[1],)  # type: ignore[assignment]
             done = made
     made = ()
     for tile in tl.static_range(TILES):
@@ -104,9 +107,9 @@ _ROUNDED_WORDS = tl.constexpr(
     """{ .reg .b32 x, a, power, signs, one, up, down;
     mov.b32 signs, 0x80008000; mov.b32 one, 0x3F803F80;
     mov.b32 up, 0x42804280; mov.b32 down, 0xC280C280;
-    fma.rn.bf16x2 x, $1, $2, signs; abs.bf16x2 a, x;
-    max.bf16x2 power, a, one; and.b32 power, power, 0x7F807F80;
-    fma.rn.bf16x2 a, power, up, a; fma.rn.bf16x2 a, power, down, a;
+    fma.rn.bf16x2 x, $1, $2, signs;
+    max.xorsign.abs.bf16x2 power, x, one; and.b32 power, power, 0xFF80FF80;
+    fma.rn.bf16x2 a, power, up, x; fma.rn.bf16x2 a, power, down, a;
     lop3.b32 a, a, x, signs, 0xF8;
     fma.rn.bf16x2 $0, a, $3, signs; }"""
 )

@@ -17,9 +17,11 @@ from dsv4.triton._numerics import (
     narrow,
     power_of_two,
 )
-from dsv4.triton._nvfp4 import larger, largest, scaled_codes
+from dsv4.triton._nvfp4 import largest, scaled_codes
+from dsv4.triton._words import exact_words, largest_of_words
 
 GROUP = tl.constexpr(FP4_GROUP)
+_THROUGH_E5M2 = tl.constexpr(1)  # of ``_nvfp4.conversion``
 # float32 bits of 1e-4, the smallest maximum a row of E4M3 is scaled by.
 _FLOOR = tl.constexpr(0x38D1B717)
 _NAN = tl.constexpr(0x7FC00000)
@@ -54,11 +56,13 @@ def mxfp4_rows(values, CONVERT: tl.constexpr):
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
     groups = tl.reshape(values, [ROWS * BLOCK // GROUP, GROUP])
-    # Of even and odd ones apart, so that scales lie in threads as the words of two of them do.
-    even, odd = tl.split(tl.reshape(groups, [ROWS * BLOCK // GROUP, GROUP // 2, 2]))
-    exponent, finite = fp4_exponents(larger(largest(even), largest(odd)))
-    bound = tl.where(finite, 6.0, 0.0)
-    codes = scaled_codes(groups, power_of_two(-exponent), bound, CONVERT)
+    if CONVERT == _THROUGH_E5M2 and groups.dtype == tl.bfloat16:
+        exponent, finite = fp4_exponents(largest_of_words(groups))
+        codes = exact_words(groups, power_of_two(-exponent), finite)
+    else:
+        exponent, finite = fp4_exponents(largest(groups))
+        bound = tl.where(finite, 6.0, 0.0)
+        codes = scaled_codes(groups, power_of_two(-exponent), bound, CONVERT)
     scales = tl.where(finite, exponent + 127, 255).to(tl.uint8)
     return tl.reshape(codes, [ROWS, BLOCK // 2]), tl.reshape(scales, [ROWS, BLOCK // GROUP])
 

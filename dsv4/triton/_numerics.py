@@ -70,6 +70,22 @@ def e4m3_bits(x):
 
 
 @triton.jit
+def e4m3_tile(x):
+    """``e4m3_bits`` of a tile of which a thread has neighbours: four of them make a word."""
+    if INTERPRETED:
+        return e4m3_bits(x)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+        "=r,f,f,f,f",
+        [x],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def e4m3_value(bits):
     """Value of E4M3 bits (uint8) as float32; 0x7F and 0xFF are NaN."""
     if INTERPRETED:

@@ -19,8 +19,14 @@ _SIGNS_OF_CODES = tl.constexpr(-0x77777778)
 
 
 def _for_words(step: str) -> str:
-    """``step`` for each of the operands $1 to $4, called WORD in it; @ is a number, 0 to 3."""
-    return "\n".join(step.replace("WORD", f"${k + 1}").replace("@", str(k)) for k in range(4))
+    """``step`` for each of the operands $1 to $4, called WORD in it, and $5 to $8, called FACTOR.
+
+    @ is a number, 0 to 3.
+    """
+    return "\n".join(
+        step.replace("WORD", f"${k + 1}").replace("FACTOR", f"${k + 5}").replace("@", str(k))
+        for k in range(4)
+    )
 
 
 # Signs of 8 values as the highest bits of 8 nibbles; all bits of ``sign`` but these are garbage.
@@ -53,23 +59,36 @@ _DIVIDED = tl.constexpr(
     + "lop3.b32 $0, sign, $25, x, 0xEA; }"
 )
 
-# After the words, four times each: factor, cap, live. In units of 2^-126 the codes are bits 6 to 8
-# of a bfloat16: there the subnormal numbers are where E2M1 has them.
-_SCALED = tl.constexpr(
-    """{ .reg .b32 a, m, n, x, y, z, sign, zero, up, down, one, unit, q0, q1, q2, q3;
+# Rounded quotients q0 to q3 in units of 2^-126: there codes are bits 6 to 8 of a bfloat16, because
+# the subnormal numbers are where E2M1 has them. Codes of all, without signs, go to x.
+_ROUND = """
+    max.bf16x2 m, a, one; and.b32 m, m, 0x7F807F80;
+    fma.rn.bf16x2 a, m, up, a; fma.rn.bf16x2 a, m, down, a; fma.rn.bf16x2 q@, a, unit, zero;"""
+_NUMBERS = """{ .reg .b32 a, m, n, x, y, z, sign, zero, up, down, one, unit, q0, q1, q2, q3;
     mov.b32 zero, 0x80008000; mov.b32 one, 0x3F803F80; mov.b32 unit, 0x00800080;
     mov.b32 up, 0x42804280; mov.b32 down, 0xC280C280;"""
-    + _for_words("""
-    fma.rn.bf16x2 a, WORD, $5, zero; abs.bf16x2 a, a; min.bf16x2 a, a, $9;
-    max.bf16x2 m, a, one; and.b32 m, m, 0x7F807F80;
-    fma.rn.bf16x2 a, m, up, a; fma.rn.bf16x2 a, m, down, a; fma.rn.bf16x2 q@, a, unit, zero;""")
-    + """
+_CODES = """
     shr.b32 x, q0, 6; shl.b32 m, q1, 2; add.u32 x, x, m;
     shr.b32 a, q2, 6; shl.b32 m, q3, 2; add.u32 a, a, m;
     prmt.b32 n, x, a, 0x7632; prmt.b32 x, x, a, 0x5410;
     shl.b32 n, n, 4; add.u32 x, x, n;"""
+
+# After the words, four times each: factor, cap, live. The words are of one block.
+_SCALED = tl.constexpr(
+    _NUMBERS
+    + _for_words("fma.rn.bf16x2 a, WORD, $5, zero; abs.bf16x2 a, a; min.bf16x2 a, a, $9;" + _ROUND)
+    + _CODES
     + _SIGNS
     + "lop3.b32 $0, sign, $13, x, 0xEA; }"
+)
+
+# After the words a factor for each: they may be of different blocks, whose values do not saturate.
+_EXACT = tl.constexpr(
+    _NUMBERS
+    + _for_words("fma.rn.bf16x2 a, WORD, FACTOR, zero; abs.bf16x2 a, a;" + _ROUND)
+    + _CODES
+    + _SIGNS
+    + "lop3.b32 $0, sign, 0x88888888, x, 0xEA; }"
 )
 
 
@@ -80,6 +99,18 @@ def words_of(values):
     halves = tl.reshape(values.to(tl.uint16, bitcast=True), values.shape[:-1] + [PAIRS, 2])  # noqa: RUF005
     even, odd = tl.split(halves)
     return even.to(tl.uint32) | (odd.to(tl.uint32) << 16)
+
+
+@triton.jit
+def largest_of_words(values):
+    """Largest magnitude along the last axis of bfloat16 values, float32; NaN where one is NaN.
+
+    It lies in the threads that have the words of its values, for ``scaled_words``. Magnitudes are
+    compared as integers: NaN is above Inf and Inf above every number.
+    """
+    words = words_of(values).to(tl.int32, bitcast=True)
+    larger = tl.maximum(words & 0x7FFF0000, (words << 16) & 0x7FFF0000)
+    return tl.max(larger, len(larger.shape) - 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -147,4 +178,17 @@ def scaled_words(values, factor, bound):
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
+    )
+
+
+@triton.jit
+def exact_words(values, factor, usable):
+    """``scaled_words`` of values that do not saturate, in whatever order threads have them.
+
+    Codes are 0 where not ``usable [...]``.
+    """
+    words = tl.where(tl.expand_dims(usable, -1), words_of(values), 0)
+    factors = tl.broadcast_to(tl.expand_dims(_twice(factor), -1), words.shape)
+    return tl.inline_asm_elementwise(
+        _EXACT, "=r,r,r,r,r,r,r,r,r", [words, factors], dtype=tl.uint8, is_pure=True, pack=4
     )

@@ -32,6 +32,7 @@ from dsv4.triton._nvfp4 import (
     finite_amax,
     is_moderate,
     largest,
+    near_reciprocal,
 )
 from dsv4.triton._prefetch import prefetch_tile
 from dsv4.triton.norm import inverse_rms
@@ -42,6 +43,8 @@ _LARGEST = tl.constexpr(3.3895313892515355e38)  # finite bfloat16
 # From this many tokens on the mixing matrices are made 32 tokens at a time, one to a thread.
 _MANY = 1024
 _LANES = 32
+# Their product: tokens and columns of a tile, tiles in flight, warps.
+_TALL = (256, 64, 4, 8)
 # Up to this many tokens a program takes one, and the product needs no tensor core.
 _FEW = 4
 
@@ -239,7 +242,7 @@ def _tall_kernel(
     """Parts of the product, as ``_product_kernel``, of ``fn`` that is cut already.
 
     One product with all three parts, and a quarter of nothing: past the matrix ``cut`` lie zeros.
-    Column ROWS, where the squares belong, is left 0.
+    There are no squares: the collapse sums them up.
     """
     wait_for_inputs(PDL)
     split = tl.program_id(0) % splits
@@ -323,7 +326,7 @@ def _few_kernel(
 class _Parts:
     """The parts of a product with ``rows`` rows: ``[splits, T, row_block]`` float32.
 
-    If ``squared``, the row after them has the sum of a token's squares; else it is 0.
+    If ``squared``, the row after them has the sum of a token's squares.
     """
 
     data: torch.Tensor
@@ -376,7 +379,7 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
 def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
     """The same of so many tokens that ``fn`` is cut by a launch of its own; without squares."""
     tokens, width = x.shape[0], fn.shape[1]
-    group, block = 256, 64
+    group, block, stages, warps = _TALL
     groups, chunks = -(-tokens // group), -(-width // block)
     splits = max(1, min(chunks, _launch.multiprocessors(x.device) // groups))
     each = -(-chunks // splits)
@@ -404,8 +407,8 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
             TOKENS=group,
             BLOCK=block,
             CHUNKS=each,
-            STAGES=4,
-            num_warps=8,
+            STAGES=stages,
+            num_warps=warps,
             **_launch.options(x),
         )
     return parts
@@ -474,13 +477,13 @@ def _pick(values, INDEX: tl.constexpr):
 def _row_softmax(a, b, c, d, eps):
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    inverse = 1.0 / (a + b + c + d)
+    inverse = near_reciprocal(a + b + c + d)
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
 
 @triton.jit
 def _normalised(a, b, c, d, eps):
-    inverse = 1.0 / (a + b + c + d + eps)
+    inverse = near_reciprocal(a + b + c + d + eps)
     return a * inverse, b * inverse, c * inverse, d * inverse
 
 
@@ -706,6 +709,7 @@ def _quantize_row(
 @triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
     parts,
+    sums,
     x,
     scale,
     base,
@@ -736,8 +740,10 @@ def _finish_kernel(
     PDL: tl.constexpr,
 ):
     """A token has ``slices`` programs that collapse and, with COEFFICIENTS, first one that makes
-    post and comb: its many dependent steps take as long as the collapse, beside it. The norm is
-    quantised too, with the global scale of SCALE: ``"token"``, ``"one"`` or ``"row"`` given."""
+    post and comb: its many dependent steps take as long as the collapse, beside it. Parts that
+    are not SQUARED leave that to the collapse, of a whole token then; what post and comb are made
+    of goes to ``sums``, as a single part. The norm is quantised too, with the global scale of
+    SCALE: ``"token"``, ``"one"`` or ``"row"`` given."""
     wait_for_inputs(PDL)
     programs = slices + COEFFICIENTS
     token = (tl.program_id(0) // programs).to(tl.int64)
@@ -758,7 +764,10 @@ def _finish_kernel(
         else:
             squares = tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0)))
             squares = tl.sum(squares, 0)
-            tl.store(parts + token * ROW_BLOCK + ROWS, squares)
+            if sums is not None:
+                row = tl.arange(0, ROW_BLOCK)
+                found = tl.where(row == ROWS, squares, values)
+                tl.store(sums + token * ROW_BLOCK + row, found)
         gates = tl.sigmoid(_logits(values, squares, factor, start, hidden, norm_eps)) + hc_eps
         total = tl.fma(_pick(gates, 1), x1, _pick(gates, 0) * x0)
         total = tl.fma(_pick(gates, 3), x3, tl.fma(_pick(gates, 2), x2, total))
@@ -807,9 +816,13 @@ def _finish(
         # No more than 32 numbers to a thread, which has all of a block or half of it.
         warps = min(32, max(4, block // 1024))
     common = (norm_eps, hc_eps, iterations)
+    sums = None
+    if coefficients is not None and not parts.squared:
+        sums = torch.empty_like(parts.data[:1])
     with _launch.on(x):
         _finish_kernel[(tokens * (slices + beside),)](
             parts.data,
+            sums,
             x,
             scale,
             base,
@@ -836,15 +849,16 @@ def _finish(
             **_launch.options(x),
         )
         if coefficients is not None and not beside:
+            summed = parts.data if sums is None else sums
             _coefficients_kernel[(-(-tokens // _LANES),)](
-                parts.data,
+                summed,
                 scale,
                 base,
                 post,
                 comb,
                 tokens,
                 hidden,
-                parts.splits,
+                summed.shape[0],
                 *common,
                 ROW_BLOCK=parts.row_block,
                 LANES=_LANES,

@@ -30,11 +30,11 @@ from dsv4.triton._index_entries import (
     mxfp4_rows,
     mxfp4_values,
 )
-from dsv4.triton._numerics import INTERPRETED, e4m3_bits, narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import INTERPRETED, e4m3_tile, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion, larger, largest, narrowed
 
 _TILE = 256  # values of one program of the query kernel, or 16 times as many
-_FEW = 1 << 20  # values up to which programs are small
+_FEW, _MANY = 1 << 16, 1 << 20  # values up to which such programs are small, or not large
 _SCORE_BYTES = 64 << 20  # of keys of scores at a time
 _SEARCHED = 8192  # entries up to which a row is searched as it is
 _DIRECT = 16384  # and up to which it is without groups
@@ -61,7 +61,7 @@ _BINADE = tl.constexpr(1 << 23)  # from a key to that of half the score
 
 
 @triton.jit
-def _turn(x, cos, sin, START, D: tl.constexpr, HALF: tl.constexpr, inside):
+def _turn(x, cos, sin, inside, START: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
     """Columns START and following of queries ``x [ROWS, WIDTH]``, turned where they are to be.
 
     Interleaved pairs; compiled without contraction, so that both products round as they do in
@@ -72,14 +72,17 @@ def _turn(x, cos, sin, START, D: tl.constexpr, HALF: tl.constexpr, inside):
     PAIRS: tl.constexpr = x.shape[1] // 2
     first, second = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
     angle = START // 2 + tl.arange(0, PAIRS) - (D // 2 - HALF)
-    turned = (angle >= 0) & (angle < HALF)
-    mask = inside[:, None] & turned[None, :]
+    mask = inside[:, None]
+    if START < D - 2 * HALF or START + x.shape[1] > D:
+        mask = mask & ((angle >= 0) & (angle < HALF))[None, :]
     c = widen(tl.load(cos[:, None] + angle[None, :], mask=mask, other=1.0))
     s = widen(tl.load(sin[:, None] + angle[None, :], mask=mask, other=0.0))
     a, b = widen(first), widen(second)
     result = narrowed(tl.reshape(tl.join(a * c - b * s, b * c + a * s), x.shape), x.dtype)
-    both = tl.reshape(tl.join(mask, mask), x.shape)
-    return tl.where(both, result, x)
+    if START < D - 2 * HALF or START + x.shape[1] > D:
+        mask = tl.broadcast_to(mask, first.shape)
+        result = tl.where(tl.reshape(tl.join(mask, mask), x.shape), result, x)
+    return result
 
 
 @triton.jit
@@ -109,10 +112,10 @@ def _load_tiles(
         mask = inside[:, None] & (tile * WIDTH + column < D)
         loaded += (tl.load(x[:, None] + (tile * WIDTH + column), mask=mask, other=0.0),)  # type: ignore[assignment]
     for tile in tl.static_range(TILES):
-        values = loaded[tile]  # type: ignore[misc]
+        values = loaded[tile]  # type: ignore[misc, var-annotated]
         if HALF > 0 and (tile + 1) * WIDTH > D - 2 * HALF:
             place = token * cos_stride
-            values = _turn(values, cos + place, sin + place, tile * WIDTH, D, HALF, inside)
+            values = _turn(values, cos + place, sin + place, inside, tile * WIDTH, D, HALF)
         tiles += (values,)  # type: ignore[assignment]
     return tiles
 
@@ -213,7 +216,7 @@ def _store_e4m3(codes, tiles, row, inside, D: tl.constexpr):
     factor, scale = e4m3_scale(peak)
     for tile in tl.static_range(TILES):
         column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
-        bits = e4m3_bits(widen(tiles[tile]) * factor[:, None])
+        bits = e4m3_tile(widen(tiles[tile]) * factor[:, None])
         tl.store(codes + row[:, None] * D + column, bits, mask=inside[:, None] & (column < D))
     return scale
 
@@ -299,13 +302,16 @@ def quantize_index_queries(
 def _query_tile(rows: int, d: int) -> dict[str, int]:
     """Rows of a program of the query kernels, columns of its tiles, and its warps.
 
-    While there are few values, a tile is as wide as a row, so that more threads share it.
+    The fewer values there are, the wider are the tiles, up to a row: more threads share a row then.
     """
     width = _launch.power_of_two(d)
-    if rows * width <= _FEW:
+    values = rows * width
+    if values <= _FEW or d % 64:
         return {"ROWS": max(1, _TILE // width), "WIDTH": width, "num_warps": 1}
+    if values <= _MANY:
+        return {"ROWS": max(1, 2 * _TILE // width), "WIDTH": width // 2, "num_warps": 1}
     tall = max(8, 16 * _TILE // width)
-    return {"ROWS": tall, "WIDTH": width if d % 32 else 32, "num_warps": min(4, tall // 8)}
+    return {"ROWS": tall, "WIDTH": 32, "num_warps": min(4, tall // 8)}
 
 
 def _launch_queries(

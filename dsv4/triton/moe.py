@@ -222,17 +222,23 @@ def _gather_kernel(
     columns,
     chunks,
     K: tl.constexpr,
+    EACH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK columns of a token to its K sorted rows."""
+    """BLOCK columns of a token to EACH of its K sorted rows."""
     wait_for_inputs(PDL)
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    first = token * K + tl.program_id(1) * EACH
+    # All loads come before the first store, behind which the compiler would leave them.
+    places = ()
+    for j in tl.static_range(EACH):
+        places += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
     values = tl.load(x + token * stride + column, mask=column < columns)
-    for j in tl.range(0, K, loop_unroll_factor=min(K, 8)):
-        row = tl.load(rows + token * K + j).to(tl.int64)
-        tl.store(out + row * columns + column, values, mask=column < columns)
+    for j in tl.static_range(EACH):
+        place = places[j] * columns + column  # type: ignore[misc]
+        tl.store(out + place, values, mask=column < columns)
 
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -257,8 +263,10 @@ def moe_gather(
         return out
     source, rows = _rows.as_rows(x), rows.contiguous()
     block, chunks = _chunks(tokens, columns, x.device)
+    # While programs do not fill the GPU, every row of a token has its own.
+    each = 1 if tokens * chunks < _launch.multiprocessors(x.device) else rows.shape[1]
     with _launch.on(x):
-        _gather_kernel[(tokens * chunks,)](
+        _gather_kernel[(tokens * chunks, rows.shape[1] // each)](
             source,
             rows,
             out,
@@ -266,6 +274,7 @@ def moe_gather(
             columns,
             chunks,
             K=rows.shape[1],
+            EACH=each,
             BLOCK=block,
             num_warps=_warps(block),
             **_launch.options(x),

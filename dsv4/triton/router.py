@@ -240,24 +240,60 @@ def _key_of(score):
     return tl.where(score != score, 0x7FFFFFFF, key)
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
+@triton.jit
+def _token_logits(
+    partials,
+    logits,
+    token,
+    tokens,
+    EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Summed logits of a token, ``[BLOCK]``, stored unless they are; and 1 if all are finite."""
+    expert = tl.arange(0, BLOCK)
+    inside = expert < EXPERTS
+    logit = _summed(partials, token, tokens, expert, inside, EXPERTS, SPLITS)
+    logit = narrow(logit, logits.dtype.element_ty)
+    if not STORED:
+        tl.store(logits + token * EXPERTS + expert, logit, mask=inside)
+    logit = widen(logit)
+    # As integers, magnitudes order with NaN above Inf above every number.
+    largest = tl.max(logit.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    return logit, tl.where(largest < _INFINITY, 1, 0)
+
+
+@triton.jit
+def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLITS: tl.constexpr):
+    partials += token * EXPERTS + expert
+    logit = tl.load(partials, mask=inside, other=0.0)
+    for i in tl.static_range(1, SPLITS):
+        logit += tl.load(partials + i * (tokens.to(tl.int64) * EXPERTS), mask=inside, other=0.0)
+    return logit
+
+
+@triton.jit
+def _store_choice(weights, ids, place, mask, found, chosen, total, factor, good):
+    weight = _quotient(chosen, total + 1e-20) * factor
+    tl.store(weights + place, tl.where(good == 1, weight, float("nan")), mask=mask)
+    tl.store(ids + place, found.to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "top_k"])
 def _choose_kernel(
     partials,
     logits,
     bias,
-    table,
-    input_ids,
     weights,
     ids,
     tokens,
-    vocabulary,
     top_k,
     factor,
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STORED: tl.constexpr,
     BIASED: tl.constexpr,
-    HASHED: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -270,48 +306,65 @@ def _choose_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
-    partials += token * EXPERTS + expert
-    logit = tl.load(partials, mask=inside, other=0.0)
-    for i in tl.static_range(1, SPLITS):
-        logit += tl.load(partials + i * (tokens.to(tl.int64) * EXPERTS), mask=inside, other=0.0)
-    logit = narrow(logit, logits.dtype.element_ty)
-    if not STORED:
-        tl.store(logits + token * EXPERTS + expert, logit, mask=inside)
-    logit = widen(logit)
+    logit, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
     scores = _sqrt_softplus(logit)
-    # As integers, magnitudes order with NaN above Inf above every number.
-    largest = tl.max(logit.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    good = tl.where(largest < _INFINITY, 1, 0)
     biased = scores
     if BIASED:
         biased = scores + widen(tl.load(bias + expert, mask=inside, other=0.0))
     keys = tl.where(inside, _key_of(biased), _NONE)
     bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)
-    if HASHED:
-        word = tl.load(input_ids + token).to(tl.int64)
-        good = tl.where((word >= 0) & (word < vocabulary), good, 0)
-        table += tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k
     slot = tl.arange(0, SLOTS)
     found = tl.zeros([SLOTS], tl.int32)
     chosen = tl.zeros([SLOTS], tl.float32)
     total = 0.0
     for j in range(top_k):
-        if HASHED:
-            entry = tl.load(table + j).to(tl.int64)
-            one = tl.maximum(tl.minimum(entry, EXPERTS - 1), 0).to(tl.int32)
-            good = tl.where(entry == one, good, 0)
-        else:
-            one = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
-            keys = tl.where(expert == one, _NONE, keys)
+        one = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
+        keys = tl.where(expert == one, _NONE, keys)
         # No score is negative, so that its bits order as it does.
         score = tl.max(tl.where(expert == one, bits, 0), 0).to(tl.float32, bitcast=True)
         total += score
         found = tl.where(slot == j, one, found)
         chosen = tl.where(slot == j, score, chosen)
-    weight = _quotient(chosen, total + 1e-20) * factor
+    place, mask = token * top_k + slot, slot < top_k
+    _store_choice(weights, ids, place, mask, found, chosen, total, factor, good)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
+def _look_up_kernel(
+    partials,
+    logits,
+    table,
+    input_ids,
+    weights,
+    ids,
+    tokens,
+    vocabulary,
+    top_k,
+    factor,
+    EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token: its logits, and the scores of the experts that the table has for its word."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    word = tl.load(input_ids + token).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    place = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
+    entry = tl.load(table + place, mask=slot < top_k, other=0).to(tl.int64)
+    expert = tl.maximum(tl.minimum(entry, EXPERTS - 1), 0).to(tl.int32)
+    _, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
+    good = tl.where((word >= 0) & (word < vocabulary), good, 0)
+    good = tl.minimum(good, tl.min((entry == expert).to(tl.int32), 0))
+    mask = slot < top_k
+    own = _summed(partials, token, tokens, expert, mask, EXPERTS, SPLITS)
+    scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
+    scores = tl.where(mask, scores, 0.0)
     place = token * top_k + slot
-    tl.store(weights + place, tl.where(good == 1, weight, float("nan")), mask=slot < top_k)
-    tl.store(ids + place, found.to(tl.int64), mask=slot < top_k)
+    _store_choice(weights, ids, place, mask, expert, scores, tl.sum(scores, 0), factor, good)
 
 
 @dataclass(frozen=True)
@@ -469,7 +522,7 @@ def _sums(x: torch.Tensor, logits: torch.Tensor, splits: int) -> torch.Tensor:
     return x.new_empty((splits, *logits.shape), dtype=torch.float32)
 
 
-def _choice_warps(block: int, splits: int) -> int:
+def _choice_warps(block: int) -> int:
     """One warp needs no exchange through shared memory, but must not hold too many logits."""
     return min(16, max(1, block // 1024))
 
@@ -492,29 +545,43 @@ def _route(
         return logits, weights, ids
     partials = _partial_logits(x, weight, logits)
     block = _launch.power_of_two(experts)
+    options = {
+        "EXPERTS": experts,
+        "SPLITS": partials.shape[0],
+        "STORED": partials.data_ptr() == logits.data_ptr(),
+        "BLOCK": block,
+        "SLOTS": _launch.power_of_two(top_k),
+        "num_warps": _choice_warps(block),
+        **_launch.options(x),
+    }
     with _launch.on(x):
-        _choose_kernel[(tokens,)](
-            partials,
-            logits,
-            None if bias is None else bias.contiguous(),
-            table,
-            input_ids,
-            weights,
-            ids,
-            tokens,
-            0 if table is None else table.shape[0],
-            top_k,
-            scaling_factor,
-            EXPERTS=experts,
-            SPLITS=partials.shape[0],
-            STORED=partials.data_ptr() == logits.data_ptr(),
-            BIASED=bias is not None,
-            HASHED=table is not None,
-            BLOCK=block,
-            SLOTS=_launch.power_of_two(top_k),
-            num_warps=_choice_warps(block, partials.shape[0]),
-            **_launch.options(x),
-        )
+        if table is None:
+            _choose_kernel[(tokens,)](
+                partials,
+                logits,
+                None if bias is None else bias.contiguous(),
+                weights,
+                ids,
+                tokens,
+                top_k,
+                scaling_factor,
+                BIASED=bias is not None,
+                **options,
+            )
+        else:
+            _look_up_kernel[(tokens,)](
+                partials,
+                logits,
+                table,
+                input_ids,
+                weights,
+                ids,
+                tokens,
+                table.shape[0],
+                top_k,
+                scaling_factor,
+                **options,
+            )
     return logits, weights, ids
 
 
