@@ -117,6 +117,18 @@ def test_read_of_write_is_fake_quantize(device, dims, dtype, read_dtype, drawn, 
     assert_bitwise(back, wide.masked_fill((index < 0)[:, None], 0))
 
 
+def test_many_entries_are_read_as_few_are(device, monkeypatch):
+    """A program of eight entries, some of them skipped and some past the last."""
+    kernels = pytest.importorskip("dsv4.triton.kv_cache")
+    pages = Pages.allocate(3, 4, 512, 64, device=device)
+    index = torch.arange(11, device=device)
+    write_kv(pages, (torch.randn(11, 512) * 3).bfloat16().to(device), index)
+    index = torch.where(index == 5, -1, index.flip(0))
+    few = read_kv(pages, index, torch.bfloat16)
+    monkeypatch.setattr(kernels, "_MANY", 0)
+    assert_bitwise(read_kv(pages, index, torch.bfloat16), few)
+
+
 @given(dims, dtypes, finite_draws(-30, 30))
 def test_rounding_error_is_bounded_and_finite(device, dims, dtype, drawn):
     head_dim, rope_dim = dims
