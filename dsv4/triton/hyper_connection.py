@@ -807,7 +807,7 @@ def _finish(
         block = min(1024, block)
     slices = -(-hidden // block)
     outputs: tuple[torch.Tensor | None, ...] = (None, None, None, None)
-    scale_of, warps = None, 4
+    scale_of, warps = None, 4 if parts.squared else max(4, block // 1024)
     if quantized is not None:
         codes, scales, total = quantized.tensors
         outputs = (quantized.source, codes, scales.view(torch.uint8), total)
