@@ -623,6 +623,18 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
         assert_within_budget(got, want.double(), 1e-4 * want.double().abs() + 1e-5)
 
 
+def test_many_tokens_at_an_odd_address(device, monkeypatch):
+    """Which no tensor descriptor takes."""
+    kernels = pytest.importorskip("dsv4.triton.hyper_connection")
+    monkeypatch.setattr(kernels, "_MANY", 5)
+    case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
+    streams, *parameters = build(case, device, torch.bfloat16)
+    odd = streams.new_empty(streams.numel() + 1)[1:].view(streams.shape).copy_(streams)
+    expected = hc_pre(streams, *parameters, **PRE)
+    for got, want in zip(hc_pre(odd, *parameters, **PRE), expected, strict=True):
+        assert_within_budget(got, want.double(), 1e-2 * want.double().abs() + 1e-4)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 def test_a_bad_row_stays_alone_between_sublayers(device, bad):
     case = {"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 48}

@@ -453,8 +453,9 @@ def _parts(x: torch.Tensor, fn: torch.Tensor) -> _Parts:
     tokens, _, hidden = x.shape
     if tokens <= _FEW:
         return _parts_of_few(x, fn)[0]
-    # Tensor descriptors want rows of whole 16 bytes.
-    if tokens >= _MANY and x.dtype == torch.bfloat16 and hidden % 8 == 0:
+    # Tensor descriptors want rows of whole 16 bytes, at multiples of 16.
+    whole = hidden % 8 == 0 and x.data_ptr() % 16 == 0
+    if tokens >= _MANY and x.dtype == torch.bfloat16 and whole:
         return _parts_of_all(x, fn)
     return _parts_of_many(x, fn)
 
