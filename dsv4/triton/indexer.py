@@ -210,9 +210,9 @@ def _store_e4m3(codes, tiles, row, inside, D: tl.constexpr):
     """Store the codes of rows of D columns; returns the scale of each row."""
     WIDTH: tl.constexpr = tiles[0].shape[1]
     TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
-    peak = largest(tiles[0])
+    peak = largest(widen(tiles[0]))
     for tile in tl.static_range(1, TILES):
-        peak = larger(peak, largest(tiles[tile]))
+        peak = larger(peak, largest(widen(tiles[tile])))
     factor, scale = e4m3_scale(peak)
     for tile in tl.static_range(TILES):
         column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
