@@ -309,6 +309,17 @@ def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
     return implementation(*rest) if out is None else implementation(*rest, out=out)
 
 
+def is_free(backend: str) -> bool:
+    """Whether ``"auto"`` decides, and the call is made to run."""
+    chosen = backend != AUTO or _override.get() != AUTO or _VARIABLE in _ENVIRONMENT
+    return not (chosen or _explaining.get())
+
+
+def implementation(op: str, args: Sequence[Any]) -> Callable[..., Any]:
+    """What ``"auto"`` gives a call to; ``args`` are without ``backend``."""
+    return _load(choose(Call(op, tuple(args), _device(args))).target)
+
+
 def first(op: str, args: Sequence[Any]) -> Any:
     """Run the implementation that ``"auto"`` takes, whatever was asked for by name.
 

@@ -11,7 +11,8 @@ Scale values and layouts are in ``dsv4.scales``. Formulas: specification section
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -58,7 +59,6 @@ __all__ = [
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-E4M3_SMALLEST = 2.0**-9
 LINEAR = "linear"
 SWIZZLED = "swizzled_128x4"
 FRAGMENTS = "fragments_16x64"
@@ -162,6 +162,10 @@ class QuantizedTensor:
     format: Format
     layout: str = LINEAR
     segments: tuple[int, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields: what else it keeps holds for these tensors in this process."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __repr__(self) -> str:
         return (

@@ -40,7 +40,7 @@ class JointWeight(FixedDtypeModule):
     def whole(self) -> QuantizedTensor:
         """All rows: a segment per layer, or in turn, each with its global scale."""
         segments = () if self.in_turn else self.rows
-        return QuantizedTensor(
+        return self.value_of(
             self.codes, self.scales, self.global_scale, self.format, self.layout, segments
         )
 

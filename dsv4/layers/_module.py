@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class FixedDtypeModule(nn.Module):
     wide: frozenset[str] = frozenset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.forget_value()
         own = {**self._parameters, **self._buffers}
         stored = {id(t) for name, t in own.items() if name in self.stored}
         wide = {id(t) for name, t in own.items() if name in self.wide}
@@ -42,6 +44,22 @@ class FixedDtypeModule(nn.Module):
             return out
 
         return super()._apply(guarded, recurse)
+
+    def value_of(self, *parts: Any) -> QuantizedTensor:
+        """``QuantizedTensor(*parts)``, and for the same parts the same one as before.
+
+        It keeps which products were checked, which takes longer than some of them run.
+        """
+        if torch.compiler.is_compiling():
+            return QuantizedTensor(*parts)
+        kept = self.__dict__.get("_kept")
+        if kept is None or len(kept[0]) != len(parts) or any(map(is_not, kept[0], parts)):
+            kept = self.__dict__["_kept"] = (parts, QuantizedTensor(*parts))
+        return kept[1]
+
+    def forget_value(self) -> None:
+        """Let go of the tensors of ``value_of``, before they are replaced."""
+        self.__dict__.pop("_kept", None)
 
 
 def frozen(tensor: torch.Tensor) -> nn.Parameter:

@@ -151,7 +151,7 @@ class Linear(FixedDtypeModule):
         if self.joint is not None:
             return self.joint.part(self.joint_part).with_layout(self.layout)
         assert self.weight_scale is not None
-        return QuantizedTensor(
+        return self.value_of(
             self.weight, self.weight_scale, self.weight_scale_2, self.format, self.layout
         )
 
@@ -205,6 +205,7 @@ class Linear(FixedDtypeModule):
 
     def _leave(self) -> None:
         """Have no part in a joint weight; the other layers keep theirs."""
+        self.forget_value()
         if self.joint is not None:
             del self.joint  # out of the submodules, which would keep and print a None
             self.joint, self.joint_part = None, 0

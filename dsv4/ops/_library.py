@@ -65,6 +65,15 @@ _unobserved = _observer()
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
+def is_plain(x: Any) -> bool:
+    """Whether an operator that is given ``x`` may run its body at once, as far as ``x`` goes."""
+    return (
+        type(x) in _TYPES["Tensor"]
+        and _unobserved()
+        and not (x.is_neg() or x.is_meta or (x.requires_grad and _is_grad_enabled()))
+    )
+
+
 def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register ``schema`` with the dispatcher as its body and ``fake`` as its shape function.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dsv4.formats import QuantizedTensor
-from dsv4.ops import _check
+from dsv4.ops import _again, _check
 from dsv4.ops._library import define
 from dsv4.ops.quantize import positive
 
@@ -81,17 +82,60 @@ def gemm(
         ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    out_dtype = check_operands("gemm", x, activation, out_dtype)
+    kind = ("gemm", activation, groups, out_dtype)
+    # The same of the same weight is not checked again: it takes longer than some products.
+    repeats = input_scale is None and not torch.compiler.is_compiling()
+    again = _again.known(x, weight, kind, backend) if repeats else None
+    if again is None:
+        input_scale = _check_all(x, weight, activation, input_scale, groups, out_dtype)
+    flat = _flat(x, groups)
+    dtype = x.dtype if out_dtype is None else out_dtype
+    arguments = _arguments(flat, weight, activation, input_scale, groups, dtype)
+    if again is not None:
+        out = _again.run(again, arguments)
+    else:
+        out = _gemm(*arguments, backend)
+        if repeats:
+            _again.learn(x, weight, kind, backend, arguments)
+    return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
+
+
+def _check_all(
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor | None:
+    """Raise what ``gemm`` says; returns the scale as operators take it."""
+    check_operands("gemm", x, activation, out_dtype)
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"gemm: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if input_scale is not None:
         input_scale = check_input_scale("gemm", activation, input_scale)
     check_shapes("gemm", x, weight, activation, groups)
     _check.same_device("gemm", x=x, weight=weight.codes, input_scale=input_scale)
+    return input_scale
+
+
+def _flat(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """With one axis of tokens."""
     kept = 2 if groups > 1 else 1
-    flat = x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
-    out = _gemm(
-        flat,
+    return x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
+
+
+def _arguments(
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> tuple[Any, ...]:
+    """The operator's, without ``backend``."""
+    return (
+        x,
         weight.codes,
         weight.scales,
         weight.global_scale,
@@ -102,9 +146,7 @@ def gemm(
         input_scale,
         groups,
         out_dtype,
-        backend,
     )
-    return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
 def check_operands(
