@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import dispatch, explain, use_backend
 from dsv4.layers import Linear
-from dsv4.ops import _again, gemm, quantize
+from dsv4.ops import _again, gemm, gemm_swiglu, quantize
 
 
 @pytest.fixture
@@ -125,6 +125,19 @@ def test_a_choice_by_name_is_heard(kept, monkeypatch):
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE)
     assert explain(gemm, x, weight).chosen == "reference"
     assert len(kept) == 1
+
+
+def test_the_fused_product_likewise(monkeypatch):
+    monkeypatch.setattr(_again, "_is_worth_it", lambda x: True)
+    x, weight = operands()
+    first = gemm_swiglu(x, weight, 10.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["dsv4.ops.gemm_swiglu"], "_check_all", None)
+        assert torch.equal(gemm_swiglu(x, weight, 10.0), first)
+        with pytest.raises(TypeError, match="not callable"):
+            gemm_swiglu(x, weight, 7.0)
+    with pytest.raises(ValueError, match="limit is -1"):
+        gemm_swiglu(x, weight, -1.0)
 
 
 class Seen(TorchDispatchMode):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dsv4.formats import QuantizedTensor
-from dsv4.ops import _check
+from dsv4.ops import _again, _check
 from dsv4.ops._library import define
 from dsv4.ops.gemm import check_input_scale, check_operands, check_shapes
 
@@ -70,19 +70,14 @@ def gemm_swiglu(
         ValueError: as ``gemm``, and if the weight has an odd number of rows or ``limit`` is not
             above 0.
     """
-    out_dtype = check_operands("gemm_swiglu", x, activation, out_dtype)
-    if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"gemm_swiglu: weight is {type(weight).__name__}, wanted a QuantizedTensor")
-    if input_scale is not None:
-        input_scale = check_input_scale("gemm_swiglu", activation, input_scale)
-    check_shapes("gemm_swiglu", x, weight, activation, 1)
-    if weight.rows % 2:
-        raise ValueError(f"gemm_swiglu: weight has {weight.rows} rows, wanted an even number")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"gemm_swiglu: limit is {limit}, wanted one above 0 or None")
-    _check.same_device("gemm_swiglu", x=x, weight=weight.codes, input_scale=input_scale)
+    kind = ("gemm_swiglu", activation, limit, out_dtype)
+    # See ``gemm``.
+    repeats = input_scale is None and not torch.compiler.is_compiling()
+    again = _again.known(x, weight, kind, backend) if repeats else None
+    if again is None:
+        input_scale = _check_all(x, weight, limit, activation, input_scale, out_dtype)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _gemm_swiglu(
+    arguments = (
         flat,
         weight.codes,
         weight.scales,
@@ -93,7 +88,35 @@ def gemm_swiglu(
         activation,
         input_scale,
         limit,
-        out_dtype,
-        backend,
+        x.dtype if out_dtype is None else out_dtype,
     )
+    if again is not None:
+        out = _again.run(again, arguments)
+    else:
+        out = _gemm_swiglu(*arguments, backend)
+        if repeats:
+            _again.learn(x, weight, kind, backend, arguments)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)
+
+
+def _check_all(
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    limit: float | None,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor | None:
+    """Raise what ``gemm_swiglu`` says; returns the scale as operators take it."""
+    check_operands("gemm_swiglu", x, activation, out_dtype)
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"gemm_swiglu: weight is {type(weight).__name__}, wanted a QuantizedTensor")
+    if input_scale is not None:
+        input_scale = check_input_scale("gemm_swiglu", activation, input_scale)
+    check_shapes("gemm_swiglu", x, weight, activation, 1)
+    if weight.rows % 2:
+        raise ValueError(f"gemm_swiglu: weight has {weight.rows} rows, wanted an even number")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"gemm_swiglu: limit is {limit}, wanted one above 0 or None")
+    _check.same_device("gemm_swiglu", x=x, weight=weight.codes, input_scale=input_scale)
+    return input_scale
