@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import sys
@@ -164,14 +165,28 @@ def test_whoever_watches_sees_the_operator(kept):
     assert torch.equal(compiled(x), wanted)
 
 
-def test_no_gradient_is_recorded(kept):
+def test_a_weight_that_wants_a_gradient_is_not_passed_by(kept):
     x, weight = operands()
-    for _ in range(2):
-        assert not gemm(x, weight).requires_grad
-        weight.global_scale.requires_grad_()
-        with torch.inference_mode():
-            gemm(x, weight)
-    assert len(kept) == 4
+    assert not gemm(x, weight).requires_grad
+    assert not gemm(x, weight).requires_grad
+    weight.global_scale.requires_grad_()
+    with Seen() as seen, torch.inference_mode():
+        gemm(x, weight)
+    assert gemm(x, weight).requires_grad == gemm(x, copy.copy(weight)).requires_grad
+    assert seen.names
+
+
+class Wrapped(torch.Tensor):
+    """Codes of a class of their own, which sees the operator."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_codes_of_another_class_are_not_passed_by(kept):
+    x, weight = operands()
+    weight = dataclasses.replace(weight, codes=weight.codes.as_subclass(Wrapped))
+    gemm(x, weight)
+    assert _again._NAME not in vars(weight)
 
 
 def test_what_is_kept_stays_with_the_weight_and_is_bounded(kept):

@@ -48,20 +48,13 @@ def learn(
     arguments: tuple[Any, ...],
 ) -> None:
     """Keep what a product that has run was given to; ``arguments`` are the operator's."""
-    if not _is_ordinary(x, weight, backend):
+    parts = _parts(weight)
+    if not (_is_ordinary(x, weight, backend) and all(map(is_plain, parts))):
         return
     calls = weight.__dict__.setdefault(_NAME, {})
     if len(calls) >= _MOST:
         calls.clear()
     calls[_key(x, kind)] = dispatch.implementation(kind[0], arguments)
-
-
-def run(implementation: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What the operator's body does."""
-    if not _is_grad_enabled():
-        return implementation(*arguments)
-    with torch.no_grad():
-        return implementation(*arguments)
 
 
 def _key(x: torch.Tensor, kind: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -75,7 +68,13 @@ def _is_ordinary(x: Any, weight: QuantizedTensor, backend: str) -> bool:
         and x.is_contiguous()
         and x.device == weight.codes.device
         and dispatch.is_free(backend)
+        and not (_is_grad_enabled() and any(part.requires_grad for part in _parts(weight)))
     )
+
+
+def _parts(weight: QuantizedTensor) -> list[torch.Tensor]:
+    parts = (weight.codes, weight.scales, weight.global_scale)
+    return [part for part in parts if part is not None]
 
 
 def _is_worth_it(x: torch.Tensor) -> bool:

@@ -92,7 +92,7 @@ def gemm(
     dtype = x.dtype if out_dtype is None else out_dtype
     arguments = _arguments(flat, weight, activation, input_scale, groups, dtype)
     if again is not None:
-        out = _again.run(again, arguments)
+        out = again(*arguments)
     else:
         out = _gemm(*arguments, backend)
         if repeats:

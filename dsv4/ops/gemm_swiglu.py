@@ -91,7 +91,7 @@ def gemm_swiglu(
         x.dtype if out_dtype is None else out_dtype,
     )
     if again is not None:
-        out = _again.run(again, arguments)
+        out = again(*arguments)
     else:
         out = _gemm_swiglu(*arguments, backend)
         if repeats:
