@@ -3,9 +3,14 @@
 Bit for bit what ``dsv4.reference.indexer`` computes: float32 additions in the order of its
 butterflies, one rounding to the dtype of the input, then E2M1 codes in groups of 32.
 
-Rows come as a tuple of tiles ``[ROWS, WIDTH]``, neighbours in the row. With tiles of 32 columns a
-thread has 8 of each tile, so that of the 7 steps of 128 dims 3 pair columns of a thread, 2 those of
-its neighbours (a shuffle each) and 2 the tiles. A tile as wide as the row has more threads to it.
+Rows of bfloat16 that are loaded 16 bytes at a time come as a tuple of tiles ``[ROWS, WIDTH]``,
+neighbours in the row. With tiles of 32 columns a thread has 8 of each tile, so that of the 7 steps
+of 128 dims 3 pair columns of a thread, 2 those of its neighbours (a shuffle each) and 2 the tiles.
+A tile as wide as the row has more threads to it.
+
+All others, as ``*_row``, are one tile of which threads may have any columns. In tiles they must not
+come: with 4 columns to a thread Triton (3.6) spreads the lanes of a group over a warp, and its
+``tl.max`` then takes the maximum of other lanes.
 """
 
 from __future__ import annotations
@@ -158,3 +163,42 @@ def rotate_quantize(tiles, TILES: tl.constexpr, DTYPE: tl.constexpr):
         groups = tl.reshape(rotated[tile], [SHAPE[0] * SHAPE[1] // GROUP, GROUP])
         made += (tl.reshape(fp4_values(narrowed(groups, DTYPE)), SHAPE),)  # type: ignore[assignment]
     return made
+
+
+@triton.jit
+def group_exponents(groups):
+    """``fp4_exponents`` of float32 ``[ROWS, G, 32]``, each result ``[ROWS, G, 1]``."""
+    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2, keep_dims=True)
+    return fp4_exponents(amax.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def hadamard_row(values, D: tl.constexpr):
+    """Sylvester's matrix times ``D ** -0.5``, of float32 ``[ROWS, D]`` along D.
+
+    Each step adds and subtracts neighbours and moves the lowest bit of the column number to the
+    top, so that after log2(D) steps every bit has been served once, lowest first, and columns are
+    back in their places.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    STEPS: tl.constexpr = D.bit_length() - 1
+    for _ in tl.static_range(STEPS):
+        even, odd = tl.split(tl.reshape(values, [ROWS, D // 2, 2]))
+        pair = tl.join(even + odd, even - odd)
+        values = tl.reshape(tl.permute(pair, (0, 2, 1)), [ROWS, D])
+    return values * (D**-0.5)
+
+
+@triton.jit
+def rotate_quantize_row(values, D: tl.constexpr, DTYPE: tl.constexpr = tl.bfloat16):
+    """Hadamard transform, rounding to ``DTYPE``, quantisation to FP4 and back.
+
+    ``values``: float32 ``[ROWS, D]``, D a power of two >= 32. Returns the same shape in float32;
+    every value is one of ``DTYPE``. A NaN or an Inf makes its row NaN.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    rotated = widen(narrow(hadamard_row(values, D), DTYPE))
+    groups = tl.reshape(rotated, [ROWS, D // GROUP, GROUP])
+    exponent, finite = group_exponents(groups)
+    value = round_e2m1(groups * power_of_two(-exponent)) * power_of_two(exponent)
+    return tl.reshape(tl.where(finite, value, float("nan")), [ROWS, D])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4.pages import FP4_GROUP
-from dsv4.triton._hadamard import fp4_exponents
+from dsv4.triton._hadamard import fp4_exponents, group_exponents
 from dsv4.triton._numerics import (
     INTERPRETED,
     e4m3_bits,
@@ -17,7 +17,7 @@ from dsv4.triton._numerics import (
     narrow,
     power_of_two,
 )
-from dsv4.triton._nvfp4 import largest, scaled_codes
+from dsv4.triton._nvfp4 import divided_codes, largest, scaled_codes
 from dsv4.triton._words import exact_words, largest_of_words
 
 GROUP = tl.constexpr(FP4_GROUP)
@@ -43,7 +43,8 @@ def e4m3_scale(peak):
 @triton.jit
 def e4m3_rows(values):
     """E4M3 codes (uint8) of float32 rows, and the scale of each, float32 ``[ROWS]``."""
-    factor, scale = e4m3_scale(largest(values))
+    amax = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    factor, scale = e4m3_scale(amax.to(tl.float32, bitcast=True))
     return e4m3_bits(values * factor[:, None]), scale
 
 
@@ -51,12 +52,29 @@ def e4m3_rows(values):
 def mxfp4_rows(values, CONVERT: tl.constexpr):
     """Packed E2M1 codes ``[ROWS, BLOCK / 2]`` and E8M0 bytes ``[ROWS, BLOCK / 32]``, uint8.
 
-    The values may be of a narrow dtype still. ``CONVERT`` is what ``_nvfp4.conversion`` gives.
+    ``CONVERT`` is what ``_nvfp4.conversion`` gives.
     """
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
+    groups = tl.reshape(values, [ROWS, BLOCK // GROUP, GROUP])
+    exponent, finite = group_exponents(groups)
+    exponent = tl.reshape(exponent, [ROWS, BLOCK // GROUP])
+    finite = tl.reshape(finite, [ROWS, BLOCK // GROUP])
+    inverse = power_of_two(-exponent)
+    one = tl.full(inverse.shape, 1.0, tl.float32)
+    bound = tl.where(finite, 6.0, 0.0)
+    codes = divided_codes(groups, inverse, one, one * 0.0, bound, CONVERT)
+    scales = tl.where(finite, exponent + 127, 255).to(tl.uint8)
+    return tl.reshape(codes, [ROWS, BLOCK // 2]), scales
+
+
+@triton.jit
+def mxfp4_tile(values, CONVERT: tl.constexpr):
+    """``mxfp4_rows`` of a tile of bfloat16 rows, see ``_hadamard``."""
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCK: tl.constexpr = values.shape[1]
     groups = tl.reshape(values, [ROWS * BLOCK // GROUP, GROUP])
-    if CONVERT == _THROUGH_E5M2 and groups.dtype == tl.bfloat16:
+    if CONVERT == _THROUGH_E5M2:
         exponent, finite = fp4_exponents(largest_of_words(groups))
         codes = exact_words(groups, power_of_two(-exponent), finite)
     else:

@@ -22,7 +22,7 @@ from dsv4.pages import COMPACT_FORMATS
 from dsv4.triton import _entries, _launch, _rows
 from dsv4.triton._angles import cos_sin
 from dsv4.triton._entries import store_entries
-from dsv4.triton._hadamard import hadamard, rotate_quantize
+from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
 from dsv4.triton._index_entries import store_keys
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion
@@ -555,11 +555,11 @@ def _entry_kernel(
         if COMPACT is not None:
             key = widen(entry)
             if ROTATE_QUANTIZE:
-                key = widen(narrow(hadamard((key,), 1)[0], DTYPE))
+                key = widen(narrow(hadamard_row(key, DIM), DTYPE))
             store_keys(data, data_stride, slots, key, DIM, PAGE_SIZE, COMPACT, CONVERT)
         else:
             if ROTATE_QUANTIZE:
-                entry = rotate_quantize((widen(entry),), 1, DTYPE)[0]
+                entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
             store_entries(data, data_stride, slots, entry, NOPE, DIM - NOPE, PAGE_SIZE)
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rows
-from dsv4.triton._hadamard import hadamard, rotate_quantize
+from dsv4.triton._hadamard import hadamard, hadamard_row, rotate_quantize, rotate_quantize_row
 from dsv4.triton._index_entries import (
     e4m3_scale,
     e4m3_values,
@@ -28,9 +28,10 @@ from dsv4.triton._index_entries import (
     load_fp4_queries,
     load_keys,
     mxfp4_rows,
+    mxfp4_tile,
     mxfp4_values,
 )
-from dsv4.triton._numerics import INTERPRETED, e4m3_tile, wait_for_inputs, widen
+from dsv4.triton._numerics import INTERPRETED, e4m3_tile, narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion, larger, largest, narrowed
 
 _TILE = 256  # values of one program of the query kernel, or 16 times as many
@@ -142,6 +143,7 @@ def _queries_kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
     ROTATE: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -154,7 +156,10 @@ def _queries_kernel(
     strides = (token_stride, head_stride, cos_stride)
     tiles = _load_tiles(x, cos, sin, row, inside, strides, HEADS, D, HALF, WIDTH)
     if ROTATE:
-        tiles = rotate_quantize(_widened(tiles, TILES), TILES, DTYPE)
+        if TILED:
+            tiles = rotate_quantize(_widened(tiles, TILES), TILES, DTYPE)
+        else:
+            tiles = (narrow(rotate_quantize_row(widen(tiles[0]), D, DTYPE), DTYPE),)
     for tile in tl.static_range(TILES):
         column = tile * WIDTH + tl.arange(0, WIDTH)[None, :]
         mask = inside[:, None] & (column < D)
@@ -181,6 +186,7 @@ def _codes_kernel(
     ROTATE: tl.constexpr,
     FORMAT: tl.constexpr,
     CONVERT: tl.constexpr,
+    TILED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -194,14 +200,17 @@ def _codes_kernel(
     tiles = _load_tiles(x, cos, sin, row, inside, strides, HEADS, D, HALF, WIDTH)
     weight = widen(tl.load(weights + row, mask=inside, other=0.0)) * weight_scale
     if ROTATE:
-        rotated = hadamard(_widened(tiles, TILES), TILES)
-        tiles = ()
-        for tile in tl.static_range(TILES):
-            tiles += (narrowed(rotated[tile], DTYPE),)  # type: ignore[misc, assignment]
+        if TILED:
+            rotated = hadamard(_widened(tiles, TILES), TILES)
+            tiles = ()
+            for tile in tl.static_range(TILES):
+                tiles += (narrowed(rotated[tile], DTYPE),)  # type: ignore[misc, assignment]
+        else:
+            tiles = (narrow(hadamard_row(widen(tiles[0]), D), DTYPE),)
     if FORMAT == "fp8":
         weight *= _store_e4m3(codes, tiles, row, inside, D)
     else:
-        _store_mxfp4(codes, scales, tiles, row, inside, D, CONVERT)
+        _store_mxfp4(codes, scales, tiles, row, inside, D, CONVERT, TILED)
     tl.store(folded + row, weight, mask=inside)
 
 
@@ -222,11 +231,16 @@ def _store_e4m3(codes, tiles, row, inside, D: tl.constexpr):
 
 
 @triton.jit
-def _store_mxfp4(codes, scales, tiles, row, inside, D: tl.constexpr, CONVERT: tl.constexpr):
+def _store_mxfp4(
+    codes, scales, tiles, row, inside, D: tl.constexpr, CONVERT: tl.constexpr, TILED: tl.constexpr
+):
     """Store the codes and scales of rows of D columns."""
     WIDTH: tl.constexpr = tiles[0].shape[1]
     for tile in tl.static_range((D + WIDTH - 1) // WIDTH):
-        packed, bits = mxfp4_rows(tiles[tile], CONVERT)
+        if TILED:
+            packed, bits = mxfp4_tile(tiles[tile], CONVERT)
+        else:
+            packed, bits = mxfp4_rows(widen(tiles[tile]), CONVERT)
         byte = tile * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
         mask = inside[:, None] & (byte < D // 2)
         tl.store(codes + row[:, None] * (D // 2) + byte, packed, mask=mask)
@@ -270,7 +284,7 @@ def quantize_index_queries(
     scales = q.new_empty((tokens, heads, 0 if fp8 else d // 32), dtype=torch.uint8)
     folded = q.new_empty((tokens, heads), dtype=torch.float32)
     if folded.numel():
-        tile = _query_tile(tokens * heads, d)
+        tile = _query_tile(q)
         with _launch.on(q):
             _codes_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
                 q,
@@ -299,19 +313,27 @@ def quantize_index_queries(
     return codes, scales.view(torch.float8_e8m0fnu), folded
 
 
-def _query_tile(rows: int, d: int) -> dict[str, int]:
+def _query_tile(q: torch.Tensor) -> dict[str, Any]:
     """Rows of a program of the query kernels, columns of its tiles, and its warps.
 
-    The fewer values there are, the wider are the tiles, up to a row: more threads share a row then.
+    TILED: whether threads load 16 bytes of bfloat16 at a time, as ``_hadamard`` wants tiles. Then
+    the fewer values there are, the wider are the tiles, up to a row: more threads share a row.
     """
+    tokens, heads, d = q.shape
     width = _launch.power_of_two(d)
-    values = rows * width
+    values = tokens * heads * width
+    # Triton knows of a size that it is a multiple of 16, or nothing.
+    whole = d % 32 == 0 and q.data_ptr() % 16 == 0 and not any(n % 16 for n in q.stride()[:2])
+    if q.dtype != torch.bfloat16 or not whole:
+        rows = _TILE if values <= _MANY else 4 * _TILE
+        return {"TILED": False, "ROWS": max(1, rows // width), "WIDTH": width, "num_warps": 1}
     if values <= _FEW or d % 64:
-        return {"ROWS": max(1, _TILE // width), "WIDTH": width, "num_warps": 1}
+        return {"TILED": True, "ROWS": max(1, _TILE // width), "WIDTH": width, "num_warps": 1}
     if values <= _MANY:
-        return {"ROWS": max(1, 2 * _TILE // width), "WIDTH": width // 2, "num_warps": 1}
+        tall = max(1, 2 * _TILE // width)
+        return {"TILED": True, "ROWS": tall, "WIDTH": width // 2, "num_warps": 1}
     tall = max(8, 16 * _TILE // width)
-    return {"ROWS": tall, "WIDTH": 32, "num_warps": min(4, tall // 8)}
+    return {"TILED": True, "ROWS": tall, "WIDTH": 32, "num_warps": min(4, tall // 8)}
 
 
 def _launch_queries(
@@ -325,7 +347,7 @@ def _launch_queries(
         return
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
-    tile = _query_tile(tokens * heads, d)
+    tile = _query_tile(q)
     with _launch.on(q):
         _queries_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
             q,
