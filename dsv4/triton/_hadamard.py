@@ -9,8 +9,8 @@ of 128 dims 3 pair columns of a thread, 2 those of its neighbours (a shuffle eac
 A tile as wide as the row has more threads to it.
 
 All others, as ``*_row``, are one tile of which threads may have any columns. In tiles they must not
-come: with 4 columns to a thread Triton (3.6) spreads the lanes of a group over a warp, and its
-``tl.max`` then takes the maximum of other lanes.
+come: with 4 columns to a thread Triton (3.6) spreads the lanes of a group, to pair 8 columns, and
+its ``tl.max`` exchanges with others than these.
 """
 
 from __future__ import annotations
