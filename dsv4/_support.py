@@ -599,8 +599,9 @@ MOST_EXPERTS = 4094
 
 def moe(call: Call) -> str | None:
     """Why the kernels of the experts' rows cannot run a call, beyond ``triton``, or None."""
-    if call.op == "moe_permute" and call.args[3] > MOST_EXPERTS:
-        return f"there are {call.args[3]} experts, and a kernel sorts at most {MOST_EXPERTS}"
+    experts = {"moe_permute": 3, "moe_sort": 5}.get(call.op)
+    if experts is not None and call.args[experts] > MOST_EXPERTS:
+        return f"there are {call.args[experts]} experts, and a kernel sorts at most {MOST_EXPERTS}"
     if call.op == "moe_gather_quantize":
         if call.device.type == "cuda" and _capability(call.device) < (8, 9):
             return "the GPU has no E4M3 conversions, which need compute capability 8.9"

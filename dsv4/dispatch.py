@@ -132,7 +132,7 @@ def _packed_triton(call: Call) -> str | None:
 
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
-_MOE = ("moe_permute", "moe_gather", "moe_gather_quantize", "moe_combine")
+_MOE = ("moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine")
 _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
 
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute
+from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import (
@@ -114,6 +114,48 @@ def test_gather_copies_each_slots_token(device, routing, hidden, dtype):
     order, _, rows = moe_permute(ids.to(device), experts)
     out = moe_gather(x, rows)
     assert_bitwise(out, x.repeat_interleave(top_k, 0)[order.long()])
+
+
+def check_sort(device, x, ids, weights, experts, **held):
+    """Against the operators it stands for, in memory of its own and in memory that is given."""
+    x, ids, weights = (t.to(device) for t in (x, ids, weights))
+    order, offsets, rows = moe_permute(ids, experts, **held)
+    wanted = moe_gather(x, rows), weights.flatten()[order.long()], offsets, rows
+    out = torch.full_like(wanted[0], torch.nan)
+    found = moe_sort(x, ids, weights, experts, **held)
+    given = moe_sort(x, ids, weights, experts, out=out, **held)
+    assert given[0] is out
+    for name, want, *both in zip(
+        ("sorted rows", "weights", "offsets", "rows"), wanted, found, given, strict=True
+    ):
+        for got in both:
+            assert_bitwise(got, want, name)
+
+
+@given(routing=routings(), hidden=st.integers(0, 6), dtype=fuzz.float_dtypes(), data=st.data())
+def test_sort_is_its_parts(device, routing, hidden, dtype, data):
+    ids, experts, seed = routing
+    first = data.draw(st.integers(0, experts - 1))
+    local = data.draw(st.integers(1, experts - first))
+    x, weights = fuzz.normal(seed, (ids.shape[0], hidden), dtype), fuzz.normal(seed, ids.shape)
+    held = {"first_expert": first, "num_local_experts": local}
+    check_sort(device, x, ids, weights, experts, **held)
+
+
+@pytest.mark.parametrize("tokens", [85, 86])
+def test_sort_of_more_slots_than_one_launch_takes(device, tokens):
+    """With six choices 85 tokens have 510 slots, 86 have 516."""
+    ids = torch.randint(-1, 10, (tokens, 6), generator=fuzz.generator(tokens))
+    x, weights = fuzz.normal(0, (tokens, 300)), fuzz.normal(1, ids.shape)
+    check_sort(device, x, ids, weights, 9)
+
+
+def test_sort_of_strided_input(device):
+    ids = torch.tensor([[0, 1], [1, 3], [2, 0]], device=device)
+    x, weights = fuzz.normal(0, (3, 32)).to(device), fuzz.normal(1, (3, 2)).to(device)
+    strided = [fuzz.strided(t) for t in (x, ids, weights)]
+    for got, want in zip(moe_sort(*strided, 3), moe_sort(x, ids, weights, 3), strict=True):
+        assert_bitwise(got, want)
 
 
 def experts_by_hand(x, ids, weights, factors, shared):
@@ -432,8 +474,10 @@ def test_a_graph_replays_with_other_data():
         order, offsets, rows = moe_permute(ids, 8, first_expert=1, num_local_experts=6)
         y = moe_gather(x, rows)
         q = moe_gather_quantize(x, rows, offsets)
+        together = moe_sort(x, ids, weights, 8, first_expert=1, num_local_experts=6)
         combined = moe_combine(y, rows, offsets, weights, shared=x)
-        return order, offsets, rows, y, q.codes, q.scales.view(torch.uint8), combined
+        parts = order, offsets, rows, y, q.codes, q.scales.view(torch.uint8), combined
+        return *parts, *together
 
     for tokens in (1, 40, 1500):
         sets = [
@@ -468,6 +512,9 @@ def test_opcheck(device, dtype):
     torch.library.opcheck(ops.moe_permute.default, (ids.int(), 3, 0, 3, "auto"))
     _, offsets, rows = moe_permute(ids, 3)
     torch.library.opcheck(ops.moe_gather.default, (x, rows, "auto"))
+    torch.library.opcheck(ops.moe_sort.default, (x, ids, weights, 3, 1, 2, "auto"))
+    out = torch.zeros(6, 4, dtype=dtype, device=device)
+    torch.library.opcheck(ops.moe_sort_out.default, (x, ids, weights, 3, 1, 2, out, "auto"))
     wide = fuzz.normal(0, (3, 32), dtype).to(device)
     for scale in (None, torch.ones(3, device=device)):
         args = (wide, rows, offsets, scale, "linear", "auto")

@@ -49,7 +49,7 @@ print(json.dumps(found))
 STEP_OPS = {
     *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm", "head_norm_rope_"),
     *("window_slots", "norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
-    *("moe_permute", "moe_gather", "moe_combine", "compress_write", "indexer_queries"),
+    *("moe_sort", "moe_combine", "compress_write", "indexer_queries"),
     *("indexer_select", "entry_slots", "prefix_slots", "fragments", "rope_tables"),
 }
 PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
@@ -70,7 +70,7 @@ def check(name, compiled, ran):
     blackwell = name.startswith("sm_10") and name.endswith("nvfp4")
     ops = STEP_OPS | PRODUCTS
     if blackwell:
-        ops = ops - {"moe_gather"} | {"moe_gather_quantize"}
+        ops = ops - {"moe_sort"} | {"moe_permute", "moe_gather_quantize"}
     assert set(by_op) - {"quantize_nvfp4", "dequantize"} == ops
     for op in set(by_op) - PRODUCTS:
         assert set(by_op[op]) <= {"triton", "cute"}, op

@@ -305,6 +305,7 @@ MAKERS: dict[str, Maker] = {
     "route_hash": moe_cases.route_hash,
     "moe_permute": moe_cases.moe_permute,
     "moe_gather": moe_cases.moe_gather,
+    "moe_sort": moe_cases.moe_sort,
     "moe_combine": moe_cases.moe_combine,
     "hc_pre": hc_pre,
     "hc_post": hc_post,

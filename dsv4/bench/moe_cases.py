@@ -88,6 +88,20 @@ def moe_gather(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("moe_gather", "", {"H": c.hidden_size, "k": k}, tokens, build)
 
 
+def moe_sort(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Sort by expert, and rows and weights into that order."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+
+    def build(draw: Draw) -> Problem:
+        x, ids = draw.normal(tokens, c.hidden_size), draw.distinct(tokens, k, experts)
+        weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1)
+        judge = bitwise("sorted", "weights", "offsets", "rows")
+        args = (x, ids, weights)
+        return Problem(ops.moe_sort, (*args, experts), {}, judge, nbytes(*args))
+
+    yield Case("moe_sort", "", {"E": experts, "H": c.hidden_size, "k": k}, tokens, build)
+
+
 def moe_combine(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Weighted sum of each token's rows, and the shared expert."""
     k = c.num_experts_per_tok

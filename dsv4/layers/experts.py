@@ -36,7 +36,7 @@ from dsv4.ops.grouped_gemm import (
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
 )
-from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute
+from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
 from dsv4.reference.fragments import apart
@@ -146,17 +146,12 @@ class DeepseekV4Experts(FixedDtypeModule):
                 tokens, or for another dtype or device.
         """
         room = self._room(hidden_states, top_k_index.shape[1])
-        order, offsets, places = moe_permute(
-            top_k_index,
-            self.num_experts,
-            first_expert=self.first_expert,
-            num_local_experts=self.num_local_experts,
+        rows, row_weight, offsets, places = self._sorted(
+            hidden_states, top_k_index, top_k_weights, room.rows
         )
-        rows = self._gathered(hidden_states, places, offsets, room.rows)
-        weights: torch.Tensor | None = top_k_weights
-        row_weight = None
-        if self.numerics == "deepseek":
-            row_weight, weights = top_k_weights.reshape(-1)[order.long()], None
+        weights: torch.Tensor | None = None
+        if self.numerics != "deepseek":
+            row_weight, weights = None, top_k_weights
         inner = self._activated(rows, offsets, row_weight, room.inner)
         if isinstance(inner, QuantizedTensor):
             down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
@@ -178,21 +173,28 @@ class DeepseekV4Experts(FixedDtypeModule):
             return Room()
         return self.workspace.room(x, top_k)
 
-    def _gathered(
+    def _sorted(
         self,
         x: torch.Tensor,
-        places: torch.Tensor,
-        offsets: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
         out: torch.Tensor | None,
-    ) -> torch.Tensor | QuantizedTensor:
-        """The sorted rows, quantised where Blackwell's first product would do so; or in ``out``.
+    ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """``moe_sort``; rows quantised where Blackwell's first product would do so; or in ``out``.
 
         It takes codes as they are, so the rows are not written, read and written again.
         """
-        if self.layout == SWIZZLED and x.dtype == torch.bfloat16 and self._quantises:
-            scale = self.gate_up_proj_input_scale
-            return moe_gather_quantize(x, places, offsets, input_scale=scale)
-        return moe_gather(x, places, out=out)
+        held: Any = {
+            "first_expert": self.first_expert,
+            "num_local_experts": self.num_local_experts,
+        }
+        if not (self.layout == SWIZZLED and x.dtype == torch.bfloat16 and self._quantises):
+            return moe_sort(x, ids, weights, self.num_experts, out=out, **held)
+        order, offsets, places = moe_permute(ids, self.num_experts, **held)
+        scale = self.gate_up_proj_input_scale
+        rows = moe_gather_quantize(x, places, offsets, input_scale=scale)
+        row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
+        return rows, row_weight, offsets, places
 
     @property
     def _quantises(self) -> bool:

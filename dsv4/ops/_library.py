@@ -90,23 +90,30 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     return _register(name, run, fake)
 
 
-def define_out(schema: str) -> Callable[..., None]:
-    """Register ``name_out``: the operator of ``schema`` with its result in a tensor it is given.
+def define_out(schema: str, fake: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Register ``name_out``: the operator of ``schema`` with its first result in a given tensor.
 
-    The schema has ``Tensor(a!) out`` before ``backend`` and no result. The implementations are
-    those of the operator itself, which take ``out``, and dispatch chooses among them as there.
+    The schema has ``Tensor(a!) out`` before ``backend``, and no result but those after the first.
+    The implementations are those of the operator itself, which take ``out``, and dispatch chooses
+    among them as there.
 
     Args:
         schema: What ``define`` got for the operator.
+        fake: Its shape function, where it has several results.
     """
     name, rest = schema.split("(", 1)
-    arguments, _ = rest.split("str backend)")
-    _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ()")
+    arguments, results = rest.split("str backend)")
+    others = ", ".join(["Tensor"] * results.count(","))
+    _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ({others})")
 
-    def run(args: tuple[Any, ...]) -> None:
-        dispatch.run(name, (*args[:-2], args[-1]), out=args[-2])
+    def run(args: tuple[Any, ...]) -> Any:
+        found = dispatch.run(name, (*args[:-2], args[-1]), out=args[-2])
+        return found[1:] if others else None
 
-    return _register(f"{name}_out", run, lambda *args: None)
+    def shapes(*args: Any) -> Any:
+        return None if fake is None else fake(*args[:-2], args[-1])[1:]
+
+    return _register(f"{name}_out", run, shapes)
 
 
 def _register(

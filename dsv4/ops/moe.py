@@ -3,6 +3,7 @@
 They agree on one order. Slot ``t * k + j`` is the j-th choice of token t; ``order[r]`` is the slot
 of sorted row r, and ``rows[t, j]`` the sorted row of a slot. ``moe_gather`` makes the sorted rows,
 the grouped GEMM works on ``offsets[e]:offsets[e + 1]``, ``moe_combine`` brings them back.
+``moe_sort`` is the sort and the gather in one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dsv4.ops._library import define, define_out
 from dsv4.ops.quantize import fake_nvfp4, positive
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _fake_permute(
@@ -27,6 +29,19 @@ def _fake_permute(
 
 def _fake_gather(x: torch.Tensor, rows: torch.Tensor, backend: str) -> torch.Tensor:
     return x.new_empty([rows.shape[0] * rows.shape[1], x.shape[1]])
+
+
+def _fake_sort(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    first_expert: int,
+    num_local_experts: int,
+    backend: str,
+) -> Rows:
+    order, offsets, rows = _fake_permute(ids, num_experts, first_expert, num_local_experts, backend)
+    return _fake_gather(x, rows, backend), weights.new_empty(order.shape), offsets, rows
 
 
 def _fake_gather_quantize(
@@ -60,6 +75,12 @@ _moe_permute = define(
 _GATHER = "moe_gather(Tensor x, Tensor rows, str backend) -> Tensor"
 _moe_gather = define(_GATHER, _fake_gather)
 _moe_gather_out = define_out(_GATHER)
+_SORT = (
+    "moe_sort(Tensor x, Tensor ids, Tensor weights, int num_experts, int first_expert, "
+    "int num_local_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_moe_sort = define(_SORT, _fake_sort)
+_moe_sort_out = define_out(_SORT, _fake_sort)
 _moe_gather_quantize = define(
     "moe_gather_quantize(Tensor x, Tensor rows, Tensor offsets, Tensor? input_scale, str layout, "
     "str backend) -> (Tensor, Tensor, Tensor)",
@@ -106,17 +127,25 @@ def moe_permute(
         ValueError: if ``ids`` is not 2-D, has 2^31 slots or more, the local experts are not
             within the layer's, or (on the CPU) an id is out of range.
     """
-    _check.integer("moe_permute", "ids", ids)
-    _check.shape("moe_permute", "ids", ids, [None, None])
-    local = num_experts - first_expert if num_local_experts is None else num_local_experts
-    if first_expert < 0 or local < 1 or first_expert + local > num_experts:
+    local = _check_ids("moe_permute", ids, num_experts, first_expert, num_local_experts)
+    return _moe_permute(ids, num_experts, first_expert, local, backend)
+
+
+def _check_ids(
+    op: str, ids: torch.Tensor, num_experts: int, first: int, num_local_experts: int | None
+) -> int:
+    """Raise unless ids and experts fit; how many experts are held here."""
+    _check.integer(op, "ids", ids)
+    _check.shape(op, "ids", ids, [None, None])
+    local = num_experts - first if num_local_experts is None else num_local_experts
+    if first < 0 or local < 1 or first + local > num_experts:
         raise ValueError(
-            f"moe_permute: local experts are {first_expert} to {first_expert + local - 1}, "
+            f"{op}: local experts are {first} to {first + local - 1}, "
             f"wanted at least one, within 0 to {num_experts - 1}"
         )
     if not torch.compiler.is_compiling() and ids.numel() >= 2**31:
-        raise ValueError(f"moe_permute: ids has {ids.numel()} slots, wanted fewer than 2^31")
-    return _moe_permute(ids, num_experts, first_expert, local, backend)
+        raise ValueError(f"{op}: ids has {ids.numel()} slots, wanted fewer than 2^31")
+    return local
 
 
 def out_of_range(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -176,6 +205,57 @@ def moe_gather(
     _check.result("moe_gather", out, (rows.numel(), x.shape[1]), x.dtype, x)
     _moe_gather_out(x, rows, out, backend)
     return out
+
+
+def moe_sort(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    *,
+    first_expert: int = 0,
+    num_local_experts: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Rows:
+    """``moe_permute``, ``moe_gather`` and the slots' weights in sorted order, as one operator.
+
+    The bits are those of the operators one after the other.
+
+    Args:
+        x: ``[T, H]``, as in ``moe_gather``.
+        ids: ``[T, k]``, as in ``moe_permute``.
+        weights: ``[T, k]``, bfloat16, float16, float32 or float64.
+        num_experts: As in ``moe_permute``.
+        first_expert: Likewise.
+        num_local_experts: Likewise.
+        out: Where the sorted rows go, as in ``moe_gather``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(sorted rows [T k, H], their weights [T k], offsets, rows)``, the last two as of
+        ``moe_permute``.
+
+    Raises:
+        TypeError: if a dtype does not fit.
+        ValueError: as ``moe_permute`` and ``moe_gather``, and if ``weights`` has another shape or
+            device.
+    """
+    op = "moe_sort"
+    _check.floating(op, "x", x)
+    _check.shape(op, "x", x, [None, None])
+    local = _check_ids(op, ids, num_experts, first_expert, num_local_experts)
+    _check.shape(op, "ids", ids, [x.shape[0], None])
+    if not torch.compiler.is_compiling() and ids.shape[1] < 1:
+        raise ValueError(f"{op}: ids has shape {list(ids.shape)}, wanted a slot at least")
+    _check.floating(op, "weights", weights)
+    _check.shape(op, "weights", weights, list(ids.shape))
+    _check.same_device(op, x=x, ids=ids, weights=weights)
+    given = (x, ids, weights, num_experts, first_expert, local)
+    if out is None:
+        return _moe_sort(*given, backend)
+    _check.result(op, out, (ids.numel(), x.shape[1]), x.dtype, x)
+    return (out, *_moe_sort_out(*given, out, backend))
 
 
 def moe_gather_quantize(

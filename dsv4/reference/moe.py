@@ -34,6 +34,20 @@ def moe_gather(
     return out
 
 
+def moe_sort(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    first_expert: int,
+    num_local_experts: int,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.moe.moe_sort``."""
+    order, offsets, rows = moe_permute(ids, num_experts, first_expert, num_local_experts)
+    return moe_gather(x, rows, out), weights.reshape(-1)[order.long()], offsets, rows
+
+
 def moe_gather_quantize(
     x: torch.Tensor,
     rows: torch.Tensor,

@@ -28,6 +28,7 @@ from dsv4.triton.quantize import _store_halves, _store_scales
 _COUNTED = 4096  # slots up to which every slot is compared with every other
 _QUERIES = 8  # ranks of one program then
 _BLOCK = 256  # slots of one program beyond that
+_TOGETHER = 512  # slots up to which rows are sorted and copied by one launch
 _APART = 32  # tokens up to which every slot is quantised by a program of its own
 _FEW = 256  # programs that quantise, of which there are enough beyond that
 
@@ -218,15 +219,18 @@ def _gather_kernel(
     x,
     rows,
     out,
+    weights,
+    row_weight,
     stride,
     columns,
     chunks,
     K: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK columns of a token to EACH of its K sorted rows."""
+    """BLOCK columns of a token to EACH of its K sorted rows; maybe what its slots weigh, too."""
     wait_for_inputs(PDL)
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
@@ -239,13 +243,16 @@ def _gather_kernel(
     for j in tl.static_range(EACH):
         place = places[j] * columns + column  # type: ignore[misc]
         tl.store(out + place, values, mask=column < columns)
+        if WEIGHTED:
+            once = tl.program_id(0) % chunks == 0
+            tl.store(row_weight + places[j], tl.load(weights + first + j), mask=once)
 
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Columns per program, and programs per token: small ones while there are few tokens."""
     block = 1024 if tokens * columns >= 1024 * 4 * _launch.multiprocessors(device) else 256
     block = min(block, _launch.power_of_two(columns))
-    return block, triton.cdiv(columns, block)
+    return block, max(1, triton.cdiv(columns, block))
 
 
 def _warps(block: int) -> int:
@@ -257,11 +264,20 @@ def moe_gather(
     x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.moe.moe_gather``."""
-    tokens, columns = x.shape
-    out = x.new_empty((rows.numel(), columns)) if out is None else out
-    if out.numel() == 0:
-        return out
-    source, rows = _rows.as_rows(x), rows.contiguous()
+    out = x.new_empty((rows.numel(), x.shape[1])) if out is None else out
+    if out.numel():
+        _gather(x, rows.contiguous(), out, None, None)
+    return out
+
+
+def _gather(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    weights: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+) -> None:
+    (tokens, columns), source = x.shape, _rows.as_rows(x)
     block, chunks = _chunks(tokens, columns, x.device)
     # While programs do not fill the GPU, every row of a token has its own.
     each = 1 if tokens * chunks < _launch.multiprocessors(x.device) else rows.shape[1]
@@ -270,16 +286,121 @@ def moe_gather(
             source,
             rows,
             out,
+            weights,
+            row_weight,
             source.stride(0),
             columns,
             chunks,
             K=rows.shape[1],
             EACH=each,
             BLOCK=block,
+            WEIGHTED=weights is not None,
             num_warps=_warps(block),
             **_launch.options(x),
         )
-    return out
+
+
+@triton.jit(do_not_specialize=["slots", "copying"])
+def _sort_kernel(
+    x,
+    ids,
+    weights,
+    out,
+    row_weight,
+    offsets,
+    rows,
+    slots,
+    first,
+    stride,
+    columns,
+    chunks,
+    copying,
+    EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Ranks as in ``_count_kernel``, each program those it needs: of a token, whose columns it
+    copies then, or, from program ``copying`` on, of QUERIES offsets.
+    """
+    wait_for_inputs(PDL)
+    program = tl.program_id(0)
+    slot = tl.arange(0, SLOTS)
+    place = tl.arange(0, QUERIES)
+    other = _local_expert(ids, slot, slots, first, EXPERTS) * slots + slot
+    if program < copying:
+        column = program % chunks * BLOCK + tl.arange(0, BLOCK)
+        token = program // chunks
+        values = tl.load(x + token.to(tl.int64) * stride + column, mask=column < columns)
+        query = token * K + place
+        key = _local_expert(ids, query, slots, first, EXPERTS) * slots + query
+        rank = tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
+        line = out + rank[:, None].to(tl.int64) * columns
+        inside = (place < K)[:, None] & (column < columns)[None, :]
+        tl.store(line + column[None, :], values[None, :], mask=inside)
+        # A number per slot: the interpreter takes no mask & a single condition.
+        once = place + program % chunks * QUERIES < K
+        tl.store(rows + query, rank, mask=once)
+        tl.store(row_weight + rank, tl.load(weights + query, mask=once), mask=once)
+    else:
+        expert = (program - copying) * QUERIES + place
+        rank = tl.sum((other[None, :] < (expert * slots)[:, None]).to(tl.int32), 1)
+        tl.store(offsets + expert, rank, mask=expert <= EXPERTS)
+
+
+def moe_sort(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    first_expert: int,
+    num_local_experts: int,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.moe.moe_sort``."""
+    slots, columns = ids.numel(), x.shape[1]
+    out = x.new_empty((slots, columns)) if out is None else out
+    row_weight = weights.new_empty((slots,))
+    weights = weights.contiguous()
+    if slots > _TOGETHER or out.numel() == 0:
+        _, offsets, rows = moe_permute(ids, num_experts, first_expert, num_local_experts)
+        if slots:
+            _gather(x, rows, out, weights, row_weight)
+        return out, row_weight, offsets, rows
+    check_ids(ids, num_experts)
+    offsets = ids.new_empty((num_local_experts + 1,), dtype=torch.int32)
+    rows = ids.new_empty(ids.shape, dtype=torch.int32)
+    source, (tokens, top_k) = _rows.as_rows(x), ids.shape
+    block = min(256, _launch.power_of_two(columns))
+    chunks = triton.cdiv(columns, block)
+    queries = _launch.power_of_two(max(top_k, _QUERIES))  # at least K, which the kernel counts on
+    copying = tokens * chunks
+    with _launch.on(x):
+        _sort_kernel[(copying + triton.cdiv(num_local_experts + 1, queries),)](
+            source,
+            ids.contiguous(),
+            weights,
+            out,
+            row_weight,
+            offsets,
+            rows,
+            slots,
+            first_expert,
+            source.stride(0),
+            columns,
+            chunks,
+            copying,
+            EXPERTS=num_local_experts,
+            K=top_k,
+            QUERIES=queries,
+            SLOTS=max(16, _launch.power_of_two(slots)),
+            BLOCK=block,
+            num_warps=_warps(block),
+            **_launch.options(x),
+        )
+    return out, row_weight, offsets, rows
 
 
 @triton.jit
