@@ -346,7 +346,8 @@ def _wrong_dtypes(dtype: torch.dtype, out_dtype: torch.dtype) -> str | None:
 
 def _out_dtype(call: Call) -> torch.dtype:
     """Of a product; of one that is quantised, before that."""
-    return call.args[-1] if isinstance(call.args[-1], torch.dtype) else _rows_dtype(call)
+    named = [arg for arg in call.args if isinstance(arg, torch.dtype)]
+    return named[0] if named else _rows_dtype(call)
 
 
 def fp8_gemm(call: Call) -> str | None:

@@ -183,7 +183,7 @@ _FIRST = (
     *("codes_scale", "block_scales", "result_scale"),
 )
 _LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "sixteen", "limit")
-OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST)
+OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST[:-1], "settled", _LAST[-1])
 OF_ANY_ROWS = (
     *("map", "map_of_codes", "map_of_scales", "map_rows", "map_columns"),
     *("code_rows", "code_words", "scale_rows_of_all", "scale_words", "layout"),
@@ -251,7 +251,7 @@ def told_of(product, x):
     told = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
     told["stride"] = x.stride(0)
     if isinstance(product.plan, GroupedFewPlan):
-        return told
+        return told | {"settled": 0}
     k_blocks, plan = product.columns // 64, product.plan
     told |= {"k_blocks": k_blocks, "layout": b"\0"}
     told |= {"map": MAP, "map_of_codes": MAP, "map_of_scales": MAP}
@@ -290,6 +290,17 @@ def test_experts(driver, tokens, dtype):
     scales = {"scales_each": 1, "scale_rows": 0, "limit": math.inf}
     assert values == {**told_of(product, x), **product.addresses(x), **never, **scales}
     assert driver.maps == described_of(product, x)
+
+
+def test_settled_offsets(driver):
+    """Said to the kernel for few rows, which alone asks for weights so early."""
+    product, x = Grouped(HIDDEN, INNER), torch.empty(1, INNER).bfloat16()
+
+    def settled(*args):
+        return grouped_gemm.grouped_gemm(*args, True)
+
+    [(_, _, _, values)] = product(driver, settled, x)
+    assert values["settled"] == 1
 
 
 @pytest.mark.parametrize(

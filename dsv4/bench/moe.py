@@ -204,7 +204,7 @@ def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
 
 def down(layer: Layer, inputs: Inputs, inner: torch.Tensor) -> torch.Tensor:
     """The second product, ``[T k, H]``."""
-    return ops.grouped_gemm(inner, layer.down, inputs.offsets)
+    return ops.grouped_gemm(inner, layer.down, inputs.offsets, settled=True)
 
 
 def pair(layer: Layer, inputs: Inputs) -> torch.Tensor:

@@ -25,11 +25,11 @@ from dsv4.ops.quantize import bfloat16_operand, block_values
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
 # layout without any content.
-FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"iiiiii", "f")
+FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"iiiiiii", "f")
 PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 9, *"iiiii", "q", *"iiiiii", "f")
 _BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@9q")
 _FEW_ADDRESSES = struct.Struct("@11q")
-_FEW_AFTER, _AFTER = struct.Struct("@3iq6if"), struct.Struct("@5iq6if")
+_FEW_AFTER, _AFTER = struct.Struct("@3iq7if"), struct.Struct("@5iq6if")
 
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool]  # their fields, without the name
 _ROW_SCALED = 4
@@ -49,6 +49,7 @@ def grouped_gemm(
     x_scales: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
+    settled: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
@@ -64,7 +65,7 @@ def grouped_gemm(
         out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
     of_x = (input_scale, row_scale)
-    _product(wanted, x, parts, tuple(segments), of_x, None, math.inf, (out,))
+    _product(wanted, x, parts, tuple(segments), of_x, None, math.inf, (out,), settled)
     return out
 
 
@@ -160,6 +161,7 @@ def _product(
     row_weight: torch.Tensor | None,
     limit: float,
     results: tuple[torch.Tensor, ...],
+    settled: bool = False,
 ) -> None:
     """Fills the results: one, or codes, block scales and rows' scales, of each expert's scale.
 
@@ -170,7 +172,7 @@ def _product(
         return
     if current_device() != device:
         with torch.cuda.device(device):
-            _product(wanted, x, parts, segments, of_x, row_weight, limit, results)
+            _product(wanted, x, parts, segments, of_x, row_weight, limit, results, settled)
         return
     codes, scales, global_scale, offsets = parts
     input_scale, row_scale = of_x
@@ -178,7 +180,7 @@ def _product(
         each = None if input_scale is None else of_rows(input_scale, offsets, tokens)
         x, row_scale = bfloat16_operand(x, each)
     x, start, token_stride = aligned(x, tokens)
-    fixed = (segments, global_scale.shape[-1], limit, device, get_ident())
+    fixed = (segments, global_scale.shape[-1], limit, settled, device, get_ident())
     out, *of_codes = [result.data_ptr() for result in results]
     block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
     # The weights' addresses are for tensor copies, or for the kernel itself: that for few rows.
@@ -217,6 +219,7 @@ def _prepared(
     segments: tuple[int, ...],
     scales_each: int,
     limit: float,
+    settled: bool,
     device: int,
     thread: int,
 ) -> Launch:
@@ -227,14 +230,16 @@ def _prepared(
     assert plan is not None
     kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
-    rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16, limit)
+    rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16)
     sizes = (tokens, experts.experts)
     if isinstance(plan, GroupedFewPlan):
-        after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
+        after = _FEW_AFTER.pack(
+            *sizes, experts.rows // 16 // plan.unit_tiles, *rest, settled, limit
+        )
         return Launch(kernel, resident, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
     tiles, k_blocks = experts.rows // 16, experts.columns // 64
     row_blocks = -(-experts.rows // plan.rows)
-    after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest)
+    after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest, limit)
     codes, scales = (
         (experts.experts * tiles, k_blocks * 128),
         (experts.experts * tiles, k_blocks * 16),

@@ -58,6 +58,7 @@ def grouped_gemm(
     x_scales: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
+    settled: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.

@@ -155,7 +155,7 @@ class DeepseekV4Experts(FixedDtypeModule):
         inner = self._activated(rows, offsets, row_weight, room.inner)
         if isinstance(inner, QuantizedTensor):
             down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
-            out = grouped_gemm(inner, down, offsets, out_dtype=dtype, out=room.rows)
+            out = grouped_gemm(inner, down, offsets, settled=True, out_dtype=dtype, out=room.rows)
         else:
             out = self._project("down_proj", inner, offsets, room.rows)
         if callable(shared):
@@ -237,7 +237,13 @@ class DeepseekV4Experts(FixedDtypeModule):
             return grouped_gemm(rows, getattr(self, name), offsets, out=out)
         weight = self.quantized_weight(name)
         return grouped_gemm(
-            rows, weight, offsets, activation=activation, input_scale=scale, out=out
+            rows,
+            weight,
+            offsets,
+            activation=activation,
+            input_scale=scale,
+            settled=name == "down_proj",
+            out=out,
         )
 
     def _quantising(

@@ -30,6 +30,7 @@ def _fake(
     x_scales: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
+    settled: bool,
     backend: str,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
@@ -85,7 +86,8 @@ def _fake_swiglu_quantize(
 _SCHEMA = (
     "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
     "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "Tensor? x_scales, Tensor? row_scale, ScalarType out_dtype, str backend) -> Tensor"
+    "Tensor? x_scales, Tensor? row_scale, ScalarType out_dtype, bool settled, str backend) "
+    "-> Tensor"
 )
 _grouped_gemm = define(_SCHEMA, _fake)
 _grouped_gemm_out = define_out(_SCHEMA)
@@ -117,6 +119,7 @@ def grouped_gemm(
     *,
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
+    settled: bool = False,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -135,6 +138,9 @@ def grouped_gemm(
         activation: ``"bf16"`` or ``"nvfp4"``; see ``gemm``.
         input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
             row); only with ``"nvfp4"``.
+        settled: Promises that another product with these offsets came after what wrote them and
+            before this: a kernel may then read them, and their experts' weights, while that one
+            still runs. The second product of the experts passes True.
         out_dtype: Floating; ``x.dtype`` if None, bfloat16 for NVFP4 rows.
         out: Where the result goes, of ``out_dtype``, contiguous, at a multiple of 16 bytes and
             apart from the other tensors; None to allocate it.
@@ -150,7 +156,7 @@ def grouped_gemm(
     """
     rows, out_dtype = _rows("grouped_gemm", x, activation, out_dtype)
     parts = _checked("grouped_gemm", rows, weight, offsets, activation, input_scale)
-    given = (rows.x, *parts, activation, input_scale, *rows[1:], out_dtype)
+    given = (rows.x, *parts, activation, input_scale, *rows[1:], out_dtype, settled)
     if out is None:
         return _grouped_gemm(*given, backend)
     _check.result("grouped_gemm", out, (x.shape[0], parts[0].shape[1]), out_dtype, rows.x)

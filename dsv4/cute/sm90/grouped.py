@@ -227,12 +227,13 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         tiles_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         table = (tiles_at, rows_at, experts)
-        cute.arch.griddepcontrol_launch_dependents()
         if warp == self.mma_warps and lane < self.stages:
             ptx.barrier_init(full + Uint32(lane * 8), 1)
             ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
             ptx.fence_barrier_init()
         cute.arch.griddepcontrol_wait()
+        # Not before: what a product of settled offsets follows has seen them.
+        cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             count_tiles(offsets, table, self.token_block, lane)
         cute.arch.sync_threads()

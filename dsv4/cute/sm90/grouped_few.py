@@ -66,7 +66,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             *[Int64(0)] * 11,
             *[Int32(1)] * 3,
             Int64(8),
-            *[Int32(1)] * 6,
+            *[Int32(1)] * 7,
             Float32(1.0),
             CUstream(0),
             options=options,
@@ -96,6 +96,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         cut2: Int32,
         scale_rows: Int32,
         sixteen: Int32,
+        settled: Int32,
         limit: Float32,
         stream: CUstream,
     ) -> None:
@@ -103,7 +104,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         self.kernel(
             codes, scales, global_scale, x, token_scale, row_weight, out, offsets, codes_scale,
             block_scales, row_scale, tokens, experts, row_tiles, token_stride, scales_each, cut0,
-            cut1, cut2, scale_rows, sixteen, limit,
+            cut1, cut2, scale_rows, sixteen, settled, limit,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -138,22 +139,27 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         cut2: Int32,
         scale_rows: Int32,
         sixteen: Int32,
+        settled: Int32,
         limit: Float32,
     ) -> None:
-        """See the module; arguments as in ``GroupedKernel.kernel``."""
+        """See the module; arguments as in ``GroupedKernel.kernel``.
+
+        Where ``settled`` is not 0, the offsets are older than the kernel in front of this one: the
+        first weights are asked for before that one's results, the rows of X, are waited for.
+        """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared_x, parts, turned, x_full, counts, state, table = self._places(experts)
-        cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             ptx.barrier_init(x_full, 1)
             ptx.fence_barrier_init()
         if thread < 2 * PLACES + STATE_BYTES // 4:
             ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
-        cute.arch.griddepcontrol_wait()
+        if settled == 0:
+            cute.arch.griddepcontrol_wait()
         if warp == 0:
             count_tiles(offsets, table, self.segment_rows, lane)
         cute.arch.sync_threads()
@@ -164,20 +170,13 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         cute.arch.sync_threads()
         rules = (cut0, cut1, cut2, scale_rows)
         weight = (codes, scales)
+        ahead = self._begin(weight, state, table, row_tiles)
+        cute.arch.griddepcontrol_wait()
+        # Not before: what a product of settled offsets follows has seen them.
+        cute.arch.griddepcontrol_launch_dependents()
         while ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END):
             if warp == 0:
-                _, of_lane = self._again(state + _ZERO)
-                self._enter(state, table, row_tiles, of_lane)
-                cute.arch.sync_warp()
                 self._ask_rows(x, shared_x, x_full, state, token_stride)
-            cute.arch.sync_threads()
-            of_warp, of_lane = self._again(state + _ZERO)
-            mine = state + Uint32(_JOB + of_warp * 4)
-            if of_lane == 0:
-                ptx.store_shared_int(mine, of_warp)
-            cute.arch.sync_warp()
-            at = self._address(weight, self._job(state, of_warp), of_lane)
-            ahead = [self._fetch(at, t) for t in range(self.depth)]
             ptx.wait(x_full, ptx.load_shared_int(state + _PARITY))
             while self._my_job(state) < ptx.load_shared_int(state + _JOBS):
                 sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
@@ -219,6 +218,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             if thread == 0:
                 self._proceed(state)
             cute.arch.sync_threads()
+            ahead = self._begin(weight, state, table, row_tiles)
         lines = (last_row(table) + block, tokens, grid)
         if cutlass.const_expr(self.quantized_out):
             room = (out, block_scales, row_scale)
@@ -251,6 +251,24 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             state,
             (tiles_at, tiles_at + 4 * (MOST_EXPERTS + 1), experts),
         )
+
+    @cute.jit
+    def _begin(self, weight: Value, state: Value, table: Value, row_tiles: Value) -> Value:
+        """Enter the block's next segment; what is ahead of each warp's first job there.
+
+        After the last segment nothing is read.
+        """
+        warp, lane = self._again(state + _ZERO)
+        if warp == 0:
+            self._enter(state, table, row_tiles, lane)
+        cute.arch.sync_threads()
+        warp, lane = self._again(state + _ZERO)
+        if lane == 0:
+            ptx.store_shared_int(state + Uint32(_JOB + warp * 4), warp)
+        cute.arch.sync_warp()
+        at = self._address(weight, self._job(state, warp), lane)
+        more = Int32(ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END))
+        return [self._fetch(at, t, more) for t in range(self.depth)]
 
     @cute.jit
     def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> None:
