@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import struct
 
@@ -16,7 +17,7 @@ from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan
+from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, Share
 from dsv4.cute.sm90.plans import Product, choose
 
 MAP = bytes(range(128))
@@ -39,12 +40,18 @@ class Driver:
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
         assert extra is None
         config = config._obj
+        expected = self.kinds[len(self.launches)] if isinstance(self.kinds, list) else self.kinds
         values = [
             struct.unpack("@" + kind, ctypes.string_at(pointer, struct.calcsize("@" + kind)))
-            for kind, pointer in zip(self.kinds.kinds, pointers, strict=True)
+            for kind, pointer in zip(expected.kinds, pointers, strict=True)
         ]
         self.launches.append((config.grid[0], config.block[0], config.stream, values))
         return 0
+
+
+def one_share(wanted, tokens, arch=HOPPER):
+    plan = grouped_plan.choose(wanted, tokens, arch)
+    return () if plan is None else (Share(plan, 0, EVERY),)
 
 
 @pytest.fixture
@@ -52,6 +59,8 @@ def driver(monkeypatch):
     found = Driver()
     monkeypatch.setattr(_driver, "_driver", lambda: found)
     monkeypatch.setattr(_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
+    # One launch for all experts, unless a test asks for those that there are.
+    monkeypatch.setattr(grouped_gemm, "shares", one_share)
     for module in (gemm, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
@@ -182,14 +191,15 @@ _FIRST = (
     *("codes", "scales", "global_scale", "x", "row_scale", "row_weight", "out", "offsets"),
     *("codes_scale", "block_scales", "result_scale"),
 )
-_LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "sixteen", "limit")
-OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST[:-1], "settled", _LAST[-1])
+_LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "sixteen")
+OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST, "most", "early", "limit")
 OF_ANY_ROWS = (
     *("map", "map_of_codes", "map_of_scales", "map_rows", "map_columns"),
     *("code_rows", "code_words", "scale_rows_of_all", "scale_words", "layout"),
     *_FIRST[2:],
     *("tokens", "experts", "k_blocks", "row_tiles", "row_blocks"),
     *_LAST,
+    *("above", "most", "beside", "limit"),
 )
 FEW, SOME = 16, 80  # rows of the first kernel and of the second
 
@@ -221,18 +231,20 @@ class Grouped:
             bool(rest) and rest[1] is not None,
             codes is not None,
         )
-        self.plan = grouped_plan.choose(self.wanted, max(x.shape[0], 1), driver.arch)
-        few = isinstance(self.plan, GroupedFewPlan)
-        driver.kinds = grouped_gemm.FEW_PARAMETERS if few else grouped_gemm.PARAMETERS
+        self.shares = grouped_gemm.shares(self.wanted, max(x.shape[0], 1), driver.arch)
+        self.plan = self.shares[-1].plan
+        few = [isinstance(share.plan, GroupedFewPlan) for share in self.shares]
+        kinds = (grouped_gemm.PARAMETERS, grouped_gemm.FEW_PARAMETERS)
+        driver.kinds = [kinds[one] for one in few]
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
         last = (dtype or torch.bfloat16) if codes is None else codes
         self.out = function(x, *parts, *named, *rest, last)
-        names = OF_FEW_ROWS if few else OF_ANY_ROWS
+        names = [(OF_ANY_ROWS, OF_FEW_ROWS)[one] for one in few]
         return [
-            (*launch[:3], dict(zip(names, flat(launch[3]), strict=True)))
-            for launch in driver.launches
+            (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
+            for of_launch, launch in zip(names, driver.launches, strict=bool(driver.launches))
         ]
 
     def addresses(self, x, row_scale=0, row_weight=0):
@@ -249,9 +261,10 @@ def told_of(product, x):
     """What every launch tells of the sizes."""
     tokens, row_tiles = x.shape[0], product.rows // 16
     told = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
-    told["stride"] = x.stride(0)
+    told |= {"stride": x.stride(0), "most": NEVER}
     if isinstance(product.plan, GroupedFewPlan):
-        return told | {"settled": 0}
+        return told | {"early": 0}
+    told |= {"above": 0, "beside": 0}
     k_blocks, plan = product.columns // 64, product.plan
     told |= {"k_blocks": k_blocks, "layout": b"\0"}
     told |= {"map": MAP, "map_of_codes": MAP, "map_of_scales": MAP}
@@ -300,7 +313,28 @@ def test_settled_offsets(driver):
         return grouped_gemm.grouped_gemm(*args, True)
 
     [(_, _, _, values)] = product(driver, settled, x)
-    assert values["settled"] == 1
+    assert values["early"] == 1
+
+
+@pytest.mark.parametrize("tokens", [FEW, 300, 3000])
+@pytest.mark.parametrize("settled", [False, True])
+def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, tokens, settled):
+    """Each expert is one launch's. The first waits for the operands, the last fills spare rows."""
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
+    launches = product(driver, lambda *args: grouped_gemm.grouped_gemm(*args, settled), x)
+    told = [values for _, _, _, values in launches]
+    assert len(told) == len(product.shares) > 1
+    bounds = sorted((values.get("above", 0), values["most"]) for values in told)
+    assert [bounds[0][0], bounds[-1][1]] == [0, NEVER]
+    assert all(one[1] == following[0] for one, following in itertools.pairwise(bounds))
+    assert [values["tokens"] for values in told] == [0] * (len(told) - 1) + [tokens]
+    waits = [values.get("beside", values.get("early")) for values in told]
+    few = [isinstance(share.plan, GroupedFewPlan) for share in product.shares]
+    assert waits == [0, *(2 if one else 1 for one in few[1:])]
+    assert [values["map_rows"] for values in told if "map_rows" in values].count(tokens) == (
+        len(told) - sum(few)
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from dsv4 import dispatch
 from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, choose
+from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, choose, shares
 from dsv4.formats import FRAGMENTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
@@ -23,6 +24,7 @@ from dsv4.ops.grouped_gemm import (
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
 )
+from dsv4.ops.moe import moe_sort
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
@@ -387,9 +389,23 @@ class TestPlans:
         assert blocks[:2] == [16, 32]
         assert blocks[-1] >= 128
 
+    @given(experts=st.sampled_from([1, 5, 48, 384]), tokens=st.integers(1, 1 << 18))
+    def test_an_expert_is_one_launchs(self, experts, tokens):
+        wanted = Experts(6144, 7168, experts, False, False, True)
+        found = shares(wanted, tokens)
+        assert choose(wanted, tokens) in [share.plan for share in found]
+        assert {share.plan for share in found} <= set(plans(wanted, tokens))
+        bounds = sorted((share.above, share.most) for share in found)
+        assert (bounds[0][0], bounds[-1][1]) == (0, EVERY)
+        assert all(low[1] == high[0] for low, high in pairwise(bounds))
+        # Those of more rows come first; a launch for few rows is for no expert above any other.
+        assert [share.above for share in found] == sorted((b[0] for b in bounds), reverse=True)
+        assert all(s.above == 0 for s in found if isinstance(s.plan, GroupedFewPlan))
+
     def test_none_for_what_the_kernel_cannot_do(self):
         assert choose(Experts(32, 192, 4, False, False), 10) is None
         assert choose(Experts(32, 128, 513, False, False), 10) is None
+        assert shares(Experts(32, 192, 4, False, False), 10) == ()
 
 
 @pytest.mark.gpu
@@ -494,6 +510,34 @@ class TestKernel:
             out.fill_(math.nan)
             graph.replay()
             assert_bitwise(out, grouped_gemm_swiglu(x, weight, offsets, 10.0), f"routing {seed}")
+
+    @pytest.mark.parametrize("tokens", [1, 6, 60, 500])
+    def test_settled_offsets_in_a_graph(self, tokens):
+        """Sort and both products; each replay finds another routing's offsets and rows there."""
+        first, second = (
+            weights_of(0, 16, 512, 512, "cuda", "rows"),
+            weights_of(1, 16, 512, 256, "cuda"),
+        )
+
+        def run(x, ids, weights, settled):
+            rows, row_weight, offsets, _ = moe_sort(x, ids, weights, 16)
+            inner = grouped_gemm_swiglu(rows, first, offsets, 10.0, row_weight=row_weight)
+            return grouped_gemm(inner, second, offsets, settled=settled)
+
+        x = strategies.normal(0, (tokens, 512), torch.bfloat16).cuda()
+        ids, weights = torch.zeros(tokens, 3).long().cuda(), torch.ones(tokens, 3).cuda()
+        run(x, ids, weights, True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(x, ids, weights, True)
+        for seed in range(300):
+            generator = strategies.generator(seed)
+            most = (16, 2, 17)[seed % 3]  # 16 is no expert
+            ids.copy_(torch.randint(0, most, ids.shape, generator=generator))
+            x.copy_(strategies.normal(seed, x.shape, torch.bfloat16))
+            out.fill_(math.nan)
+            graph.replay()
+            assert_bitwise(out, run(x, ids, weights, False), f"routing {seed}")
 
     def test_a_row_has_the_same_bits_as_in_another_batch_of_that_size(self):
         weight = weights_of(0, 4, 256, 512, "cuda")

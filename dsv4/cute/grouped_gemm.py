@@ -17,19 +17,20 @@ from dsv4.cute.sm90.grouped_plan import (
     Experts,
     GroupedFewPlan,
     GroupedPlan,
-    choose,
+    Share,
     counted_as,
+    shares,
 )
 from dsv4.ops.quantize import bfloat16_operand, block_values
 
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
 # layout without any content.
-FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"iiiiiii", "f")
-PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 9, *"iiiii", "q", *"iiiiii", "f")
+FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"i" * 8, "f")
+PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 9, *"iiiii", "q", *"i" * 9, "f")
 _BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@9q")
 _FEW_ADDRESSES = struct.Struct("@11q")
-_FEW_AFTER, _AFTER = struct.Struct("@3iq7if"), struct.Struct("@5iq6if")
+_FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool]  # their fields, without the name
 _ROW_SCALED = 4
@@ -184,8 +185,7 @@ def _product(
     out, *of_codes = [result.data_ptr() for result in results]
     block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
     # The weights' addresses are for tensor copies, or for the kernel itself: that for few rows.
-    _prepared(wanted, tokens, token_stride, *fixed)(
-        stream_of(device),
+    addresses = (
         start,
         codes.data_ptr(),
         scales.data_ptr(),
@@ -199,6 +199,9 @@ def _product(
         block_scales,
         row_scales,
     )
+    stream = stream_of(device)
+    for launch in _prepared(wanted, tokens, token_stride, *fixed):
+        launch(stream, *addresses)
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -222,31 +225,58 @@ def _prepared(
     settled: bool,
     device: int,
     thread: int,
-) -> Launch:
+) -> tuple[Launch, ...]:
     """Made once in every thread, because it takes longer than a launch."""
     experts = Experts(*wanted)
-    arch = architecture(device)
-    plan = choose(experts, tokens, arch)
-    assert plan is not None
-    kernel = loaded(plan, arch)
-    resident = kernel.prepare(device)
+    found = shares(experts, tokens, architecture(device))
+    assert found
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16)
-    sizes = (tokens, experts.experts)
-    if isinstance(plan, GroupedFewPlan):
-        after = _FEW_AFTER.pack(
-            *sizes, experts.rows // 16 // plan.unit_tiles, *rest, settled, limit
+    last = len(found) - 1
+    return tuple(
+        _launch(
+            share,
+            experts,
+            # Rows of no expert are filled once, by the last one.
+            (tokens, tokens if i == last else 0),
+            (*rest, *_loads(share, settled, i > 0), limit),
+            device,
         )
+        for i, share in enumerate(found)
+    )
+
+
+def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:
+    """What a kernel is told of the experts that are its, and of what it need not wait for."""
+    if isinstance(share.plan, GroupedFewPlan):
+        return share.most, 2 if beside else int(settled)
+    return share.above, share.most, beside
+
+
+def _launch(
+    share: Share,
+    experts: Experts,
+    tokens: tuple[int, int],
+    rest: tuple[float, ...],
+    device: int,
+) -> Launch:
+    """One launch; of the rows of X, and of those that are filled where they are no expert's."""
+    plan = share.plan
+    kernel = loaded(plan, architecture(device))
+    resident = kernel.prepare(device)
+    rows, sizes = tokens[0], (tokens[1], experts.experts)
+    if isinstance(plan, GroupedFewPlan):
+        after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
         return Launch(kernel, resident, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
     tiles, k_blocks = experts.rows // 16, experts.columns // 64
     row_blocks = -(-experts.rows // plan.rows)
-    after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest, limit)
+    after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest)
     codes, scales = (
         (experts.experts * tiles, k_blocks * 128),
         (experts.experts * tiles, k_blocks * 16),
     )
-    before = _BEFORE.pack(tokens, experts.columns, *codes, *scales, b"")
+    before = _BEFORE.pack(rows, experts.columns, *codes, *scales, b"")
     matrices = (
-        Matrix(tokens, experts.columns, token_stride, plan.box, 64),
+        Matrix(rows, experts.columns, int(rest[0]), plan.box, 64),
         Matrix(*codes, codes[1], plan.row_tiles, plan.code_bytes // 4, True),
         Matrix(*scales, scales[1], plan.row_tiles, plan.scale_bytes // 4, True),
     )
@@ -261,5 +291,5 @@ def plans(
     while tokens < max_tokens:
         stand.append(tokens)
         tokens = counted_as(tokens + 1)
-    found = (choose(experts, count, arch) for count in [*stand, max_tokens])
-    return list(dict.fromkeys(plan for plan in found if plan is not None))
+    found = (shares(experts, count, arch) for count in [*stand, max_tokens])
+    return list(dict.fromkeys(share.plan for some in found for share in some))

@@ -70,7 +70,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             *[Int64(0)] * 9,
             *[Int32(1)] * 5,
             Int64(8),
-            *[Int32(1)] * 6,
+            *[Int32(1)] * 9,
             Float32(1.0),
             CUstream(0),
             options=options,
@@ -103,6 +103,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         cut2: Int32,
         scale_rows: Int32,
         sixteen: Int32,
+        above: Int32,
+        most: Int32,
+        beside: Int32,
         limit: Float32,
         stream: CUstream,
     ) -> None:
@@ -114,7 +117,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
             global_scale, x_at, token_scale, row_weight, out, offsets, codes_scale, block_scales,
             row_scale, tokens, experts, k_blocks, row_tiles, row_blocks, token_stride, scales_each,
-            cut0, cut1, cut2, scale_rows, sixteen, limit,
+            cut0, cut1, cut2, scale_rows, sixteen, above, most, beside, limit,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -172,6 +175,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         cut2: Int32,
         scale_rows: Int32,
         sixteen: Int32,
+        above: Int32,
+        most: Int32,
+        beside: Int32,
         limit: Float32,
     ) -> None:
         """See the module. What is not named here is as in ``ManyKernel.kernel``.
@@ -195,7 +201,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 results, where ``quantized_out``; ``out`` is their codes, ``[tokens, rows / 4]``.
             block_scales: Address of their scale bytes, ``[tokens, rows / 32]``, likewise.
             row_scale: Address of their rows' global scales, float32 ``[tokens]``, likewise.
-            tokens: Rows of X, all of them.
+            tokens: Rows of X, all of them; 0 where rows of no expert are not this launch's to fill.
             experts: At most ``MOST_EXPERTS``.
             k_blocks: K / 64, a multiple of ``depth``.
             row_tiles: Rows of an expert's weight / 16.
@@ -207,6 +213,10 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             cut2: See ``cut0``.
             scale_rows: 1 where every row has its own global scale, else 0.
             sixteen: 16, of which the compiler must not know.
+            above: Rows above which an expert is this launch's.
+            most: Rows up to which it is.
+            beside: Not 0 where the kernel in front is a launch for the other experts, which has
+                waited for the operands: this one waits for it at the end alone.
             limit: The clamp's bound, where ``swiglu``.
         """
         thread, _, _ = cute.arch.thread_idx()
@@ -231,11 +241,12 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             ptx.barrier_init(full + Uint32(lane * 8), 1)
             ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
             ptx.fence_barrier_init()
-        cute.arch.griddepcontrol_wait()
+        if beside == 0:
+            cute.arch.griddepcontrol_wait()
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
-            count_tiles(offsets, table, self.token_block, lane)
+            count_tiles(offsets, table, self.token_block, lane, (above, most))
         cute.arch.sync_threads()
         order = (table, row_blocks)
         steps = k_blocks // self.depth
@@ -322,6 +333,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
                 tile += stride
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _copy(

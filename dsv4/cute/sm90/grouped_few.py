@@ -35,7 +35,7 @@ from dsv4.cute.sm90._experts import (
     clear_codes,
     clear_lines,
     count_tiles,
-    find_expert,
+    find_expert_together,
     last_row,
 )
 from dsv4.cute.sm90.few import FewKernel
@@ -66,7 +66,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             *[Int64(0)] * 11,
             *[Int32(1)] * 3,
             Int64(8),
-            *[Int32(1)] * 7,
+            *[Int32(1)] * 8,
             Float32(1.0),
             CUstream(0),
             options=options,
@@ -96,7 +96,8 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         cut2: Int32,
         scale_rows: Int32,
         sixteen: Int32,
-        settled: Int32,
+        most: Int32,
+        early: Int32,
         limit: Float32,
         stream: CUstream,
     ) -> None:
@@ -104,7 +105,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         self.kernel(
             codes, scales, global_scale, x, token_scale, row_weight, out, offsets, codes_scale,
             block_scales, row_scale, tokens, experts, row_tiles, token_stride, scales_each, cut0,
-            cut1, cut2, scale_rows, sixteen, settled, limit,
+            cut1, cut2, scale_rows, sixteen, most, early, limit,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -139,13 +140,16 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         cut2: Int32,
         scale_rows: Int32,
         sixteen: Int32,
-        settled: Int32,
+        most: Int32,
+        early: Int32,
         limit: Float32,
     ) -> None:
         """See the module; arguments as in ``GroupedKernel.kernel``.
 
-        Where ``settled`` is not 0, the offsets are older than the kernel in front of this one: the
-        first weights are asked for before that one's results, the rows of X, are waited for.
+        ``early`` is 1 where the offsets are older than the kernel in front of this one: the first
+        weights are asked for before that one's results, the rows of X, are waited for. It is 2
+        where that kernel is a launch for the experts of more than ``most`` rows, which has waited
+        for the operands: it is waited for at the end alone.
         """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -156,27 +160,21 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         if thread == 0:
             ptx.barrier_init(x_full, 1)
             ptx.fence_barrier_init()
-        if thread < 2 * PLACES + STATE_BYTES // 4:
-            ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
-        if settled == 0:
+        if early == 0:
             cute.arch.griddepcontrol_wait()
         if warp == 0:
-            count_tiles(offsets, table, self.segment_rows, lane)
-        cute.arch.sync_threads()
-        if thread == 0:
-            total = Int64(all_tiles(table)) * row_tiles
-            ptx.store_shared_int(state + _BEGIN, Int32(total * block // grid))
-            ptx.store_shared_int(state + _END, Int32(total * (block + 1) // grid))
-        cute.arch.sync_threads()
+            self._start(offsets, (counts, state, table), (row_tiles, block, grid), lane, most)
         rules = (cut0, cut1, cut2, scale_rows)
-        weight = (codes, scales)
-        ahead = self._begin(weight, state, table, row_tiles)
-        cute.arch.griddepcontrol_wait()
+        weight, of_x = (codes, scales), (x, shared_x, x_full, token_stride)
+        # The rows of X, too, unless they are the work of the kernel in front.
+        ahead = self._begin(weight, of_x, state, table, row_tiles, early != 1)
+        if early == 1:
+            cute.arch.griddepcontrol_wait()
+            if warp == 0 and self._goes_on(state):
+                self._ask_rows(of_x, state)
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
-        while ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END):
-            if warp == 0:
-                self._ask_rows(x, shared_x, x_full, state, token_stride)
+        while self._goes_on(state):
             ptx.wait(x_full, ptx.load_shared_int(state + _PARITY))
             while self._my_job(state) < ptx.load_shared_int(state + _JOBS):
                 sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
@@ -217,14 +215,14 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             cute.arch.sync_threads()  # all have read the segment's X
             if thread == 0:
                 self._proceed(state)
-            cute.arch.sync_threads()
-            ahead = self._begin(weight, state, table, row_tiles)
+            ahead = self._begin(weight, of_x, state, table, row_tiles, early >= 0)
         lines = (last_row(table) + block, tokens, grid)
         if cutlass.const_expr(self.quantized_out):
             room = (out, block_scales, row_scale)
             clear_codes(room, lines, row_tiles * 16, thread, self.threads)
         else:
             clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.threads)
+        cute.arch.griddepcontrol_wait()
 
     @property
     def tile_bytes(self) -> int:
@@ -252,32 +250,65 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             (tiles_at, tiles_at + 4 * (MOST_EXPERTS + 1), experts),
         )
 
+    def _goes_on(self, state: Value) -> Value:
+        """Whether the block's range has a row tile more."""
+        return ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END)
+
     @cute.jit
-    def _begin(self, weight: Value, state: Value, table: Value, row_tiles: Value) -> Value:
+    def _start(self, offsets: Value, words: Value, sizes: Value, lane: Value, most: Value) -> None:
+        """A warp fills the table and writes down the block's range of row tiles."""
+        counts, state, table = words
+        row_tiles, block, grid = sizes
+        for word in cutlass.range(lane, 2 * PLACES + STATE_BYTES // 4, 32, unroll=1):
+            ptx.store_shared_int(counts + Uint32(word * 4), Int32(0))
+        count_tiles(offsets, table, self.segment_rows, lane, (Int32(0), most))
+        cute.arch.sync_warp()
+        if lane == 0:
+            total = Uint32(all_tiles(table) * row_tiles)
+            each = Int32(total // Uint32(grid))
+            more = Int32(total) - each * grid  # the first so many blocks have one more
+            ptx.store_shared_int(state + _BEGIN, each * block + cutlass.min(block, more))
+            ptx.store_shared_int(state + _END, each * (block + 1) + cutlass.min(block + 1, more))
+
+    @cute.jit
+    def _begin(
+        self,
+        weight: Value,
+        of_x: Value,
+        state: Value,
+        table: Value,
+        row_tiles: Value,
+        ask: Value,
+    ) -> Value:
         """Enter the block's next segment; what is ahead of each warp's first job there.
 
         After the last segment nothing is read.
         """
-        warp, lane = self._again(state + _ZERO)
-        if warp == 0:
-            self._enter(state, table, row_tiles, lane)
+        thread, _, _ = cute.arch.thread_idx()
+        more = Int32(0)
+        if thread < 32:
+            cute.arch.sync_warp()
+            more = self._enter(state, table, row_tiles, thread)
+            cute.arch.sync_warp()
+            if ask and more == 1:
+                self._ask_rows(of_x, state)
         cute.arch.sync_threads()
         warp, lane = self._again(state + _ZERO)
         if lane == 0:
             ptx.store_shared_int(state + Uint32(_JOB + warp * 4), warp)
         cute.arch.sync_warp()
         at = self._address(weight, self._job(state, warp), lane)
-        more = Int32(ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END))
+        more = Int32(self._goes_on(state))
         return [self._fetch(at, t, more) for t in range(self.depth)]
 
     @cute.jit
-    def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> None:
-        """A warp writes down the block's next segment."""
-        begin = ptx.load_shared_int(state + _BEGIN)
-        segment = begin // row_tiles
+    def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> Value:
+        """A warp writes down the block's next segment; whether there is one."""
+        begin, last = ptx.load_shared_int(state + _BEGIN), ptx.load_shared_int(state + _END)
+        segment = Int32(Uint32(begin) // Uint32(row_tiles))
         first = begin - segment * row_tiles
-        end = cutlass.min(ptx.load_shared_int(state + _END), (segment + 1) * row_tiles)
-        expert, before, _, start, stop = find_expert(segment, table)
+        end = cutlass.min(last, (segment + 1) * row_tiles)
+        expert, before, start, stop = find_expert_together(segment, table, lane)
         start += (segment - before) * self.segment_rows
         if lane == 0:
             ptx.store_shared_int(state + _FIRST, first)
@@ -286,6 +317,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             ptx.store_shared_int(state + _OWNER, expert)
             ptx.store_shared_int(state + _ROW, start)
             ptx.store_shared_int(state + _ROWS, cutlass.min(stop - start, self.segment_rows))
+        return Int32(begin < last)
 
     @cute.jit
     def _proceed(self, state: Value) -> None:
@@ -323,10 +355,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         )
 
     @cute.jit
-    def _ask_rows(
-        self, x: Value, shared_x: Value, barrier: Value, state: Value, token_stride: Value
-    ) -> None:
+    def _ask_rows(self, of_x: Value, state: Value) -> None:
         """A warp: start the copies of the segment's rows of X."""
+        x, shared_x, barrier, token_stride = of_x
         _, lane = self._again(state + _ZERO)
         start, count = ptx.load_shared_int(state + _ROW), ptx.load_shared_int(state + _ROWS)
         if lane == 0:

@@ -46,6 +46,12 @@ _SHAPES = (
 # and of a token where the tensor cores bound. Cycles of a byte of weights from memory.
 _ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 99.0}, 1.56, {1: 2.39, 2: 2.6}, 0.0414
 SLOTS = 14  # of what tiles are, more than there are stages
+# Rows on average from which experts may be shared among launches; what is far from the average, in
+# square roots of it; rows up to which an expert has far fewer, also its tokens of a tile; and rows
+# above which it has far more, with tokens of a tile.
+_SHARED_FROM, _SPREAD = 0.5, 2.8
+_SMALL, _LARGE = (16, 32, 64, 128), {8: 64, 16: 64, 32: 80, 48: 128, 96: 128}
+EVERY = 2**31 - 1
 _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 16 * SLOTS
 
 
@@ -219,6 +225,52 @@ class GroupedFewPlan(FewPlan):
         """Dynamic shared memory of a block."""
         state = 8 + 8 * PLACES + STATE_BYTES
         return self.x_bytes + self.sums_bytes + self.turned_bytes + state + _TABLE_BYTES
+
+
+class Share(NamedTuple):
+    """The experts of one launch.
+
+    Attributes:
+        plan: Its configuration.
+        above: Rows above which an expert is its.
+        most: Rows up to which it is.
+    """
+
+    plan: GroupedPlan | GroupedFewPlan
+    above: int
+    most: int
+
+
+def shares(wanted: Experts, tokens: int, arch: str = HOPPER) -> tuple[Share, ...]:
+    """Launches for a number of rows of X, in their order, none if there is no kernel.
+
+    What ``choose`` finds is for experts with about as many rows as an expert has on average. Those
+    that have far more come before, those that have far fewer after, in launches for so many rows,
+    which is seldom any expert where rows were drawn uniformly.
+    """
+    plan = choose(wanted, tokens, arch)
+    if plan is None:
+        return ()
+    return _shares(plan, wanted, counted_as(tokens), arch)
+
+
+@functools.cache
+def _shares(
+    plan: GroupedPlan | GroupedFewPlan, wanted: Experts, tokens: int, arch: str
+) -> tuple[Share, ...]:
+    mean = tokens / wanted.experts
+    if arch != HOPPER or mean < _SHARED_FROM:
+        return (Share(plan, 0, EVERY),)
+    spread = _SPREAD * mean**0.5
+    few = max((rows for rows in _SMALL if rows <= mean - spread), default=0)
+    many = min((rows for rows in _LARGE if rows >= mean + spread), default=EVERY)
+    blocks = {plan.token_block: plan for plan in _candidates(wanted)}
+    found = [Share(plan, few, many)]
+    if many < EVERY:
+        found.insert(0, Share(blocks[_LARGE[many]], many, EVERY))
+    if few:
+        found.append(Share(blocks[few], 0, few))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1 << 14)
