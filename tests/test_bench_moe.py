@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.bench import environment, moe, moe_layer, moe_rivals, results
+from dsv4.bench import environment, moe, moe_checks, moe_layer, moe_parts, moe_rivals, results
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw
@@ -44,8 +44,8 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def layer() -> moe.Layer:
-    return moe.draw_layer("tiny", Draw(0, CPU))
+def layer() -> moe_parts.Layer:
+    return moe_parts.draw_layer("tiny", Draw(0, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def whole(layer) -> DeepseekV4SparseMoeBlock:
     return moe_layer.build(layer.config, layer.gate_up, layer.down, Draw(5, CPU))
 
 
-def inputs_of(layer: moe.Layer, routing: str, tokens: int, seed: int = 0) -> moe.Inputs:
-    return moe.draw_inputs(layer.config, routing, tokens, Draw(seed, CPU))
+def inputs_of(layer: moe_parts.Layer, routing: str, tokens: int, seed: int = 0) -> moe_parts.Inputs:
+    return moe_parts.draw_inputs(layer.config, routing, tokens, Draw(seed, CPU))
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -68,7 +68,7 @@ def command(path: Path, *more: str) -> int:
     return main(["moe", *given, *more])
 
 
-@pytest.mark.parametrize("kind", moe.ROUTINGS)
+@pytest.mark.parametrize("kind", moe_parts.ROUTINGS)
 @given(
     seed=st.integers(0, 2**31 - 1),
     tokens=st.integers(1, 40),
@@ -77,25 +77,25 @@ def command(path: Path, *more: str) -> int:
 )
 def test_a_token_chooses_distinct_experts(kind, seed, tokens, experts, data):
     k = data.draw(st.integers(2, experts - 1))
-    ids = moe.ROUTINGS[kind](Draw(seed, CPU), tokens, k, experts)
+    ids = moe_parts.ROUTINGS[kind](Draw(seed, CPU), tokens, k, experts)
     assert (ids.shape, ids.dtype) == ((tokens, k), torch.int64)
     assert int(ids.min()) >= 0
     assert int(ids.max()) < experts
     ordered = ids.sort(1).values
     assert bool((ordered[:, 1:] > ordered[:, :-1]).all())
-    assert torch.equal(ids, moe.ROUTINGS[kind](Draw(seed, CPU), tokens, k, experts))
+    assert torch.equal(ids, moe_parts.ROUTINGS[kind](Draw(seed, CPU), tokens, k, experts))
 
 
 @given(seed=st.integers(0, 2**31 - 1), tokens=st.integers(1, 60))
 def test_one_expert_has_every_token_and_is_no_choice_after_the_first(seed, tokens):
-    ids = moe.single(Draw(seed, CPU), tokens, 4, 20)
+    ids = moe_parts.single(Draw(seed, CPU), tokens, 4, 20)
     assert bool((ids[:, 0] == ids[0, 0]).all())
     assert not bool((ids[:, 1:] == ids[0, 0]).any())
 
 
 def shares(kind: str, experts: int = 16, k: int = 1, tokens: int = 200_000) -> torch.Tensor:
     """Of the choices, the most frequent expert's first."""
-    ids = moe.ROUTINGS[kind](Draw(3, CPU), tokens, k, experts)
+    ids = moe_parts.ROUTINGS[kind](Draw(3, CPU), tokens, k, experts)
     counts = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values
     return counts / ids.numel()
 
@@ -127,7 +127,7 @@ def test_uniform_is_even_and_the_others_of_single_too():
 
 def test_zipf_ranks_experts_anew_for_each_seed():
     most = {
-        int(torch.bincount(moe.zipf(Draw(seed, CPU), 500, 2, 64).flatten()).argmax())
+        int(torch.bincount(moe_parts.zipf(Draw(seed, CPU), 500, 2, 64).flatten()).argmax())
         for seed in range(8)
     }
     assert len(most) > 3
@@ -148,12 +148,12 @@ def test_weights_are_in_fragments_with_healthy_scales(layer):
 
 @pytest.mark.parametrize("preset", ["flash", "pro"])
 def test_published_sizes(preset):
-    c = moe.config_of(preset)
+    c = moe_parts.config_of(preset)
     sizes = (c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
     assert sizes == {"flash": (256, 2048, 4096), "pro": (384, 3072, 7168)}[preset]
 
 
-@pytest.mark.parametrize("kind", moe.ROUTINGS)
+@pytest.mark.parametrize("kind", moe_parts.ROUTINGS)
 def test_rows_lie_by_expert(layer, kind):
     inputs = inputs_of(layer, kind, 9)
     for expert in range(layer.config.n_routed_experts):
@@ -167,7 +167,7 @@ def test_rows_lie_by_expert(layer, kind):
 
 def test_the_floor_counts_what_has_to_be_moved(layer):
     c, tokens, touched = layer.config, 7, 5
-    found = moe.costs(layer, tokens, touched)
+    found = moe_parts.costs(layer, tokens, touched)
     rows, h, i = tokens * c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
     expert = 2 * i * h * 9 // 16 + 4 * 2 * i, h * i * 9 // 16 + 4
     assert found["gate_up"] == (5 * expert[0] + 2 * rows * (h + i), 4 * rows * h * i)
@@ -175,12 +175,10 @@ def test_the_floor_counts_what_has_to_be_moved(layer):
     assert found["pair"] == tuple(map(sum, zip(found["gate_up"], found["down"], strict=True)))
     assert found["block"][1] == found["pair"][1]
     assert found["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
-    ids, order, places, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * rows, 4 * 9
-    assert found["permute"] == (ids + order + places + offsets, 0)
-    assert found["gather"] == (2 * h * (tokens + rows) + places, 0)
+    ids, places, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * 9
+    assert found["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + places + offsets, 0)
     assert found["combine"] == (2 * h * (rows + 2 * tokens) + places + offsets, 0)
-    steps = sum(found[part][0] for part in ("permute", "gather", "combine"))
-    assert found["around"] == (steps + order + 2 * weight, 0)
+    assert found["around"] == (found["sort"][0] + found["combine"][0], 0)
 
 
 def test_the_floor_of_the_layer_counts_router_and_shared_expert_too(layer, whole):
@@ -213,10 +211,10 @@ def test_the_router_chooses_almost_evenly(whole):
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
-@pytest.mark.parametrize("kind", moe.ROUTINGS)
+@pytest.mark.parametrize("kind", moe_parts.ROUTINGS)
 def test_the_reference_is_right(layer, kind, tokens):
-    verdicts = moe.verify(layer, inputs_of(layer, kind, tokens))
-    assert set(verdicts) == set(moe.PARTS)
+    verdicts = moe_checks.verify(layer, inputs_of(layer, kind, tokens))
+    assert set(verdicts) == set(moe_parts.PARTS)
     assert all(verdict.match for verdict in verdicts.values()), verdicts
 
 
@@ -225,7 +223,6 @@ def test_the_reference_is_right(layer, kind, tokens):
     [
         ("gate_up", {"gate_up", "pair", "block"}),
         ("down", {"down", "pair", "block"}),
-        ("gather", {"gather", "around", "block"}),
         ("combine", {"combine", "around", "block"}),
         ("around", {"around"}),
         ("block", {"block"}),
@@ -233,7 +230,7 @@ def test_the_reference_is_right(layer, kind, tokens):
 )
 @pytest.mark.parametrize("value", [1.05, float("nan")])
 def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
-    right = getattr(moe, part)
+    right = getattr(moe_parts, part)
     damaged = []
 
     def other(*args):
@@ -242,7 +239,7 @@ def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
         out[0, 0] = out[0, 0] * value + (value - 1) * out[0].norm()
         return out
 
-    monkeypatch.setattr(moe, part, other)
+    monkeypatch.setattr(moe_parts, part, other)
     rows = moe.measure(layer, "single", 8, OPTIONS, RATES)
     assert damaged
     if part == "gate_up" and math.isnan(value):
@@ -254,22 +251,25 @@ def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
     assert line[moe.HEADINGS.index("check")] == "WRONG"
 
 
-@pytest.mark.parametrize("name", ["order", "places"])
+@pytest.mark.parametrize("name", ["the sorted rows", "their weights", "places"])
 def test_a_wrong_sort_has_no_time(layer, monkeypatch, name):
-    right = moe.permute
+    right = moe_parts.sort
 
     def moved(*args):
-        order, offsets, places = right(*args)
-        if name == "order":
-            return order.flip(0), offsets, places
-        return order, offsets, places.roll(1, 0)
+        rows, row_weight, offsets, places = right(*args)
+        wrong = {
+            "the sorted rows": (rows.flip(0), row_weight, offsets, places),
+            "their weights": (rows, row_weight.flip(0), offsets, places),
+            "places": (rows, row_weight, offsets, places.roll(1, 0)),
+        }
+        return wrong[name]
 
-    monkeypatch.setattr(moe, "permute", moved)
+    monkeypatch.setattr(moe_parts, "sort", moved)
     rows = moe.measure(layer, "uniform", 8, OPTIONS, RATES)
-    assert rows["permute"].us is None
+    assert rows["sort"].us is None
     assert rows["block"].us is None
-    assert f"{name} differs" in rows["permute"].message
-    assert {name for name, row in rows.items() if row.match} >= {"gate_up", "gather", "combine"}
+    assert f"{name} differs" in rows["sort"].message
+    assert {name for name, row in rows.items() if row.match} >= {"gate_up", "down", "combine"}
 
 
 @pytest.mark.parametrize("tokens", [1, 30])
@@ -315,8 +315,8 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     path = tmp_path / "moe.json"
     assert command(path, "--routings", "uniform,zipf,single") == 0
     rows = rows_of(path)
-    points = [(kind, tokens) for kind in moe.ROUTINGS for tokens in (1, 5)]
-    wanted = [(f"tiny {kind} {part}", t) for kind, t in points for part in moe.PARTS]
+    points = [(kind, tokens) for kind in moe_parts.ROUTINGS for tokens in (1, 5)]
+    wanted = [(f"tiny {kind} {part}", t) for kind, t in points for part in moe_parts.PARTS]
     wanted += [("tiny router layer", 1), ("tiny router layer", 5)]
     assert [(row["case"], row["tokens"]) for row in rows] == wanted
     for row in rows:
@@ -338,14 +338,14 @@ def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_rivals):
     assert main(["moe", "--repeat", "1", "--device", "cpu", "--json", str(path)]) == 0
     found = [(row["case"], row["tokens"]) for row in rows_of(path)]
     kinds = ("uniform", "zipf", "single")
-    wanted = [(f"tiny {k} {p}", t) for k in kinds for t in (1, 8) for p in moe.PARTS]
+    wanted = [(f"tiny {k} {p}", t) for k in kinds for t in (1, 8) for p in moe_parts.PARTS]
     assert found == [*wanted, ("tiny router layer", 1), ("tiny router layer", 8)]
 
 
 def test_markdown_and_a_folder(tmp_path: Path, capsys, without_rivals):
     assert command(f"{tmp_path}/", "--routings", "single", "--markdown") == 0
     folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
-    count = 2 * len(moe.PARTS) + 2
+    count = 2 * len(moe_parts.PARTS) + 2
     assert len(rows_of(folder / "moe.json")) == count
     assert sum(line.startswith("| moe") for line in capsys.readouterr().out.splitlines()) == count
 
@@ -386,25 +386,26 @@ def test_what_was_measured_before_a_stop_is_written(
 
     monkeypatch.setattr(moe, "measure", once)
     assert command(tmp_path / "x.json") == status
-    assert len(rows_of(tmp_path / "x.json")) == len(moe.PARTS)
+    assert len(rows_of(tmp_path / "x.json")) == len(moe_parts.PARTS)
     assert said in capsys.readouterr().err
 
 
 def test_seeds_give_other_weights_and_routings():
-    draws = [moe.draw_layer("tiny", Draw(seed, CPU)) for seed in (0, 0, 1)]
+    draws = [moe_parts.draw_layer("tiny", Draw(seed, CPU)) for seed in (0, 0, 1)]
     assert torch.equal(draws[0].gate_up.codes, draws[1].gate_up.codes)
     assert not torch.equal(draws[0].gate_up.codes, draws[2].gate_up.codes)
     other = dataclasses.replace(OPTIONS, seed=7)
-    ids = [moe.all_inputs(draws[0], "uniform", 9, o)[0].ids for o in (OPTIONS, OPTIONS, other)]
+    seeded = (OPTIONS, OPTIONS, other)
+    ids = [moe_parts.all_inputs(draws[0], "uniform", 9, options)[0].ids for options in seeded]
     assert torch.equal(ids[0], ids[1])
     assert not torch.equal(ids[0], ids[2])
 
 
 def test_calls_of_a_graph_have_routings_of_their_own(layer, monkeypatch):
     """As on a GPU, without one: inputs alone are drawn here."""
-    monkeypatch.setattr(moe, "Draw", lambda seed, device: Draw(seed, CPU))
+    monkeypatch.setattr(moe_parts, "Draw", lambda seed, device: Draw(seed, CPU))
     options = dataclasses.replace(OPTIONS, device=torch.device("cuda"))
-    found = moe.all_inputs(layer, "uniform", 3, options)
+    found = moe_parts.all_inputs(layer, "uniform", 3, options)
     assert len(found) == 8
     assert len({tuple(one.ids.flatten().tolist()) for one in found}) == 8
 

@@ -63,6 +63,11 @@ def _shared_weights(mlp: DeepseekV4MLP) -> tuple[QuantizedTensor, QuantizedTenso
     return joint.whole(), mlp.down_proj.quantized_weight()
 
 
+def forward(block: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> torch.Tensor:
+    """Of tokens ``[T, H]``."""
+    return block(x.unsqueeze(0)).squeeze(0)
+
+
 def costs(block: DeepseekV4SparseMoeBlock, tokens: int, touched: float) -> tuple[int, int]:
     """Bytes that a forward has to move, and operations of its products.
 
