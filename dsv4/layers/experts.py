@@ -7,29 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
-from dsv4 import fragments
 from dsv4.config import ModelConfig
-from dsv4.formats import (
-    FRAGMENTS,
-    LINEAR,
-    NVFP4,
-    SWIZZLED,
-    Format,
-    QuantizedTensor,
-    format_named,
-)
-from dsv4.layers._in_place import Writes, packing, swizzling, unpacking, unswizzling
-from dsv4.layers._module import (
-    FixedDtypeModule,
-    empty_quantized,
-    empty_weight,
-    frozen,
-    quantize_weight,
-)
+from dsv4.formats import LINEAR, SWIZZLED, QuantizedTensor
+from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Room, Workspace
-from dsv4.layers.linear import PACKED_LAYOUTS
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
@@ -37,18 +19,10 @@ from dsv4.ops.grouped_gemm import (
     grouped_gemm_swiglu_quantize,
 )
 from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
-from dsv4.ops.quantize import dequantize
 from dsv4.ops.swiglu import swiglu
-from dsv4.reference.fragments import apart
-
-_PROJECTIONS = ("gate_up_proj", "down_proj")
-_SUFFIXES = ("", "_scale", "_scale_2", "_input_scale")
-_HALF = "half packed"
-# Rows and columns of a whole tile of a matrix.
-_TILES = {FRAGMENTS: (fragments.ROWS, fragments.COLUMNS), SWIZZLED: (128, 64)}
 
 
-class DeepseekV4Experts(FixedDtypeModule):
+class DeepseekV4Experts(ExpertWeights):
     """The routed experts of a layer, or a range of them for expert parallelism, stacked.
 
     With a range, ``forward`` gives the sum of those experts alone, rounded like the whole: adding
@@ -86,39 +60,17 @@ class DeepseekV4Experts(FixedDtypeModule):
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
     """
 
-    stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
-    gate_up_row_scale: torch.Tensor | None
-    gate_up_proj_input_scale: torch.Tensor | None
-    down_proj_input_scale: torch.Tensor | None
-
     def __init__(
         self, config: Any, first_expert: int = 0, num_local_experts: int | None = None
     ) -> None:
-        super().__init__()
         config = ModelConfig.of(config)
-        self.num_experts = config.n_routed_experts
-        self.first_expert = first_expert
-        self.num_local_experts = _local(self.num_experts, first_expert, num_local_experts)
+        super().__init__(config, first_expert, num_local_experts)
         self.num_experts_per_tok = config.num_experts_per_tok
-        self.hidden_dim = config.hidden_size
-        self.intermediate_dim = config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.numerics = config.numerics
         self.activation = config.activation
-        self.format: Format | None = None
-        self.layout = LINEAR
         self.observers: dict[str, AmaxObserver] | None = None
         self.workspace: Workspace | None = None
-        self.gate_up_proj = empty_weight(
-            self.num_local_experts, 2 * self.intermediate_dim, self.hidden_dim
-        )
-        self.down_proj = empty_weight(
-            self.num_local_experts, self.hidden_dim, self.intermediate_dim
-        )
-        for name in sorted(self.stored - {"gate_up_row_scale"}):
-            self.register_parameter(name, None)
-        # Of a packed layer [E, 2 I]: gate_up_proj_scale_2 of every row, which products ask for.
-        self.register_buffer("gate_up_row_scale", None, persistent=False)
 
     def forward(
         self,
@@ -262,377 +214,6 @@ class DeepseekV4Experts(FixedDtypeModule):
         for expert, (start, stop) in enumerate(pairwise(bounds)):
             self.observers[name].see(rows[start:stop], expert)
 
-    def quantized_weight(self, name: str) -> QuantizedTensor:
-        """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``.
-
-        Gate rows come first. Of a packed layer the value is packed, and gate rows are the even
-        ones, up rows the odd ones.
-
-        Raises:
-            ValueError: if the weights are plain, or were left half packed.
-        """
-        if self.format is None:
-            raise ValueError("Experts: the weights are plain, wanted quantised ones")
-        self._check_whole()
-        global_scale = getattr(self, name + "_scale_2")
-        segments: tuple[int, ...] = ()
-        if name == "gate_up_proj" and global_scale is not None:
-            if self.layout == LINEAR:
-                segments = (self.intermediate_dim, self.intermediate_dim)
-            else:
-                global_scale = self.gate_up_row_scale
-        return QuantizedTensor(
-            getattr(self, name),
-            getattr(self, name + "_scale"),
-            global_scale,
-            self.format,
-            self.layout,
-            segments,
-        )
-
-    def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
-        if self.format is None:
-            return getattr(self, name).to(dtype)
-        dense = dequantize(self.quantized_weight(name), dtype)
-        return apart(dense) if self._in_turn(name) else dense
-
-    def _in_turn(self, name: str) -> bool:
-        """Whether the rows are gate and up in turn."""
-        return name == "gate_up_proj" and self.layout != LINEAR
-
-    def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-        """Gate, up and down of one expert as ``set_expert`` takes them, never packed.
-
-        Views of the stack, or of a packed one copies.
-
-        Raises:
-            ValueError: if the weights are plain.
-        """
-        both, down = (self._linear(name, expert) for name in _PROJECTIONS)
-        return self._part(both, 0), self._part(both, 1), down
-
-    def _linear(self, name: str, expert: int) -> QuantizedTensor:
-        """One expert's matrix as an unpacked layer has it."""
-        one = self.quantized_weight(name)[expert]
-        if not self._in_turn(name):
-            return one.with_layout(LINEAR)
-        if self.layout == FRAGMENTS:
-            codes, scales = fragments.unpack(one.codes, one.scales, pairs=True)
-        else:
-            linear = one.with_layout(LINEAR)
-            codes, scales = apart(linear.codes), apart(_bytes(linear.scales))
-            scales = scales.view(linear.scales.dtype)
-        global_scale = getattr(self, name + "_scale_2")[expert]
-        segments = (self.intermediate_dim, self.intermediate_dim)
-        return QuantizedTensor(codes, scales, global_scale, one.format, segments=segments)
-
-    def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
-        """Gate (0) or up (1), a view."""
-        rows = slice(part * self.intermediate_dim, (part + 1) * self.intermediate_dim)
-        step = both.format.block[0]
-        blocks = slice(rows.start // step, rows.stop // step)
-        scale = None if both.global_scale is None else both.global_scale[part : part + 1]
-        return QuantizedTensor(both.codes[rows], both.scales[blocks], scale, both.format)
-
-    @torch.no_grad()
-    def pack(self, layout: str = FRAGMENTS) -> None:
-        """Re-lay NVFP4 weights for tensor cores, gate and up rows in turn, losing nothing.
-
-        In place, expert by expert: codes and scales stay where they are, and beside them memory
-        holds one expert's gate and up at most and what ``dsv4.fragments`` needs. Whoever else holds
-        the tensors, a state dict for instance, holds packed bytes then. CUDA graphs captured before
-        must be captured again. A layer that is packed so stays as it is.
-
-        Args:
-            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
-                ``"swizzled_128x4"`` for NVFP4 activations there.
-
-        Raises:
-            ValueError: if the layout is none of these, the weights are not NVFP4, a matrix is not a
-                whole number of tiles (16 rows, 64 columns; swizzled 128 rows), a block scale is
-                negative or the weights are on the meta device; nothing is changed then.
-        """
-        if layout not in PACKED_LAYOUTS:
-            raise ValueError(f"Experts: layout is {layout!r}, wanted one of {PACKED_LAYOUTS}")
-        self._check_whole()
-        if self.layout == layout:
-            return
-        self._check_packable(layout)
-        self.unpack()
-        scale = self.quantized_weight("gate_up_proj").global_scale
-        assert scale is not None
-        for name in _PROJECTIONS:
-            self._own(name)
-            self._own(name + "_scale")
-        self._rewrite(packing if layout == FRAGMENTS else swizzling)
-        self._finish(layout)
-        self.gate_up_row_scale = scale.detach().repeat(1, self.intermediate_dim)
-
-    @torch.no_grad()
-    def unpack(self) -> None:
-        """Undo ``pack``, bit for bit and likewise in place. An unpacked layer stays as it is.
-
-        Raises:
-            ValueError: if ``pack`` or ``unpack`` was interrupted before.
-        """
-        self._check_whole()
-        if self.layout == LINEAR:
-            return
-        self._rewrite(unpacking if self.layout == FRAGMENTS else unswizzling)
-        self._finish(LINEAR)
-        self.gate_up_row_scale = None
-
-    def _check_packable(self, layout: str) -> None:
-        if self.format != NVFP4:
-            found = "plain" if self.format is None else self.format.name
-            raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {layout!r}")
-        if self.gate_up_proj.is_meta:
-            raise ValueError("Experts: the weights are on the meta device, wanted ones with values")
-        self._check_tiles(layout)
-        for name in _PROJECTIONS if self.layout == LINEAR else ():
-            if int(getattr(self, name + "_scale").view(torch.int8).amin()) < 0:
-                raise ValueError(
-                    f"Experts: a block scale of {name} is negative, wanted scales with their sign "
-                    "bit 0"
-                )
-
-    def _check_tiles(self, layout: str) -> None:
-        high, wide = _TILES[layout]
-        for name in _PROJECTIONS:
-            rows, columns = self.quantized_weight(name).shape[1:]
-            if rows % high or columns % wide:
-                raise ValueError(
-                    f"Experts: a matrix of {name} is {rows} x {columns}, wanted multiples of "
-                    f"{high} x {wide} for layout {layout!r}"
-                )
-
-    def _check_whole(self) -> None:
-        if self.layout == _HALF:
-            raise ValueError(
-                "Experts: the weights are half packed, pack or unpack was interrupted: "
-                "call to_format and set them again"
-            )
-
-    def _own(self, name: str) -> None:
-        """See to it that a parameter can be written in place."""
-        tensor = getattr(self, name)
-        if not tensor.is_contiguous() or tensor.is_inference():
-            new = tensor.detach().clone(memory_format=torch.contiguous_format)
-            setattr(self, name, frozen(new))
-
-    def _rewrite(self, how: Callable[..., Writes]) -> None:
-        for expert in range(self.num_local_experts):
-            for name in _PROJECTIONS:
-                codes, scales = (_bytes(getattr(self, name + s))[expert] for s in ("", "_scale"))
-                for target, source in how(codes, scales, pairs=name == "gate_up_proj"):
-                    self.layout = _HALF
-                    target.copy_(source)
-
-    def _finish(self, layout: str) -> None:
-        """Say what the bytes are now."""
-        for name in _PROJECTIONS:
-            dtype = torch.uint8 if layout == FRAGMENTS else torch.float8_e4m3fn
-            scales = getattr(self, name + "_scale").detach().view(dtype)
-            scales = scales.view(self._scales_shape(name, layout))
-            setattr(self, name + "_scale", frozen(scales))
-        self.layout = layout
-
-    def _scales_shape(self, name: str, layout: str) -> tuple[int, ...]:
-        experts, rows, half = getattr(self, name).shape
-        return (experts, rows * half // 8) if layout == SWIZZLED else (experts, rows, half // 8)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.layout == LINEAR:
-            return
-        for name in _PROJECTIONS:
-            codes, scales = (torch.empty_like(getattr(self, name + s)) for s in ("", "_scale"))
-            scales = scales.view(torch.uint8).view(self._scales_shape(name, LINEAR))
-            for expert in range(self.num_local_experts):
-                one = self._linear(name, expert)
-                codes[expert], scales[expert] = one.codes, _bytes(one.scales)
-            destination[prefix + name] = codes
-            destination[prefix + name + "_scale"] = scales.view(torch.float8_e4m3fn)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
-    ) -> None:
-        if self.layout == LINEAR:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-            return
-        lists[-1].append(
-            f"{prefix}gate_up_proj: the layer is packed, wanted an unpacked one: call "
-            "dsv4.layers.unpack_ first"
-        )
-
-    def to_format(
-        self,
-        format: str | Format | None,
-        *,
-        scale_dtype: torch.dtype | None = None,
-        input_scale: bool = False,
-    ) -> None:
-        """Declare the parameters of a format, uninitialised, on the device of the present weights.
-
-        Args:
-            format: Name or descriptor, or None for plain weights.
-            scale_dtype: Dtype of the block scales, where the format allows several.
-            input_scale: Whether to declare the activation scales.
-
-        Raises:
-            ValueError: if gate and up would share block scales; nothing is changed then.
-        """
-        device = self.gate_up_proj.device
-        chosen = None if format is None else format_named(format)
-        if chosen is not None and self.intermediate_dim % chosen.block[0]:
-            raise ValueError(
-                f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
-                f"{chosen.block[0]}: the {chosen.name} blocks of gate and up would overlap"
-            )
-        self.format, self.layout, self.gate_up_row_scale = chosen, LINEAR, None
-        self.stored = DeepseekV4Experts.stored | (set(_PROJECTIONS) if chosen else set())
-        for name in _PROJECTIONS:
-            self._declare(name, chosen, scale_dtype, input_scale, device)
-
-    def declare_packed(self, layout: str = FRAGMENTS) -> None:
-        """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
-
-        Args:
-            layout: As of ``pack``.
-
-        Raises:
-            ValueError: if a matrix is not a whole number of tiles.
-        """
-        self.to_format(NVFP4)
-        self._check_tiles(layout)
-        self._finish(layout)
-        rows = (self.num_local_experts, 2 * self.intermediate_dim)
-        self.gate_up_row_scale = torch.empty(rows, device=self.gate_up_proj.device)
-
-    def _declare(
-        self,
-        name: str,
-        chosen: Format | None,
-        scale_dtype: torch.dtype | None,
-        input_scale: bool,
-        device: torch.device,
-    ) -> None:
-        gate_up = name == "gate_up_proj"
-        inner, hidden = self.intermediate_dim, self.hidden_dim
-        shape = (self.num_local_experts, *((2 * inner, hidden) if gate_up else (hidden, inner)))
-        for suffix in _SUFFIXES:
-            setattr(self, name + suffix, None)
-        if chosen is None:
-            setattr(self, name, nn.Parameter(torch.empty(shape, device=device)))
-            return
-        empty = empty_quantized(shape, chosen, scale_dtype, device)
-        setattr(self, name, frozen(empty.codes))
-        setattr(self, name + "_scale", frozen(empty.scales))
-        if empty.global_scale is not None:
-            count = 2 if gate_up else 1
-            scale_2 = torch.empty(self.num_local_experts, count, device=device)
-            setattr(self, name + "_scale_2", frozen(scale_2))
-        if input_scale:
-            scale = torch.empty(self.num_local_experts, device=device)
-            setattr(self, name + "_input_scale", frozen(scale))
-
-    @torch.no_grad()
-    def set_expert(
-        self,
-        expert: int,
-        gate: torch.Tensor | QuantizedTensor,
-        up: torch.Tensor | QuantizedTensor,
-        down: torch.Tensor | QuantizedTensor,
-        input_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        """Copy one expert's matrices into the stack.
-
-        Args:
-            expert: Its index in the stack: its number less ``first_expert``.
-            gate: ``[I, H]``, plain or of this layer's format.
-            up: ``[I, H]``, likewise.
-            down: ``[H, I]``, likewise.
-            input_scales: Activation scales of gate/up and of down, scalars.
-
-        Raises:
-            ValueError: if an index, a shape or a format differs, or the layer is packed; nothing
-                is changed then.
-        """
-        inner, hidden = self.intermediate_dim, self.hidden_dim
-        if self.layout != LINEAR:
-            raise ValueError(
-                "Experts: the layer is packed, wanted an unpacked one: call dsv4.layers.unpack_ "
-                "first"
-            )
-        if not 0 <= expert < self.num_local_experts:
-            raise ValueError(f"Experts: expert is {expert}, wanted 0..{self.num_local_experts - 1}")
-        self._check_matrix("gate", gate, (inner, hidden))
-        self._check_matrix("up", up, (inner, hidden))
-        self._check_matrix("down", down, (hidden, inner))
-        self._copy("gate_up_proj", expert, slice(0, inner), 0, gate)
-        self._copy("gate_up_proj", expert, slice(inner, 2 * inner), 1, up)
-        self._copy("down_proj", expert, slice(0, hidden), 0, down)
-        if input_scales is not None:
-            for name, scale in zip(_PROJECTIONS, input_scales, strict=True):
-                getattr(self, name + "_input_scale")[expert] = scale.reshape(())
-
-    def _check_matrix(
-        self, name: str, matrix: torch.Tensor | QuantizedTensor, shape: tuple[int, int]
-    ) -> None:
-        if tuple(matrix.shape) != shape:
-            raise ValueError(
-                f"Experts: {name} has shape {list(matrix.shape)}, wanted {list(shape)}"
-            )
-        found = matrix.format if isinstance(matrix, QuantizedTensor) else None
-        if found != self.format:
-            words = ["plain" if f is None else f.name for f in (found, self.format)]
-            raise ValueError(f"Experts: {name} is {words[0]}, wanted {words[1]}")
-
-    def _copy(
-        self,
-        name: str,
-        expert: int,
-        rows: slice,
-        segment: int,
-        source: torch.Tensor | QuantizedTensor,
-    ) -> None:
-        target = getattr(self, name)
-        if isinstance(source, torch.Tensor):
-            target[expert, rows] = source
-            return
-        target[expert, rows] = source.codes
-        scales = getattr(self, name + "_scale")
-        step = source.format.block[0]
-        block_rows = slice(rows.start // step, -(-rows.stop // step))
-        # Copy bytes: a copy by value between 8-bit float types is not one of them (trap T33).
-        _bytes(scales)[expert, block_rows] = _bytes(source.scales).to(scales.device)
-        if source.global_scale is not None:
-            getattr(self, name + "_scale_2")[expert, segment] = source.global_scale.reshape(())
-
-    def quantize(self, format: str = "nvfp4") -> None:
-        """Quantise plain weights in place, gate and up with a global scale of their own each.
-
-        Raises:
-            ValueError: if they are quantised already.
-        """
-        if self.format is not None:
-            raise ValueError(f"Experts: the weights are {self.format.name} already, wanted plain")
-        inner = self.intermediate_dim
-        gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
-        self.to_format(format)
-        for e in range(self.num_local_experts):
-            parts = (gate_up[e, :inner], gate_up[e, inner:], down[e])
-            gate, up, out = (quantize_weight(part, format) for part in parts)
-            self.set_expert(e, gate, up, out)
-
-    def _range(self) -> str:
-        """Which of how many."""
-        if self.num_local_experts == self.num_experts:
-            return str(self.num_experts)
-        last = self.first_expert + self.num_local_experts - 1
-        return f"{self.first_expert} to {last} of {self.num_experts}"
-
     def extra_repr(self) -> str:
         """Sizes, format, activation, and the layout of packed weights."""
         layout = "" if self.layout == LINEAR else f", layout={self.layout}"
@@ -641,17 +222,3 @@ class DeepseekV4Experts(FixedDtypeModule):
             f"{self._range()} experts, {self.hidden_dim} -> {self.intermediate_dim}, {name}, "
             f"activation={self.activation}{layout}"
         )
-
-
-def _local(experts: int, first: int, count: int | None) -> int:
-    count = experts - first if count is None else count
-    if first < 0 or count < 1 or first + count > experts:
-        raise ValueError(
-            f"Experts: first_expert is {first} and num_local_experts {count}, wanted a range of "
-            f"0..{experts - 1}"
-        )
-    return count
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
