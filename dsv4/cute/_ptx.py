@@ -46,26 +46,6 @@ def store_shared_int(address: Value, value: Value) -> None:
     assembly("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
 
 
-def count_shared(address: Value) -> Value:
-    """Add 1 in shared memory; what was there. What others counted before, they wrote before."""
-    return assembly("atom.acq_rel.cta.shared::cta.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [address])
-
-
-def wait_shared_at_least(address: Value, value: Value) -> None:
-    """Wait until a word of shared memory, which others publish, is not below ``value``."""
-    assembly(
-        "{ .reg .pred p; .reg .u32 v; AGAIN: ld.acquire.cta.shared::cta.u32 v, [{$r0}]; "
-        "setp.lt.u32 p, v, {$r1}; @p bra AGAIN; }",
-        (),
-        [address, value],
-    )
-
-
-def publish_shared(address: Value, value: Value) -> None:
-    """Write a word of shared memory after all that this thread wrote before."""
-    assembly("st.release.cta.shared::cta.u32 [{$r0}], {$r1};", (), [address, value])
-
-
 def load_shared_float4(address: Value) -> tuple[Value, ...]:
     """Four float32 from shared memory."""
     return assembly(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
@@ -244,6 +224,16 @@ def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
 def arrive(barrier: Value) -> None:
     """Arrive; what this thread read or wrote before comes before the phase ends."""
     assembly("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
+
+
+def arrive_counted(barrier: Value) -> Value:
+    """Arrive; how many arrivals the phase still wanted, 1 for the last one."""
+    return assembly(
+        "{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [{$r0}]; "
+        "mbarrier.pending_count.b64 {$w0}, s; }",
+        [Uint32],
+        [barrier],
+    )
 
 
 def store_shared_float4(address: Value, values: Sequence[Value]) -> None:

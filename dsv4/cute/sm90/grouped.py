@@ -333,7 +333,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
                 tile += stride
-        cute.arch.griddepcontrol_wait()
+        if beside != 0:
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _copy(

@@ -157,13 +157,16 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared_x, parts, turned, x_full, counts, state, table = self._places(experts)
-        if thread == 0:
-            ptx.barrier_init(x_full, 1)
+        if thread < PLACES:
+            if thread == 0:
+                ptx.barrier_init(x_full, 1)
+            ptx.barrier_init(counts + Uint32(thread * 16), self.shares)
+            ptx.barrier_init(counts + Uint32(thread * 16 + 8), 1)
             ptx.fence_barrier_init()
         if early == 0:
             cute.arch.griddepcontrol_wait()
         if warp == 0:
-            self._start(offsets, (counts, state, table), (row_tiles, block, grid), lane, most)
+            self._start(offsets, (state, table), (row_tiles, block, grid), lane, most)
         rules = (cut0, cut1, cut2, scale_rows)
         weight, of_x = (codes, scales), (x, shared_x, x_full, token_stride)
         # The rows of X, too, unless they are the work of the kernel in front.
@@ -222,7 +225,8 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             clear_codes(room, lines, row_tiles * 16, thread, self.threads)
         else:
             clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.threads)
-        cute.arch.griddepcontrol_wait()
+        if early == 2:
+            cute.arch.griddepcontrol_wait()
 
     @property
     def tile_bytes(self) -> int:
@@ -238,7 +242,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         turned = parts + self.sums_bytes
         x_full = turned + self.turned_bytes
         counts = x_full + 8
-        state = counts + 8 * PLACES
+        state = counts + 16 * PLACES
         tiles_at = state + STATE_BYTES
         return (
             shared_x,
@@ -257,18 +261,22 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     @cute.jit
     def _start(self, offsets: Value, words: Value, sizes: Value, lane: Value, most: Value) -> None:
         """A warp fills the table and writes down the block's range of row tiles."""
-        counts, state, table = words
+        state, table = words
         row_tiles, block, grid = sizes
-        for word in cutlass.range(lane, 2 * PLACES + STATE_BYTES // 4, 32, unroll=1):
-            ptx.store_shared_int(counts + Uint32(word * 4), Int32(0))
+        if lane < STATE_BYTES // 4:
+            ptx.store_shared_int(state + Uint32(lane * 4), Int32(0))
         count_tiles(offsets, table, self.segment_rows, lane, (Int32(0), most))
         cute.arch.sync_warp()
         if lane == 0:
-            total = Uint32(all_tiles(table) * row_tiles)
-            each = Int32(total // Uint32(grid))
-            more = Int32(total) - each * grid  # the first so many blocks have one more
-            ptx.store_shared_int(state + _BEGIN, each * block + cutlass.min(block, more))
-            ptx.store_shared_int(state + _END, each * (block + 1) + cutlass.min(block + 1, more))
+            total, blocks = Uint32(all_tiles(table) * row_tiles), Uint32(grid)
+            each = total // blocks
+            more = total - each * blocks
+            for end in cutlass.range_constexpr(2):
+                # total * number // blocks, whose product might not fit 32 bits. Were the first so
+                # many blocks to have one more each, ranges would reach over more experts' ends.
+                number = Uint32(block + end)
+                at = Int32(each * number + more * number // blocks)
+                ptx.store_shared_int(state + (_BEGIN, _END)[end], at)
 
     @cute.jit
     def _begin(
@@ -428,26 +436,28 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     ) -> Value:
         """Write a part's sums; whether it was the last of its row tile.
 
-        What orders the warps are two words of the place. One counts the parts that were left, those
-        of earlier row tiles, too: every lane's part comes before the count (the warp's barrier,
-        then release), and all counts before the reading of the last one (acquire, then the warp's
-        barrier). The other is the number of row tiles that were read, published after the last
-        lane has read (barrier, release) and waited for, by every lane, before a part is left there
-        again (acquire). Tools that follow barriers alone, as racecheck does, report these words and
-        the parts; with a barrier for all warps none would, and warps would wait for each other.
+        A place has two barriers. A phase of the first ends when all parts were left; who arrives
+        last finds so in what its arrival returns. One of the second ends when they were read, which
+        is waited for before a part is left there again.
         """
-        slot = place % PLACES
-        ptx.wait_shared_at_least(counts + Uint32((PLACES + slot) * 4), Uint32(place // PLACES))
-        at = parts + Uint32((slot * self.shares + part) * self.partial_bytes + lane * 16)
+        left, read, parity = self._of_place(counts, place)
+        ptx.wait(read, parity ^ 1)
+        at = parts + Uint32((place % PLACES * self.shares + part) * self.partial_bytes + lane * 16)
         for n in cutlass.range_constexpr(self.token_tiles):
             ptx.store_shared_float4(at + n * _PARTIAL, sums[n])
         cute.arch.sync_warp()
-        before = Int32(0)
+        wanted = Int32(0)
         if lane == 0:
-            before = Int32(ptx.count_shared(counts + Uint32(slot * 4)))
-        before = cute.arch.shuffle_sync(before, 0)
-        cute.arch.sync_warp()  # what lane 0 has acquired, all have: a shuffle orders no memory
-        return before == (place // PLACES + 1) * self.shares - 1
+            wanted = Int32(ptx.arrive_counted(left))
+        is_last = cute.arch.shuffle_sync(wanted, 0) == 1
+        if is_last:
+            ptx.wait(left, parity)  # at once; orders what the others left
+        return is_last
+
+    def _of_place(self, counts: Value, place: Value) -> tuple[Value, Value, Value]:
+        """A place's barriers of parts that were left and that were read, and the phase's parity."""
+        left = counts + Uint32(place % PLACES * 16)
+        return left, left + 8, place // PLACES & 1
 
     @cute.jit
     def _added(self, parts: Value, counts: Value, place: Value, lane: Value) -> Value:
@@ -471,10 +481,10 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     @cute.jit
     def _free(self, counts: Value, place: Value, lane: Value) -> None:
         """The warp has read a place."""
-        slot = place % PLACES
+        _, read, _ = self._of_place(counts, place)
         cute.arch.sync_warp()
         if lane == 0:
-            ptx.publish_shared(counts + Uint32((PLACES + slot) * 4), Uint32(place // PLACES + 1))
+            ptx.arrive(read)
 
     @cute.jit
     def _store_codes(

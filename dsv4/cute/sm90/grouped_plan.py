@@ -46,11 +46,12 @@ _SHAPES = (
 # and of a token where the tensor cores bound. Cycles of a byte of weights from memory.
 _ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 99.0}, 1.56, {1: 2.39, 2: 2.6}, 0.0414
 SLOTS = 14  # of what tiles are, more than there are stages
-# Rows on average from which experts may be shared among launches; what is far from the average, in
-# square roots of it; rows up to which an expert has far fewer, also its tokens of a tile; and rows
-# above which it has far more, with tokens of a tile.
-_SHARED_FROM, _SPREAD = 0.5, 2.8
-_SMALL, _LARGE = (16, 32, 64, 128), {8: 64, 16: 64, 32: 80, 48: 128, 96: 128}
+# Rows on average from which experts may be shared among launches, and least rows more than that of
+# those that have far more. Rows up to which an expert has far fewer, also its tokens of a tile,
+# with the average from which that is so; rows above which it has far more, with tokens of a tile.
+_SHARED_FROM, _FAR = 0.5, 5.0
+_SMALL = {16: 16, 32: 48, 64: 96, 128: 192}
+_LARGE = {8: 64, 16: 64, 32: 80, 48: 128, 80: 128, 128: 160}
 EVERY = 2**31 - 1
 _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 16 * SLOTS
 
@@ -223,7 +224,7 @@ class GroupedFewPlan(FewPlan):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        state = 8 + 8 * PLACES + STATE_BYTES
+        state = 8 + 16 * PLACES + STATE_BYTES
         return self.x_bytes + self.sums_bytes + self.turned_bytes + state + _TABLE_BYTES
 
 
@@ -261,10 +262,18 @@ def _shares(
     mean = tokens / wanted.experts
     if arch != HOPPER or mean < _SHARED_FROM:
         return (Share(plan, 0, EVERY),)
-    spread = _SPREAD * mean**0.5
-    few = max((rows for rows in _SMALL if rows <= mean - spread), default=0)
-    many = min((rows for rows in _LARGE if rows >= mean + spread), default=EVERY)
-    blocks = {plan.token_block: plan for plan in _candidates(wanted)}
+    blocks = {one.token_block: one for one in _candidates(wanted)}
+    block = plan.token_block if isinstance(plan, GroupedPlan) else 0
+    many = EVERY
+    if block == 160 and mean <= 160:
+        # Faster than tiles that the rows of all fit: half of the experts have fewer.
+        block = many = 128
+        plan = blocks[block]
+    few = max((rows for rows, least in _SMALL.items() if least <= mean and rows < block), default=0)
+    # Two standard deviations of a uniform draw: few experts, or none.
+    far = mean + max(_FAR, 2 * mean**0.5)
+    large = (rows for rows, wide in _LARGE.items() if rows >= far and wide > block)
+    many = min([many, *large])
     found = [Share(plan, few, many)]
     if many < EVERY:
         found.insert(0, Share(blocks[_LARGE[many]], many, EVERY))
