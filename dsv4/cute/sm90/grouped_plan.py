@@ -21,7 +21,10 @@ _CUT_ROWS = 64
 # Rows an expert, on average, up to which a segment has 8 rows, and the kernel for few is taken; and
 # fewest rows of a larger segment.
 _ONE_TILE, _FEW_ROWS, _LEAST = 4, 6, 12
-_WARPS = 16
+_WARPS, _FEWER_WARPS = 16, 12
+# Longest part of K of the fewer warps, in tiles of 64 columns, and how much better they must fill
+# their rounds to be taken.
+_LONGEST, _WORTH = 64, 0.05
 _SHARED_ROOM = 227 * 1024
 _PROCESSORS = 132  # of an H200
 # Tokens of a tile and of narrower products, warpgroups, tiles of 16 rows of a warp, and blocks of
@@ -298,23 +301,25 @@ def _chosen(wanted: Experts, tokens: int, arch: str) -> GroupedPlan | GroupedFew
     if wanted.experts > MOST_EXPERTS or wanted.columns % 128:
         return None
     if arch != HOPPER or tokens <= _FEW_ROWS * wanted.experts:
-        few = _few(wanted, tokens)
+        few = _few(wanted, tokens, arch)
         if few is not None or arch != HOPPER:
             return few
     return min(_candidates(wanted), key=lambda plan: _cycles(plan, wanted, tokens))
 
 
-def _few(wanted: Experts, tokens: int) -> GroupedFewPlan | None:
+def _few(wanted: Experts, tokens: int, arch: str) -> GroupedFewPlan | None:
     """The kernel for few rows an expert, None if shared memory does not hold a segment's rows."""
     tiles = wanted.columns // 64
     token_tiles = 1 if tokens <= _ONE_TILE * wanted.experts else 2
-    parts = _parts(tiles) if tokens <= _CUT_ROWS else 1
+    warps, parts = _jobs(wanted, tokens, arch)
     most = 3 if wanted.float32_out or wanted.row_scaled else 6 if parts > 1 else 4
+    if warps == _FEWER_WARPS:
+        most = 8  # a warp has more registers
     depth = next(n for n in range(most, 0, -1) if tiles // parts % n == 0)
     plan = GroupedFewPlan(
         wanted.columns,
         1,
-        _WARPS,
+        warps,
         token_tiles,
         wanted.float32_out,
         wanted.row_scaled,
@@ -330,6 +335,29 @@ def _few(wanted: Experts, tokens: int) -> GroupedFewPlan | None:
     rows = plan.segment_rows - max(0, -(-over // plan.x_row_bytes))
     fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST)
     return dataclasses.replace(plan, segment_rows=rows) if fits else None
+
+
+def _jobs(wanted: Experts, tokens: int, arch: str) -> tuple[int, int]:
+    """Warps of a block, and parts of K: such that the last round of jobs is well filled.
+
+    Of a block's row tiles where every row has an expert of its own. Fewer warps have longer parts.
+    """
+    tiles = wanted.columns // 64
+    if tokens > _CUT_ROWS:
+        return _WARPS, 1
+    parts = _parts(tiles)
+    if arch != HOPPER or wanted.float32_out or wanted.row_scaled or wanted.quantized_out:
+        return _WARPS, parts
+    longer = min(p for p in range(1, tiles + 1) if tiles % p == 0 and tiles // p <= _LONGEST)
+    each = tokens * wanted.rows / 16 / _PROCESSORS
+
+    def filled(warps: int, parts: int) -> float:
+        rounds = each * parts / warps
+        return rounds / math.ceil(rounds)
+
+    if filled(_FEWER_WARPS, longer) > filled(_WARPS, parts) + _WORTH:
+        return _FEWER_WARPS, longer
+    return _WARPS, parts
 
 
 def _parts(tiles: int) -> int:
