@@ -41,7 +41,7 @@ _SEARCHED = 8192  # entries up to which a row is searched as it is
 _DIRECT = 16384  # and up to which it is without groups
 _GROUP = 8  # entries per group, or twice as many
 _LONG = 131072  # entries from which groups are the larger ones
-_FEWEST, _MOST = 4, 32  # warps of the selection
+_FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; most of many chosen of long rows
 _SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
 _COLUMNS = 256  # heads of all tokens that share a tile
 
@@ -843,32 +843,47 @@ def _reach(keys, threshold):
 
 
 @triton.jit
+def _reach_both(keys, a, b):
+    """As ``_reach`` of two thresholds, by one sum: most of its time goes to waiting for warps."""
+    flags = (keys >= a).to(tl.int32) + ((keys >= b).to(tl.int32) << 16)
+    both = tl.sum(tl.sum(flags, 1), 0)
+    return both & 0xFFFF, both >> 16
+
+
+@triton.jit
 def _search(keys, low, reached, high, down, k):
-    """The highest threshold that k keys (uint32 ``[T, N]``) reach, and how many do.
+    """The highest threshold that k keys (uint32 ``[T, N]``, below 2^15) reach, and how many do.
 
     ``reached`` of them, at least k, reach ``low``, none does ``high``. Ends early at a threshold
-    that exactly k reach. Guesses by the numbers that reach both ends, and bisects at every third
-    guess; but if ``down`` is not 0, first goes down from the upper end by that, then by twice as
-    much, until there are k.
+    that exactly k reach. Guesses by the numbers that reach both ends, on either side of what is
+    likely, and takes thirds at every third guess; but if ``down`` is not 0, first looks as far
+    below the upper end and 4 times as far, then further, until there are k.
     """
     low, high = tl.full([], low, tl.uint32), tl.full([], high, tl.uint32)
     down = tl.full([], down, tl.uint32)
     reached = tl.full([], reached, tl.int32)
     above, turn = tl.full([], 0, tl.int32), 0
     while high - low > 1:
-        span = high - low
-        share = (reached - k + 0.5) / (reached - above)
-        step = (span.to(tl.float32) * tl.where(turn == 2, 0.5, share)).to(tl.uint32)
-        step = tl.where((down > 0) & (down < span), span - down, step)
-        step = tl.minimum(tl.maximum(step, 1), span - 1)
-        middle = low + step
-        count = _reach(keys, middle)
-        enough = count >= k
-        low = tl.where(enough, middle, low)
-        reached = tl.where(enough, count, reached)
-        high = tl.where(count == k, middle + 1, tl.where(enough, high, middle))
-        above = tl.where(enough, above, count)
-        down = tl.where(enough, down * 0, down * 2)
+        last = high - low - 1
+        number = (reached - above).to(tl.float32)
+        share = (reached - k + 0.5) / number
+        # Of that many evenly spread ones, the k-th is mostly as near.
+        about = tl.sqrt(share * (1.0 - share) / number)
+        first = tl.where(turn == 2, 1.0 / 3, tl.maximum(share - about, 0.0))
+        second = tl.where(turn == 2, 2.0 / 3, tl.minimum(share + about, 1.0))
+        span = tl.minimum((last + 1).to(tl.float32), 4294967040.0)
+        a = tl.minimum(tl.maximum((span * first).to(tl.uint32), 1), last)
+        b = tl.minimum(tl.maximum((span * second).to(tl.uint32), 1), last)
+        far = tl.where(down > last // 4, last, 4 * down)
+        a = low + tl.where(down > 0, last + 1 - far, a)
+        b = low + tl.where(down > 0, last + 1 - tl.minimum(down, last), b)
+        i, j = _reach_both(keys, a, b)
+        high = tl.where(i < k, a, tl.where(j < k, b, high))
+        above = tl.where(i < k, i, tl.where(j < k, j, above))
+        low = tl.where(j >= k, b, tl.where(i >= k, a, low))
+        reached = tl.where(j >= k, j, tl.where(i >= k, i, reached))
+        high = tl.where(reached == k, low + 1, high)
+        down = tl.where(i >= k, down * 0, down * 16)
         turn = tl.where(turn == 2, 0, turn + 1)
     return low, reached
 
@@ -1052,10 +1067,9 @@ def _keep_members(
 
 
 @triton.jit
-def _choose(keys, out, shown, k, T: tl.constexpr):
-    """The k highest of the first ``shown`` keys, at most 8 T, ascending, to ``out``."""
-    ids = _places(T, 8)
-    values = _unsigned(_by_thread(tl.where(ids < shown, tl.load(keys + ids), 0)))
+def _choose(keys, ids, out, shown, k):
+    """The k highest of the first ``shown`` keys, ascending, to ``out``; all are as ``_places``."""
+    values = _unsigned(_by_thread(tl.where(ids < shown, keys, 0)))
     flag = _chosen(values, tl.full([], 1, tl.uint32), shown, _BINADE, k)
     _store_where(out + _before(flag)[0], _by_thread(ids).to(tl.int64), flag)
 
@@ -1142,11 +1156,18 @@ def _select_kernel(
     maxima += token * maxima_stride
     groups = room + token * room_stride
     pairs = (groups + ROOM).to(tl.pointer_type(tl.int64))
+    ids = _places(T, 8)
+    keys = ids
+    if EXACT > 0 and DIRECT == 0:
+        # Asked for before it is known how many count.
+        keys = tl.load(scores + ids)
     if shown <= k:
         place = tl.arange(0, TOP)
         tl.store(out + place, tl.where(place < shown, place, -1).to(tl.int64), mask=place < k)
     elif shown <= EXACT:
-        _choose(scores, out, shown, k, T)
+        if DIRECT > 0:
+            keys = tl.load(scores + ids)
+        _choose(keys, ids, out, shown, k)
     else:
         if DIRECT > 0:
             if shown <= DIRECT:
@@ -1261,7 +1282,9 @@ class _Sizes:
         if k == capacity:  # Nothing is chosen: any k.
             return cls(0, 0, 0, 0, 0, 32 * _FEWEST, 32 * _FEWEST, _FEWEST)
         top = _launch.power_of_two(k)
-        warps = min(_MOST, max(_FEWEST, _launch.power_of_two(capacity) // 256, top // 128))
+        usual = _MOST if capacity >= _LONG and top > 512 else _USUAL
+        warps = max(_FEWEST, min(usual, _launch.power_of_two(capacity) // 256))
+        warps = min(_MOST, max(warps, top // 128))
         loaded, room = 8 * 32 * warps, max(32 * warps, 2 * top)
         exact = min(_SEARCHED, loaded)
         group = _GROUP if capacity < _LONG else 2 * _GROUP
