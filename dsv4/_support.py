@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
-from dsv4.cute.sm90.attention_plan import DIMS, ROPE, NarrowPlan, is_narrow, tiles
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE, is_narrow, tiles
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
@@ -476,7 +476,7 @@ def few_tiles(call: Call) -> str | None:
         return None
     window, chosen = call.args[4], call.args[8]
     widths = (window.shape[1], 0 if chosen is None else chosen.shape[1])
-    if heads > NarrowPlan.heads and is_narrow(tokens, heads, widths):
+    if is_narrow(tokens, heads, widths):
         return None
     return (
         f"there are {count} tiles of 64 heads in all, and of fewer than {LEAST_TILES} the other's "

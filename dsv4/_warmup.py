@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from dsv4 import _steps, fragments
-from dsv4._support import LEAST_TILES
 from dsv4.config import ModelConfig
 from dsv4.cute import _images, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
-from dsv4.cute.sm90.attention_plan import DIMS, ROPE, NarrowPlan, tiles
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.integrations._swap import OutputHead
@@ -171,8 +170,7 @@ class Attention:
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """All of Hopper's: how tokens are dealt out follows from the width of the page tables."""
-        few = max_tokens * tiles(self.heads) < LEAST_TILES and self.heads <= NarrowPlan.heads
-        return [] if few or arch != HOPPER else cute_attention.plans()
+        return [] if arch != HOPPER else cute_attention.plans()
 
 
 def warmup(

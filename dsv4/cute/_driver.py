@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_MAX_DYNAMIC_SHARED = 8
+_MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # attributes of a kernel
+_PORTABLE_CLUSTER = 8
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_LAUNCH = 6
 
@@ -180,6 +181,9 @@ class Kernel:
         size = ctypes.c_int(self.image.shared_bytes)
         set_attribute = driver.cuKernelSetAttribute
         _check(set_attribute(_MAX_DYNAMIC_SHARED, size, self.handle, handle), f"memory of {name}")
+        if self.image.cluster > _PORTABLE_CLUSTER:
+            allow = set_attribute(_LARGE_CLUSTERS, ctypes.c_int(1), self.handle, handle)
+            _check(allow, f"clusters of {name}")
         config = self.config(self.image.cluster)
         ask = driver.cuOccupancyMaxActiveClusters
         _check(ask(ctypes.byref(count), self.handle, ctypes.byref(config)), f"clusters of {name}")

@@ -66,6 +66,11 @@ def turn_matrix(word: Value) -> Value:
     return assembly("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", [Uint32], [word])
 
 
+def prefetch(address: Value) -> None:
+    """Bring a line to the level-2 cache."""
+    assembly("prefetch.global.L2 [{$r0}];", (), [address])
+
+
 def load_global(address: Value) -> Value:
     """One 32-bit word."""
     return assembly("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
@@ -250,6 +255,12 @@ def store_matrices2_turned(address: Value, a: Value, b: Value) -> None:
     """Two 8 x 8 matrices of 16-bit values, transposed; lane ``8 i + r`` says where column r is."""
     code = "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [{$r0}], "
     assembly(code + _ins(1, 2) + ";", (), [address, a, b])
+
+
+def store_matrices4_turned(address: Value, words: Sequence[Value]) -> None:
+    """Four 8 x 8 matrices of 16-bit values, transposed; lane ``8 i + r`` says where column r is."""
+    code = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], "
+    assembly(code + _ins(1, 4) + ";", (), [address, *words])
 
 
 def store_global_float(address: Value, value: Value) -> None:

@@ -12,19 +12,21 @@ from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters
 from dsv4.cute._launch import aligned, loaded, stream_of
 from dsv4.cute.sm90.attention_plan import (
+    NARROW_CLUSTERS,
     AttentionPlan,
     MergePlan,
     NarrowPlan,
     Plan,
     choose,
+    narrow,
     tiles,
 )
 
 # Parameters of the kernels, in their order; before the first's come three without any content.
 _ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
 _MERGE = Parameters(*"qqqqqqq", *"ii")
-_NARROW = Parameters(*"qqqqqqqqq", *"qqqq", *"iiiiii", "f")
-_NARROW_PACKED = struct.Struct("@13q6if")
+_CLUSTERS = Parameters(*"qqqqqqqqq", *"qqqq", *"iiiiii", "f")
+_CLUSTERS_PACKED = struct.Struct("@13q6if")
 _ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss15q9if"), struct.Struct("@7q2i")
 _FEW_SLOTS = 2048  # of a token that is dealt out, up to which the last one is not looked for
 
@@ -75,7 +77,7 @@ def _attend(
     widths = (slots[0].shape[1], slots[1].shape[1])
     plan, count = choose(*q.shape[:2], widths, _multiprocessors(q.device.index))
     if isinstance(plan, NarrowPlan):
-        _attend_narrow(plan, q, pools, slots, sink, scale, angles, out)
+        _attend_clusters(plan, q, pools, slots, sink, scale, angles, out)
     else:
         _attend_wide(plan, count, q, pools, slots, sink, scale, angles, out)
 
@@ -141,7 +143,7 @@ def _attend_wide(
         kernel.launch(tokens * heads, stream, _MERGE, _MERGE_PACKED.pack(*places, heads, count))
 
 
-def _attend_narrow(
+def _attend_clusters(
     plan: NarrowPlan,
     q: torch.Tensor,
     pools: tuple[torch.Tensor, int, torch.Tensor, int],
@@ -154,7 +156,7 @@ def _attend_narrow(
     tokens, heads, _ = q.shape
     window, page, compressed, second_page = pools
     count = -(-heads // plan.heads)
-    packed = _NARROW_PACKED.pack(
+    packed = _CLUSTERS_PACKED.pack(
         q.data_ptr(),
         window.data_ptr(),
         slots[0].data_ptr(),
@@ -175,9 +177,22 @@ def _attend_narrow(
         count,
         scale,
     )
+    if isinstance(plan, NarrowPlan):
+        widths = (slots[0].shape[1], slots[1].shape[1])
+        plan = _with_room(plan, widths, tokens * count, q.device.index)
     kernel = loaded(plan, HOPPER)
     kernel.prepare(q.device.index)
-    kernel.launch(tokens * count * plan.blocks, stream_of(q.device.index), _NARROW, packed)
+    kernel.launch(tokens * count * plan.blocks, stream_of(q.device.index), _CLUSTERS, packed)
+
+
+@functools.cache
+def _with_room(plan: NarrowPlan, widths: tuple[int, int], clusters: int, device: int) -> NarrowPlan:
+    """The plan, or one of smaller clusters if the current GPU has no room for all of them."""
+    if loaded(plan, HOPPER).prepare(device) >= clusters:
+        return plan
+    smaller = [blocks for blocks in NARROW_CLUSTERS if blocks < plan.blocks]
+    room = [b for b in smaller if loaded(NarrowPlan(b), HOPPER).prepare(device) >= clusters]
+    return narrow(widths, room or NARROW_CLUSTERS[:1])
 
 
 @functools.cache
@@ -188,4 +203,8 @@ def _multiprocessors(device: int) -> int:
 def plans() -> list[Plan]:
     """All kernels, for ``dsv4.warmup``."""
     wide = [AttentionPlan(False), AttentionPlan(True), AttentionPlan(False, together=True)]
-    return [*wide, MergePlan(), NarrowPlan()]
+    return [
+        *wide,
+        MergePlan(),
+        *map(NarrowPlan, NARROW_CLUSTERS),
+    ]

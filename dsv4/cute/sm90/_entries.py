@@ -22,6 +22,7 @@ from dsv4.cute.sm90.attention_plan import (
     NOPE,
     PRODUCER_WARPS,
     ROPE,
+    SCAN_BYTES,
     STAGES,
     TILE_BYTES,
 )
@@ -30,8 +31,8 @@ Value = Any
 _ENTRY = NOPE + 2 * ROPE  # bytes of an entry, but for its scales
 _GROUPS = NOPE // 64
 _COLUMNS = BLOCK * 128  # bytes between groups of 64 dims in shared memory
-_SCAN = 4  # slots that a lane asks for at a time when it looks for the last
-_SCANNED = 2  # named barrier, after that of the warps that multiply
+_SCAN = 10  # slots that a lane asks for at a time when it looks for the last
+_SCANNED = 8  # named barrier of the first warpgroup that looks for the last
 _OWN = 32 * PRODUCER_WARPS * 16  # bytes between groups of codes that a lane has copied
 
 
@@ -50,24 +51,23 @@ class Entries:
         token, part, parts, scan = item
         info, full, empty, at, own, warp, lane = shared
         stage, parity = ring
-        width, second_width = caches[0][4], caches[1][4]
-        if scan == 1:
-            width, second_width = self._lasts(
-                caches, token, (width, second_width), (info, warp, lane)
-            )
-        begin = (width + BLOCK - 1) // BLOCK
-        blocks = begin + (second_width + BLOCK - 1) // BLOCK
-        sizes = (token, width, second_width, begin)
+        begin = (caches[0][4] + BLOCK - 1) // BLOCK
+        sizes = (token, caches[0][4], caches[1][4], begin)
         row = warp * 16 + lane // 4
         place = Uint32(row * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16)
         tail = Uint32(row * 128 + (lane % 4 ^ (lane // 4)) * 16 + _GROUPS * _COLUMNS)
         block = Int32(part)
         found = self._ask(caches, sizes, block, lane)
+        blocks = begin + (caches[1][4] + BLOCK - 1) // BLOCK
+        if scan == 1:
+            scanned = (info + Uint32(STAGES * INFO_BYTES), 0, warp, lane)
+            blocks = self._used(caches, (token, begin, blocks), scanned)
         slots, there = self._share(found, warp, lane)
         starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
         codes = self._load_codes(slots[0], starts[0])
         self._copy_codes(slots[1], starts[1], own)
         found = self._ask(caches, sizes, block + parts, lane)
+        # Of a part without any block, the first is one of nothing.
         more = Boolean(True)
         while more:
             block += parts
@@ -110,39 +110,49 @@ class Entries:
         return cutlass.max(Int32(words[0]) | (Int32(words[1]) >> 31), Int32(-1))
 
     @cute.jit
-    def _lasts(self, caches: Value, token: Value, widths: Value, where: Value) -> Value:
-        """One more than the places of the last slots that are not negative.
+    def _used(self, caches: Value, sizes: Value, where: Value) -> Value:
+        """How many blocks there are up to the last slot that is not negative.
 
-        Each warp looks at a quarter of every row and tells the others, so that it takes no longer
+        Every thread looks at many at a time and tells the others, so that it mostly takes no longer
         than one load.
         """
-        info, warp, lane = where
-        places = info + Uint32(STAGES * INFO_BYTES)
-        lasts = []
-        for c in cutlass.range_constexpr(2):
-            last, row = Int32(0), self._row(caches[c], token)
-            for begin in cutlass.range(warp * 32, widths[c], _SCAN * 32 * PRODUCER_WARPS, unroll=1):
-                numbers = [begin + (i * 32 * PRODUCER_WARPS + lane) for i in range(_SCAN)]
-                loaded = [self._load_slot(row, number, widths[c]) for number in numbers]
-                for i in cutlass.range_constexpr(_SCAN):
-                    if self._slot(loaded[i]) >= 0:
-                        last = numbers[i] + 1
-            for step in cutlass.range_constexpr(5):
-                last = cutlass.max(last, cute.arch.shuffle_sync_bfly(last, 1 << step))
-            lasts.append(last)
+        token, begin, blocks = sizes
+        room, group, warp, lane = where
+        place = room + Uint32(group * SCAN_BYTES)
+        used: Value = Int32(0)
+        own = warp * 32 + lane
+        for first in cutlass.range(own, blocks * BLOCK, _SCAN * 32 * PRODUCER_WARPS, unroll=1):
+            numbers = [first + i * 32 * PRODUCER_WARPS for i in range(_SCAN)]
+            loaded = [self._load_of_both(caches, token, begin, number) for number in numbers]
+            for i in cutlass.range_constexpr(_SCAN):
+                if self._slot(loaded[i]) >= 0:
+                    used = numbers[i] // BLOCK + 1
+        for step in cutlass.range_constexpr(5):
+            used = cutlass.max(used, cute.arch.shuffle_sync_bfly(used, 1 << step))
         # Nobody still reads what was told of the token before.
-        cute.arch.barrier(barrier_id=_SCANNED, number_of_threads=32 * PRODUCER_WARPS)
-        if lane < 2:
-            last = lasts[0]
-            if lane == 1:
-                last = lasts[1]
-            ptx.store_shared_int(places + Uint32((lane * PRODUCER_WARPS + warp) * 4), last)
-        cute.arch.barrier(barrier_id=_SCANNED, number_of_threads=32 * PRODUCER_WARPS)
+        cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=32 * PRODUCER_WARPS)
+        if lane == 0:
+            ptx.store_shared_int(place + Uint32(warp * 4), used)
+        cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=32 * PRODUCER_WARPS)
+        for other in ptx.load_shared(place, 4):
+            used = cutlass.max(used, Int32(other))
+        return used
+
+    @cute.jit
+    def _load_of_both(self, caches: Value, token: Value, begin: Value, number: Value) -> Value:
+        """A slot by its number among all blocks."""
+        row, limit = self._row(caches[0], token), caches[0][4]
+        if number >= begin * BLOCK:
+            row, limit = self._row(caches[1], token), caches[1][4]
+            number -= begin * BLOCK
+        return self._load_slot(row, number, limit)
+
+    @cute.jit
+    def prefetch_slots(self, caches: Value, token: Value, thread: Value) -> None:
+        """Bring a token's slots to the level-2 cache, as far as there are threads."""
         for c in cutlass.range_constexpr(2):
-            four = ptx.load_shared(places + Uint32(c * 4 * PRODUCER_WARPS), 4)
-            for other in four:
-                lasts[c] = cutlass.max(lasts[c], Int32(other))
-        return lasts[0], lasts[1]
+            if thread * 16 < caches[c][4]:
+                ptx.prefetch(self._row(caches[c], token) + Int64(thread) * 128)
 
     def _row(self, cache: Value, token: Value) -> Value:
         """Where a token's slots are."""

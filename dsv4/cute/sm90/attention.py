@@ -42,7 +42,6 @@ from dsv4.cute.sm90.attention_plan import (
     ROPE,
     SCAN_BYTES,
     STAGES,
-    TILE_BYTES,
     AttentionPlan,
 )
 
@@ -253,6 +252,15 @@ class AttentionKernel(Entries, AttentionPlan):
             ptx.fence_barrier_init()
         if cutlass.const_expr(self.together):
             cute.arch.cluster_arrive_relaxed()
+        caches = (
+            (window, window_stride, page_shift, window_slots, width),
+            (compressed, compressed_stride, second_shift, compressed_slots, second_width),
+        )
+        tile, rest, token = self._item(begin, tiles, splits)
+        self.prefetch_slots(caches, token, thread)
+        self._prefetch(
+            q + (Int64(token) * token_stride) * 2, sink, (thread, tile, heads, head_stride)
+        )
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.together):
             cute.arch.cluster_wait()
@@ -260,10 +268,6 @@ class AttentionKernel(Entries, AttentionPlan):
             cute.arch.sync_threads()
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            caches = (
-                (window, window_stride, page_shift, window_slots, width),
-                (compressed, compressed_stride, second_shift, compressed_slots, second_width),
-            )
             own = Uint32(codes.toint()) + Uint32((thread - _CONSUMERS) * 16)
             shared = (info, full, empty, at_k, own, warp - CONSUMER_WARPS, lane)
             stage, parity, item = Int32(0), Int32(1), Int32(begin)
@@ -378,8 +382,11 @@ class AttentionKernel(Entries, AttentionPlan):
                 item = ptx.load_shared_int(kept)
                 tile, rest, token = self._item(item, tiles, splits)
                 rank = cute.arch.block_idx_in_cluster()
-                self._push(sums, (references, total), (at_k, at_p, arrived), (row, rank, thread))
+                mine = self._push(
+                    sums, (references, total), (at_k, at_p, arrived), (row, rank, thread)
+                )
                 self._merge(
+                    mine,
                     (at_k, at_p),
                     (sink, out, cos, sin),
                     (tile * HEADS, token, heads),
@@ -466,6 +473,19 @@ class AttentionKernel(Entries, AttentionPlan):
             + ptx.load_shared_float(line + Uint32(4 * HEADS + 32 * r))
             for r in range(2)
         ]
+
+    @cute.jit
+    def _prefetch(self, q: Value, sink: Value, where: Value) -> None:
+        """Bring the first tile's queries and sinks to the level-2 cache."""
+        thread, tile, heads, head_stride = where
+        for i in cutlass.range_constexpr(-(-HEADS * 8 // self.threads)):
+            number = i * self.threads + thread
+            head = tile * HEADS + number // 8
+            if (number < HEADS * 8) & (head < heads):
+                ptx.prefetch(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
+        head = tile * HEADS + thread * 32
+        if (thread < HEADS // 32) & (head < heads):
+            ptx.prefetch(sink + Int64(head) * 4)
 
     @cute.jit
     def _load_queries(self, q: Value, at: Value, where: Value) -> None:
@@ -579,39 +599,40 @@ class AttentionKernel(Entries, AttentionPlan):
                         ptx.store_global4(line + (n * 8 + lane % 4 * 8) * 2, four)
 
     @cute.jit
-    def _push(self, sums: Value, state: Value, rooms: Value, where: Value) -> None:
-        """Give either block of the cluster this one's sums of the dims that are its share.
+    def _push(self, sums: Value, state: Value, rooms: Value, where: Value) -> Value:
+        """Give the other block of the cluster its half of the dims; this one's half.
 
-        Rooms: stages and weights, whose contents nobody needs any more, for sums and for what they
+        Rooms: a stage and weights, whose contents nobody needs any more, for sums and for what they
         are relative to; and two barriers, of what arrives and of all who have done with the rooms.
         """
         row, rank, thread = where
         references, total = state
-        size = DIMS * HEADS * 4 + self.blocks * HEADS * 16
         if thread == 0:
-            ptx.expect_bytes(rooms[2], size)
+            ptx.expect_bytes(rooms[2], DIMS // 2 * HEADS * 4 + self.blocks * HEADS * 16)
         if thread % 32 == 0:
             for other in cutlass.range_constexpr(self.blocks):
                 ptx.arrive_remote(ptx.remote(rooms[2] + 8, Int32(other)))
         ptx.wait(rooms[2] + 8, Int32(0))
-        share = DIMS // 16 // self.blocks
-        for other in cutlass.range_constexpr(self.blocks):
-            mine = rooms[0] + Uint32(rank * (STAGES * TILE_BYTES // self.blocks) + thread * 16)
-            to, barrier = ptx.remote(mine, Int32(other)), ptx.remote(rooms[2], Int32(other))
-            for n in cutlass.range_constexpr(share):
-                at = (other * share + n) * 4
-                four = [sums[at + i] for i in range(4)]
-                ptx.store_remote4(to, four, barrier, n * _CONSUMERS * 16)
-            if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
+        peer, half = 1 - rank, DIMS // 8
+        to = ptx.remote(rooms[0] + Uint32(thread * 16), peer)
+        barrier = ptx.remote(rooms[2], peer)
+        for n in cutlass.range_constexpr(half // 4):
+            four = [ptx.choose(rank, sums[4 * n + i], sums[half + 4 * n + i]) for i in range(4)]
+            ptx.store_remote4(to, four, barrier, n * _CONSUMERS * 16)
+        if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
+            for other in cutlass.range_constexpr(self.blocks):
                 for r in cutlass.range_constexpr(2):
                     place = rooms[1] + Uint32((rank * HEADS + row + 8 * r) * 16)
                     four = [references[r], total[r], Float32(0.0), Float32(0.0)]
-                    ptx.store_remote4(ptx.remote(place, Int32(other)), four, barrier)
+                    known = ptx.remote(place, Int32(other))
+                    ptx.store_remote4(known, four, ptx.remote(rooms[2], Int32(other)))
+        kept = [ptx.choose(rank, sums[half + i], sums[i]) for i in range(half)]
         ptx.wait(rooms[2], Int32(0))
+        return kept
 
     @cute.jit
-    def _merge(self, rooms: Value, places: Value, item: Value, where: Value) -> None:
-        """Add both blocks' sums of this one's share of the dims, in the order of their ranks."""
+    def _merge(self, kept: Value, rooms: Value, places: Value, item: Value, where: Value) -> None:
+        """Add both blocks' sums of this one's half of the dims."""
         sink, out, cos, sin = places
         first, token, heads = item
         row, rank, thread = where
@@ -634,15 +655,16 @@ class AttentionKernel(Entries, AttentionPlan):
             each = [ptx.power_of_two(known[p][0] - origin) for p in range(self.blocks)]
             for p in cutlass.range_constexpr(self.blocks):
                 total = total + known[p][1] * each[p]
-            factors.append(each)
+            # On this block's sums, then on the other's.
+            factors.append([ptx.choose(rank, each[1], each[0]), ptx.choose(rank, each[0], each[1])])
             whole.append(ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
         sums = []
         for n in cutlass.range_constexpr(share):
-            four = [Float32(0.0)] * 4
-            for p in cutlass.range_constexpr(self.blocks):
-                at = rooms[0] + Uint32(p * (STAGES * TILE_BYTES // self.blocks) + thread * 16)
-                more = ptx.load_shared_float4(at + n * _CONSUMERS * 16)
-                four = [four[i] + more[i] * factors[i // 2][p] for i in range(4)]
+            more = ptx.load_shared_float4(rooms[0] + Uint32(thread * 16) + n * _CONSUMERS * 16)
+            four = [
+                kept[4 * n + i] * factors[i // 2][0] + more[i] * factors[i // 2][1]
+                for i in range(4)
+            ]
             number = rank * share + n - ((DIMS - ROPE) // 8 - DIMS // 16)
             if (cos != Int64(0)) & (group == 1) & (number >= 0):
                 place = (Int64(token) * (ROPE // 2) + lane % 4 + number * 4) * 4

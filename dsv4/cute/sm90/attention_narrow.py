@@ -5,8 +5,8 @@
   the product with the weights. No other warp reads it, and it is in shared memory as codes alone.
 * Logits are sums of all warps' parts. A warp adds them, and has the softmax, of two heads, and
   leaves the weights for all.
-* The blocks of a cluster share a token's entries, every eighth step each. At the end each gets the
-  sums of all for two heads, and adds them in the order of their ranks.
+* The blocks of a cluster share a token's entries in turn. At the end some or all of them get the
+  sums of all for two heads or one, and add them in the order of their ranks.
 
 Columns of the product with the queries are in another order than in memory: a lane's 16 codes in a
 row are words of four steps. The queries are loaded in the same order, and the sums' dims follow it.
@@ -155,22 +155,21 @@ class NarrowKernel(NarrowPlan):
         token, tile = item // tiles, item % tiles
         smem = cutlass.memory.SmemAllocator()
         raw = self._room(smem, self.stages * _STAGE)
-        gathered = self._room(smem, self.heads * DIMS * 4)
+        gathered = self._room(smem, self.blocks * self.share * DIMS * 4)
         parts = self._room(smem, _WARPS * self.heads * _LINE)
         weights = self._room(smem, self.heads * _P_LINE)
         factors = self._room(smem, self.heads * 4)
-        stats = self._room(smem, self.heads * 16)
+        stats = self._room(smem, self.blocks * self.share * 16)
         sinks = self._room(smem, self.heads * 4)
         tables = self._room(smem, 2 * ROPE * 2)
         arrived = self._room(smem, 8)
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             ptx.barrier_init(arrived, 1)
-            ptx.expect_bytes(arrived, self.heads * (DIMS * 4 + 16))
+            ptx.expect_bytes(arrived, self.blocks * self.share * (DIMS * 4 + 16))
             ptx.fence_barrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
-        cute.arch.griddepcontrol_wait()
         first_head = tile * self.heads
         row_bytes = Int64(token) * 8
         caches = (
@@ -183,6 +182,14 @@ class NarrowKernel(NarrowPlan):
                 second_width,
             ),
         )
+        self._prefetch(
+            q + (Int64(token) * token_stride) * 2,
+            caches,
+            (sink, cos, sin),
+            (token, first_head, heads, head_stride),
+            thread,
+        )
+        cute.arch.griddepcontrol_wait()
         begin = (width + _STEP - 1) // _STEP
         steps = begin + (second_width + _STEP - 1) // _STEP
         step = Int32(rank)
@@ -235,14 +242,39 @@ class NarrowKernel(NarrowPlan):
         self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
         # Of all threads: they have copied the tables.
         cute.arch.sync_threads()
-        ptx.wait(arrived, Int32(0))
-        self._merge(
-            (gathered, stats, sinks, tables), (out, cos), (token, first_head, heads), (rank, thread)
-        )
+        if rank < self.owners:
+            ptx.wait(arrived, Int32(0))
+            self._merge(
+                (gathered, stats, sinks, tables),
+                (out, cos),
+                (token, first_head, heads),
+                (rank, thread),
+            )
 
     def _room(self, smem: Value, size: int) -> Value:
         """Address of so many bytes of shared memory."""
         return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
+
+    @cute.jit
+    def _prefetch(
+        self, q: Value, caches: Value, tensors: Value, where: Value, thread: Value
+    ) -> None:
+        """Bring queries, slots, sinks and angles to the level-2 cache."""
+        sink, cos, sin = tensors
+        token, first_head, heads, head_stride = where
+        head = first_head + thread // 8
+        if (thread < self.heads * 8) & (head < heads):
+            ptx.prefetch(q + (Int64(head) * head_stride) * 2 + thread % 8 * 128)
+        for c in cutlass.range_constexpr(2):
+            if thread * 16 < caches[c][4]:
+                ptx.prefetch(caches[c][3] + Int64(thread) * 128)
+        if thread == 0:
+            ptx.prefetch(sink + Int64(first_head) * 4)
+        if (thread < 2) & (cos != Int64(0)):
+            table = cos
+            if thread == 1:
+                table = sin
+            ptx.prefetch(table + Int64(token) * (ROPE * 2))
 
     @cute.jit
     def _ask(self, caches: Value, begin: Value, step: Value, lane: Value) -> Value:
@@ -428,9 +460,14 @@ class NarrowKernel(NarrowPlan):
         return made
 
     @property
+    def owners(self) -> int:
+        """Blocks of the cluster that add up and store."""
+        return self.heads if self.blocks >= self.heads else 8
+
+    @property
     def share(self) -> int:
-        """Heads that a block of the cluster adds up and stores."""
-        return self.heads // self.blocks
+        """Heads that each of them adds up and stores."""
+        return self.heads // self.owners
 
     @cute.jit
     def _write(self, address: Value, owner: Value, four: Value, arrived: Value) -> None:
@@ -474,7 +511,8 @@ class NarrowKernel(NarrowPlan):
         rank, thread = who
         pieces = self.share * (DIMS // 4)
         for begin in cutlass.range_constexpr(0, pieces, self.threads):
-            self._merge_four(rooms, places, where, (rank, begin + thread))
+            if begin + thread < pieces:
+                self._merge_four(rooms, places, where, (rank, begin + thread))
 
     @cute.jit
     def _merge_four(self, rooms: Value, places: Value, where: Value, who: Value) -> None:

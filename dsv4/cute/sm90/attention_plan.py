@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADS = 64  # of a tile
@@ -13,7 +14,7 @@ CONSUMER_WARPS, PRODUCER_WARPS = 8, 4
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
 TILE_BYTES = BLOCK * DIMS * 2
 CODE_BYTES = BLOCK * NOPE // 2  # of those that wait in shared memory
-SCAN_BYTES = 2 * 4 * PRODUCER_WARPS
+SCAN_BYTES = 4 * PRODUCER_WARPS
 WEIGHT_BYTES = HEADS * BLOCK * 2
 INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
 _MOST_SPLITS = 64
@@ -21,10 +22,11 @@ _MOST_SPLITS = 64
 # them, the second launch, a head of a token there, and the bytes of sums that are written and read
 # again while a multiprocessor's clock ticks; and what two blocks that add their sums together cost.
 _BLOCK_CYCLES, _TILE_CYCLES, _LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 4500, 9000, 3000, 200, 9
-_TOGETHER_CYCLES = 9500
-# Of the narrow kernel, as measured: clusters that are at work at a time without two blocks on one
-# multiprocessor, and steps of its blocks up to which it is the fastest.
-_NARROW_CLUSTERS, _NARROW_STEPS = 8, 5
+_TOGETHER_CYCLES = 5000
+NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
+# Of that kernel, as measured: clusters that are at work at a time without two blocks on one
+# multiprocessor, and steps of a token up to which it is the fastest.
+_NARROW_CLUSTERS, _NARROW_STEPS = 8, 40
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,20 @@ class MergePlan:
 
 @dataclass(frozen=True)
 class NarrowPlan:
-    """The kernel for few tokens, a cluster of which has 16 heads of one."""
+    """The kernel for few tokens, a cluster of which has 16 heads of one.
+
+    Attributes:
+        blocks: Of a cluster, 8 to 16; not every GPU has room for as many clusters of more than 8.
+    """
+
+    blocks: int = 8
 
     kernel = "dsv4.cute.sm90.attention_narrow:NarrowKernel"
     heads = 16  # of a tile
-    blocks = 8  # of a cluster
     threads = 256
     stages = 3  # of codes
     ahead = 2  # steps whose codes are asked for while one is multiplied
-    shared_bytes = 120 * 1024  # more than half, so that blocks are on different multiprocessors
+    shared_bytes = 128 * 1024  # more than half, so that blocks are on different multiprocessors
 
 
 Plan = AttentionPlan | MergePlan | NarrowPlan
@@ -98,24 +105,44 @@ def choose(
         multiprocessors: Of the GPU.
     """
     if is_narrow(tokens, heads, widths):
-        return NarrowPlan(), NarrowPlan.blocks
+        clusters = tokens * -(-heads // NarrowPlan.heads)
+        room = [
+            b for b in NARROW_CLUSTERS if b == NarrowPlan.blocks or clusters * b <= multiprocessors
+        ]
+        plan = narrow(widths, room)
+        return plan, plan.blocks
     count = splits(tokens, heads, widths, multiprocessors)
     cycles = _cycles(count, tokens, heads, widths, multiprocessors)
     two = AttentionPlan(False, together=True)
     programs = tokens * tiles(heads)
     # Of fewer, four to a tile leave less to each, and another launch has less to add.
     if multiprocessors < 4 * programs <= 2 * multiprocessors and _blocks(widths) > 1:
-        alone = _TILE_CYCLES + -(-_blocks(widths) // 2) * _BLOCK_CYCLES
-        if alone + _TOGETHER_CYCLES < cycles:
+        alone = _TILE_CYCLES + -(-_blocks(widths) // 2) * _BLOCK_CYCLES + _TOGETHER_CYCLES
+        if alone < cycles:
             return two, two.blocks
     return AttentionPlan(count > 1), count
 
 
+def narrow(widths: tuple[int, int], room: Sequence[int]) -> NarrowPlan:
+    """The form whose blocks have the fewest steps; of several the largest, else the smallest.
+
+    Args:
+        widths: Slots of a token, of either cache.
+        room: Blocks of clusters that all fit at a time.
+    """
+    steps = _steps(widths)
+    return NarrowPlan(min(room, key=lambda b: (-(-steps // b), b != NARROW_CLUSTERS[-1], b)))
+
+
 def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
     """Whether tiles of 16 heads take less time than larger ones."""
-    steps = sum(-(-width // 32) for width in widths)
     clusters = tokens * -(-heads // NarrowPlan.heads)
-    return clusters <= _NARROW_CLUSTERS and steps <= _NARROW_STEPS * NarrowPlan.blocks
+    return clusters <= _NARROW_CLUSTERS and _steps(widths) <= _NARROW_STEPS
+
+
+def _steps(widths: tuple[int, int]) -> int:
+    """Of 32 entries, of the narrow kernel."""
+    return sum(-(-width // 32) for width in widths)
 
 
 @functools.cache
