@@ -18,6 +18,7 @@ from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, Share
+from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
 
 MAP = bytes(range(128))
@@ -29,6 +30,7 @@ class Driver:
     def __init__(self, kinds=None):
         self.kinds, self.launches, self.maps = kinds, [], []
         self.arch, self.archs = HOPPER, []
+        self.plan = None  # of a dense product, instead of what would be chosen
 
     def __getattr__(self, name):
         return lambda *arguments: 0
@@ -61,6 +63,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "shares", one_share)
+    monkeypatch.setattr(gemm, "choose", lambda *what: found.plan or choose(*what))
     for module in (gemm, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
@@ -78,9 +81,10 @@ def _kernel_of(plan):
 
 def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=()):
     product = Product(rows, columns, groups, False, False)
-    plan = choose(product, tokens, driver.arch)
+    plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, FewPlan)
-    driver.kinds, driver.launches = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS, []
+    driver.kinds = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS
+    driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
     x = x.to(torch.bfloat16)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -119,26 +123,40 @@ def test_few_tokens(driver):
     ]
 
 
-def test_many_tokens(driver):
-    plan, addresses, [(grid, threads, stream, values)] = launched(
+MANY = [ManyPlan(128, 2, 1, 2, False, False), ManyPlan(64, 2, 5, 2, False, False, tiles=2)]
+
+
+@pytest.mark.parametrize("plan", MANY, ids=repr)
+def test_many_tokens(driver, plan):
+    driver.plan = plan
+    _, addresses, [(grid, threads, stream, values)] = launched(
         driver, 300, segments=(1000, 1144, 4000), scales=3
     )
     tiles = -(-300 // plan.token_block), -(-6144 // plan.rows)
     clusters = tiles[0] * tiles[1] if plan.blocks > 1 else min(132, tiles[0] * tiles[1])
     assert (grid, threads, stream) == (clusters * plan.blocks, plan.threads, 77)
-    span = 1024 // plan.token_block
+    codes, scales, *rest, x = (addresses[n] for n in (0, 1, 2, 3, 4, 5, 3))
+    boxes = (
+        Matrix(300, 7168, 7168, plan.token_block),
+        Matrix(384, 112 * 128, 112 * 128, plan.rows // 16, plan.depth * 128, True),
+        Matrix(384, 112 * 16, 112 * 16, plan.rows // 16, plan.depth * 16, True),
+    )
+    assert driver.maps == list(zip((x, codes, scales), boxes, strict=True))
     assert flat(values) == [
-        MAP, 300, 7168, b"\0", *addresses, 300, tiles[0], span, 112, 384, tiles[1], tiles[1],
-        7168, 0, 1000, 2144, 2**31 - 1, 0, 1, 16, math.inf,
+        MAP, MAP, MAP, 300, 7168, 384, 112 * 128, 384, 112 * 16, b"\0", *rest, 300, tiles[0],
+        1024 // plan.token_block, 112, 384, tiles[1], tiles[1], 7168, 0, 1000, 2144, 2**31 - 1, 0,
+        1, 16, math.inf,
     ]  # fmt: skip
 
 
-def test_groups_and_scales_of_rows(driver):
-    plan, _, [(_, _, _, values)] = launched(driver, 100, 16384, 4096, groups=16, scales=16384)
-    columns, row_blocks = values[1][1], -(-16384 // plan.rows)
+@pytest.mark.parametrize("plan", MANY, ids=repr)
+def test_groups_and_scales_of_rows(driver, plan):
+    driver.plan = plan
+    _, _, [(_, _, _, values)] = launched(driver, 100, 16384, 4096, groups=16, scales=16384)
+    columns, row_blocks = values[3][1], -(-16384 // plan.rows)
     assert columns == 16 * 4096
     # Blocks of rows, of a group's, stride of tokens and of groups, and the end.
-    assert flat(values[14:18]) == [row_blocks, row_blocks // 16, 16 * 4096, 4096]
+    assert flat(values[-11:-7]) == [row_blocks, row_blocks // 16, 16 * 4096, 4096]
     assert flat(values[-4:]) == [1, 16, 16, math.inf]
 
 

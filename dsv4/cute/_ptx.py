@@ -226,6 +226,11 @@ def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
     )
 
 
+def prefetch_bulk(source: Value, count: Any) -> None:
+    """Bring bytes (a multiple of 16) of global memory to the level-2 cache."""
+    assembly("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", (), [source, Int32(count)])
+
+
 def arrive(barrier: Value) -> None:
     """Arrive; what this thread read or wrote before comes before the phase ends."""
     assembly("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])

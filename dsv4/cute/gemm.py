@@ -22,11 +22,15 @@ from dsv4.ops.quantize import bfloat16_operand
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 
 # Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
-# the latter's come what tensor copies need, the sizes of X, and a layout without any content.
+# the latter's come what tensor copies need, the sizes of X, codes and scales, and a layout without
+# any content.
 FEW_PARAMETERS = Parameters(*"qqqqqq", *"iii", *"qq", *"iiiiii", "f")
-MANY_PARAMETERS = Parameters("128s", "2i", "s", *"qqqqqq", *"iiiiiii", *"qq", *"iiiiii", "f")
-# The same in pieces: what comes before the addresses (and after the map), they, and the rest.
-_MANY_BEFORE, _ADDRESSES = struct.Struct("@2is0q"), struct.Struct("@6q")
+MANY_PARAMETERS = Parameters(
+    *["128s"] * 3, *["2i"] * 3, "s", *"qqqq", *"iiiiiii", *"qq", *"iiiiii", "f"
+)
+# The same in pieces: what comes before the addresses (and after the maps), they, and the rest.
+_MANY_BEFORE = struct.Struct("@6is0q")
+_FEW_ADDRESSES, _MANY_ADDRESSES = struct.Struct("@6q"), struct.Struct("@4q")
 _FEW_AFTER, _MANY_AFTER = struct.Struct("@3i2q6if"), struct.Struct("@7i2q6if")
 
 _Product = tuple[int, int, int, bool, bool, bool]  # a Product's fields, without its name
@@ -161,7 +165,7 @@ def _few(
     clusters = -(-tiles // plan.warps)
     if plan.blocks == product.groups == 1:
         clusters = min(clusters, resident)  # each takes row tiles in turn
-    return Launch(kernel, clusters * plan.blocks, FEW_PARAMETERS, b"", _ADDRESSES, after)
+    return Launch(kernel, clusters * plan.blocks, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
 
 
 def _many(
@@ -186,9 +190,19 @@ def _many(
     )
     tiles = token_tiles * row_blocks
     blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
-    before = _MANY_BEFORE.pack(tokens, columns, b"")
-    matrices = (Matrix(tokens, columns, rest[0], plan.token_block),)
-    return Launch(kernel, blocks, MANY_PARAMETERS, before, _ADDRESSES, after, matrices)
+    of_x = Matrix(tokens, columns, rest[0], plan.token_block)
+    matrices = (of_x, *packed_matrices(plan, product.rows // 16, product.columns // 64))
+    before = _MANY_BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
+    return Launch(kernel, blocks, MANY_PARAMETERS, before, _MANY_ADDRESSES, after, matrices)
+
+
+def packed_matrices(plan: ManyPlan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:
+    """Codes and scales of so many tiles, as tensor copies of a block's stage read them."""
+    codes, scales = k_blocks * 128, k_blocks * 16
+    return (
+        Matrix(row_tiles, codes, codes, plan.row_tiles, plan.code_bytes // 4, True),
+        Matrix(row_tiles, scales, scales, plan.row_tiles, plan.scale_bytes // 4, True),
+    )
 
 
 def warmup(plans: Sequence[Plan], device: torch.device) -> None:

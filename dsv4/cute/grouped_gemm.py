@@ -13,6 +13,7 @@ import torch
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Launch, Matrix, Parameters
 from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
+from dsv4.cute.gemm import packed_matrices
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
     GroupedFewPlan,
@@ -270,16 +271,11 @@ def _launch(
     tiles, k_blocks = experts.rows // 16, experts.columns // 64
     row_blocks = -(-experts.rows // plan.rows)
     after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest)
-    codes, scales = (
-        (experts.experts * tiles, k_blocks * 128),
-        (experts.experts * tiles, k_blocks * 16),
-    )
-    before = _BEFORE.pack(rows, experts.columns, *codes, *scales, b"")
     matrices = (
         Matrix(rows, experts.columns, int(rest[0]), plan.box, 64),
-        Matrix(*codes, codes[1], plan.row_tiles, plan.code_bytes // 4, True),
-        Matrix(*scales, scales[1], plan.row_tiles, plan.scale_bytes // 4, True),
+        *packed_matrices(plan, experts.experts * tiles, k_blocks),
     )
+    before = _BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
     return Launch(kernel, resident, PARAMETERS, before, _ADDRESSES, after, matrices)
 
 

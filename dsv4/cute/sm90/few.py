@@ -180,9 +180,14 @@ class FewKernel(FewPlan):
         if thread == 0:
             ptx.store_shared_int(zero + 4, group)
         if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_arrive()
+            # Not a release, which would wait for the weights. What a thread wrote to shared memory
+            # is read after the barrier of X, at which the same thread arrives later.
+            cute.arch.cluster_arrive_relaxed()
         else:
             cute.arch.sync_threads()
+        if cutlass.const_expr(self.token_tiles == 1):  # noqa: SIM102 - one is constant
+            if warp == 0:
+                self._prefetch_x(x + group * group_stride * 2, tokens, token_stride, rank)
         cute.arch.griddepcontrol_wait()
         if warp == 0:
             self._ask_x(x + group * group_stride * 2, shared_x, x_full, tokens, token_stride, rank)
@@ -227,9 +232,9 @@ class FewKernel(FewPlan):
             place = parts + Uint32(warp // self.blocks * self.blocks * self.partial_bytes)
             self._send(sums, place, arrived, owner, rank, lane)
             if owner == rank:
+                factors = self._factors(global_scale, tile * 16 + lane // 4, rules)
                 sums = self._collect(place, arrived, lane)
                 places = (turned, token_scale + group * 4, out, x + group * group_stride * 2)
-                factors = self._factors(global_scale, tile * 16 + lane // 4, rules)
                 sizes = (lane, tokens, row_tiles, token_stride, groups, limit)
                 self._store(tile, sums, factors, places, sizes)
 
@@ -266,6 +271,14 @@ class FewKernel(FewPlan):
             *ptx.load_streamed(codes, 4, wanted, tile * _CODE_BYTES),
             *ptx.load_streamed(scales, 2, wanted, tile * _SCALE_BYTES),
         ]
+
+    @cute.jit
+    def _prefetch_x(self, x: Value, tokens: Value, token_stride: Value, rank: Value) -> None:
+        """Have the block's part of X in the level-2 cache, whatever is still written to it."""
+        lane = cute.arch.lane_idx()
+        if lane < tokens:
+            source = x + (lane * token_stride + rank * (self.tiles * 64)) * 2
+            ptx.prefetch_bulk(source, self.tiles * 128)
 
     @cute.jit
     def _ask_x(

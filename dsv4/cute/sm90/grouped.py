@@ -1,11 +1,8 @@
 """NVFP4 product of rows sorted by expert with their experts' weights, and its SwiGLU.
 
 ``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, as ``many``
-multiplies and stores, but that weights come through shared memory:
+multiplies and stores, but:
 
-* One warp keeps a ring of stages full by tensor copies: some columns of X and the same ones of the
-  weights' codes and scales. The others read a lane's operands, 16 bytes of codes and 8 of scales,
-  from there, so no register holds what comes later, and memory may take its time.
 * Every block adds up the experts' numbers of tiles from ``offsets`` (they are the work of the
   kernel before, so this waits for its end). The copying warp finds the expert of each tile and
   tells the others by a slot of shared memory. An expert without rows has no tile.
@@ -14,7 +11,6 @@ multiplies and stores, but that weights come through shared memory:
 * A tile of tokens begins at an expert's first row or some whole tiles later, and may reach into the
   next expert's rows: those are multiplied, not stored. Where the plan has narrower products, a tile
   takes the first that its expert's rows fit.
-* A warp has one tile of 16 rows or two, which share what waiting and addresses cost.
 * Rows after the last expert's are filled with zeros by the warps that have nothing to copy.
 """
 
@@ -27,12 +23,10 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90._codes import store_coded
-from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90._experts import (
     all_tiles,
     clear_codes,
@@ -42,11 +36,9 @@ from dsv4.cute.sm90._experts import (
     last_row,
 )
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, SLOTS, GroupedPlan
-from dsv4.cute.sm90.many import ManyKernel, rows_of_x
+from dsv4.cute.sm90.many import PIECE, ManyKernel, rows_of_x, words_of_weights
 
 Value = Any
-_CODE_BYTES, _SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
-_PIECE = 2  # steps of 16 columns that are multiplied at a time
 
 
 class GroupedKernel(GroupedPlan, ManyKernel):
@@ -54,19 +46,11 @@ class GroupedKernel(GroupedPlan, ManyKernel):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        words = [
-            make_fake_tensor(
-                Int32,
-                (cute.sym_int(), cute.sym_int(divisibility=16)),
-                stride=(cute.sym_int64(divisibility=16), 1),
-                assumed_align=16,
-            )
-            for _ in range(2)
-        ]
         return cute.compile(
             self,
             rows_of_x(),
-            *words,
+            words_of_weights(),
+            words_of_weights(),
             *[Int64(0)] * 9,
             *[Int32(1)] * 5,
             Int64(8),
@@ -126,22 +110,6 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
-        """As there; X is copied by boxes of ``box`` tokens."""
-        box = cute.select(self._layout(self.box, 1), mode=[0, 1])
-        atom, x_tiles = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.box, 64)
-        )
-        layout = self._layout(self.token_block, self.depth * self.stages)
-        return atom, x_tiles, layout, self.product(self.token_block)
-
-    def _copied(self, whole: cute.Tensor, each: int) -> tuple[Value, Value]:
-        """Tensor copy of so many bytes of every row tile of a block; all of them."""
-        box = (self.row_tiles, each // 4)
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), whole, cute.make_layout(box, stride=(box[1], 1)), box
-        )
 
     @cute.kernel
     def kernel(
@@ -276,7 +244,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             slice_ = mma.get_slice(thread)
             shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * _PIECE))
+            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * PIECE))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             products = [
@@ -327,9 +295,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                         of_all = ptx.load_global_float(places[6])
                         ptx.store_global_float(row_scale + (Int64(start) + thread) * 4, of_all)
                 self._store_each(
-                    (sums, own, factors),
+                    (self._gathered(sums, None, None, None), own, factors),
                     places,
-                    (warp, lane, thread),
+                    (Int32(0), warp, lane, thread, Int32(0)),
                     (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
                 tile += stride
@@ -341,16 +309,13 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         self, atoms: Value, wholes: Value, rooms: Value, ring: Value, walk: Value, sizes: Value
     ) -> None:
         """A warp keeps the ring full, tile after tile, and says in a slot which tile it is."""
-        atom, codes_atom, scales_atom = atoms
-        x_tiles, codes_tiles, scales_tiles = wholes
         shared_x, weights_at = rooms
         full_at, full, empty, slots = ring
         tile, stride, order, lane = walk
         steps, row_tiles = sizes
         stage, parity, slot = Int32(0), Int32(1), slots
         boxes = self.token_block // self.box  # of a block of 64 columns
-        room = self._layout(self.box, self.stages * self.depth * boxes)
-        room = cute.make_tensor(shared_x.iterator, room.outer)
+        room = self._x_stages(shared_x)
         while tile < self._total(order):
             expert, row_block, start, count = self._find(tile, order)
             if lane == 0:
@@ -359,34 +324,21 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             slot += 16
             if slot == slots + 16 * SLOTS:
                 slot = slots
-            tokens = cute.domain_offset((start, 0), x_tiles)
+            tokens = cute.domain_offset((start, 0), wholes[0])
             tiles = cute.local_tile(tokens, (self.box, 64), (None, None))
-            to, source = self._pair(atom, room, tiles)
+            to, source = self._pair(atoms[0], room, tiles)
             row = expert * row_tiles + row_block * self.row_tiles
-            to_codes, codes = self._weights(
-                codes_atom, weights_at, codes_tiles, row, self.code_bytes
-            )
-            scales_at = weights_at + self.row_tiles * self.code_bytes
-            to_scales, scales = self._weights(
-                scales_atom, scales_at, scales_tiles, row, self.scale_bytes
-            )
+            weights = self._weights_of(atoms, wholes, weights_at, row)
             width = self._width(count)
             for k in cutlass.range(steps, unroll=1):
                 ptx.wait(empty + Uint32(stage * 8), parity)
-                if lane == 0:
-                    count_of = width * (128 * self.depth) + self.weight_bytes
-                    ptx.expect_bytes(full + Uint32(stage * 8), count_of)
+                self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
-                cute.copy(
-                    codes_atom, codes[(None, k)], to_codes[(None, stage)], tma_bar_ptr=barrier
-                )
-                cute.copy(
-                    scales_atom, scales[(None, k)], to_scales[(None, stage)], tma_bar_ptr=barrier
-                )
+                self._copy_weights(atoms, weights, (k, stage), barrier)
                 for b in cutlass.range(width // self.box, unroll=1):
                     for u in cutlass.range_constexpr(self.depth):
                         cute.copy(
-                            atom,
+                            atoms[0],
                             source[(None, b, self.depth * k + u)],
                             to[(None, (self.depth * stage + u) * boxes + b)],
                             tma_bar_ptr=barrier,
@@ -397,22 +349,6 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     parity = parity ^ 1
             tile += stride
 
-    def _weights(self, atom: Value, at: Value, whole: Value, row: Value, each: int) -> Value:
-        """Stages in shared memory, and what goes there, ``each`` bytes of tiles from a row on."""
-        words = each // 4
-        stages = cute.make_layout(
-            (self.row_tiles, words, self.stages), stride=(words, 1, self.weight_bytes // 4)
-        )
-        shared = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), stages)
-        rows = cute.domain_offset((row, 0), whole)
-        return self._pair(atom, shared, cute.local_tile(rows, (self.row_tiles, words), (0, None)))
-
-    def _pair(self, atom: Value, shared: Value, tiles: Value) -> Value:
-        """Where copies go and whence, by stages or tiles."""
-        whole = cute.make_layout(1)
-        grouped = [cute.group_modes(one, 0, 2) for one in (shared, tiles)]
-        return cpasync.tma_partition(atom, 0, whole, *grouped)
-
     def _width(self, count: Value) -> Value:
         """Tokens of the product of a tile with so many rows."""
         width = Int32(self.sizes[0])
@@ -420,67 +356,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             width += Int32(count > one) * (following - one)
         return width
 
-    def _own(self, row_block: Value, warp: Value) -> list[Value]:
-        """The warp's tiles of 16 rows."""
-        first = row_block * self.row_tiles + warp
-        return [first + h * self.mma_warps for h in range(self.tiles)]
-
-    def _factors_of(self, own: list[Value], told: Value) -> list[Value]:
-        """``_factors`` of each tile."""
-        of_expert, lane, row_tiles, rules = told
-        return [self._factors(of_expert, tile, lane, row_tiles, rules) for tile in own]
-
-    def _store_each(self, tiles: Value, places: Value, where: Value, sizes: Value) -> None:
-        """The results of the warp's tiles of rows."""
-        warp, lane, thread = where
-        for sums, row_tile, factors in zip(*tiles, strict=True):
-            fragments = self._together(sums, None, None, thread)
-            here = (Int32(0), row_tile, warp, lane, thread, Int32(0))
-            self._store(fragments, factors, places, here, sizes)
-
     def _told(self, slot: Value) -> list[Value]:
         """What ``_find`` found, with the block's own block of rows."""
         return [Int32(word) for word in ptx.load_shared(slot, 4)]
-
-    def _products(
-        self, mma: Value, sums: Value, shared_x: Value, thread: Value
-    ) -> list[tuple[Value, Value, Value]]:
-        """For each size: the product, its part of the sums, right operands of all stages."""
-        found = []
-        for tokens in self.sizes:
-            one = mma if tokens == self.token_block else self.product(tokens)
-            one.set(warpgroup.Field.ACCUMULATE, True)
-            slice_ = one.get_slice(thread)
-            shape = slice_.partition_shape_C((64 * self.warpgroups, tokens))
-            parts = [cute.make_tensor(every.iterator, cute.make_layout(shape)) for every in sums]
-            # Rows of 128 bytes in groups of 8, as a whole stage has them; the first so many.
-            stages = cute.make_layout(
-                ((8, tokens // 8), (64, 1), (1, self.depth * self.stages)),
-                stride=((64, 512), (1, 0), (0, self.token_block * 64)),
-            )
-            rows = cute.make_tensor(shared_x.iterator, stages)
-            found.append((one, parts, one.make_fragment_B(slice_.partition_B(rows))))
-        return found
-
-    @cute.jit
-    def _start(self, weights: Value, full: Value, there: Value) -> Value:
-        """The lane's weights of the first stage, once they are there."""
-        if there:
-            ptx.wait(full, Int32(0))
-        return self._load_first(weights)
-
-    def _load_first(self, weights: Value) -> list[Value]:
-        """What ``ahead`` blocks of 64 columns need, of each of the warp's tiles."""
-        each = itertools.product(range(self.ahead), range(self.tiles))
-        return [self._load(weights, Int32(0), u, h) for u, h in each]
-
-    def _load(self, weights: Value, stage: Value, u: int, h: int) -> list[Value]:
-        """The lane's 4 words of codes and 2 of scales, of a stage's block of 64 columns."""
-        codes, scales = weights
-        skip, further = Uint32(stage * self.weight_bytes), h * self.mma_warps
-        codes_from = codes + skip + Uint32(further * self.code_bytes + u * _CODE_BYTES)
-        scales_from = scales + skip + Uint32(further * self.scale_bytes + u * _SCALE_BYTES)
-        return [*ptx.load_shared(codes_from, 4), *ptx.load_shared(scales_from, 2)]
 
     @cute.jit
     def _multiply_any(self, products: Value, weight: Value, ring: Value, rest: Value) -> Value:
@@ -510,61 +388,6 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 )
                 warpgroup.wait_group(0)
         return ahead, stage, parity, before
-
-    @cute.jit
-    def _multiply_ring(self, product: Value, weight: Value, ring: Value, rest: Value) -> Value:
-        """Add a tile's products to its sums, the last one in flight.
-
-        Returns the lane's next weights, the ring's next stage and parity, and the stage that the
-        product in flight reads.
-        """
-        mma, sums, right, left, words = product
-        weights, ahead = weight
-        full, empty, stage, parity, before = ring
-        steps, is_last, lane, sixteen = rest
-        for step in cutlass.range(steps, unroll=1):
-            following, later = stage + 1, parity
-            if following == self.stages:
-                following = Int32(0)
-                later = parity ^ 1
-            for piece in cutlass.range_constexpr(4 * self.depth // _PIECE):
-                u, start = piece * _PIECE // 4, piece * _PIECE % 4
-                for h in cutlass.range_constexpr(self.tiles):
-                    turn = (piece * self.tiles + h) % 2
-                    place = u % self.ahead * self.tiles + h
-                    self._expand_some(words[turn], ahead[place], start, sixteen)
-                    warpgroup.fence()
-                    for k in cutlass.range_constexpr(_PIECE):
-                        cute.gemm(
-                            mma,
-                            sums[h],
-                            left[turn][None, None, k],
-                            right[None, None, start + k, self.depth * stage + u],
-                            sums[h],
-                        )
-                    warpgroup.commit_group()
-                    if cutlass.const_expr(start + _PIECE == 4):
-                        # Of the block of 64 columns so many further on, maybe the next stage's.
-                        if cutlass.const_expr(u + self.ahead == self.depth and h == 0):  # noqa: SIM102
-                            if not (is_last and step + 1 == steps):
-                                ptx.wait(full + Uint32(following * 8), later)
-                        there = following if u + self.ahead >= self.depth else stage
-                        coming = self._load(weights, there, (u + self.ahead) % self.depth, h)
-                        ahead[place] = coming
-                    warpgroup.wait_group(1)
-                    if cutlass.const_expr(piece == h == 0):
-                        self._release(empty, before, lane)
-            before = stage
-            stage = following
-            parity = later
-        return ahead, stage, parity, before
-
-    def _expand_some(self, words: Value, loaded: list[Value], start: int, sixteen: Value) -> None:
-        """Left operands of a piece, from that step of 16 columns on."""
-        for k in range(_PIECE):
-            both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
-            for i, word in enumerate(fragment(loaded[start + k], both)):
-                words[k * 4 + i] = word
 
     @property
     def tile_bytes(self) -> int:

@@ -85,22 +85,18 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedPlan(ManyPlan):
-    """One configuration of the kernel.
-
-    ``blocks`` is 1. A stage has ``depth`` blocks of 64 columns, 1 or 2, of X and of the weights.
+    """One configuration of the kernel; ``blocks`` is 1.
 
     Attributes:
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
         quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
         narrow: Tokens of narrower products, ascending, multiples of 8 below ``token_block``. A tile
             takes the first that has as many as its expert's rows.
-        tiles: Tiles of 16 rows of a warp, 1 or 2.
     """
 
     row_weighted: bool = False
     quantized_out: bool = False
     narrow: tuple[int, ...] = ()
-    tiles: int = 1
 
     @property
     def kernel(self) -> str:
@@ -108,66 +104,24 @@ class GroupedPlan(ManyPlan):
         return "dsv4.cute.sm90.grouped:GroupedKernel"
 
     @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 64 * self.warpgroups * self.tiles
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of 16 rows of a block."""
-        return self.mma_warps * self.tiles
-
-    @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens that a product can have, ascending."""
+        """As there, the narrower ones first."""
         return (*self.narrow, self.token_block)
 
     @property
     def box(self) -> int:
-        """Tokens that are copied at a time: every size is some of them."""
+        """As there: every size is some of them."""
         return math.gcd(*self.sizes)
 
     @property
-    def ahead(self) -> int:
-        """Blocks of 64 columns whose weights registers hold ahead."""
-        return self.depth if self.tiles == 1 else 1
+    def rooms(self) -> int:
+        """As there; one, so that there is room for stages."""
+        return 1
 
     @property
-    def code_bytes(self) -> int:
-        """Codes of 16 rows in a stage."""
-        return 512 * self.depth
-
-    @property
-    def scale_bytes(self) -> int:
-        """Scales of 16 rows in a stage."""
-        return 64 * self.depth
-
-    @property
-    def weight_bytes(self) -> int:
-        """Codes and scales of a stage."""
-        return self.row_tiles * (self.code_bytes + self.scale_bytes)
-
-    @property
-    def stages(self) -> int:
-        """Stages of X and the weights."""
-        room = _SHARED_ROOM - 1024 - self.turned_bytes - _TABLE_BYTES
-        return min(SLOTS - 2, room // (self.depth * self.x_bytes + self.weight_bytes + 16))
-
-    @property
-    def sets(self) -> int:
-        """Sets of left operands in registers, of 32 columns."""
-        return 2
-
-    @property
-    def turned_tiles(self) -> int:
-        """As there; fewer, so that there is room for stages."""
-        return 4
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; with tables of the experts' tiles and first rows."""
-        each = self.depth * self.x_bytes + self.weight_bytes + 16
-        return 1024 + self.stages * each + self.turned_bytes + _TABLE_BYTES
+    def beside_bytes(self) -> int:
+        """As there: tables of the experts' tiles and first rows, and slots."""
+        return _TABLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -325,10 +279,10 @@ def _few(wanted: Experts, tokens: int, arch: str) -> GroupedFewPlan | None:
         wanted.row_scaled,
         depth,
         wanted.swiglu,
-        parts,
-        wanted.row_weighted,
-        8 * token_tiles,
-        wanted.quantized_out,
+        parts=parts,
+        row_weighted=wanted.row_weighted,
+        segment_rows=8 * token_tiles,
+        quantized_out=wanted.quantized_out,
     )
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
     over = plan.shared_bytes - _SHARED_ROOM
@@ -380,10 +334,10 @@ def _candidates(wanted: Experts) -> Iterator[GroupedPlan]:
             wanted.float32_out,
             wanted.row_scaled,
             wanted.swiglu,
+            tiles,
             wanted.row_weighted,
             wanted.quantized_out,
             narrow,
-            tiles,
         )
 
 

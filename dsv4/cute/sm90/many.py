@@ -1,18 +1,19 @@
-"""NVFP4 product for many tokens: bound by the tensor cores.
+"""NVFP4 product for many tokens: bound by the tensor cores, or by expanding the weights.
 
 ``out[m, n] = sum_k x[m, k] w[n, k]`` as ``wgmma`` with the weights as left operand from registers.
 
-* Two to four warpgroups multiply. A warp loads the fragments of its 16 rows straight from global
-  memory, ``depth`` blocks of 64 columns ahead. Of two or three warpgroups, each expands one block
-  while the tensor cores multiply the one before: two sets of left operands, used in turn. Of four,
-  each has one set and waits for its product, while the others expand.
-* The last warpgroup's first warp keeps a ring of blocks of X full, by tensor copies into swizzled
-  shared memory.
-* Tiles follow one another, and the weights of the next are asked for before the results of the last
-  are stored. The first warpgroup is some blocks ahead, so that one of them multiplies meanwhile.
-* Or the blocks of a cluster share K, for one tile. Each keeps its sums in its shared memory, in the
-  order in which threads hold them; then each adds its tokens' parts, ranks in ascending order.
-* Results are turned in shared memory, 64 tokens at a time, so that lines of 128 bytes are stored.
+* One warp keeps a ring of stages full by tensor copies: some columns of X and the same ones of the
+  weights' codes and scales. The others read a lane's operands, 16 bytes of codes and 8 of scales,
+  from there, so no register holds what comes later, and memory may take its time.
+* That warp asks for the weights of the first stages before the kernel before has ended, for X after
+  it. Another one has the first columns of X, and global scales, brought to the level-2 cache.
+* Two to four warpgroups multiply. A warp has one tile of 16 rows or two, which share what waiting
+  and addresses cost. It expands 32 columns while the tensor cores multiply the ones before: two
+  sets of left operands, used in turn.
+* Or the blocks of a cluster share K, for one tile, some maybe a stage more than others. Each writes
+  its sums of some tokens to the block that owns these, where stages have been, and that adds them,
+  ranks in ascending order.
+* Results are turned in shared memory, so that lines of 128 bytes are stored.
 
 The bits of a token depend on the plan, not on the other tokens. A result that is infinite is looked
 at again: if the token's input held an infinity, it is NaN.
@@ -20,6 +21,7 @@ at again: if the token's input held an infinity, it is NaN.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import cutlass
@@ -37,9 +39,9 @@ from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
-_CODE_BYTES, _SCALE_BYTES = 512, 64
-_SKEW = 4  # blocks of X
-_BEHIND, _ALL, _READY = 5, 6, 7  # named barriers, after those of the warpgroups
+_CODE_BYTES, _SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
+PIECE = 2  # steps of 16 columns that are multiplied at a time
+_READY, _BEHIND, _ALL = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
 
@@ -53,16 +55,27 @@ def rows_of_x() -> Any:
     )
 
 
+def words_of_weights() -> Any:
+    """Packed codes or scales, for the compiler: rows of words of 32 bits."""
+    return make_fake_tensor(
+        Int32,
+        (cute.sym_int(), cute.sym_int(divisibility=16)),
+        stride=(cute.sym_int64(divisibility=16), 1),
+        assumed_align=16,
+    )
+
+
 class ManyKernel(ManyPlan):
     """The kernel of one configuration."""
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        x = rows_of_x()
         return cute.compile(
             self,
-            x,
-            *[Int64(0)] * 6,
+            rows_of_x(),
+            words_of_weights(),
+            words_of_weights(),
+            *[Int64(0)] * 4,
             *[Int32(1)] * 7,
             Int64(8),
             Int64(8),
@@ -76,8 +89,8 @@ class ManyKernel(ManyPlan):
     def __call__(
         self,
         x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
         global_scale: Int64,
         x_at: Int64,
         token_scale: Int64,
@@ -102,11 +115,13 @@ class ManyKernel(ManyPlan):
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         atom, x_tiles, layout, mma = self.tools(x)
+        codes_atom, codes_tiles = self._copied(codes, self.code_bytes)
+        scales_atom, scales_tiles = self._copied(scales, self.scale_bytes)
         self.kernel(
-            atom, x_tiles, layout, mma, codes, scales, global_scale, x_at, token_scale, out,
-            tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks, group_blocks,
-            token_stride, group_stride, cut0, cut1, cut2, scale_rows, groups, sixteen,
-            limit,
+            atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
+            global_scale, x_at, token_scale, out, tokens, token_tiles, token_span, k_blocks,
+            row_tiles, row_blocks, group_blocks, token_stride, group_stride, cut0, cut1, cut2,
+            scale_rows, groups, sixteen, limit,
         ).launch(
             grid=[self.blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -117,15 +132,20 @@ class ManyKernel(ManyPlan):
         )  # fmt: skip
 
     def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
-        """Tensor copy of a block of X, X as it addresses it, layout of the stages, product."""
-        layout = self._layout(self.token_block, self.stages)
+        """Tensor copy of a box of X, X as it addresses it, layout of the stages, product."""
+        box = cute.select(self._layout(self.box, 1), mode=[0, 1])
         atom, x_tiles = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            x,
-            cute.select(layout, mode=[0, 1]),
-            (self.token_block, 64),
+            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.box, 64)
         )
+        layout = self._layout(self.token_block, self.depth * self.stages)
         return atom, x_tiles, layout, self.product(self.token_block)
+
+    def _copied(self, whole: cute.Tensor, each: int) -> tuple[Value, Value]:
+        """Tensor copy of so many bytes of every row tile of a block; all of them."""
+        box = (self.row_tiles, each // 4)
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), whole, cute.make_layout(box, stride=(box[1], 1)), box
+        )
 
     def _layout(self, tokens: int, count: int) -> Value:
         """So many blocks of X, of 64 columns of ``tokens`` rows."""
@@ -148,11 +168,13 @@ class ManyKernel(ManyPlan):
     def kernel(
         self,
         atom: cute.CopyAtom,
+        codes_atom: cute.CopyAtom,
+        scales_atom: cute.CopyAtom,
         x_tiles: cute.Tensor,
+        codes_tiles: cute.Tensor,
+        scales_tiles: cute.Tensor,
         layout: cute.ComposedLayout,
         mma: cute.TiledMma,
-        codes: Int64,
-        scales: Int64,
         global_scale: Int64,
         x_at: Int64,
         token_scale: Int64,
@@ -177,12 +199,14 @@ class ManyKernel(ManyPlan):
         """See the module.
 
         Args:
-            atom: The tensor copy of a block of X.
+            atom: The tensor copy of 64 columns of a tile's X.
+            codes_atom: The tensor copy of a stage's codes.
+            scales_atom: The tensor copy of its scales.
             x_tiles: X, ``[tokens, groups K]``, as the copy addresses it.
-            layout: A stage of X, and all of them.
+            codes_tiles: The packed codes, ``[row tiles, K / 64 128]`` words.
+            scales_tiles: The packed scales, ``[row tiles, K / 64 16]`` words.
+            layout: Blocks of 64 columns of X, of all stages.
             mma: The product of 64 rows a warpgroup.
-            codes: Address of the packed codes.
-            scales: Address of the packed scales.
             global_scale: Address of float32 global scales.
             x_at: Address of X.
             token_scale: Address of float32 ``[tokens, groups]``, where ``row_scaled``.
@@ -190,7 +214,7 @@ class ManyKernel(ManyPlan):
             tokens: At least 1.
             token_tiles: Tiles of ``token_block`` tokens.
             token_span: Of these, how many come one after another before the next rows do.
-            k_blocks: K / 64, a multiple of ``blocks depth``.
+            k_blocks: K / 64, a multiple of ``depth`` and at least ``blocks depth``.
             row_tiles: Rows of the weight / 16.
             row_blocks: Rows of the weight / those of a block, rounded up.
             group_blocks: Blocks of rows that share an input.
@@ -212,20 +236,24 @@ class ManyKernel(ManyPlan):
         rank = block % self.blocks
         first, stride = block // self.blocks, grid // self.blocks
         total = token_tiles * row_blocks
-        steps = k_blocks // self.blocks
         order = (token_tiles, token_span, row_blocks)
+        every = k_blocks // self.depth
+        begin = rank * every // self.blocks
+        steps = (rank + 1) * every // self.blocks - begin
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
+        weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
         turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
-        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
+        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages + 2)
         full = Uint32(full_at.toint())
         empty = full + 8 * self.stages
+        gather = empty + 8 * self.stages
         cute.arch.griddepcontrol_launch_dependents()
 
-        # The copying warp makes the barriers and waits for nobody of its block: X comes first.
+        # The copying warp makes the barriers and waits for nobody of its block: weights come first.
         if warp >= self.mma_warps:
             cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
@@ -233,216 +261,400 @@ class ManyKernel(ManyPlan):
                     ptx.barrier_init(full + Uint32(lane * 8), 1)
                     ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
                     ptx.fence_barrier_init()
+                self._make_gather(gather, rank, lane)
                 cute.arch.sync_warp()
-            self._arrive_ready()
-            if warp == self.mma_warps:
-                if cutlass.const_expr(self.blocks > 1):
-                    cute.arch.cluster_wait()
-                cute.arch.griddepcontrol_wait()
-                tiles = cute.local_tile(x_tiles, (self.token_block, 64), (None, None))
-                to, source = cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(shared_x, 0, 2),
-                    cute.group_modes(tiles, 0, 2),
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
+            self._arrive_cluster()
+            if warp == self.mma_warps + 1:
+                self._prefetch(
+                    (x_at, global_scale),
+                    (Int32(first), order, group_blocks, lane),
+                    (tokens, token_stride, group_stride, scale_rows, row_tiles, begin),
                 )
-                stage, parity, tile = Int32(0), Int32(1), Int32(first)
-                while tile < total:
-                    row_block, token_tile = place(tile, order, cutlass.min)
-                    begin = row_block // group_blocks * k_blocks + rank * steps
-                    stage, parity = self._fill(
-                        (atom, source[(None, token_tile, None)], to),
-                        (full, full_at, empty, stage, parity),
-                        (begin, steps, lane),
-                    )
-                    tile += stride
-            elif cutlass.const_expr(self.blocks > 1):
-                cute.arch.cluster_wait()
-            self._meet()
+            if warp == self.mma_warps:
+                self._copy(
+                    (atom, codes_atom, scales_atom),
+                    (x_tiles, codes_tiles, scales_tiles),
+                    (shared_x, weights_at, full_at, full, empty),
+                    (Int32(first), stride, total, order, group_blocks, lane),
+                    (begin, steps, every),
+                )
+            self._wait_cluster()
         else:
-            if cutlass.const_expr(self.blocks > 1):
-                cute.arch.cluster_arrive()
+            self._arrive_cluster()
             cute.arch.setmaxregister_increase(self.mma_registers)
             slice_ = mma.get_slice(thread)
-            right = mma.make_fragment_B(slice_.partition_B(shared_x))
             shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
-            sums = cute.make_rmem_tensor(shape, Float32)
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 64))
-            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(self.sets)]
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.tiles)]
+            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * PIECE))
+            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-            codes += lane * 16
-            scales += lane // 4 * 8
+            product = (*self._products(mma, sums, shared_x, thread)[0], left, words)
+            codes_from = Uint32(weights_at.toint())
+            scales_from = codes_from + Uint32(self.row_tiles * self.code_bytes)
+            weights = (
+                codes_from + Uint32(warp * self.code_bytes + lane * 16),
+                scales_from + Uint32(warp * self.scale_bytes + lane // 4 * 8),
+            )
             stage, parity, tile = Int32(0), Int32(0), Int32(first)
-            row_block, _ = place(tile, order, cutlass.min)
-            first_row = self._safe_row(row_block, warp, row_tiles)
-            at = first_row * k_blocks + rank * steps
-            ahead = [self._fetch(codes, scales, at, t) for t in range(self.depth)]
-            self._wait_ready()
-            self._fall_behind(warp, steps)
+            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.threads)
+            skewed = total > stride and steps > self.skew
+            self._fall_behind(warp, skewed)
+            ahead = self._start(weights, full, tile < total)
             while tile < total:
                 row_block, token_tile = place(tile, order, cutlass.min)
-                follows, _ = place(cutlass.min(tile + stride, total - 1), order, cutlass.min)
-                next_row = self._safe_row(follows, warp, row_tiles)
-                then = next_row * k_blocks + rank * steps
-                weight = (codes, scales, at, then, ahead)
-                at, ahead, stage, parity, before = self._multiply(
-                    (mma, sums, left, words, right),
-                    weight,
-                    (full, empty, stage, parity),
-                    (steps, tile == first and warp < 4, lane, Uint32(sixteen)),
-                )
                 rules = (cut0, cut1, cut2, scale_rows)
-                row_tile = self._row_tile(row_block, warp)
-                factors = self._factors(global_scale, row_tile, lane, row_tiles, rules)
+                own = self._own(row_block, warp)
+                factors = self._factors_of(own, (global_scale, lane, row_tiles, rules))
+                for h in cutlass.range_constexpr(self.tiles):
+                    sums[h].fill(0.0)
+                ahead, stage, parity, before = self._multiply_ring(
+                    product,
+                    (weights, ahead),
+                    (full, empty, stage, parity, Int32(-1)),
+                    (steps, tile + stride >= total, lane, Uint32(sixteen)),
+                    skewed and tile == first and warp < 4,
+                )
                 warpgroup.wait_group(0)
                 self._release(empty, before, lane)
                 group = row_block // group_blocks
-                fragments = self._together(sums, shared_x, rank, thread)
-                self._store(
-                    fragments,
-                    factors,
+                self._store_each(
+                    (self._gathered(sums, shared_x, gather, (rank, thread)), own, factors),
                     (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
-                    (token_tile, row_tile, warp, lane, thread, rank),
-                    (tokens, row_tiles, token_stride, groups, k_blocks, limit),
-                )
+                    (token_tile, warp, lane, thread, rank),
+                    # Tokens after those of the tile are another's.
+                    (
+                        cutlass.min(tokens, (token_tile + 1) * self.token_block),
+                        row_tiles, token_stride, groups, k_blocks, limit,
+                    ),
+                )  # fmt: skip
                 tile += stride
-        self._meet()
 
     @cute.jit
-    def _fill(self, copies: Value, ring: Value, rest: Value) -> Value:
-        """Keep the ring full of a tile's blocks of X; returns its next stage and parity."""
-        atom, source, to = copies
-        full, full_at, empty, stage, parity = ring
-        begin, steps, lane = rest
-        for k in cutlass.range(steps, unroll=1):
-            ptx.wait(empty + Uint32(stage * 8), parity)
-            if lane == 0:
-                ptx.expect_bytes(full + Uint32(stage * 8), self.x_bytes)
-            cute.copy(
-                atom,
-                source[(None, begin + k)],
-                to[(None, stage)],
-                tma_bar_ptr=full_at + stage,
-            )
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                parity = parity ^ 1
-        return stage, parity
+    def _copy(self, atoms: Value, wholes: Value, rooms: Value, walk: Value, sizes: Value) -> None:
+        """A warp keeps the ring full, tile after tile.
 
-    @cute.jit
-    def _multiply(self, operands: Value, weight: Value, ring: Value, rest: Value) -> Value:
-        """Sums of a tile, the last product in flight.
-
-        Returns the place of the next tile's weights and its first blocks, the ring's next stage
-        and parity, and the stage that the product in flight reads.
+        The weights of as many stages as there are come before the wait for the kernel before.
         """
-        mma, sums, left, words, right = operands
-        codes, scales, at, then, ahead = weight
-        full, empty, stage, parity = ring
-        steps, leads, lane, sixteen = rest
-        sums.fill(0.0)
-        before = Int32(-1)
-        for step in cutlass.range(steps // self.depth, unroll=1):
-            # In the last round the loads ahead are those of the next tile.
-            last = Int32(step + 1 == steps // self.depth)
-            at = at + self.depth + last * (then - at - self.depth)
-            for t in cutlass.range_constexpr(self.depth):
-                self._let_follow(t, step, leads)
-                if cutlass.const_expr(self.sets == 1):
-                    warpgroup.wait_group(0)
-                    self._release(empty, before, lane)
-                self._expand(words[t % self.sets], ahead[t], sixteen)
-                ahead[t] = self._fetch(codes, scales, at, t)
-                ptx.wait(full + Uint32(stage * 8), parity)
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(4):
-                    cute.gemm(
-                        mma,
-                        sums,
-                        left[t % self.sets][None, None, k],
-                        right[None, None, k, stage],
-                        sums,
+        shared_x, weights_at, full_at, full, empty = rooms
+        tile, stride, total, order, group_blocks, lane = walk
+        begin, steps, every = sizes
+        primed = cutlass.min(steps, Int32(self.primed))
+        cpasync.prefetch_descriptor(atoms[0])
+        row_block, _ = place(tile, order, cutlass.min)
+        at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
+        for k in cutlass.range(primed, unroll=1):
+            self._expect(full + Uint32(k * 8), self.token_block, lane)
+            self._copy_weights(atoms, at_once, (begin + k, k), full_at + k)
+        cute.arch.griddepcontrol_wait()
+        to, source = self._pair(
+            atoms[0],
+            self._x_stages(shared_x),
+            cute.local_tile(wholes[0], (self.box, 64), (None, None)),
+        )
+        stage, parity = Int32(0), Int32(1)
+        while tile < total:
+            row_block, token_tile = place(tile, order, cutlass.min)
+            weights = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
+            column = (row_block // group_blocks * every + begin) * self.depth
+            for k in cutlass.range(steps, unroll=1):
+                if primed > 0:
+                    primed -= 1
+                else:
+                    ptx.wait(empty + Uint32(stage * 8), parity)
+                    self._expect(full + Uint32(stage * 8), self.token_block, lane)
+                    self._copy_weights(atoms, weights, (begin + k, stage), full_at + stage)
+                for u in cutlass.range_constexpr(self.depth):
+                    cute.copy(
+                        atoms[0],
+                        source[(None, token_tile, column + self.depth * k + u)],
+                        to[(None, self.depth * stage + u)],
+                        tma_bar_ptr=full_at + stage,
                     )
-                warpgroup.commit_group()
-                if cutlass.const_expr(self.sets == 2):
-                    warpgroup.wait_group(1)
-                    self._release(empty, before, lane)
-                before = stage
                 stage += 1
                 if stage == self.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
-        return at, ahead, stage, parity, before
-
-    @property
-    def skewed(self) -> bool:
-        """Whether the first warpgroup begins some blocks of X before the other.
-
-        One then multiplies while the other stores its results. For one tile it would be a delay.
-        """
-        fits = self.stages > _SKEW
-        return self.warpgroups == 2 and self.blocks == 1 and self.token_block >= 128 and fits
+            tile += stride
 
     @cute.jit
-    def _fall_behind(self, warp: Value, steps: Value) -> None:
-        """The second warpgroup waits until the first is ``_SKEW`` blocks of X ahead."""
-        if cutlass.const_expr(self.skewed):  # noqa: SIM102 - one is known to the compiler
-            if warp >= 4 and steps > _SKEW:
+    def _prefetch(self, places: Value, walk: Value, sizes: Value) -> None:
+        """Have what the first tile needs soon in the level-2 cache: of X, and global scales."""
+        x, global_scale = places
+        tile, order, group_blocks, lane = walk
+        tokens, token_stride, group_stride, scale_rows, row_tiles, begin = sizes
+        row_block, token_tile = place(tile, order, cutlass.min)
+        first = token_tile * self.token_block
+        column = row_block // group_blocks * group_stride + begin * (64 * self.depth)
+        for i in cutlass.range_constexpr(-(-self.token_block // 32)):
+            token = cutlass.min(first + i * 32 + lane, tokens - 1)
+            start = x + (Int64(token) * token_stride + column) * 2
+            ptx.prefetch_bulk(start, 128 * self.depth)
+        row = cutlass.min(row_block * self.row_tiles + lane, row_tiles - 1)
+        ptx.prefetch(global_scale + Int64(row * scale_rows) * 64)
+
+    @cute.jit
+    def _expect(self, barrier: Value, tokens: Value, lane: Value) -> None:
+        """A stage of so many tokens and the weights is to come."""
+        if lane == 0:
+            ptx.expect_bytes(barrier, tokens * (128 * self.depth) + self.weight_bytes)
+
+    def _weights_of(self, atoms: Value, wholes: Value, at: Value, row: Value) -> Value:
+        """``_weights`` of the codes and of the scales."""
+        scales_at = at + self.row_tiles * self.code_bytes
+        return (
+            self._weights(atoms[1], at, wholes[1], row, self.code_bytes),
+            self._weights(atoms[2], scales_at, wholes[2], row, self.scale_bytes),
+        )
+
+    def _copy_weights(self, atoms: Value, weights: Value, where: Value, barrier: Value) -> None:
+        """Codes and scales of a step, to a stage."""
+        k, stage = where
+        for atom, (to, source) in zip(atoms[1:], weights, strict=True):
+            cute.copy(atom, source[(None, k)], to[(None, stage)], tma_bar_ptr=barrier)
+
+    def _x_stages(self, shared_x: Value) -> Value:
+        """The boxes of X of all stages in shared memory."""
+        boxes = self.stages * self.depth * (self.token_block // self.box)
+        return cute.make_tensor(shared_x.iterator, self._layout(self.box, boxes).outer)
+
+    def _weights(self, atom: Value, at: Value, whole: Value, row: Value, each: int) -> Value:
+        """Stages in shared memory, and what goes there, ``each`` bytes of tiles from a row on."""
+        words = each // 4
+        stages = cute.make_layout(
+            (self.row_tiles, words, self.stages), stride=(words, 1, self.weight_bytes // 4)
+        )
+        shared = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), stages)
+        rows = cute.domain_offset((row, 0), whole)
+        return self._pair(atom, shared, cute.local_tile(rows, (self.row_tiles, words), (0, None)))
+
+    def _pair(self, atom: Value, shared: Value, tiles: Value) -> Value:
+        """Where copies go and whence, by stages or tiles."""
+        whole = cute.make_layout(1)
+        grouped = [cute.group_modes(one, 0, 2) for one in (shared, tiles)]
+        return cpasync.tma_partition(atom, 0, whole, *grouped)
+
+    def _own(self, row_block: Value, warp: Value) -> list[Value]:
+        """The warp's tiles of 16 rows."""
+        first = row_block * self.row_tiles + warp
+        return [first + h * self.mma_warps for h in range(self.tiles)]
+
+    def _factors_of(self, own: list[Value], told: Value) -> list[Value]:
+        """``_factors`` of each tile."""
+        of_expert, lane, row_tiles, rules = told
+        return [self._factors(of_expert, tile, lane, row_tiles, rules) for tile in own]
+
+    @cute.jit
+    def _store_each(self, tiles: Value, places: Value, where: Value, sizes: Value) -> None:
+        """The results of the warp's tiles of rows."""
+        token_tile, warp, lane, thread, rank = where
+        for h, (fragments, row_tile, factors) in enumerate(zip(*tiles, strict=True)):
+            here = (token_tile, row_tile, warp, lane, thread, rank, h)
+            self._store(fragments, factors, places, here, sizes)
+
+    @property
+    def _turns(self) -> int:
+        """How many times the results of a tile of rows are turned."""
+        return -(-self.own_tiles // self.turned_tiles)
+
+    @property
+    def own_tiles(self) -> int:
+        """Tiles of 8 tokens that a block stores, the last blocks of a cluster maybe fewer."""
+        return -(-self.token_block // 8 // self.blocks)
+
+    @cute.jit
+    def _arrive_cluster(self) -> None:
+        """This thread's block has made its barriers, or has others that make them."""
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def _wait_cluster(self) -> None:
+        """All blocks of the cluster have barriers."""
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def _make_gather(self, gather: Value, rank: Value, lane: Value) -> None:
+        """Barriers of the sums that other blocks send, and of these blocks' being ready."""
+        if cutlass.const_expr(self.blocks > 1):
+            own = cutlass.min(
+                cutlass.max(self.token_block // 8 - rank * self.own_tiles, 0), self.own_tiles
+            )
+            if lane == 0:
+                ptx.barrier_init(gather, 1)
+                ptx.barrier_init(gather + Uint32(8), self.blocks)
+                ptx.fence_barrier_init()
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.expect_bytes(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
+
+    @cute.jit
+    def _gathered(self, sums: Value, shared_x: Value, gather: Value, who: Value) -> Value:
+        """The block's share of the sums: of each tile of rows, four values per 8 tokens."""
+        count = self.token_block // 8
+        if cutlass.const_expr(self.blocks == 1):
+            return [[[one[n * 4 + i] for i in range(4)] for n in range(count)] for one in sums]
+        rank, thread = who
+        line = 16 * 32 * self.mma_warps
+        part = self.own_tiles * self.tiles * line
+        room = Uint32(shared_x.iterator.toint()) + Uint32(thread * 16)
+        # When all warps of all blocks have read their last stage, sums may lie where stages did.
+        cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
+        self._wait_cluster()
+        if thread < self.blocks:
+            ptx.arrive_remote(ptx.remote(gather + Uint32(8), Int32(thread)))
+        ptx.wait(gather + Uint32(8), Int32(0))
+        mine = room + Uint32(rank * part)
+        for owner in cutlass.range_constexpr(self.blocks):
+            first, end = owner * self.own_tiles, min((owner + 1) * self.own_tiles, count)
+            to, barrier = ptx.remote(mine, Int32(owner)), ptx.remote(gather, Int32(owner))
+            for n in cutlass.range_constexpr(max(0, end - first)):
+                for h in cutlass.range_constexpr(self.tiles):
+                    four = [sums[h][(first + n) * 4 + i] for i in range(4)]
+                    place = (n * self.tiles + h) * line
+                    if rank == owner:
+                        ptx.store_shared_float4(mine + Uint32(place), four)
+                    else:
+                        ptx.store_remote4(to, four, barrier, place)
+        ptx.wait(gather, Int32(0))
+        found = []
+        for h in cutlass.range_constexpr(self.tiles):
+            fragments = []
+            for n in cutlass.range_constexpr(self.own_tiles):
+                total = [Float32(0.0)] * 4
+                for r in cutlass.range_constexpr(self.blocks):
+                    at = room + Uint32(r * part + (n * self.tiles + h) * line)
+                    more = ptx.load_shared_float4(at)
+                    total = [total[i] + more[i] for i in range(4)]
+                if cutlass.const_expr(count % self.blocks):
+                    # Where the cluster has no such tile, whatever lay there is no infinity.
+                    there = rank * self.own_tiles + n < count
+                    total = [ptx.choose(there, one, Float32(0.0)) for one in total]
+                fragments.append(total)
+            found.append(fragments)
+        return found
+
+    def _products(
+        self, mma: Value, sums: Value, shared_x: Value, thread: Value
+    ) -> list[tuple[Value, Value, Value]]:
+        """For each size: the product, its part of the sums, right operands of all stages."""
+        found = []
+        for tokens in self.sizes:
+            one = mma if tokens == self.token_block else self.product(tokens)
+            one.set(warpgroup.Field.ACCUMULATE, True)
+            slice_ = one.get_slice(thread)
+            shape = slice_.partition_shape_C((64 * self.warpgroups, tokens))
+            parts = [cute.make_tensor(every.iterator, cute.make_layout(shape)) for every in sums]
+            # Rows of 128 bytes in groups of 8, as a whole stage has them; the first so many.
+            stages = cute.make_layout(
+                ((8, tokens // 8), (64, 1), (1, self.depth * self.stages)),
+                stride=((64, 512), (1, 0), (0, self.token_block * 64)),
+            )
+            rows = cute.make_tensor(shared_x.iterator, stages)
+            found.append((one, parts, one.make_fragment_B(slice_.partition_B(rows))))
+        return found
+
+    @cute.jit
+    def _start(self, weights: Value, full: Value, there: Value) -> Value:
+        """The lane's weights of the first stage, once they are there."""
+        if there:
+            ptx.wait(full, Int32(0))
+        return self._load_first(weights)
+
+    def _load_first(self, weights: Value) -> list[Value]:
+        """What ``ahead`` blocks of 64 columns need, of each of the warp's tiles."""
+        each = itertools.product(range(self.ahead), range(self.tiles))
+        return [self._load(weights, Int32(0), u, h) for u, h in each]
+
+    def _load(self, weights: Value, stage: Value, u: int, h: int) -> list[Value]:
+        """The lane's 4 words of codes and 2 of scales, of a stage's block of 64 columns."""
+        codes, scales = weights
+        skip, further = Uint32(stage * self.weight_bytes), h * self.mma_warps
+        codes_from = codes + skip + Uint32(further * self.code_bytes + u * _CODE_BYTES)
+        scales_from = scales + skip + Uint32(further * self.scale_bytes + u * _SCALE_BYTES)
+        return [*ptx.load_shared(codes_from, 4), *ptx.load_shared(scales_from, 2)]
+
+    @cute.jit
+    def _multiply_ring(
+        self, product: Value, weight: Value, ring: Value, rest: Value, leads: Value = None
+    ) -> Value:
+        """Add a tile's products to its sums, the last one in flight.
+
+        ``leads``: whether this is the first tile of the warpgroup that another one falls behind.
+        Returns the lane's next weights, the ring's next stage and parity, and the stage that the
+        product in flight reads.
+        """
+        mma, sums, right, left, words = product
+        weights, ahead = weight
+        full, empty, stage, parity, before = ring
+        steps, is_last, lane, sixteen = rest
+        for step in cutlass.range(steps, unroll=1):
+            following, later = stage + 1, parity
+            if following == self.stages:
+                following = Int32(0)
+                later = parity ^ 1
+            for piece in cutlass.range_constexpr(4 * self.depth // PIECE):
+                u, start = piece * PIECE // 4, piece * PIECE % 4
+                for h in cutlass.range_constexpr(self.tiles):
+                    turn = (piece * self.tiles + h) % 2
+                    place = u % self.ahead * self.tiles + h
+                    self._expand_some(words[turn], ahead[place], start, sixteen)
+                    warpgroup.fence()
+                    for k in cutlass.range_constexpr(PIECE):
+                        cute.gemm(
+                            mma,
+                            sums[h],
+                            left[turn][None, None, k],
+                            right[None, None, start + k, self.depth * stage + u],
+                            sums[h],
+                        )
+                    warpgroup.commit_group()
+                    if cutlass.const_expr(start + PIECE == 4):
+                        # Of the block of 64 columns so many further on, maybe the next stage's.
+                        if cutlass.const_expr(u + self.ahead == self.depth and h == 0):  # noqa: SIM102
+                            if not (is_last and step + 1 == steps):
+                                ptx.wait(full + Uint32(following * 8), later)
+                        there = following if u + self.ahead >= self.depth else stage
+                        coming = self._load(weights, there, (u + self.ahead) % self.depth, h)
+                        ahead[place] = coming
+                    warpgroup.wait_group(1)
+                    if cutlass.const_expr(piece == h == 0):
+                        self._release(empty, before, lane)
+            self._let_follow(leads, step)
+            before = stage
+            stage = following
+            parity = later
+        return ahead, stage, parity, before
+
+    @property
+    def skew(self) -> int:
+        """Stages that the first of two warpgroups is ahead of the other, 0 where it is not.
+
+        One then multiplies while the other stores its results.
+        """
+        fits = self.warpgroups == 2 and self.blocks == 1 and self.token_block >= 128
+        return self.stages - 2 if fits else 0
+
+    @cute.jit
+    def _fall_behind(self, warp: Value, skewed: Value) -> None:
+        """The second warpgroup waits until the first is some stages ahead."""
+        if cutlass.const_expr(self.skew):  # noqa: SIM102 - one is known to the compiler
+            if skewed and warp >= 4:
                 cute.arch.barrier(barrier_id=_BEHIND, number_of_threads=self.mma_warps * 32)
 
     @cute.jit
-    def _let_follow(self, t: int, step: Value, leads: Value) -> None:
-        """The first warpgroup, at that block of its first tile."""
-        if cutlass.const_expr(self.skewed and t == _SKEW % self.depth):  # noqa: SIM102
-            if leads and step == _SKEW // self.depth:
+    def _let_follow(self, leads: Value, step: Value) -> None:
+        """The first warpgroup, after so many stages of its first tile."""
+        if cutlass.const_expr(self.skew and leads is not None):  # noqa: SIM102
+            if leads and step == self.skew - 1:
                 cute.arch.barrier_arrive(barrier_id=_BEHIND, number_of_threads=self.mma_warps * 32)
 
-    @cute.jit
-    def _arrive_ready(self) -> None:
-        """The threads that copy: the barriers of this block are initialised."""
-        if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_arrive()
-        else:
-            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
-
-    @cute.jit
-    def _wait_ready(self) -> None:
-        """The threads that multiply: wait for the barriers of this block, or of its cluster."""
-        if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.threads)
-
-    @cute.jit
-    def _meet(self) -> None:
-        """All threads of the cluster."""
-        if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    def _row_tile(self, row_block: Value, warp: Value) -> Value:
-        """The warp's tile of 16 rows."""
-        return row_block * self.mma_warps + warp
-
-    def _safe_row(self, row_block: Value, warp: Value, row_tiles: Value) -> Value:
-        """The same, or the last there is where the warp has none."""
-        return cutlass.min(self._row_tile(row_block, warp), row_tiles - 1)
-
-    def _fetch(self, codes: Value, scales: Value, at: Value, tile: int) -> list[Value]:
-        """The lane's 4 words of codes and 2 of scales."""
-        return [
-            *ptx.load_streamed(codes + Int64(at) * _CODE_BYTES, 4, None, tile * _CODE_BYTES),
-            *ptx.load_streamed(scales + Int64(at) * _SCALE_BYTES, 2, None, tile * _SCALE_BYTES),
-        ]
-
-    def _expand(self, words: Value, loaded: list[Value], sixteen: Value) -> None:
-        """Left operands of four steps of 16 columns."""
-        for k in range(4):
-            both = scales_to_bfloat16((loaded[4], loaded[5]), k, sixteen)
-            for i, word in enumerate(fragment(loaded[k], both)):
+    def _expand_some(self, words: Value, loaded: list[Value], start: int, sixteen: Value) -> None:
+        """Left operands of a piece, from that step of 16 columns on."""
+        for k in range(PIECE):
+            both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
+            for i, word in enumerate(fragment(loaded[start + k], both)):
                 words[k * 4 + i] = word
 
     @cute.jit
@@ -450,33 +662,6 @@ class ManyKernel(ManyPlan):
         """This warp has read the stage."""
         if lane == 0 and stage >= 0:
             ptx.arrive(empty + Uint32(stage * 8))
-
-    @property
-    def own_tiles(self) -> int:
-        """Tiles of 8 tokens that a block stores."""
-        return self.token_block // 8 // self.blocks
-
-    @cute.jit
-    def _together(self, sums: Value, shared_x: Value, rank: Value, thread: Value) -> Value:
-        """The block's share of the sums: four values per tile of 8 tokens."""
-        if cutlass.const_expr(self.blocks == 1):
-            return [[sums[n * 4 + i] for i in range(4)] for n in range(self.own_tiles)]
-        room = Uint32(shared_x.iterator.toint()) + Uint32(thread * 16)
-        line = 16 * 32 * self.mma_warps
-        # All warpgroups have read the last of X, whose room this is.
-        cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
-        for n in cutlass.range_constexpr(self.token_block // 8):
-            ptx.store_shared_float4(room + n * line, [sums[n * 4 + i] for i in range(4)])
-        self._meet()
-        fragments = []
-        for n in cutlass.range_constexpr(self.own_tiles):
-            at = room + Uint32(rank * (self.own_tiles * line)) + n * line
-            total = [Float32(0.0)] * 4
-            for r in cutlass.range_constexpr(self.blocks):
-                more = ptx.load_remote_float4(ptx.remote(at, Int32(r)))
-                total = [total[i] + more[i] for i in range(4)]
-            fragments.append(total)
-        return fragments
 
     @cute.jit
     def _factors(
@@ -498,7 +683,7 @@ class ManyKernel(ManyPlan):
         self, fragments: Value, factors: Value, places: Value, where: Value, sizes: Value
     ) -> None:
         _, token_scale, out, x, *_ = places
-        token_tile, row_tile, warp, lane, thread, rank = where
+        token_tile, row_tile, warp, lane, thread, rank, h = where
         tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
         begin = token_tile * self.token_block
         if cutlass.const_expr(self.blocks > 1):
@@ -526,7 +711,7 @@ class ManyKernel(ManyPlan):
                     values,
                     places,
                     (start, row_tile - warp % 4, warp, lane, thread),
-                    (tokens, row_tiles),
+                    (tokens, row_tiles, h * self._turns + chunk // self.turned_tiles),
                 )
 
     def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
@@ -608,12 +793,15 @@ class ManyKernel(ManyPlan):
 
     @cute.jit
     def _lines(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
-        """bfloat16 results of at most 64 tokens by lines of a warpgroup's rows."""
+        """bfloat16 results of some tokens by lines of a warpgroup's rows."""
         begin, row_tile, warp, lane, thread = where
-        tokens, row_tiles = sizes
+        tokens, row_tiles, turns = sizes
         group, count = warp // 4, len(values)
-        room = places[0] + Uint32(group * (self.turned_bytes // self.warpgroups))
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+        each = self.turned_bytes // self.warpgroups // self.rooms
+        room = places[0] + Uint32((group * self.rooms + turns % self.rooms) * each)
+        # Of two rooms, the one before last has been read when all have written to the last.
+        if cutlass.const_expr(self.rooms == 1 or turns == 0):
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         for n in cutlass.range_constexpr(count):
             turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)

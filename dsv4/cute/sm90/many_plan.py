@@ -6,30 +6,47 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_SHARED_ROOM = 220 * 1024
-_STAGES = 12
-_TOKEN_BLOCKS = (16, 32, 48, 64, 128, 256)
+_SHARED_ROOM = 227 * 1024
+_MOST_STAGES = 12
+_PRIMED_BYTES = 36 * 1024
 # Of a thread that multiplies, and of one that copies, by warpgroups.
 _REGISTERS = {2: 232, 3: 152, 4: 112}
 _COPY_REGISTERS = {2: 40, 3: 40, 4: 32}
-_RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}  # clusters that an H200 holds at a time, by blocks
-_AHEAD = 8
+_RESIDENT = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}  # clusters on an H200, by blocks
 LINE = 144  # bytes from one token's 64 rows to the next where results are turned, padded
+# Tokens of a tile, warpgroups, tiles of 16 rows of a warp, and blocks of 64 columns of a stage:
+# those that are the fastest somewhere.
+_SHAPES = (
+    (32, 2, 1, 2),
+    (32, 4, 1, 2),
+    (32, 4, 2, 2),
+    (64, 2, 1, 2),
+    (64, 4, 1, 2),
+    (96, 2, 1, 2),
+    (128, 2, 1, 2),
+    (128, 2, 2, 2),
+    (128, 3, 1, 2),
+    (192, 2, 1, 1),
+    (256, 2, 1, 1),
+)
 
 
 @dataclass(frozen=True)
 class ManyPlan:
     """One configuration of the kernel.
 
+    A stage has ``depth`` blocks of 64 columns, 1 or 2, of X and of the weights; ``K / 64`` is a
+    multiple of ``depth`` and at least ``blocks depth``.
+
     Attributes:
-        token_block: Tokens of a tile, a multiple of 8 ``blocks``, at most 256.
-        warpgroups: Warpgroups that multiply, 64 rows each, 2 to 4.
-        blocks: Blocks of a cluster, which share K.
-        depth: Blocks of 64 columns that are loaded ahead into registers, six words each; even, and
-            ``K / 64`` is a multiple of ``blocks depth``.
+        token_block: Tokens of a tile, a multiple of 8, at most 256.
+        warpgroups: Warpgroups that multiply, 2 to 4.
+        blocks: Blocks of a cluster, which share K, at most 8.
+        depth: See above.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        tiles: Tiles of 16 rows of a warp, 1 or 2.
     """
 
     token_block: int
@@ -39,6 +56,7 @@ class ManyPlan:
     float32_out: bool
     row_scaled: bool
     swiglu: bool = False
+    tiles: int = 1
 
     @property
     def kernel(self) -> str:
@@ -48,34 +66,93 @@ class ManyPlan:
     @property
     def rows(self) -> int:
         """Rows of a block."""
-        return 64 * self.warpgroups
+        return 64 * self.warpgroups * self.tiles
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows of a block."""
+        return self.mma_warps * self.tiles
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens that a product can have, ascending."""
+        return (self.token_block,)
+
+    @property
+    def box(self) -> int:
+        """Tokens that are copied at a time."""
+        return self.token_block
+
+    @property
+    def ahead(self) -> int:
+        """Blocks of 64 columns whose weights registers hold ahead."""
+        return self.depth if self.tiles == 1 else 1
 
     @property
     def x_bytes(self) -> int:
-        """Bytes of one stage of X."""
+        """Bytes of 64 columns of a tile's X."""
         return self.token_block * 128
 
     @property
-    def turned_bytes(self) -> int:
-        """Room in which the warpgroups turn some of their results."""
-        return self.warpgroups * min(8 * self.turned_tiles, self.token_block) * LINE
+    def code_bytes(self) -> int:
+        """Codes of 16 rows in a stage."""
+        return 512 * self.depth
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of 16 rows in a stage."""
+        return 64 * self.depth
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes and scales of a stage."""
+        return self.row_tiles * (self.code_bytes + self.scale_bytes)
+
+    @property
+    def stage_bytes(self) -> int:
+        """X, weights and barriers of a stage."""
+        return self.depth * self.x_bytes + self.weight_bytes + 16
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Room for the sums of all blocks of a cluster that one of them adds."""
+        own = -(-self.token_block // 8 // self.blocks)
+        return self.blocks * own * 8 * self.rows * 4
+
+    @property
+    def beside_bytes(self) -> int:
+        """Shared memory beside stages and results: barriers of sums that blocks exchange."""
+        return 16
 
     @property
     def turned_tiles(self) -> int:
         """Tiles of 8 tokens that are turned at a time."""
-        return 8
+        return 4
+
+    @property
+    def rooms(self) -> int:
+        """Rooms of a warpgroup in which results are turned: of two, one is read meanwhile."""
+        return 2
+
+    @property
+    def turned_bytes(self) -> int:
+        """The warpgroups' rooms."""
+        lines = min(8 * self.turned_tiles, self.token_block)
+        return self.warpgroups * self.rooms * lines * LINE
 
     @property
     def stages(self) -> int:
-        """Stages of X; the sums of a block's part of K lie in the same room afterwards."""
-        most = (_SHARED_ROOM - self.turned_bytes) // self.x_bytes
-        sums = self.token_block * self.rows * 4 if self.blocks > 1 else 0
-        return min(most, max(_STAGES, -(-sums // self.x_bytes)))
+        """Stages of X and the weights; sums of other blocks lie in the same room afterwards."""
+        room = _SHARED_ROOM - 1024 - self.turned_bytes - self.beside_bytes
+        return min(_MOST_STAGES, room // self.stage_bytes)
 
     @property
-    def sets(self) -> int:
-        """Sets of left operands in registers, of 64 columns each."""
-        return 1 if self.warpgroups == 4 else 2
+    def primed(self) -> int:
+        """Stages whose weights are asked for before the kernel before has ended.
+
+        No more than memory delivers meanwhile: the first columns of X wait for all of them.
+        """
+        return min(self.stages, max(1, _PRIMED_BYTES // self.weight_bytes))
 
     @property
     def threads(self) -> int:
@@ -100,7 +177,7 @@ class ManyPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; 1024 to begin at a multiple of it."""
-        return 1024 + self.stages * (self.x_bytes + 16) + self.turned_bytes
+        return 1024 + self.stages * self.stage_bytes + self.turned_bytes + self.beside_bytes
 
 
 def many_plan(
@@ -135,25 +212,21 @@ def candidates(
     tokens: int,
     float32_out: bool,
     row_scaled: bool,
-    token_blocks: tuple[int, ...] = _TOKEN_BLOCKS,
 ) -> Iterator[ManyPlan]:
     """Every configuration that can multiply; arguments as in ``many_plan``."""
-    # Beside weights, registers hold the sums, sets of left operands, and what the results need.
-    spare = 40 if float32_out or row_scaled else 32
-    sizes = [block for block in token_blocks if block <= 2 * max(tokens, 16)]
-    for token_block, warpgroups, blocks in itertools.product(sizes, _REGISTERS, _RESIDENT):
-        held = token_block // 2 + (32 if warpgroups < 4 or blocks > 1 else 24)
-        room = _REGISTERS[warpgroups] - held - spare
-        depth = depth_of(columns // 64, blocks, min(room // 6, 1024 // token_block))
-        whole = rows == group_rows or group_rows % (64 * warpgroups) == 0
-        if depth and whole and token_block % (8 * blocks) == 0:
-            yield ManyPlan(token_block, warpgroups, blocks, depth, float32_out, row_scaled)
-
-
-def depth_of(steps: int, blocks: int, most: int) -> int:
-    """Blocks of K to load ahead: even, a divisor of a part's; 0 if there is none."""
-    fitting = (n for n in range(min(_AHEAD, most), 1, -1) if n % 2 == steps % (blocks * n) == 0)
-    return next(fitting, 0)
+    if columns % 128:
+        return
+    for shape, blocks in itertools.product(_SHAPES, _RESIDENT):
+        token_block, warpgroups, tiles, depth = shape
+        plan = ManyPlan(
+            token_block, warpgroups, blocks, depth, float32_out, row_scaled, tiles=tiles
+        )
+        whole = rows == group_rows or group_rows % plan.rows == 0
+        steps = columns // 64 // depth
+        if not whole or steps < blocks or token_block > 2 * max(tokens, 16):
+            continue
+        if blocks == 1 or plan.exchanged_bytes <= plan.stages * (plan.stage_bytes - 16):
+            yield plan
 
 
 def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> float:
@@ -163,32 +236,29 @@ def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> fl
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
     rounds = -(-tiles // _RESIDENT[plan.blocks])
-    active = min(1.0, tiles * plan.blocks / 132)
-    step = step_cycles(plan, active)
-    results = plan.token_block * plan.warpgroups
-    tile = 371 + columns // 64 // plan.blocks * step + 10.3 * results
+    steps = -(-columns // 64 // plan.blocks)
+    results = plan.token_block * plan.rows / 64
+    tile = 1270 + steps * step_cycles(plan, min(1.0, tiles * plan.blocks / 132)) + 6.37 * results
     if plan.blocks > 1:
-        tile += 2020 + 16.5 * results
-        return 2700 + rounds * tile + (rounds - 1) * 4120
-    return 2700 + rounds * tile
+        tile += 912 + 17.0 * results * (plan.blocks - 1) / plan.blocks + 5370
+        return 3210 - 5370 + rounds * tile
+    return 3210 + rounds * tile
 
 
 def step_cycles(plan: ManyPlan, active: float) -> float:
     """Cycles of a block of 64 columns, in all warpgroups of a block.
 
-    Bound by the tensor cores, by a warp's own expansion of its weights (latency) or that of all
-    (issue), by what the level-2 cache delivers of X and the weights, or by the weights alone.
+    Bound by instructions, by the tensor cores, or by a warp's own way through both; and what comes
+    through the level-2 cache takes its part.
 
     Args:
         plan: The configuration.
         active: Share of the processors that have a block.
     """
-    late = 1.12 if plan.depth == 2 else 1.0
-    weights = 36 * plan.rows
-    return max(
-        plan.warpgroups * (1.92 * plan.token_block + 16),
-        late * 345,
-        late * 156 * plan.warpgroups,
-        0.0262 * active * (plan.x_bytes + weights),
-        0.0765 * active * weights,
+    units = plan.rows // 64
+    busy = max(
+        units * (101 + 0.892 * plan.token_block),
+        units * 1.75 * plan.token_block,
+        267 + 0.991 * plan.token_block,
     )
+    return busy + active * (0.00292 * plan.x_bytes + 0.0141 * 36 * plan.rows)
