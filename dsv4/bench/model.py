@@ -163,12 +163,12 @@ def of_plan(plan: Any) -> Tile:
     return Tile(plan.rows, plan.token_block, plan.blocks, 1, plan.depth, "bf16")
 
 
-H200 = Machine("H200", 132, 1.7, 4.355, {"bf16": 787.0}, 4.06, 101.0, 173.0, 73.0, 30.5)
+H200 = Machine("H200", 132, 1.7, 4.355, {"bf16": 787.0}, 3.77, 416.0, 0.0, 73.0, 35.1)
 # Memory: 8 TB/s times what the H200 reaches of its 4.8. Tensor cores: bfloat16 2250 TFLOP/s times
 # what the H200 reaches of its 989, NVFP4 what DeepGEMM's product of 8192^3 is published with. Level
 # 2: what that product asks of it at least, in tiles of 256 x 256 of two processors. Clock supposed.
 B200 = Machine(
-    "B200", 148, 1.85, 7.26, {"bf16": 1790.0, "nvfp4": 5702.0}, 4.06, 101.0, 173.0, 73.0, 46.0
+    "B200", 148, 1.85, 7.26, {"bf16": 1790.0, "nvfp4": 5702.0}, 3.77, 416.0, 0.0, 73.0, 46.0
 )
 # Published for a B200: N, K, tokens, TFLOP/s, of a product with quantised activations at hand.
 PUBLISHED = {
@@ -220,7 +220,16 @@ def measured(*files: str) -> Iterator[tuple[str, Shape, float]]:
             yield row["case"], shape, row["us"]
 
 
+def _undisturbed(*files: str) -> Iterator[tuple[Shape, float]]:
+    """Shape and microseconds of what was measured, but for a row that something disturbed."""
+    for name, shape, us in measured(*files):
+        if (files, name, shape.tokens) != _DISTURBED:
+            yield shape, us
+
+
 FITTED = ("gemm.json",)
+# Twice what it took elsewhere; two rivals' times right before it in the run are off, too.
+_DISTURBED = (FITTED, "q_a+kv", 1024)
 HELD_OUT = ("gemm_flash_pro.json", "gemm_o_a_indexer_q_25957ce.json")
 
 
@@ -229,13 +238,13 @@ def loss(machine: Machine, files: Sequence[str] = FITTED) -> float:
 
     Those of ``H200`` are where it was smallest, changing one at a time.
     """
-    pairs = ((on_hopper(machine, shape).us, us) for _, shape, us in measured(*files))
+    pairs = ((on_hopper(machine, shape).us, us) for shape, us in _undisturbed(*files))
     return sum(math.log(predicted / us) ** 2 for predicted, us in pairs)
 
 
 def errors(machine: Machine, files: Sequence[str]) -> list[float]:
     """Predicted over measured, less 1."""
-    return [on_hopper(machine, shape).us / us - 1 for _, shape, us in measured(*files)]
+    return [on_hopper(machine, shape).us / us - 1 for shape, us in _undisturbed(*files)]
 
 
 def shapes(preset: str, tokens: Sequence[int] = TOKENS) -> Iterator[tuple[str, Shape]]:
