@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant(
         "T28",
         "the larger global scale stored for gate and up",
-        LAYERS + "experts.py",
+        LAYERS + "_expert_weights.py",
         'getattr(self, name + "_scale_2")[expert, segment] = source.global_scale.reshape(())',
         'getattr(self, name + "_scale_2")[expert, :] = source.global_scale.reshape(())',
         QUANTISED + "test_stacking_expert_by_expert_copies_bits",
@@ -373,7 +373,7 @@ MUTANTS = (
     Mutant(
         "T28",
         "global scales of gate and up one after the other, their rows in turn",
-        LAYERS + "experts.py",
+        LAYERS + "_expert_weights.py",
         "scale.detach().repeat(1, self.intermediate_dim)",
         "scale.detach().repeat_interleave(self.intermediate_dim, 1)",
         PACKED_EXPERTS + "test_gives_the_same",
@@ -453,7 +453,7 @@ MUTANTS = (
     Mutant(
         "T33",
         "experts' E8M0 scales copied by value",
-        LAYERS + "experts.py",
+        LAYERS + "_expert_weights.py",
         "return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor",
         "return tensor.to(torch.uint8) if tensor.element_size() == 1 else tensor",
         QUANTISED + "test_stacking_expert_by_expert_copies_bits",
