@@ -32,17 +32,21 @@ COUNTED = {
 }
 
 
+def blocks_of(plan):
+    return "1 block" if plan.blocks == 1 else f"{plan.blocks} blocks"
+
+
 def plans(arch):
     """All configurations of CuTeDSL kernels, by what tells their rows apart."""
     rows = collections.defaultdict(list)
     dense = [plan for blocks in (1, 2) for plan in test_sm100_compile.plans(blocks)]
     for plan in (*dense, *test_sm100_grouped.PLANS):
-        how = f"{plan.token_block} tokens, {plan.blocks} blocks" + (
+        how = f"{plan.token_block} tokens, {blocks_of(plan)}" + (
             f", K by {plan.parts}" if plan.parts > 1 else ""
         )
         rows[type(plan).__name__, how].append(plan)
     for plan in test_cute_compile.plans_of_blackwell(arch):
-        rows[type(plan).__name__, f"{plan.blocks} blocks"].append(plan)
+        rows[type(plan).__name__, blocks_of(plan)].append(plan)
     return rows
 
 
