@@ -26,6 +26,7 @@ from dsv4.layers._module import (
     empty_weight,
     frozen,
     quantize_weight,
+    refused_while_packed,
 )
 from dsv4.layers.linear import PACKED_LAYOUTS
 from dsv4.ops.quantize import dequantize
@@ -277,10 +278,7 @@ class ExpertWeights(FixedDtypeModule):
         if self.layout == LINEAR:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
             return
-        lists[-1].append(
-            f"{prefix}gate_up_proj: the layer is packed, wanted an unpacked one: call "
-            "dsv4.layers.unpack_ first"
-        )
+        lists[-1].append(refused_while_packed(f"{prefix}gate_up_proj"))
 
     def to_format(
         self,

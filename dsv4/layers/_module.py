@@ -95,3 +95,9 @@ def quantize_weight(weight: torch.Tensor, format: str) -> QuantizedTensor:
     """A weight in ``format``, NVFP4 by the rule for weights (specification section 11.1)."""
     chosen = format_named(format)
     return quantize(weight, chosen, scaling="weight" if chosen == NVFP4 else "tensor")
+
+
+def refused_while_packed(tensor: str) -> str:
+    """What loading says of a layer's ``tensor`` that is in another layout than files are."""
+    wanted = "wanted an unpacked one: call dsv4.layers.unpack_ first"
+    return f"{tensor}: the layer is packed, {wanted}"

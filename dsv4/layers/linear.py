@@ -28,6 +28,7 @@ from dsv4.layers._module import (
     empty_weight,
     frozen,
     quantize_weight,
+    refused_while_packed,
 )
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
@@ -296,10 +297,7 @@ class Linear(FixedDtypeModule):
         if self.layout == LINEAR:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
             return
-        lists[-1].append(
-            f"{prefix}weight: the layer is packed, wanted an unpacked one: call "
-            "dsv4.layers.unpack_ first"
-        )
+        lists[-1].append(refused_while_packed(f"{prefix}weight"))
 
     def to_format(
         self,

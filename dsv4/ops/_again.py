@@ -22,15 +22,20 @@ _MOST = 64  # of a weight: a prompt of yet another length is not kept for ever
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
-def known(x: Any, weight: Any, kind: tuple[Any, ...], backend: str) -> Callable[..., Any] | None:
+def known(
+    x: Any, weight: Any, input_scale: Any, kind: tuple[Any, ...], backend: str
+) -> Callable[..., Any] | None:
     """The implementation that a product like this one had before, or None.
 
     Args:
         x: The input, checked by nobody yet.
         weight: Likewise.
+        input_scale: Likewise; a product with one is not kept.
         kind: The operator and its options.
         backend: As in every operator.
     """
+    if torch.compiler.is_compiling() or input_scale is not None:
+        return None
     if type(weight) is not QuantizedTensor:
         return None
     calls = weight.__dict__.get(_NAME)
@@ -43,11 +48,14 @@ def known(x: Any, weight: Any, kind: tuple[Any, ...], backend: str) -> Callable[
 def learn(
     x: torch.Tensor,
     weight: QuantizedTensor,
+    input_scale: torch.Tensor | None,
     kind: tuple[Any, ...],
     backend: str,
     arguments: tuple[Any, ...],
 ) -> None:
     """Keep what a product that has run was given to; ``arguments`` are the operator's."""
+    if torch.compiler.is_compiling() or input_scale is not None:
+        return
     parts = _parts(weight)
     if not (_is_ordinary(x, weight, backend) and all(map(is_plain, parts))):
         return

@@ -84,10 +84,11 @@ def gemm(
     """
     kind = ("gemm", activation, groups, out_dtype)
     # The same of the same weight is not checked again: it takes longer than some products.
-    repeats = input_scale is None and not torch.compiler.is_compiling()
-    again = _again.known(x, weight, kind, backend) if repeats else None
+    again = _again.known(x, weight, input_scale, kind, backend)
     if again is None:
-        input_scale = _check_all(x, weight, activation, input_scale, groups, out_dtype)
+        input_scale = check_product(
+            "gemm", x, weight, activation, input_scale, out_dtype, groups=groups
+        )
     flat = _flat(x, groups)
     dtype = x.dtype if out_dtype is None else out_dtype
     arguments = _arguments(flat, weight, activation, input_scale, groups, dtype)
@@ -95,27 +96,28 @@ def gemm(
         out = again(*arguments)
     else:
         out = _gemm(*arguments, backend)
-        if repeats:
-            _again.learn(x, weight, kind, backend, arguments)
+        _again.learn(x, weight, input_scale, kind, backend, arguments)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
-def _check_all(
+def check_product(
+    op: str,
     x: torch.Tensor,
     weight: QuantizedTensor,
     activation: str,
     input_scale: torch.Tensor | None,
-    groups: int,
     out_dtype: torch.dtype | None,
+    *,
+    groups: int = 1,
 ) -> torch.Tensor | None:
     """Raise what ``gemm`` says; returns the scale as operators take it."""
-    check_operands("gemm", x, activation, out_dtype)
+    check_operands(op, x, activation, out_dtype)
     if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"gemm: weight is {type(weight).__name__}, wanted a QuantizedTensor")
+        raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if input_scale is not None:
-        input_scale = check_input_scale("gemm", activation, input_scale)
-    check_shapes("gemm", x, weight, activation, groups)
-    _check.same_device("gemm", x=x, weight=weight.codes, input_scale=input_scale)
+        input_scale = check_input_scale(op, activation, input_scale)
+    check_shapes(op, x, weight, activation, groups)
+    _check.same_device(op, x=x, weight=weight.codes, input_scale=input_scale)
     return input_scale
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from dsv4.formats import QuantizedTensor
-from dsv4.ops import _again, _check
+from dsv4.ops import _again
 from dsv4.ops._library import define
-from dsv4.ops.gemm import check_input_scale, check_operands, check_shapes
+from dsv4.ops.gemm import check_product
 
 
 def _fake(
@@ -71,11 +71,10 @@ def gemm_swiglu(
             above 0.
     """
     kind = ("gemm_swiglu", activation, limit, out_dtype)
-    # See ``gemm``.
-    repeats = input_scale is None and not torch.compiler.is_compiling()
-    again = _again.known(x, weight, kind, backend) if repeats else None
+    again = _again.known(x, weight, input_scale, kind, backend)  # as in ``gemm``
     if again is None:
-        input_scale = _check_all(x, weight, limit, activation, input_scale, out_dtype)
+        input_scale = check_product("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
+        _check_swiglu(weight, limit)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     arguments = (
         flat,
@@ -94,29 +93,12 @@ def gemm_swiglu(
         out = again(*arguments)
     else:
         out = _gemm_swiglu(*arguments, backend)
-        if repeats:
-            _again.learn(x, weight, kind, backend, arguments)
+        _again.learn(x, weight, input_scale, kind, backend, arguments)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)
 
 
-def _check_all(
-    x: torch.Tensor,
-    weight: QuantizedTensor,
-    limit: float | None,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor | None:
-    """Raise what ``gemm_swiglu`` says; returns the scale as operators take it."""
-    check_operands("gemm_swiglu", x, activation, out_dtype)
-    if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"gemm_swiglu: weight is {type(weight).__name__}, wanted a QuantizedTensor")
-    if input_scale is not None:
-        input_scale = check_input_scale("gemm_swiglu", activation, input_scale)
-    check_shapes("gemm_swiglu", x, weight, activation, 1)
+def _check_swiglu(weight: QuantizedTensor, limit: float | None) -> None:
     if weight.rows % 2:
         raise ValueError(f"gemm_swiglu: weight has {weight.rows} rows, wanted an even number")
     if limit is not None and not limit > 0:
         raise ValueError(f"gemm_swiglu: limit is {limit}, wanted one above 0 or None")
-    _check.same_device("gemm_swiglu", x=x, weight=weight.codes, input_scale=input_scale)
-    return input_scale
