@@ -228,7 +228,7 @@ def _undisturbed(*files: str) -> Iterator[tuple[Shape, float]]:
 
 
 FITTED = ("gemm.json",)
-# Twice what it took elsewhere; two rivals' times right before it in the run are off, too.
+# Twice what it took elsewhere: another process used the GPU then (packed_product.md).
 _DISTURBED = (FITTED, "q_a+kv", 1024)
 HELD_OUT = ("gemm_flash_pro.json", "gemm_o_a_indexer_q_25957ce.json")
 
