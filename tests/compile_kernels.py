@@ -29,6 +29,7 @@ from dsv4 import _support, dispatch, fragments
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.problem import Case, Draw
 from dsv4.triton import _launch
+from tests.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
 _MULTIPROCESSORS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -83,6 +84,8 @@ def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
 
 
 def _run(op: str) -> None:
+    if op == "indexer_select":
+        _select_with_few_heads()
     for preset, tokens in SIZES:
         for case in _cases(op, preset, tokens):
             problem = case.build(_Unfilled(0, torch.device("cpu")))
@@ -97,6 +100,14 @@ def _move() -> None:
         for pairs in (False, True):
             fragments.unpack(codes, scales, pairs=pairs)
             fragments.pack(codes, scales.view(torch.float8_e4m3fn), pairs=pairs)
+
+
+def _select_with_few_heads() -> None:
+    """With fewer heads than a block has keys: those of the models are as many, by chance."""
+    for keys in ("plain", *COMPACT_FORMATS):
+        for queries in (torch.bfloat16, *QUERY_FORMATS):
+            case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
+            case.run(9, backend="triton")
 
 
 def _cases(op: str, preset: str, tokens: int) -> list[Case]:

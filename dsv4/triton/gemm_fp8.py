@@ -123,14 +123,15 @@ def _gemm_kernel(
     kept, inside = (row >= begin) & (row < begin + rows), token < tokens
     x += group.to(tl.int64) * group_stride
     blocks = tl.cdiv(columns, _BLOCK)
-    scales += (first // _BLOCK).to(tl.int64) * blocks
+    # A group's last tile may have none of its rows, and the weight's none at all: no scales either.
+    scales += (tl.minimum(first, begin + rows - 1) // _BLOCK).to(tl.int64) * blocks
     start, end = part * length, tl.minimum((part + 1) * length, blocks)
     column = tl.arange(0, _BLOCK)
     code_places = codes + row.to(tl.int64)[:, None] * codes_stride + column[None, :]
     x_places = x + token[:, None] * x_stride + column[None, :]
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     # Scales are loaded one block ahead: a scalar's load is not pipelined.
-    following = tl.load(scales + start)
+    following = tl.load(scales + tl.minimum(start, blocks - 1))
     for block in tl.range(start, end, num_stages=STAGES):
         scale = _scale_value(following)
         following = tl.load(scales + tl.minimum(block + 1, blocks - 1))

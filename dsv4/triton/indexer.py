@@ -757,8 +757,9 @@ def _score_pages_kernel(
         if KEYS == "index_mxfp4" and QUERIES == "mxfp4":
             place = (q + token * token_stride).to(tl.pointer_type(tl.int32))
             scales = q_scales.to(tl.pointer_type(tl.int32)) + token * H
-            query, scale = load_fp4_queries(place + head * (head_stride // 4), scales + head, real)
-            weight *= scale
+            place += head * (head_stride // 4)
+            query, query_scale = load_fp4_queries(place, scales + head, real)
+            weight *= query_scale
         else:
             query = _query_tile_of(
                 q,
