@@ -1,0 +1,393 @@
+"""The choice of the highest of a row of scores, for ``indexer``: one program to a token.
+
+A short row's keys stay in registers, which are searched for the k-th highest. A longer one is first
+reduced to what reaches a threshold that at least k keys reach: the k-th highest of the maxima of
+some 2 k classes, which few more than k do. Of very long rows the score kernel keeps the maximum of
+every group of neighbouring entries; the threshold is that of these, and only groups that reach it
+are read. Where too many do, because they are equal, the row is searched in pieces.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4.triton._index_scores import store_where
+from dsv4.triton._numerics import INTERPRETED, wait_for_inputs
+
+_TOP = tl.constexpr(0x80000000)  # makes keys unsigned
+_BINADE = tl.constexpr(1 << 23)  # from a key to that of half the score
+
+
+@triton.jit
+def _ones(bits):
+    """Number of bits that are set, of 16."""
+    if INTERPRETED:
+        bits = (bits & 0x5555) + ((bits >> 1) & 0x5555)
+        bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+        bits = (bits & 0x0F0F) + ((bits >> 4) & 0x0F0F)
+        return (bits & 0x1F) + (bits >> 8)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [bits], tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _reach(keys, threshold):
+    """How many keys (uint32 ``[T, N]``) reach a threshold."""
+    return tl.sum(tl.sum((keys >= threshold).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _reach_both(keys, a, b):
+    """As ``_reach`` of two thresholds, by one sum: most of its time goes to waiting for warps."""
+    flags = (keys >= a).to(tl.int32) + ((keys >= b).to(tl.int32) << 16)
+    both = tl.sum(tl.sum(flags, 1), 0)
+    return both & 0xFFFF, both >> 16
+
+
+@triton.jit
+def _search(keys, low, reached, high, down, k):
+    """The highest threshold that k keys (uint32 ``[T, N]``, below 2^15) reach, and how many do.
+
+    ``reached`` of them, at least k, reach ``low``, none does ``high``. Ends early at a threshold
+    that exactly k reach. Guesses by the numbers that reach both ends, on either side of what is
+    likely, and takes thirds at every third guess; but if ``down`` is not 0, first looks as far
+    below the upper end and 4 times as far, then further, until there are k.
+    """
+    low, high = tl.full([], low, tl.uint32), tl.full([], high, tl.uint32)
+    down = tl.full([], down, tl.uint32)
+    reached = tl.full([], reached, tl.int32)
+    above, turn = tl.full([], 0, tl.int32), 0
+    while high - low > 1:
+        last = high - low - 1
+        number = (reached - above).to(tl.float32)
+        share = (reached - k + 0.5) / number
+        # Of that many evenly spread ones, the k-th is mostly as near.
+        about = tl.sqrt(share * (1.0 - share) / number)
+        first = tl.where(turn == 2, 1.0 / 3, tl.maximum(share - about, 0.0))
+        second = tl.where(turn == 2, 2.0 / 3, tl.minimum(share + about, 1.0))
+        span = tl.minimum((last + 1).to(tl.float32), 4294967040.0)
+        a = tl.minimum(tl.maximum((span * first).to(tl.uint32), 1), last)
+        b = tl.minimum(tl.maximum((span * second).to(tl.uint32), 1), last)
+        far = tl.where(down > last // 4, last, 4 * down)
+        a = low + tl.where(down > 0, last + 1 - far, a)
+        b = low + tl.where(down > 0, last + 1 - tl.minimum(down, last), b)
+        i, j = _reach_both(keys, a, b)
+        high = tl.where(i < k, a, tl.where(j < k, b, high))
+        above = tl.where(i < k, i, tl.where(j < k, j, above))
+        low = tl.where(j >= k, b, tl.where(i >= k, a, low))
+        reached = tl.where(j >= k, j, tl.where(i >= k, i, reached))
+        high = tl.where(reached == k, low + 1, high)
+        down = tl.where(i >= k, down * 0, down * 16)
+        turn = tl.where(turn == 2, 0, turn + 1)
+    return low, reached
+
+
+@triton.jit
+def _before(flag):
+    """How many flags (bool ``[T, N]``, N up to 16) stand before each, row by row; and of all."""
+    T: tl.constexpr = flag.shape[0]
+    N: tl.constexpr = flag.shape[1]
+    bit = tl.arange(0, N)[None, :]
+    mine = tl.sum(flag.to(tl.int32) << bit, 1)
+    # Rows that one warp holds, then over the rows: a scan of the whole would have every thread read
+    # the totals of all warps one after the other.
+    tile = tl.reshape(_ones(mine), [T // 32, 32])
+    row = tl.arange(0, T // 32)
+    total = tl.sum(tile, 1)
+    above = tl.sum(tl.where(row[:, None] > row[None, :], total[None, :], 0), 1)
+    start = tl.reshape(tl.cumsum(tile, 1) - tile + above[:, None], [T])
+    return _ones(mine[:, None] & ((1 << bit) - 1)) + start[:, None], tl.sum(total, 0)
+
+
+@triton.jit
+def _chosen(keys, least, kept, down, k):
+    """Which of the keys (uint32 ``[T, N]``) are the k highest, of equal ones the first.
+
+    ``kept`` of them reach ``least``; if fewer than k, those. ``down`` as in ``_search``.
+    """
+    threshold, reached = least, kept
+    if kept > k:
+        highest = tl.max(tl.max((keys ^ _TOP).to(tl.int32, bitcast=True), 1), 0)
+        highest = highest.to(tl.uint32, bitcast=True) ^ _TOP
+        threshold, reached = _search(keys, least, kept, highest + 1, down, k)
+    flag = keys >= threshold
+    if reached > k:
+        equal = keys == threshold
+        wanted = k - reached + _before(equal)[1]
+        flag &= (keys > threshold) | (_before(equal)[0] < wanted)
+    return flag
+
+
+@triton.jit
+def _joined(a, b, c, d, e, f, g, h):
+    # Of [T] each to [T, 8].
+    a, c = tl.join(a, b), tl.join(c, d)
+    e, g = tl.join(e, f), tl.join(g, h)
+    parts = tl.join(tl.join(a, c), tl.join(e, g))
+    return tl.reshape(tl.permute(parts, [0, 3, 2, 1]), [a.shape[0], 8])
+
+
+@triton.jit
+def _at(pointer, place, count):
+    return tl.load(pointer + place, mask=place < count, other=0)
+
+
+@triton.jit
+def _columns(pointer, place, step, count, N: tl.constexpr):
+    """``[T, N]``: what is at ``place`` (``[T]``) and the N - 1 next steps; 0 from ``count`` on."""
+    T: tl.constexpr = place.shape[0]
+    if N == 1:
+        return _at(pointer, place, count)[:, None]
+    elif N == 2:  # noqa: RET505  (a choice of the compiler; what follows would be compiled too)
+        return tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+    elif N == 4:
+        low = tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+        place += 2 * step
+        high = tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+        return tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [T, 4])
+    else:
+        return _joined(
+            _at(pointer, place, count),
+            _at(pointer, place + step, count),
+            _at(pointer, place + 2 * step, count),
+            _at(pointer, place + 3 * step, count),
+            _at(pointer, place + 4 * step, count),
+            _at(pointer, place + 5 * step, count),
+            _at(pointer, place + 6 * step, count),
+            _at(pointer, place + 7 * step, count),
+        )
+
+
+@triton.jit
+def _unsigned(keys):
+    return keys.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _least(keys, count, k, CLASSES: tl.constexpr, T: tl.constexpr):
+    """A threshold above 0 that at least k of ``count`` keys reach, mostly few more.
+
+    The upper half of the k-th highest of the maxima of classes, to which keys are dealt out in
+    turn; 1 if there are fewer than k.
+    """
+    N: tl.constexpr = CLASSES // T
+    highest = tl.zeros([T, N], tl.uint32)
+    for start in range(0, count, 16 * T):
+        for i in tl.static_range(16 // N):
+            place = start + i * CLASSES + tl.arange(0, T)
+            highest = tl.maximum(highest, _unsigned(_columns(keys, place, T, count, N)))
+    digits = highest >> 16
+    top = tl.max(tl.max(digits.to(tl.int32, bitcast=True), 1), 0).to(tl.uint32, bitcast=True)
+    digit, _ = _search(digits, 0, CLASSES, top + 1, 128, k)
+    return tl.maximum(digit << 16, 1)
+
+
+@triton.jit
+def _by_thread(x):
+    # [REPS, T, V] to [T, REPS * V].
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
+
+
+@triton.jit
+def _places(T: tl.constexpr, N: tl.constexpr):
+    # [N / 4, T, 4]: numbers of a thread follow one another, four in an access.
+    r = tl.arange(0, N // 4)[:, None, None]
+    t = tl.arange(0, T)[None, :, None]
+    return t * N + r * 4 + tl.arange(0, 4)[None, None, :]
+
+
+@triton.jit
+def _keep_groups(maxima, number, least, groups, ROOM: tl.constexpr, T: tl.constexpr):
+    """Store which of ``number`` groups reach ``least``, the first ROOM of them; how many do."""
+    kept = 0
+    for start in range(0, number, 8 * T):
+        place = start + _places(T, 8)
+        keys = tl.where(place < number, tl.load(maxima + place), 0)
+        flag = _unsigned(_by_thread(keys)) >= least
+        before, more = _before(flag)
+        before += kept
+        store_where(groups + before, _by_thread(place), flag & (before < ROOM))
+        kept += more
+    return kept
+
+
+@triton.jit
+def _keep(keys, ids, least, kept, pairs, ROOM: tl.constexpr):
+    # Store the pairs of a key in the upper half and its id that reach ``least``; the new number.
+    keys, ids = _by_thread(keys), _by_thread(ids)
+    flag = _unsigned(keys) >= least
+    before, more = _before(flag)
+    before += kept
+    both = (keys.to(tl.int64) << 32) | ids.to(tl.int64)
+    store_where(pairs + before, both, flag & (before < ROOM))
+    return kept + more
+
+
+@triton.jit
+def _keep_entries(keys, shown, least, pairs, ROOM: tl.constexpr, T: tl.constexpr):
+    """As ``_keep_groups``, pairs of the entries themselves."""
+    kept = 0
+    for start in range(0, shown, 8 * T):
+        ids = start + _places(T, 8)
+        values = tl.where(ids < shown, tl.load(keys + ids), 0)
+        kept = _keep(values, ids, least, kept, pairs, ROOM)
+    return kept
+
+
+@triton.jit
+def _keep_members(
+    keys,
+    shown,
+    groups,
+    found,
+    least,
+    pairs,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    T: tl.constexpr,
+):
+    """As ``_keep_entries``, of the entries of the first ``found`` groups, of 8 or 16."""
+    kept = 0
+    PARTS: tl.constexpr = GROUP // 8
+    part = tl.arange(0, T)
+    for start in range(0, found, T // PARTS):
+        item = start + part // PARTS
+        real = item < found
+        first = tl.load(groups + item, mask=real, other=0) * GROUP + part % PARTS * 8
+        ids = first[None, :, None] + _places(1, 8)
+        values = tl.where((ids < shown) & real[None, :, None], tl.load(keys + ids), 0)
+        kept = _keep(values, ids, least, kept, pairs, ROOM)
+    return kept
+
+
+@triton.jit
+def _choose(keys, ids, out, shown, k):
+    """The k highest of the first ``shown`` keys, ascending, to ``out``; all are as ``_places``."""
+    values = _unsigned(_by_thread(tl.where(ids < shown, keys, 0)))
+    flag = _chosen(values, tl.full([], 1, tl.uint32), shown, _BINADE, k)
+    store_where(out + _before(flag)[0], _by_thread(ids).to(tl.int64), flag)
+
+
+@triton.jit
+def _choose_kept(pairs, out, least, kept, k, ROOM: tl.constexpr, T: tl.constexpr):
+    """The ids of the k highest of ``kept`` pairs, in their order."""
+    N: tl.constexpr = ROOM // T
+    both = _columns(pairs, tl.arange(0, T) * N, 1, kept, N)
+    flag = _chosen(_unsigned((both >> 32).to(tl.int32)), least, kept, 0, k)
+    store_where(out + _before(flag)[0], both & 0x7FFFFFFF, flag)
+
+
+@triton.jit
+def _item(keys, groups, out, place, start, kept, count, shown, GROUP: tl.constexpr):
+    # Key and id of what is at ``place``: what was chosen so far, then items from ``start`` on.
+    new = place >= kept
+    item = start + place - kept
+    ids = item
+    if GROUP > 0:
+        group = tl.load(groups + item // GROUP, mask=new & (item < count), other=0)
+        ids = group * GROUP + item % GROUP
+    before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
+    ids = tl.where(new, ids, before)
+    real = ((item < count) | (place < kept)) & (ids < shown)
+    return tl.load(keys + ids, mask=real, other=0), ids
+
+
+@triton.jit
+def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T: tl.constexpr):
+    """The k highest of ``count`` items, more than k, ascending, to ``out``; slowly.
+
+    Items are entries, or those below ``shown`` of ``groups``. What was chosen so far comes before
+    the next items, in the same order.
+    """
+    place = tl.arange(0, T) * 8
+    start = 0
+    kept = 0
+    while start < count:
+        a, i = _item(keys, groups, out, place, start, kept, count, shown, GROUP)
+        b, j = _item(keys, groups, out, place + 1, start, kept, count, shown, GROUP)
+        c, s = _item(keys, groups, out, place + 2, start, kept, count, shown, GROUP)
+        d, m = _item(keys, groups, out, place + 3, start, kept, count, shown, GROUP)
+        e, n = _item(keys, groups, out, place + 4, start, kept, count, shown, GROUP)
+        f, o = _item(keys, groups, out, place + 5, start, kept, count, shown, GROUP)
+        g, p = _item(keys, groups, out, place + 6, start, kept, count, shown, GROUP)
+        h, q = _item(keys, groups, out, place + 7, start, kept, count, shown, GROUP)
+        values = _unsigned(_joined(a, b, c, d, e, f, g, h))
+        flag = _chosen(values, tl.full([], 1, tl.uint32), _reach(values, 1), _BINADE, k)
+        ids = _joined(i, j, s, m, n, o, p, q).to(out.dtype.element_ty)
+        tl.debug_barrier()
+        store_where(out + _before(flag)[0], ids, flag)
+        tl.debug_barrier()
+        start += 8 * T - kept
+        kept = k
+
+
+@triton.jit(do_not_specialize=["k"])
+def select_kernel(
+    scores,
+    maxima,
+    room,
+    visible,
+    out,
+    capacity,
+    k,
+    score_stride,
+    maxima_stride,
+    room_stride,
+    TOP: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXACT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    ROOM: tl.constexpr,
+    CLASSES: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)
+    out += token * k
+    scores += token * score_stride
+    maxima += token * maxima_stride
+    groups = room + token * room_stride
+    pairs = (groups + ROOM).to(tl.pointer_type(tl.int64))
+    ids = _places(T, 8)
+    keys = ids
+    if EXACT > 0 and DIRECT == 0:
+        # Asked for before it is known how many count.
+        keys = tl.load(scores + ids)
+    if shown <= k:
+        place = tl.arange(0, TOP)
+        tl.store(out + place, tl.where(place < shown, place, -1).to(tl.int64), mask=place < k)
+    elif shown <= EXACT:
+        if DIRECT > 0:
+            keys = tl.load(scores + ids)
+        _choose(keys, ids, out, shown, k)
+    else:
+        if DIRECT > 0:
+            if shown <= DIRECT:
+                least = _least(scores, shown, k, CLASSES, T)
+                kept = _keep_entries(scores, shown, least, pairs, ROOM, T)
+                tl.debug_barrier()
+                if kept <= ROOM:
+                    _choose_kept(pairs, out, least, kept, k, ROOM, T)
+                else:
+                    _choose_in_pieces(scores, groups, out, shown, shown, k, 0, T)
+            else:
+                if GROUP > 0:
+                    number = tl.cdiv(shown, GROUP)
+                    least = _least(maxima, number, k, CLASSES, T)
+                    kept = _keep_groups(maxima, number, least, groups, ROOM, T)
+                    if kept <= ROOM:
+                        tl.debug_barrier()
+                        kept = _keep_members(
+                            scores, shown, groups, kept, least, pairs, GROUP, ROOM, T
+                        )
+                    tl.debug_barrier()
+                    if kept <= ROOM:
+                        _choose_kept(pairs, out, least, kept, k, ROOM, T)
+                    else:
+                        _choose_in_pieces(maxima, groups, groups, number, number, k, 0, T)
+                        _choose_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, T)
