@@ -1,0 +1,48 @@
+"""Four streams of a token in registers, for kernels of hyper-connections."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4.triton._numerics import widen
+
+
+@triton.jit
+def _mix(y, x0, x1, x2, x3, post, c0, c1, c2, c3):
+    """``post y + sum_j c_j x_j``: written out, so that every kernel rounds alike."""
+    total = tl.fma(c3, x3, tl.fma(c2, x2, tl.fma(c1, x1, c0 * x0)))
+    return tl.fma(post, y, total)
+
+
+@triton.jit
+def load_streams(x, place, hidden, mask):
+    """Four streams at ``place``, float32."""
+    x0 = widen(tl.load(x + place, mask=mask, other=0.0))
+    x1 = widen(tl.load(x + place + hidden, mask=mask, other=0.0))
+    x2 = widen(tl.load(x + place + 2 * hidden, mask=mask, other=0.0))
+    x3 = widen(tl.load(x + place + 3 * hidden, mask=mask, other=0.0))
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def mixed_stream(y, x0, x1, x2, x3, post, comb, token, K: tl.constexpr):
+    """Stream K of a token after the write-back; ``comb[j, K]`` is what stream j gives to it."""
+    return _mix(
+        y,
+        x0,
+        x1,
+        x2,
+        x3,
+        widen(tl.load(post + token * 4 + K)),
+        widen(tl.load(comb + token * 16 + K)),
+        widen(tl.load(comb + token * 16 + 4 + K)),
+        widen(tl.load(comb + token * 16 + 8 + K)),
+        widen(tl.load(comb + token * 16 + 12 + K)),
+    )
+
+
+@triton.jit
+def pick(values, INDEX: tl.constexpr):
+    """Entry INDEX of a short vector, in every thread."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == INDEX, values, 0.0), 0)
