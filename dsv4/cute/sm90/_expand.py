@@ -25,7 +25,8 @@ def codes_to_bfloat16(word: Value) -> tuple[Value, Value, Value, Value]:
     return (
         word & Uint32(_MASK),
         (word << Uint32(3)) & Uint32(_MASK),
-        ((word << Uint32(6)) & magnitude) | ((word << Uint32(1)) & sign),
+        # By 1 bit and by 6 at once; without the other codes nothing carries.
+        (word & Uint32(0x40074007)) * Uint32(66) & Uint32(_MASK),
         ((word >> Uint32(3)) & magnitude) | ((word << Uint32(2)) & sign),
     )
 
