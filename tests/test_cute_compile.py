@@ -6,7 +6,6 @@ runs is tested elsewhere.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import importlib
 import itertools
@@ -15,24 +14,22 @@ import re
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass")
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm, grouped_gemm  # noqa: E402
-from dsv4.cute._architectures import ARCHITECTURES, HOPPER  # noqa: E402
-from dsv4.cute.sm90 import grouped_plan  # noqa: E402
-from dsv4.cute.sm90.few_plan import FewPlan, few_plan  # noqa: E402
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan  # noqa: E402
-from dsv4.cute.sm90.many_plan import ManyPlan  # noqa: E402
-from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts  # noqa: E402
+from dsv4.cute import _images, gemm, grouped_gemm
+from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90.few_plan import FewPlan, few_plan
+from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan
+from dsv4.cute.sm90.many_plan import ManyPlan
+from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
+from tests.machine_code import REGISTER_FILE, instructions_of, usage_of
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MOST_SHARED = 227 * 1024
-REGISTER_FILE = 65536
 # N, K and groups of DeepSeek-V4's matrices, Pro then Flash (specification sections 1 and 4).
 MATRICES = [
     (65536, 1536, 1),
@@ -129,48 +126,14 @@ def named(batch):
     return f"{batch[0]!r} and {len(batch) - 1} more"
 
 
-def machine_code(cubin):
-    """The one section of instructions of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
-    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
-    start = headers[names][4]
-    found = [h for h in headers if cubin[start + h[0] :].startswith(b".text.")]
-    assert len(found) == 1
-    return cubin[found[0][4] : found[0][4] + found[0][5]]
-
-
-def run(tool, *arguments):
-    command = [TOOLS / tool, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def usage_of(image, file):
-    file.write_bytes(image.cubin)
-    usage = run("cuobjdump", "-res-usage", file)
-    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-
-
-def instructions_of(images, file, arch):
-    """Instructions of each, by one run of the disassembler over all, end to end."""
-    codes = [machine_code(image.cubin) for image in images]
-    file.write_bytes(b"".join(codes))
-    listing = run("nvdisasm", "--binary", arch.replace("sm_", "SM"), "--no-dataflow", file)
-    starts = list(itertools.accumulate(map(len, codes), initial=0))
-    found = [[] for _ in codes]
-    for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", listing):
-        found[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
-    assert all("EXIT" in instructions for instructions in found)
-    return found
-
-
 def check_each(batch, folder, check, arch=HOPPER):
     """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
     images = [_images.compile_image(plan, arch) for plan in batch]
-    listings = instructions_of(images, folder / "code", arch)
+    listings = instructions_of(images, arch, folder / "code")
     objections = []
-    for plan, image, instructions in zip(batch, images, listings, strict=True):
+    for plan, image, listing in zip(batch, images, listings, strict=True):
         numbers = usage_of(image, folder / "cubin")
+        instructions = [line.split()[0] for line in listing]
         try:
             check(plan, image, numbers, instructions)
         except AssertionError as error:
