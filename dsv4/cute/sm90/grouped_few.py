@@ -160,8 +160,8 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         if thread < PLACES:
             if thread == 0:
                 ptx.barrier_init(x_full, 1)
-            ptx.barrier_init(counts + Uint32(thread * 16), self.shares)
-            ptx.barrier_init(counts + Uint32(thread * 16 + 8), 1)
+            ptx.barrier_init(counts + Uint32(thread * 16), 32 * self.shares)
+            ptx.barrier_init(counts + Uint32(thread * 16 + 8), 32)
             ptx.fence_barrier_init()
         if early == 0:
             cute.arch.griddepcontrol_wait()
@@ -438,15 +438,19 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
         A place has two barriers. A phase of the first ends when all parts were left; who arrives
         last finds so in what its arrival returns. One of the second ends when they were read, which
-        is waited for before a part is left there again.
+        is waited for before a part is left there again. Every lane arrives for what it wrote or
+        read itself. Lanes that arrive together arrive as one, and none is told that it was the
+        last: so a warp's first lane arrives after the others.
         """
         left, read, parity = self._of_place(counts, place)
         ptx.wait(read, parity ^ 1)
         at = parts + Uint32((place % PLACES * self.shares + part) * self.partial_bytes + lane * 16)
         for n in cutlass.range_constexpr(self.token_tiles):
             ptx.store_shared_float4(at + n * _PARTIAL, sums[n])
-        cute.arch.sync_warp()
         wanted = Int32(0)
+        if lane != 0:
+            ptx.arrive(left)
+        cute.arch.sync_warp()
         if lane == 0:
             wanted = Int32(ptx.arrive_counted(left))
         is_last = cute.arch.shuffle_sync(wanted, 0) == 1
@@ -463,7 +467,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     def _added(self, parts: Value, counts: Value, place: Value, lane: Value) -> Value:
         """The sum of the parts; their place is free then."""
         sums = self._sum(parts, place, Int32(0), lane)
-        self._free(counts, place, lane)
+        self._free(counts, place)
         return sums
 
     @cute.jit
@@ -479,12 +483,10 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         return sums
 
     @cute.jit
-    def _free(self, counts: Value, place: Value, lane: Value) -> None:
-        """The warp has read a place."""
+    def _free(self, counts: Value, place: Value) -> None:
+        """The lane has read a place."""
         _, read, _ = self._of_place(counts, place)
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.arrive(read)
+        ptx.arrive(read)
 
     @cute.jit
     def _store_codes(
@@ -515,7 +517,8 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             sums = self._sum(parts, place, half * self.parts, lane)
             factors = self._factors(scale[0], (unit * 2 + half) * 16 + lane // 4, scale[1])
             self._turn(sums, factors, places, sizes, (half * 8, 16))
-        self._free(counts, place, lane)
+        self._free(counts, place)
+        cute.arch.sync_warp()  # all lanes have written the room
         factor = ptx.load_global_float(codes_scale)
         number = lane % (16 * self.token_tiles)  # a token has two lanes
         words = ptx.load_shared(places[0] + Uint32(number * 16), 4)
