@@ -97,11 +97,11 @@ def plans_of_experts():
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
     found = {plan for plan in chosen if isinstance(plan, GroupedPlan)}
-    tiles = {(plan.token_block, plan.warpgroups) for plan in found}
+    tiles = {(plan.sizes, plan.warpgroups) for plan in found}
     for wanted in every:
         for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
-            if isinstance(plan, GroupedPlan) and (plan.token_block, plan.warpgroups) not in tiles:
-                tiles.add((plan.token_block, plan.warpgroups))
+            if isinstance(plan, GroupedPlan) and (plan.sizes, plan.warpgroups) not in tiles:
+                tiles.add((plan.sizes, plan.warpgroups))
                 found.add(plan)
     return found
 

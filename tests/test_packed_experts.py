@@ -384,10 +384,10 @@ class TestPlans:
         few = [choose(wanted, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
         assert all(isinstance(plan, GroupedFewPlan) for plan in few)
         assert [plan.segment_rows for plan in few] == [8, 8, 8, 8, 14, 14]
-        blocks = [choose(wanted, 384 * load).token_block for load in (8, 16, 24, 40, 64, 128)]
+        loads = (8, 16, 24, 40, 64, 96, 128)
+        blocks = [choose(wanted, 384 * load).token_block for load in loads]
         assert blocks == sorted(blocks)
-        assert blocks[:2] == [16, 32]
-        assert blocks[-1] >= 128
+        assert all(load <= block <= 2 * load for load, block in zip(loads, blocks, strict=True))
 
     @given(experts=st.sampled_from([1, 5, 48, 384]), tokens=st.integers(1, 1 << 18))
     def test_an_expert_is_one_launchs(self, experts, tokens):

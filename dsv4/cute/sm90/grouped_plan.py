@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,34 +26,15 @@ _WARPS, _FEWER_WARPS = 16, 12
 _LONGEST, _WORTH = 64, 0.05
 _SHARED_ROOM = 227 * 1024
 _PROCESSORS = 132  # of an H200
-# Tokens of a tile and of narrower products, warpgroups, tiles of 16 rows of a warp, and blocks of
-# 64 columns of a stage: what registers and shared memory hold.
-_SHAPES = (
-    (16, (8,), 4, 2, 2),
-    (24, (16,), 4, 2, 2),
-    (32, (16, 24), 4, 2, 2),
-    (32, (16,), 4, 1, 2),
-    (48, (32, 40), 3, 2, 2),
-    (48, (32, 40), 4, 1, 2),
-    (64, (48,), 3, 2, 2),
-    (64, (48,), 4, 1, 2),
-    (80, (64,), 3, 2, 2),
-    (80, (64,), 4, 1, 2),
-    (128, (64, 96), 2, 2, 2),
-    (128, (64, 96), 3, 1, 1),
-    (160, (128, 144), 2, 1, 1),
-    (192, (), 2, 1, 1),
-)
 # Cycles of 64 rows and columns, by tiles of a warp: of the instructions; of a token beside them;
 # and of a token where the tensor cores bound. Cycles of a byte of weights from memory.
 _ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 99.0}, 1.56, {1: 2.39, 2: 2.6}, 0.0414
 SLOTS = 14  # of what tiles are, more than there are stages
-# Rows on average from which experts may be shared among launches, and least rows more than that of
-# those that have far more. Rows up to which an expert has far fewer, also its tokens of a tile,
-# with the average from which that is so; rows above which it has far more, with tokens of a tile.
-_SHARED_FROM, _FAR = 0.5, 5.0
-_SMALL = {16: 16, 32: 48, 64: 96, 128: 192}
-_LARGE = {8: 64, 16: 64, 32: 80, 48: 128, 80: 128, 128: 160}
+# Rows on average from which experts are shared among launches, and at least so many rows more than
+# the average has an expert that has far more. Average from which one launch takes all that have
+# more rows than those for far fewer do.
+_SHARED_FROM, _FAR, _WHOLE_FROM = 0.5, 5.0, 144.0
+_FAR_FEWER = (16, 32, 64)
 EVERY = 2**31 - 1
 _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 16 * SLOTS
 
@@ -185,6 +165,81 @@ class GroupedFewPlan(FewPlan):
         return self.x_bytes + self.sums_bytes + self.turned_bytes + state + _TABLE_BYTES
 
 
+class _Shape(NamedTuple):
+    """Tokens of a tile and of narrower products, warpgroups, row tiles of a warp, ``depth``."""
+
+    token_block: int
+    narrow: tuple[int, ...]
+    warpgroups: int
+    tiles: int
+    depth: int = 2
+
+
+class _Ladder(NamedTuple):
+    """What registers and shared memory hold of a kind of product, the fastest that was measured.
+
+    More row tiles of a warp share more of what waiting, addresses and descriptors of X cost.
+
+    Attributes:
+        steps: Of launches for experts of at most so many rows.
+        above: Of the launch for more rows than these take, where they take up to 16, and further.
+        whole: For many more rows on average.
+    """
+
+    steps: dict[int, _Shape]
+    above: tuple[_Shape, _Shape]
+    whole: tuple[_Shape, ...]
+
+
+_WIDEST = (_Shape(160, (128, 144), 2, 1, 1), _Shape(192, (), 2, 1, 1))
+_HEAVY = (_Shape(64, (48,), 3, 2), _Shape(128, (64, 96), 2, 2))
+_LADDER = _Ladder(
+    {
+        16: _Shape(16, (8,), 2, 4),
+        32: _Shape(32, (16, 24), 4, 2),
+        48: _Shape(48, (40,), 2, 4),
+        64: _Shape(64, (56,), 2, 4),
+        80: _Shape(80, (72,), 3, 2),
+        96: _Shape(96, (80,), 2, 2),
+        128: _Shape(128, (112,), 2, 2),
+        160: _WIDEST[0],
+    },
+    _HEAVY,
+    (_HEAVY[1], *_WIDEST),
+)
+# Where storing float32 results, or coding them, takes more registers.
+_LADDER_OF_MORE = _LADDER._replace(
+    steps={
+        **_LADDER.steps,
+        48: _Shape(48, (32, 40), 3, 2),
+        64: _Shape(64, (48,), 3, 2),
+        80: _Shape(80, (64,), 3, 2),
+        128: _HEAVY[1],
+    }
+)
+# SwiGLU's results with scales of rows: of 32 tokens on registers do not hold two tiles of a warp.
+_HEAVY_SCALED = (_Shape(64, (48,), 4, 1), _Shape(128, (64, 96), 3, 1, 1))
+_LADDER_SCALED = _Ladder(
+    {
+        16: _LADDER.steps[16],
+        32: _Shape(32, (16,), 4, 1),
+        48: _Shape(48, (32, 40), 4, 1),
+        64: _HEAVY_SCALED[0],
+        80: _Shape(80, (64,), 4, 1),
+        128: _HEAVY_SCALED[1],
+        160: _WIDEST[0],
+    },
+    _HEAVY_SCALED,
+    (_HEAVY_SCALED[1], *_WIDEST),
+)
+
+
+def _ladder(wanted: Experts) -> _Ladder:
+    if wanted.row_scaled and wanted.swiglu:
+        return _LADDER_SCALED
+    return _LADDER_OF_MORE if wanted.float32_out or wanted.quantized_out else _LADDER
+
+
 class Share(NamedTuple):
     """The experts of one launch.
 
@@ -202,63 +257,54 @@ class Share(NamedTuple):
 def shares(wanted: Experts, tokens: int, arch: str = HOPPER) -> tuple[Share, ...]:
     """Launches for a number of rows of X, in their order, none if there is no kernel.
 
-    What ``choose`` finds is for experts with about as many rows as an expert has on average. Those
-    that have far more come before, those that have far fewer after, in launches for so many rows,
-    which is seldom any expert where rows were drawn uniformly.
+    How many rows each expert has is known on the GPU alone, so every launch is for the experts of
+    so many rows: those that have about as many as an expert has on average, in steps; those that
+    have far more before, those that have far fewer after, which is seldom any expert where rows
+    were drawn uniformly. The result is right for any routing.
     """
-    plan = choose(wanted, tokens, arch)
-    if plan is None:
-        return ()
-    return _shares(plan, wanted, counted_as(tokens), arch)
+    return _shares(wanted, counted_as(tokens), arch)
 
 
 @functools.cache
-def _shares(
-    plan: GroupedPlan | GroupedFewPlan, wanted: Experts, tokens: int, arch: str
-) -> tuple[Share, ...]:
-    mean = tokens / wanted.experts
-    if arch != HOPPER or mean < _SHARED_FROM:
-        return (Share(plan, 0, EVERY),)
-    blocks = {one.token_block: one for one in _candidates(wanted)}
-    block = plan.token_block if isinstance(plan, GroupedPlan) else 0
-    many = EVERY
-    if block == 160 and mean <= 160:
-        # Faster than tiles that the rows of all fit: half of the experts have fewer.
-        block = many = 128
-        plan = blocks[block]
-    few = max((rows for rows, least in _SMALL.items() if least <= mean and rows < block), default=0)
-    # Two standard deviations of a uniform draw: few experts, or none.
-    far = mean + max(_FAR, 2 * mean**0.5)
-    large = (rows for rows, wide in _LARGE.items() if rows >= far and wide > block)
-    many = min([many, *large])
-    found = [Share(plan, few, many)]
-    if many < EVERY:
-        found.insert(0, Share(blocks[_LARGE[many]], many, EVERY))
-    if few:
-        found.append(Share(blocks[few], 0, few))
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def choose(wanted: Experts, tokens: int, arch: str = HOPPER) -> GroupedPlan | GroupedFewPlan | None:
-    """The configuration for a number of rows of X, None if there is none.
-
-    How many of them each expert has is known on the GPU alone, so the choice supposes that they
-    were drawn uniformly; the result is right for any routing. Elsewhere than on Hopper the kernel
-    for few rows an expert is all there is: more rows are more segments.
-    """
-    return _chosen(wanted, counted_as(tokens), arch)
-
-
-@functools.cache
-def _chosen(wanted: Experts, tokens: int, arch: str) -> GroupedPlan | GroupedFewPlan | None:
+def _shares(wanted: Experts, tokens: int, arch: str) -> tuple[Share, ...]:
     if wanted.experts > MOST_EXPERTS or wanted.columns % 128:
-        return None
-    if arch != HOPPER or tokens <= _FEW_ROWS * wanted.experts:
-        few = _few(wanted, tokens, arch)
-        if few is not None or arch != HOPPER:
-            return few
-    return min(_candidates(wanted), key=lambda plan: _cycles(plan, wanted, tokens))
+        return ()
+    mean = tokens / wanted.experts
+    few = _few(wanted, tokens, arch) if arch != HOPPER or mean <= _FEW_ROWS else None
+    if arch != HOPPER or (few is not None and mean < _SHARED_FROM):
+        return () if few is None else (Share(few, 0, EVERY),)
+    ladder, found, above = _ladder(wanted), [], 0
+    # Two standard deviations of a uniform draw.
+    far = mean + max(_FAR, 2 * mean**0.5)
+    if few is not None:
+        above = 8 if far <= 8 else 16
+        found.append(Share(few, 0, above))
+    for most in _steps(mean, far, ladder) if few is None else ():
+        found.append(Share(_plan(wanted, ladder.steps[most]), above, most))
+        above = most
+    if mean > _WHOLE_FROM:
+        every = (_plan(wanted, shape) for shape in ladder.whole)
+        plan = min(every, key=lambda plan: _cycles(plan, wanted, tokens))
+    else:
+        plan = _plan(wanted, ladder.above[above > 16])
+    return (Share(plan, above, EVERY), *reversed(found))
+
+
+def _steps(mean: float, far: float, ladder: _Ladder) -> list[int]:
+    """Most rows of each launch but the one that takes all above."""
+    steps = list(ladder.steps)
+    if mean > _WHOLE_FROM:
+        return [most for most in steps if most in _FAR_FEWER]
+    last = next((most for most in steps if most >= far), steps[-1])
+    near = mean - mean**0.5
+    return [n for n in steps if n <= last and (n > near or n in _FAR_FEWER)]
+
+
+def choose(wanted: Experts, tokens: int, arch: str = HOPPER) -> GroupedPlan | GroupedFewPlan | None:
+    """The configuration for experts of about as many rows as the average, None if there is none."""
+    rows = max(tokens, 1) / wanted.experts
+    found = (s.plan for s in shares(wanted, tokens, arch) if s.above < rows <= s.most)
+    return next(found, None)
 
 
 def _few(wanted: Experts, tokens: int, arch: str) -> GroupedFewPlan | None:
@@ -319,26 +365,20 @@ def _parts(tiles: int) -> int:
     return min((p for p in range(1, 17) if tiles % p == 0), key=lambda p: abs(tiles // p - 26))
 
 
-def _candidates(wanted: Experts) -> Iterator[GroupedPlan]:
-    # Two tiles of a warp are faster, but for SwiGLU's results with scales of rows, or for so many
-    # tokens, registers do not hold both.
-    single = 32 if wanted.row_scaled and wanted.swiglu else 160
-    for token_block, narrow, warpgroups, tiles, depth in _SHAPES:
-        if tiles != (1 if token_block >= single else 2):
-            continue
-        yield GroupedPlan(
-            token_block,
-            warpgroups,
-            1,
-            depth,
-            wanted.float32_out,
-            wanted.row_scaled,
-            wanted.swiglu,
-            tiles,
-            wanted.row_weighted,
-            wanted.quantized_out,
-            narrow,
-        )
+def _plan(wanted: Experts, shape: _Shape) -> GroupedPlan:
+    return GroupedPlan(
+        shape.token_block,
+        shape.warpgroups,
+        1,
+        shape.depth,
+        wanted.float32_out,
+        wanted.row_scaled,
+        wanted.swiglu,
+        shape.tiles,
+        wanted.row_weighted,
+        wanted.quantized_out,
+        shape.narrow,
+    )
 
 
 def _cycles(plan: GroupedPlan, wanted: Experts, tokens: int) -> float:
