@@ -46,7 +46,7 @@ class ManyPlan:
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
-        tiles: Tiles of 16 rows of a warp, 1 or 2.
+        tiles: Tiles of 16 rows of a warp: 1, 2 or, for routed experts, 4.
     """
 
     token_block: int
