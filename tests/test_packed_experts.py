@@ -15,7 +15,14 @@ from dsv4 import dispatch
 from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
-from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, choose, shares
+from dsv4.cute.sm90.grouped_plan import (
+    EVERY,
+    Experts,
+    GroupedFewPlan,
+    GroupedPlan,
+    choose,
+    shares,
+)
 from dsv4.formats import FRAGMENTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
@@ -401,6 +408,10 @@ class TestPlans:
         # Those of more rows come first; a launch for few rows is for no expert above any other.
         assert [share.above for share in found] == sorted((b[0] for b in bounds), reverse=True)
         assert all(s.above == 0 for s in found if isinstance(s.plan, GroupedFewPlan))
+        # But in the launch for the most rows, an expert is one tile.
+        tiles = [s for s in found if isinstance(s.plan, GroupedPlan) and s.most < EVERY]
+        assert all(s.plan.token_block == s.most for s in tiles)
+        assert len(found) <= 7
 
     def test_none_for_what_the_kernel_cannot_do(self):
         assert choose(Experts(32, 192, 4, False, False), 10) is None
