@@ -4,12 +4,13 @@
         --error-exitcode 9 python -m tests.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize
 
+Operators may be named, and sizes: ``gemm --sizes tiny:5,flash:19``, to share the work out.
 Without caching, each tensor is an allocation of its own, so a step past its end is seen.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 
@@ -28,13 +29,13 @@ SIZES = (
 )
 
 
-def main(ops: list[str]) -> int:
+def main(ops: list[str], sizes: list[tuple[str, int]]) -> int:
     """Run the operators named, or all; the number of calls."""
     calls = 0
     for op in ops or list(MAKERS):
         if dispatch.implementations(op)[0].name == "reference":
             continue
-        for preset, tokens in SIZES:
+        for preset, tokens in sizes:
             for case in cases(op, preset, tokens):
                 problem = case.build(Draw(0, torch.device("cuda", 0)))
                 problem.run("auto")
@@ -44,5 +45,15 @@ def main(ops: list[str]) -> int:
     return calls
 
 
+def sizes_of(text: str) -> list[tuple[str, int]]:
+    """Presets and numbers of tokens: ``tiny:5,flash:19``."""
+    pairs = [size.split(":") for size in text.split(",")]
+    return [(preset, int(tokens)) for preset, tokens in pairs]
+
+
 if __name__ == "__main__":
-    print(f"{main(sys.argv[1:])} calls")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", metavar="OP")
+    parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
+    arguments = parser.parse_args()
+    print(f"{main(arguments.ops, arguments.sizes)} calls")
