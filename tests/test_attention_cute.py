@@ -18,8 +18,10 @@ from dsv4._support import cute_attention, few_tiles, forget_devices
 from dsv4.cute import attention as launcher
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
+    COLUMN_CLUSTERS,
     HEADS,
     AttentionPlan,
+    ColumnsPlan,
     NarrowPlan,
     choose,
     splits,
@@ -35,12 +37,14 @@ CUDA = torch.device("cuda")
 # Around the borders of blocks of 64, of the window and of what is looked at together.
 lengths = st.sampled_from([0, 1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513])
 head_counts = st.sampled_from([1, 8, 16, 17, 64, 65, 128])
+COLUMNS = {f"columns {blocks}": (ColumnsPlan(blocks), blocks) for blocks in COLUMN_CLUSTERS}
 CLUSTERS = {
     "together": (AttentionPlan(False, together=True), 2),
     "narrow": (NarrowPlan(), 8),
     "narrow 9": (NarrowPlan(9), 9),
     "narrow 12": (NarrowPlan(12), 12),
     "narrow 16": (NarrowPlan(16), 16),
+    **COLUMNS,
 }
 counts = st.sampled_from([None, 1, 2, 3, 7, *CLUSTERS])
 
@@ -118,6 +122,9 @@ class Case:
 @example(seed=2, tokens=3, width=513, second=200, heads=128, count="together")
 @example(seed=3, tokens=4, width=129, second=513, heads=65, count="narrow")
 @example(seed=4, tokens=1, width=128, second=1024, heads=128, count=None)
+@example(seed=6, tokens=3, width=513, second=129, heads=17, count="columns 1")
+@example(seed=7, tokens=3, width=129, second=513, heads=16, count="columns 2")
+@example(seed=8, tokens=2, width=65, second=1, heads=8, count="columns 8")
 @example(seed=5, tokens=64, width=128, second=513, heads=64, count=None)
 @given(seeds(), st.integers(0, 4), lengths, lengths, head_counts, counts)
 def test_equals_a_softmax(seed, tokens, width, second, heads, count):
@@ -130,6 +137,8 @@ def test_equals_a_softmax(seed, tokens, width, second, heads, count):
 @example(seed=0, tokens=200, heads=65, count=None)
 @example(seed=1, tokens=9, heads=65, count="together")
 @example(seed=2, tokens=3, heads=128, count="narrow")
+@example(seed=3, tokens=3, heads=16, count="columns 1")
+@example(seed=4, tokens=3, heads=17, count="columns 8")
 @given(seeds(), st.integers(1, 9), head_counts, counts)
 def test_the_last_dims_are_turned_back(seed, tokens, heads, count):
     """The dims before them keep their bits; tables of bfloat16 and strided ones are read, too."""
@@ -317,7 +326,7 @@ def test_offsets_past_two_gigabytes():
     case.slots[0] = torch.tensor([[count * 64 - 1, 5, count * 64 - 64]], device=CUDA)
     write_kv(pages, normal(1, (3, 512), BF16).to(CUDA), case.slots[0][0], backend="reference")
     case.pools[0] = pages
-    for count in (1, "narrow"):
+    for count in (1, "narrow", "columns 2"):
         with dealt(count):
             case.check(case.run())
 
@@ -343,9 +352,18 @@ def test_a_captured_graph_replays_on_new_contents(count):
 
 @pytest.mark.gpu
 def test_auto_takes_it_for_four_tiles_of_64_heads_or_where_narrow_ones_are_faster():
-    sizes = ((3, 16, "cute"), (4, 16, "cute"), (3, 64, "triton"), (4, 64, "cute"))
-    for tokens, heads, name in (*sizes, (1, 64, "cute"), (1, 128, "cute"), (2, 128, "cute")):
-        case = Case(0, tokens, (8, 8), heads)
+    sizes = (
+        (3, 16, 8),
+        (4, 16, 8),
+        (3, 64, 8),
+        (4, 64, 1300),
+        (1, 64, 8),
+        (1, 128, 8),
+        (2, 128, 8),
+    )
+    for tokens, heads, second in (*sizes, (3, 64, 1300)):
+        name = "triton" if (tokens, second) == (3, 1300) else "cute"
+        case = Case(0, tokens, (8, second), heads)
         (window, other), (slots, chosen) = case.pools, case.slots
         args = (case.q, window, slots, other, chosen, case.sink)
         assert dispatch.explain(sparse_attention, *args, scale=1.0).chosen == name
@@ -373,9 +391,18 @@ def test_what_is_chosen():
     for tokens, heads in ((1, 64), (1, 128), (2, 64), (8, 16)):
         assert choose(tokens, heads, (128, 512), 132) == CLUSTERS["narrow 16"]
     assert choose(1, 128, (128, 1024), 132) == CLUSTERS["narrow 16"]
-    assert choose(64, 64, (128, 512), 132) == two
+    for tokens in (32, 48, 64):
+        assert choose(tokens, 64, (128, 512), 132) == two
     assert choose(32, 128, (128, 1024), 132) == two
-    assert choose(32, 64, (128, 512), 132)[0] in (split, two[0])
+    for tokens, blocks in ((48, 2), (64, 2), (66, 2), (132, 1), (1024, 1), (4096, 1)):
+        for second in (512, 1024):
+            assert choose(tokens, 16, (128, second), 132) == COLUMNS[f"columns {blocks}"]
+    for tokens in (16, 32):
+        assert choose(tokens, 16, (128, 512), 132)[0] == split
+    for tokens, blocks in ((4, 4), (8, 2), (16, 2)):
+        assert choose(tokens, 64, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
+    assert choose(16, 64, (128, 1024), 132)[0] == split
+    assert choose(3, 64, (128, 512), 132) == CLUSTERS["narrow"]
     for tokens in (2, 8, 16):
         assert choose(tokens, 128, (128, 1024), 132)[0] == split
     assert choose(1, 128, (128, 8192), 132)[0] == split
@@ -391,7 +418,7 @@ def test_clusters_that_share_a_token_are_all_there_at_a_time(tokens, heads, widt
     plan, count = choose(tokens, heads, widths, 132)
     if plan.blocks > 1:
         assert count == plan.blocks
-        of = 16 if isinstance(plan, NarrowPlan) else HEADS
+        of = 16 if isinstance(plan, NarrowPlan | ColumnsPlan) else HEADS
         assert tokens * -(-heads // of) * count <= 132
 
 
@@ -462,7 +489,8 @@ def test_what_it_does_not_run_is_said(pretended):
     assert "multiples of 16" in objection(offset=8)
     assert "above 0" in objection(scale=-1.0)
     assert objection(function=few_tiles) is None
-    assert "take less time" in objection(tokens=3, function=few_tiles)
+    assert objection(tokens=3, function=few_tiles) is None
+    assert "take less time" in objection(tokens=3, chosen=1300, function=few_tiles)
     assert objection(tokens=2, function=few_tiles) is None
     assert objection(tokens=1, heads=128, chosen=1200, function=few_tiles) is None
     assert "take less time" in objection(tokens=1, heads=128, chosen=1300, function=few_tiles)
@@ -498,6 +526,9 @@ def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
             assert sass.count("HGMMA.64x64x16.F32.BF16") == 32
             assert sass.count("HGMMA.64x256x16.F32.BF16") == 8
             # Products are waited for where the kernel says so, not one by one.
+            assert sass.count("WARPGROUP.DEPBAR") == 2
+        if isinstance(plan, ColumnsPlan):
+            assert sass.count("HGMMA.64x16x16.F32.BF16") == 64
             assert sass.count("WARPGROUP.DEPBAR") == 2
         if isinstance(plan, NarrowPlan):
             assert sass.count("HMMA.16816.F32.BF16") == sass.count("MOVM.16.MT88") == 32

@@ -12,8 +12,10 @@ from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters
 from dsv4.cute._launch import aligned, loaded, stream_of
 from dsv4.cute.sm90.attention_plan import (
+    COLUMN_CLUSTERS,
     NARROW_CLUSTERS,
     AttentionPlan,
+    ColumnsPlan,
     MergePlan,
     NarrowPlan,
     Plan,
@@ -76,7 +78,7 @@ def _attend(
     """On the current device."""
     widths = (slots[0].shape[1], slots[1].shape[1])
     plan, count = choose(*q.shape[:2], widths, _multiprocessors(q.device.index))
-    if isinstance(plan, NarrowPlan):
+    if isinstance(plan, NarrowPlan | ColumnsPlan):
         _attend_clusters(plan, q, pools, slots, sink, scale, angles, out)
     else:
         _attend_wide(plan, count, q, pools, slots, sink, scale, angles, out)
@@ -144,7 +146,7 @@ def _attend_wide(
 
 
 def _attend_clusters(
-    plan: NarrowPlan,
+    plan: NarrowPlan | ColumnsPlan,
     q: torch.Tensor,
     pools: tuple[torch.Tensor, int, torch.Tensor, int],
     slots: tuple[torch.Tensor, torch.Tensor],
@@ -207,4 +209,5 @@ def plans() -> list[Plan]:
         *wide,
         MergePlan(),
         *map(NarrowPlan, NARROW_CLUSTERS),
+        *map(ColumnsPlan, COLUMN_CLUSTERS),
     ]

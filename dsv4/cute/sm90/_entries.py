@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90.attention_plan import (
@@ -37,46 +37,51 @@ _OWN = 32 * PRODUCER_WARPS * 16  # bytes between groups of codes that a lane has
 
 
 class Entries:
-    """The warpgroup's part of a kernel.
+    """The part of such a warpgroup in a kernel, ``expanders`` of which it has.
 
     A cache is (address, bytes between pages, log2 of a page's entries, address of slots, width).
     """
+
+    expanders: int  # such warpgroups of a block of threads
 
     @cute.jit
     def expand_part(self, caches: Value, item: Value, shared: Value, ring: Value) -> Value:
         """All blocks of a part of a token; returns the ring's next stage and parity.
 
-        Codes are copied, and slots loaded, while the block before is expanded.
+        Codes are copied, and slots loaded, while the block before is expanded. Of several
+        warpgroups, each has a stage and every so manyeth block.
         """
         token, part, parts, scan = item
-        info, full, empty, at, own, warp, lane = shared
+        info, full, empty, at, own, group, warp, lane = shared
         stage, parity = ring
+        stride = parts * self.expanders
         begin = (caches[0][4] + BLOCK - 1) // BLOCK
         sizes = (token, caches[0][4], caches[1][4], begin)
         row = warp * 16 + lane // 4
         place = Uint32(row * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16)
         tail = Uint32(row * 128 + (lane % 4 ^ (lane // 4)) * 16 + _GROUPS * _COLUMNS)
-        block = Int32(part)
+        block = part + group * parts
         found = self._ask(caches, sizes, block, lane)
         blocks = begin + (caches[1][4] + BLOCK - 1) // BLOCK
         if scan == 1:
-            scanned = (info + Uint32(STAGES * INFO_BYTES), 0, warp, lane)
+            scanned = (info + Uint32(STAGES * INFO_BYTES), group, warp, lane)
             blocks = self._used(caches, (token, begin, blocks), scanned)
         slots, there = self._share(found, warp, lane)
         starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
         codes = self._load_codes(slots[0], starts[0])
         self._copy_codes(slots[1], starts[1], own)
-        found = self._ask(caches, sizes, block + parts, lane)
+        found = self._ask(caches, sizes, block + stride, lane)
         # Of a part without any block, the first is one of nothing.
-        more = Boolean(True)
+        more = (group == 0) | (block < blocks)
         while more:
-            block += parts
+            final = block + parts >= blocks
+            block += stride
             more = block < blocks
             ptx.wait(empty + Uint32(stage * 8), parity)
             to = at + Uint32(stage * TILE_BYTES)
             self._copy_tails(slots, starts, to + tail)
             if warp == 0 and lane == 0:
-                described = [there[0], there[1], Uint32(not more), Uint32(0)]
+                described = [there[0], there[1], Uint32(final), Uint32(0)]
                 ptx.store_shared4(info + Uint32(stage * INFO_BYTES), described)
             for g in cutlass.range_constexpr(_GROUPS):
                 byte = (scales[g // 4] >> Uint32(g % 4 * 8)) & Uint32(255)
@@ -93,10 +98,10 @@ class Entries:
             starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
             codes = self._load_codes(slots[0], starts[0])
             self._copy_codes(slots[1], starts[1], own)
-            found = self._ask(caches, sizes, block + parts, lane)
-            stage += 1
-            if stage == STAGES:
-                stage = Int32(0)
+            found = self._ask(caches, sizes, block + stride, lane)
+            stage += self.expanders
+            if stage >= STAGES:
+                stage -= STAGES
                 parity = parity ^ 1
         ptx.wait_copies(0)
         return stage, parity

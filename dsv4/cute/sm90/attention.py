@@ -269,7 +269,7 @@ class AttentionKernel(Entries, AttentionPlan):
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             own = Uint32(codes.toint()) + Uint32((thread - _CONSUMERS) * 16)
-            shared = (info, full, empty, at_k, own, warp - CONSUMER_WARPS, lane)
+            shared = (info, full, empty, at_k, own, Int32(0), warp - CONSUMER_WARPS, lane)
             stage, parity, item = Int32(0), Int32(1), Int32(begin)
             while item < items:
                 rest = item // tiles
@@ -421,7 +421,8 @@ class AttentionKernel(Entries, AttentionPlan):
 
     @cute.jit
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
-        """This warp has read the stage."""
+        """All lanes of this warp have read the stage."""
+        cute.arch.sync_warp()
         if lane == 0:
             ptx.arrive(empty + Uint32(stage * 8))
 
@@ -454,6 +455,8 @@ class AttentionKernel(Entries, AttentionPlan):
         for n in cutlass.range_constexpr(0, BLOCK // 8, 2):
             chunk = (n + lane // 16) ^ (lane % 8)
             ptx.store_matrices4(place + Uint32(chunk * 16), [words[2 * n + i] for i in range(4)])
+        # All lanes have read what is overwritten.
+        cute.arch.sync_warp()
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 ptx.store_shared_float(line + Uint32(32 * r), references[r])

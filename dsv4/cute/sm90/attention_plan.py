@@ -17,16 +17,20 @@ CODE_BYTES = BLOCK * NOPE // 2  # of those that wait in shared memory
 SCAN_BYTES = 4 * PRODUCER_WARPS
 WEIGHT_BYTES = HEADS * BLOCK * 2
 INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
+COLUMN_CLUSTERS = (1, 2, 4, 8)  # blocks that share a token's entries, of 16 heads
 _MOST_SPLITS = 64
-# In clock cycles, fitted to times on an H200: a block of entries, what a tile of heads costs beside
-# them, the second launch, a head of a token there, and the bytes of sums that are written and read
-# again while a multiprocessor's clock ticks; and what two blocks that add their sums together cost.
-_BLOCK_CYCLES, _TILE_CYCLES, _LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 4500, 9000, 3000, 200, 9
-_TOGETHER_CYCLES = 5000
+# In clock cycles, fitted to times on an H200: a block of entries, what a tile costs beside them,
+# and a head of it; the second launch, a head of a token there, and the bytes of sums that are
+# written and read again while a multiprocessor's clock ticks; what two blocks that add their sums
+# together cost; and a tile of 16 heads with entries as rows, and a block of its entries.
+_BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4500, 4000, 80
+_LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 3000, 200, 8
+_TOGETHER_CYCLES = 6000
+_COLUMNS_CYCLES, _COLUMN_BLOCK_CYCLES = 10350, 3270
 NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
 # Of that kernel, as measured: clusters that are at work at a time without two blocks on one
 # multiprocessor, and steps of a token up to which it is the fastest.
-_NARROW_CLUSTERS, _NARROW_STEPS = 8, 40
+_NARROW_CLUSTERS, _NARROW_STEPS = 12, 40
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class AttentionPlan:
     split: bool
     together: bool = False
 
+    expanders = 1  # warpgroups
     kernel = "dsv4.cute.sm90.attention:AttentionKernel"
 
     @property
@@ -59,6 +64,30 @@ class AttentionPlan:
         tiles = (1 + STAGES) * TILE_BYTES + WEIGHT_BYTES + CODE_BYTES
         words = 3 * HEADS + CONSUMER_WARPS
         return 1024 + tiles + 4 * words + STAGES * (INFO_BYTES + 24) + SCAN_BYTES + 16
+
+
+@dataclass(frozen=True)
+class ColumnsPlan:
+    """The kernel whose tiles have 16 heads, and entries as rows of both products.
+
+    Attributes:
+        blocks: Of a cluster, which share a token's entries.
+    """
+
+    blocks: int
+
+    kernel = "dsv4.cute.sm90.attention_columns:ColumnsKernel"
+    heads = 16  # of a tile
+    expanders = 2  # warpgroups; another one multiplies
+    threads = 384
+
+    @property
+    def shared_bytes(self) -> int:
+        """Stages, queries, weights, codes, statistics, descriptions and barriers."""
+        tiles = STAGES * TILE_BYTES + self.heads * (DIMS + BLOCK) * 2
+        statistics = self.heads * (4 * 4 + self.blocks * 8)
+        notes = STAGES * INFO_BYTES + self.expanders * SCAN_BYTES
+        return 1024 + tiles + self.expanders * CODE_BYTES + statistics + notes + 256
 
 
 @dataclass(frozen=True)
@@ -89,13 +118,13 @@ class NarrowPlan:
     shared_bytes = 128 * 1024  # more than half, so that blocks are on different multiprocessors
 
 
-Plan = AttentionPlan | MergePlan | NarrowPlan
+Plan = AttentionPlan | ColumnsPlan | MergePlan | NarrowPlan
 
 
 @functools.cache
 def choose(
     tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
-) -> tuple[AttentionPlan | NarrowPlan, int]:
+) -> tuple[AttentionPlan | ColumnsPlan | NarrowPlan, int]:
     """The kernel that takes the fewest cycles, and among how many blocks it deals a tile's entries.
 
     Args:
@@ -109,18 +138,17 @@ def choose(
         room = [
             b for b in NARROW_CLUSTERS if b == NarrowPlan.blocks or clusters * b <= multiprocessors
         ]
-        plan = narrow(widths, room)
-        return plan, plan.blocks
-    count = splits(tokens, heads, widths, multiprocessors)
-    cycles = _cycles(count, tokens, heads, widths, multiprocessors)
-    two = AttentionPlan(False, together=True)
-    programs = tokens * tiles(heads)
-    # Of fewer, four to a tile leave less to each, and another launch has less to add.
-    if multiprocessors < 4 * programs <= 2 * multiprocessors and _blocks(widths) > 1:
-        alone = _TILE_CYCLES + -(-_blocks(widths) // 2) * _BLOCK_CYCLES + _TOGETHER_CYCLES
-        if alone < cycles:
-            return two, two.blocks
-    return AttentionPlan(count > 1), count
+        few = narrow(widths, room)
+        return few, few.blocks
+    sizes = (tokens, heads, widths, multiprocessors)
+    count = splits(*sizes)
+    forms: list[tuple[float, AttentionPlan | ColumnsPlan, int]] = [
+        (_cycles(count, *sizes), AttentionPlan(count > 1), count),
+        (_together(*sizes), AttentionPlan(False, together=True), 2),
+        *((_columns(b, *sizes), ColumnsPlan(b), b) for b in COLUMN_CLUSTERS),
+    ]
+    _, plan, count = min(forms, key=lambda form: form[0])
+    return plan, count
 
 
 def narrow(widths: tuple[int, int], room: Sequence[int]) -> NarrowPlan:
@@ -132,6 +160,26 @@ def narrow(widths: tuple[int, int], room: Sequence[int]) -> NarrowPlan:
     """
     steps = _steps(widths)
     return NarrowPlan(min(room, key=lambda b: (-(-steps // b), b != NARROW_CLUSTERS[-1], b)))
+
+
+def _together(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int) -> float:
+    """Cycles of two blocks to a tile, which add their sums; all of them at work at a time."""
+    if 2 * tokens * tiles(heads) > multiprocessors or _blocks(widths) == 1:
+        return float("inf")
+    return _tile(heads) + -(-_blocks(widths) // 2) * _BLOCK_CYCLES + _TOGETHER_CYCLES
+
+
+def _columns(
+    blocks: int, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+) -> float:
+    """Cycles of tiles of 16 heads, each of which is dealt out to so many blocks of threads."""
+    items = tokens * -(-heads // ColumnsPlan.heads)
+    # Larger clusters leave some multiprocessors of a group of 16 or 18 without any.
+    room = multiprocessors // blocks if blocks < 4 else multiprocessors * 10 // 11 // blocks
+    if blocks > 1 and items > room:
+        return float("inf")
+    each = _COLUMNS_CYCLES + -(-_blocks(widths) // blocks) * _COLUMN_BLOCK_CYCLES
+    return -(-items // room) * each
 
 
 def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
@@ -166,11 +214,16 @@ def _cycles(
 ) -> float:
     programs = tokens * tiles(heads)
     rounds = -(-programs * count // multiprocessors)
-    alone = rounds * (_TILE_CYCLES + -(-_blocks(widths) // count) * _BLOCK_CYCLES)
+    alone = rounds * (_tile(heads) + -(-_blocks(widths) // count) * _BLOCK_CYCLES)
     if count == 1:
         return alone
     moved = 4 * DIMS * min(heads, HEADS) * programs * count / _BYTES
     return alone + _LAUNCH_CYCLES + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
+
+
+def _tile(heads: int) -> int:
+    """Cycles of a tile of 64 heads beside its entries; of fewer, less is stored."""
+    return _TILE_CYCLES + _HEAD_CYCLES * min(heads, HEADS)
 
 
 def _blocks(widths: tuple[int, int]) -> int:
