@@ -21,10 +21,13 @@ from dsv4.elements import mxfp4_as_nvfp4
 from dsv4.scales import (
     e8m0_from_bytes,
     e8m0_to_float,
+    expert_tiles,
     scale_offset,
     scales_to_float,
+    swizzle_expert_scales,
     swizzle_scales,
     swizzled_size,
+    unswizzle_expert_scales,
     unswizzle_scales,
 )
 
@@ -37,6 +40,7 @@ __all__ = [
     "MXFP4",
     "NVFP4",
     "SWIZZLED",
+    "SWIZZLED_EXPERTS",
     "Conversion",
     "Format",
     "QuantizedTensor",
@@ -45,15 +49,18 @@ __all__ = [
     "e8m0_from_bytes",
     "e8m0_to_float",
     "expand_segments",
+    "expert_tiles",
     "format_named",
     "from_compressed_tensors",
     "invert_global_scale",
     "mxfp4_to_nvfp4",
     "scale_offset",
     "scales_to_float",
+    "swizzle_expert_scales",
     "swizzle_scales",
     "swizzled_size",
     "to_compressed_tensors",
+    "unswizzle_expert_scales",
     "unswizzle_scales",
 ]
 
@@ -62,6 +69,8 @@ E4M3_MAX = 448.0
 LINEAR = "linear"
 SWIZZLED = "swizzled_128x4"
 FRAGMENTS = "fragments_16x64"
+# Of rows sorted by expert: no operator takes it, because it means nothing without their offsets.
+SWIZZLED_EXPERTS = "swizzled_128x4_experts"
 LAYOUTS = (LINEAR, SWIZZLED, FRAGMENTS)
 
 
@@ -151,7 +160,8 @@ class QuantizedTensor:
             ``segments``, or N (one per row).
         format: What the bytes mean.
         layout: ``"linear"``, ``"swizzled_128x4"`` (scales moved) or ``"fragments_16x64"`` (codes
-            and scales moved for Hopper's tensor cores, NVFP4 only).
+            and scales moved for Hopper's tensor cores, NVFP4 only). Of a result for others also
+            ``"swizzled_128x4_experts"``, see ``swizzle_expert_scales``; no operator takes it.
         segments: Row counts that sum to N, one global scale each; ``()`` is one segment. A fused
             matrix keeps the global scale of each part: their maximum would mis-scale the others.
     """
@@ -222,10 +232,11 @@ class QuantizedTensor:
         """The same matrix, bit for bit, in ``layout``.
 
         Raises:
-            ValueError: if the layout is unknown, or not one of the format's, or the matrix is not a
+            ValueError: if a layout is unknown, or not one of the format's, or the matrix is not a
                 whole number of its tiles, or (fragments) a block scale is negative.
         """
-        check_layout(self.format, layout)
+        for one in (layout, self.layout):
+            check_layout(self.format, one)
         if layout == self.layout:
             return self
         if self.layout == FRAGMENTS:
@@ -317,6 +328,11 @@ def _check_global_scale(q: QuantizedTensor) -> None:
 
 def check_layout(fmt: Format, layout: str) -> None:
     """Raise ValueError unless ``fmt`` can have its scales in ``layout``."""
+    if layout == SWIZZLED_EXPERTS:
+        raise ValueError(
+            f"layout is {layout!r}, which means nothing without the experts' offsets: "
+            "dsv4.formats.unswizzle_expert_scales makes its scales linear"
+        )
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(map(repr, LAYOUTS))}")
     if layout == SWIZZLED and not fmt.packed:

@@ -122,6 +122,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory of new tensors is NaN, or all ones."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert bool(torch.empty(64, dtype=torch.float8_e4m3fn).float().isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where an operator test runs, with which implementation; see ``pytest_generate_tests``."""
     place, _, kernel = request.param.partition("-")

@@ -84,6 +84,7 @@ def routed_kinds(experts, inner, hidden):
         yield Experts(2 * inner, hidden, experts, False, scaled, True, weighted)
     if experts == ROUTED[0][0]:
         yield Experts(2 * inner, hidden, experts, False, True, True, True, True)
+        yield Experts(2 * inner, hidden, experts, False, True, True, True, True, True)
     for float32_out, scaled in ((False, False), (True, False), (False, True)):
         yield Experts(hidden, inner, experts, float32_out, scaled)
 
@@ -381,12 +382,12 @@ def test_plans_of_experts_fit_their_matrix():
                 assert wanted.columns // 64 % (plan.parts * plan.depth) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert (*kind, plan.quantized_out) == wanted[3:]
+                assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
             for plan in (plan for plan in found if isinstance(plan, GroupedPlan)):
                 assert wanted.columns // 64 % plan.depth == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert (*kind, plan.quantized_out) == wanted[3:]
+                assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
             chosen = {grouped_plan.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)}
             assert chosen <= set(found)
 

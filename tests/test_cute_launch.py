@@ -20,6 +20,7 @@ from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, Share
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
+from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
 
 MAP = bytes(range(128))
 
@@ -237,7 +238,8 @@ class Grouped:
     ):
         """Launches: grid, threads, stream, and the kernel's arguments by name.
 
-        ``rest`` is what SwiGLU takes, ``codes`` the scales of results that are quantised.
+        ``rest`` is what SwiGLU takes, ``codes`` the scales of results that are quantised, and how
+        their block scales lie.
         """
         self.wanted = Experts(
             self.rows,
@@ -248,6 +250,7 @@ class Grouped:
             bool(rest),
             bool(rest) and rest[1] is not None,
             codes is not None,
+            codes is not None and codes[1] == SWIZZLED_EXPERTS,
         )
         self.shares = grouped_gemm.shares(self.wanted, max(x.shape[0], 1), driver.arch)
         self.plan = self.shares[-1].plan
@@ -257,8 +260,8 @@ class Grouped:
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
-        last = (dtype or torch.bfloat16) if codes is None else codes
-        self.out = function(x, *parts, *named, *rest, last)
+        last = [dtype or torch.bfloat16] if codes is None else codes
+        self.out = function(x, *parts, *named, *rest, *last)
         names = [(OF_ANY_ROWS, OF_FEW_ROWS)[one] for one in few]
         return [
             (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
@@ -394,23 +397,28 @@ def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
     assert values == {**told_of(product, x), **addresses, **never, **scales}
 
 
+@pytest.mark.parametrize("layout", [LINEAR, SWIZZLED_EXPERTS])
 @pytest.mark.parametrize("tokens", [FEW, SOME])
-def test_codes_of_experts(driver, tokens):
-    product = Grouped(2 * INNER, HIDDEN)
+def test_codes_of_experts(driver, tokens, layout):
+    product, swizzled = Grouped(2 * INNER, HIDDEN), layout == SWIZZLED_EXPERTS
+    tiles = (tokens + 127 * min(EXPERTS, tokens)) // 128
     x, scale = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(EXPERTS, 2)[:, 0]
     function = grouped_gemm.grouped_gemm_swiglu_quantize
-    [(_, _, _, values)] = product(driver, function, x, None, None, codes=scale)
+    [(_, _, _, values)] = product(driver, function, x, None, None, codes=(scale, layout))
     codes, block_scales, row_scale = product.out
+    assert product.plan.swizzled_out == swizzled
     assert (codes.shape, codes.dtype) == ((tokens, INNER // 2), torch.uint8)
-    assert (block_scales.shape, block_scales.dtype) == ((tokens, INNER // 16), torch.float8_e4m3fn)
+    shape = (tiles * 128 * (INNER // 16),) if swizzled else (tokens, INNER // 16)
+    assert (block_scales.shape, block_scales.dtype) == (shape, torch.float8_e4m3fn)
     assert (row_scale.shape, row_scale.dtype) == ((tokens,), torch.float32)
     told = {"block_scales": block_scales.data_ptr(), "result_scale": row_scale.data_ptr()}
     assert values["codes_scale"] not in (0, scale.data_ptr()), "a contiguous copy"
     assert values.items() >= {**told, "out": codes.data_ptr()}.items()
     # Two row tiles make a block.
     assert values["row_tiles"] == 2 * INNER // (32 if tokens == FEW else 16)
-    [] = product(driver, function, x[:0], None, None, codes=scale)
-    assert [tuple(t.shape) for t in product.out] == [(0, INNER // 2), (0, INNER // 16), (0,)]
+    [] = product(driver, function, x[:0], None, None, codes=(scale, layout))
+    of_scales = (0,) if swizzled else (0, INNER // 16)
+    assert [tuple(t.shape) for t in product.out] == [(0, INNER // 2), of_scales, (0,)]
 
 
 @pytest.mark.parametrize("tokens", [FEW, SOME])

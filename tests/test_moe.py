@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_scales, swizzled_size
 from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies as fuzz
@@ -399,6 +401,8 @@ def quantized_gather(x, rows, offsets, input_scale, layout):
     """Gather, clear what no expert owns, and quantise each expert's rows by themselves."""
     gathered = moe_gather(x, rows)
     gathered[int(offsets[-1]) :] = 0
+    if layout == SWIZZLED_EXPERTS:
+        return swizzled_by_expert(quantized_gather(x, rows, offsets, input_scale, LINEAR), offsets)
     if input_scale is None:
         return quantize(gathered, "nvfp4", scaling="token", layout=layout, backend="reference")
     scale = torch.ones(gathered.shape[0], device=x.device)
@@ -414,11 +418,23 @@ def quantized_gather(x, rows, offsets, input_scale, layout):
     )
 
 
+def swizzled_by_expert(q, offsets):
+    """The scales of each expert swizzled by themselves, one behind the other, and zeros."""
+    counts, rows = offsets.diff().tolist(), q.rows
+    tiles = (rows + 127 * min(rows, len(counts))) // 128
+    parts = [swizzle_scales(s) for s in q.scales[: sum(counts)].split(counts)]
+    scales = torch.zeros(swizzled_size(128 * tiles, q.scales.shape[1]), dtype=torch.uint8)
+    joined = torch.cat([part.view(torch.uint8) for part in parts])
+    scales = scales.to(q.device)
+    scales[: joined.numel()] = joined
+    return dataclasses.replace(q, scales=scales.view(q.scales.dtype), layout=SWIZZLED_EXPERTS)
+
+
 @given(
     routing=routings(),
     blocks=st.integers(1, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    layout=st.sampled_from(["linear", "swizzled_128x4"]),
+    layout=st.sampled_from(["linear", "swizzled_128x4", "swizzled_128x4_experts"]),
     static=st.booleans(),
     kind=st.sampled_from([0.0, 1.0, torch.nan, torch.inf]),
 )
@@ -439,6 +455,23 @@ def test_gather_quantize_is_its_parts(device, routing, blocks, dtype, layout, st
     assert_bitwise(found.codes, wanted.codes, "codes")
     assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
     assert found.global_scale.shape == (ids.numel(),)
+    assert_bitwise(found.global_scale, wanted.row_scale(), "global scales")
+
+
+@pytest.mark.parametrize(("static", "experts"), [(False, 1), (True, 3)])
+def test_gather_quantize_of_experts_with_more_than_a_tile(device, static, experts, poisoned_memory):
+    """129 rows of one expert, some of another or of none."""
+    ids = torch.zeros(27, 5, dtype=torch.int64, device=device)
+    ids[0] = torch.tensor([-1, experts - 1, -1, experts - 1, experts - 1])
+    ids[1, 0] = experts
+    x, scale = fuzz.normal(0, (27, 48), torch.bfloat16).to(device), None
+    if static:
+        scale = torch.linspace(0.01, 0.02, experts, device=device)
+    _, offsets, rows = moe_permute(ids, experts)
+    found = moe_gather_quantize(x, rows, offsets, input_scale=scale, layout=SWIZZLED_EXPERTS)
+    wanted = quantized_gather(x, rows, offsets, scale, SWIZZLED_EXPERTS)
+    assert_bitwise(found.codes, wanted.codes, "codes")
+    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
     assert_bitwise(found.global_scale, wanted.row_scale(), "global scales")
 
 
@@ -516,8 +549,8 @@ def test_opcheck(device, dtype):
     out = torch.zeros(6, 4, dtype=dtype, device=device)
     torch.library.opcheck(ops.moe_sort_out.default, (x, ids, weights, 3, 1, 2, out, "auto"))
     wide = fuzz.normal(0, (3, 32), dtype).to(device)
-    for scale in (None, torch.ones(3, device=device)):
-        args = (wide, rows, offsets, scale, "linear", "auto")
+    for scale, layout in ((None, LINEAR), (torch.ones(3, device=device), SWIZZLED_EXPERTS)):
+        args = (wide, rows, offsets, scale, layout, "auto")
         torch.library.opcheck(ops.moe_gather_quantize.default, args, test_utils=OPCHECKS)
         assert_pure(ops.moe_gather_quantize.default, *args)
     y = moe_gather(x, rows)

@@ -19,7 +19,7 @@ from dsv4.cute._driver import Image, Kernel
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm100 import _maps, grouped_plan
 from dsv4.cute.sm100.plans import Product, choose
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
+from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -279,10 +279,10 @@ def test_groups_are_quantised_apart():
     assert total.reshape(-1)[0] == 0.25
 
 
-@pytest.mark.parametrize("kind", ["product", "SwiGLU", "codes"])
+@pytest.mark.parametrize("kind", ["product", "SwiGLU", "codes", "swizzled"])
 @pytest.mark.parametrize("given_codes", [False, True])
 def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
-    experts, rows, columns, tokens = 5, 160, 512, 300
+    experts, rows, columns, tokens = 5, 256 if kind == "swizzled" else 160, 512, 300
     weight = quantize(torch.randn(experts, rows, columns), scaling="weight", layout=SWIZZLED)
     x, offsets = torch.randn(tokens, columns).bfloat16(), torch.tensor([0, 3, 3, 90, 90, 290]).int()
     scale, of_rows, seen = torch.ones(experts, 2), torch.linspace(0.1, 1, experts), []
@@ -292,7 +292,16 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     )
     q = quantize(x, scaling="token")
     of_x = (None, q.scales, q.global_scale) if given_codes else (of_rows, None, None)
-    stored = (weight.codes, weight.scales, scale, (96, 64), offsets, "nvfp4", SWIZZLED, "nvfp4")
+    stored = (
+        weight.codes,
+        weight.scales,
+        scale,
+        (96, rows - 96),
+        offsets,
+        "nvfp4",
+        SWIZZLED,
+        "nvfp4",
+    )
     given_ = (q.codes if given_codes else x, *stored, *of_x)
     row_weight, result_scale = torch.ones(tokens, dtype=torch.bfloat16), torch.ones(experts)
     if kind == "product":
@@ -301,10 +310,14 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         out = [grouped_nvfp4.grouped_gemm_swiglu(*given_, None, None, torch.bfloat16)]
     else:
         function = grouped_nvfp4.grouped_gemm_swiglu_quantize
-        out = function(*given_, 10.0, row_weight, result_scale)
+        layout = SWIZZLED_EXPERTS if kind == "swizzled" else LINEAR
+        out = function(*given_, 10.0, row_weight, result_scale, layout)
     wide = rows if kind == "product" else rows // 2
-    shapes = [(tokens, wide // 2), (tokens, wide // 16), (tokens,)]
-    assert [tuple(t.shape) for t in out] == (shapes if kind == "codes" else [(tokens, wide)])
+    swiglu, codes = kind != "product", kind in ("codes", "swizzled")
+    # 300 rows of 5 experts: 7 tiles of 128, whatever the offsets.
+    of_scales = (7 * 128 * wide // 16,) if kind == "swizzled" else (tokens, wide // 16)
+    shapes = [(tokens, wide // 2), of_scales, (tokens,)]
+    assert [tuple(t.shape) for t in out] == (shapes if codes else [(tokens, wide)])
     [(x_codes, x_scales, token_scale)] = seen
     if given_codes:
         assert (x_codes is q.codes, token_scale is q.global_scale) == (True, True)
@@ -316,8 +329,8 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         assert torch.equal(x_codes, want.codes)
         assert torch.equal(x_scales.view(torch.uint8), want.scales.view(torch.uint8))
         assert torch.equal(token_scale, of_expert)
-    swiglu, codes = kind != "product", kind == "codes"
-    sizes = Experts(rows, columns, experts, kind == "product", True, swiglu, codes, codes)
+    kinds = (swiglu, codes, codes, kind == "swizzled")
+    sizes = Experts(rows, columns, experts, kind == "product", True, *kinds)
     plan = grouped_plan.choose(sizes, tokens)
     [(grid, threads, stream, values)] = grouped_driver.launches
     blocks = -(-rows // plan.rows)
@@ -336,7 +349,7 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     promote = 3
     stored_at = weight.codes.data_ptr(), weight.scales.data_ptr(), x_codes.data_ptr()
     assert grouped_driver.maps == [
-        (0, stored_at[0], [256, 800], [256], [128, 128], [1, 1], (0, 3, promote, 0)),
+        (0, stored_at[0], [256, 5 * rows], [256], [128, 128], [1, 1], (0, 3, promote, 0)),
         (1, stored_at[1], [256, 8, 10], [512, 4096], [256, 4, 1], [1] * 3, (0, 0, promote, 0)),
         (0, stored_at[2], [256, 300], [256], [128, plan.own_tokens], [1, 1], (0, 3, promote, 0)),
     ]

@@ -22,7 +22,13 @@ from dsv4.cute import grouped_nvfp4
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.grouped_plan import TURN_WARP, GroupedPlan, candidates, choose, plans
-from dsv4.formats import NVFP4, SWIZZLED, QuantizedTensor
+from dsv4.formats import (
+    NVFP4,
+    SWIZZLED,
+    QuantizedTensor,
+    expert_tiles,
+    swizzle_expert_scales,
+)
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_swiglu,
@@ -33,9 +39,10 @@ from tests import blackwell_emulator
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 LAYOUTS = list(itertools.product(dense_plan.TOKEN_BLOCKS, (1, 2)))
-# float32 results, SwiGLU, weights of rows, codes.
+# float32 results, SwiGLU, weights of rows, codes, swizzled scales of these.
 KINDS = [
     (False, False, False, False),
+    (False, True, True, True, True),
     (False, True, True, True),
     (True, True, False, False),
     (False, True, True, False),
@@ -46,8 +53,8 @@ KINDS = [
 ]
 
 
-def plan_of(how, float32_out=False, swiglu=False, row_weighted=False, quantized_out=False):
-    return GroupedPlan(*how, float32_out, swiglu, 1, row_weighted, quantized_out)
+def plan_of(how, float32_out=False, swiglu=False, *rest):
+    return GroupedPlan(*how, float32_out, swiglu, 1, *rest)
 
 
 PLANS = [plan_of(how, *kind) for how in LAYOUTS for kind in KINDS]
@@ -193,7 +200,9 @@ def emulate(monkeypatch, plan, case, clusters):
     out = np.full(total * outputs, 7, np.float32 if plan.float32_out else np.uint16)
     if plan.quantized_out:
         out = np.full(total * outputs // 2, 0x77, np.uint8)
-    results = [out, np.full(total * outputs // 16, 0x77, np.uint8), np.full(total, 7, np.float32)]
+    scale_rows = 128 * expert_tiles(total, experts) if plan.swizzled_out else total
+    block_scales = np.full(scale_rows * outputs // 16, 0x77, np.uint8)
+    results = [out, block_scales, np.full(total, 7, np.float32)]
     given_ = [
         contents(case.q.scales),
         *(t.reshape(-1).numpy() for t in (case.weight.global_scale, case.q.global_scale)),
@@ -335,6 +344,36 @@ def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
     given_ = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
     same = grouped_gemm_swiglu_quantize(*given_, **how_).codes == want.codes
     assert same.float().mean() > 0.99
+
+
+def check_swizzled(monkeypatch, how, weighted, case, clusters):
+    """The linear result with its scales moved; every byte, padding too, is stored once."""
+    plans = [plan_of(how, False, True, weighted, True, swizzled) for swizzled in (False, True)]
+    linear, moved = (emulate(monkeypatch, plan, case, clusters)[0] for plan in plans)
+    assert (linear[0] == moved[0]).all()
+    assert (linear[2] == moved[2]).all()
+    scales = torch.from_numpy(linear[1]).view(case.x.shape[0], -1)
+    assert torch.equal(torch.from_numpy(moved[1]), swizzle_expert_scales(scales, case.offsets))
+
+
+@settings(max_examples=20 if NIGHTLY else 1)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda counts: sum(counts) < 80),
+    st.integers(0, 3),
+    st.integers(1, 3),
+)
+@example([0, 128, 0, 3], 2, 2)
+@example([0, 0], 3, 2)
+def test_the_source_of_swizzled_scales(counts, spare, clusters):
+    """Experts that end anywhere, clusters that share the padding, a tile of 128 that is full."""
+    if sum(counts) + spare:
+        with pytest.MonkeyPatch.context() as patch:
+            check_swizzled(patch, (64, 1), False, Case(counts, spare, 128, 256), clusters)
+
+
+@pytest.mark.parametrize("how", LAYOUTS if NIGHTLY else [(64, 2)], ids=str)
+def test_the_source_of_swizzled_scales_of_every_layout(how, monkeypatch):
+    check_swizzled(monkeypatch, how, True, Case([1, 0, 66], 1, 128, 256), 1)
 
 
 @pytest.mark.parametrize(

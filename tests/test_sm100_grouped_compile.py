@@ -58,12 +58,14 @@ def check(plan, arch, image, numbers, instructions):
     assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
     assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
     assert count("SHFL.UP") == 5, "tiles are counted by a warp"
-    # Gate and up are exchanged, and maxima of codes.
+    # Gate and up are exchanged, and maxima of codes; sums of padding rows, by two kinds of warps.
     assert begins("MUFU.EX2") == (16 if plan.swiglu else 0)
     lines = dense_plan.CHUNK * plan.tile_outputs // 128  # that a thread stores, of 8 results
-    assert count("SHFL.BFLY") == (16 if plan.swiglu else 0) + (lines if plan.quantized_out else 0)
+    exchanged = (16 if plan.swiglu else 0) + (lines if plan.quantized_out else 0)
+    assert count("SHFL.BFLY") == exchanged + (10 if plan.swizzled_out else 0)
     if plan.quantized_out:
-        assert count("STG.E.U8") == lines + 1, "block scales, and those of no expert"
+        ours = lines + (0 if plan.swizzled_out else 1)
+        assert count("STG.E.U8") == ours, "block scales, and linear ones of no expert"
         assert begins("STG.E.128") == 0
     elif plan.float32_out:
         assert count("STG.E") == 8 * (2 if plan.swiglu else 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -10,6 +11,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import environment, validate_experts, validate_kernel
+from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
 
 COMMAND = ["run", "gemm", "--check", "--device", "cpu"]
@@ -211,6 +213,27 @@ def test_a_wrong_product_of_experts_is_found(register, capsys, change, op, case,
     wrong = [line for line in lines if line.startswith("WRONG tested tiny ")]
     assert any(where in line for line in wrong), wrong
     assert not any(line.startswith("WRONG reference") for line in lines)
+
+
+def stale_padding(args, out):
+    """The last scale byte of a swizzled result, which no row has, is not zero."""
+    codes, scales, total = out
+    if scales.ndim == 1:
+        scales = scales.clone()
+        scales.view(torch.uint8)[-1] = 0x38
+    return codes, scales, total
+
+
+def test_wrong_padding_of_swizzled_results_is_found(register, capsys, monkeypatch):
+    config = dataclasses.replace(PRESETS["tiny"](), moe_intermediate_size=64)
+    monkeypatch.setitem(PRESETS, "tiny", lambda: config)
+    register(stale_padding, of="grouped_gemm_swiglu_quantize")
+    status, _, lines = printed(capsys, [*COMMAND, "--cases", "experts*quantize", "--tokens", "17"])
+    assert status == 2
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    assert wrong
+    assert all(line.startswith("WRONG tested tiny ") for line in wrong)
+    assert all("swizzled results, uint8: scales differs" in line for line in wrong)
 
 
 def test_a_wrong_kernel_has_no_time(register, tmp_path):

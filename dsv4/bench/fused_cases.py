@@ -14,6 +14,7 @@ from dsv4.bench.check import bitwise
 from dsv4.bench.fused_judges import QUANTIZED, as_parts
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
 from dsv4.ops.indexer import QUERY_FORMATS
 from dsv4.pages import Pages
 
@@ -149,17 +150,20 @@ def norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def moe_gather_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Rows of the routed experts."""
+    """Rows of the routed experts, with scales for this package's products and for others'."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok
 
-    def build(draw: Draw) -> Problem:
+    def build(draw: Draw, layout: str) -> Problem:
         ids = draw.distinct(tokens, k, experts)
         _, offsets, rows = ops.moe_permute(ids, experts, backend="reference")
         args = (draw.normal(tokens, c.hidden_size), rows, offsets)
         judge = bitwise(*QUANTIZED)
-        return Problem(ops.moe_gather_quantize, args, {}, judge, nbytes(*args))
+        return Problem(ops.moe_gather_quantize, args, {"layout": layout}, judge, nbytes(*args))
 
-    yield Case("moe_gather_quantize", "", {"H": c.hidden_size, "k": k}, tokens, build)
+    for name, layout in (("", LINEAR), ("swizzled by expert", SWIZZLED_EXPERTS)):
+        made = functools.partial(build, layout=layout)
+        sizes = {"H": c.hidden_size, "k": k}
+        yield Case("moe_gather_quantize", name, sizes, tokens, made, brief=layout == LINEAR)
 
 
 def _hyper(c: ModelConfig, tokens: int, draw: Draw) -> tuple[torch.Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
-from dsv4.formats import SWIZZLED, QuantizedTensor
+from dsv4.formats import SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor, swizzle_expert_scales
 
 
 def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -195,9 +196,13 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
         of_rows = torch.ones(found.shape[0], device=found.device)
         for expert, (start, end) in enumerate(pairwise(problem.args[2].tolist())):
             of_rows[start:end] = problem.kwargs["result_scale"][expert]
-        return ops.quantize(
+        wanted = ops.quantize(
             found, "nvfp4", scaling="static", global_scale=of_rows, backend="reference"
         )
+        if problem.kwargs.get("scale_layout") == SWIZZLED_EXPERTS:
+            scales = swizzle_expert_scales(wanted.scales, problem.args[2])
+            wanted = replace(wanted, scales=scales, layout=SWIZZLED_EXPERTS)
+        return wanted
 
     def build(draw: Draw, activation: str) -> Problem:
         _, offsets = _sorted(c, tokens, draw)

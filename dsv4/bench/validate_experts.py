@@ -1,8 +1,9 @@
 """Products of the shared and of routed experts for ``run gemm --check``.
 
 The cases of the bench with fewer experts, at several token counts with routings drawn uniformly,
-with all rows on the last expert, and with rows that hold a NaN and an infinity. Each result has its
-operator's judge; where that asks for equal bits an error is 0 or infinite.
+with all rows on the last expert, and with rows that hold a NaN and an infinity; NVFP4 results with
+swizzled scales, too. Each result has its operator's judge; where that asks for equal bits an error
+is 0 or infinite.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dsv4.bench.cases import MAKERS, PRESETS
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.bench.validate_kernel import REFERENCE, Kernel, Refused, Request
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor
+from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor
 
 # Operator and name of its case, which has another one with NVFP4 activations.
 CASES = {
@@ -104,6 +105,9 @@ class _Product:
         x = usual.args[0].clone()
         x[3, 5], x[11, -1] = float("nan"), float("-inf")
         yield _point("a NaN and an infinity", _with(usual, 0, x))
+        if self.op.endswith("_quantize") and usual.args[1].rows % 128 == 0:
+            kwargs = {**usual.kwargs, "scale_layout": SWIZZLED_EXPERTS}
+            yield _point("swizzled results", dataclasses.replace(usual, kwargs=kwargs))
 
     def times(self, kernel: Kernel, request: Request) -> dict[int, float]:
         """By tokens; on a GPU with the level-2 cache cleared before."""

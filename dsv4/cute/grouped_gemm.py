@@ -22,6 +22,8 @@ from dsv4.cute.sm90.grouped_plan import (
     counted_as,
     shares,
 )
+from dsv4.formats import SWIZZLED_EXPERTS
+from dsv4.ops.grouped_gemm import empty_codes
 from dsv4.ops.quantize import bfloat16_operand, block_values
 
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
@@ -33,7 +35,8 @@ _BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@9q")
 _FEW_ADDRESSES = struct.Struct("@11q")
 _FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 
-_Experts = tuple[int, int, int, bool, bool, bool, bool, bool]  # their fields, without the name
+# Their fields, without the names.
+_Experts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 _ROW_SCALED = 4
 
 
@@ -62,7 +65,8 @@ def grouped_gemm(
     x = _values(x, x_scales)
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
     scaled = activation == "nvfp4" or row_scale is not None
-    wanted = (rows, columns, experts, out_dtype == torch.float32, scaled, False, False, False)
+    kind = (out_dtype == torch.float32, scaled, False, False, False, False)
+    wanted = (rows, columns, experts, *kind)
     if out is None:
         out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
     parts = (weight, scales, global_scale, offsets)
@@ -94,7 +98,7 @@ def grouped_gemm_swiglu(
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
     scaled = activation == "nvfp4" or row_scale is not None
     kind = (out_dtype == torch.float32, scaled, True, row_weight is not None)
-    wanted = (rows, columns, experts, *kind, False)
+    wanted = (rows, columns, experts, *kind, False, False)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
     if out is None:
@@ -122,31 +126,24 @@ def grouped_gemm_swiglu_quantize(
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
+    scale_layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
     x = _values(x, x_scales)
     experts, rows, _ = weight.shape
     weighted = row_weight is not None
     scaled = activation == "nvfp4" or row_scale is not None
-    wanted = (rows, x.shape[1], experts, False, scaled, True, weighted, True)
+    kind = (False, scaled, True, weighted, True, scale_layout == SWIZZLED_EXPERTS)
+    wanted = (rows, x.shape[1], experts, *kind)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
-    out = empty_codes(x, rows)
+    out = empty_codes(x, weight, scale_layout)
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
     results = (*out, result_scale.contiguous())
     of_x = (input_scale, row_scale)
     _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, results)
     return out
-
-
-def empty_codes(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for SwiGLU's codes, block scales and rows' scales, of so many rows of gate and up."""
-    return (
-        x.new_empty((x.shape[0], rows // 4), dtype=torch.uint8),
-        x.new_empty((x.shape[0], rows // 32), dtype=torch.float8_e4m3fn),
-        x.new_empty((x.shape[0],), dtype=torch.float32),
-    )
 
 
 def _values(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -17,13 +17,14 @@ import torch
 from dsv4 import dispatch
 from dsv4.cute._driver import Kernel, Parameters
 from dsv4.cute._launch import architecture, cuts, loaded, stream_of
-from dsv4.cute.grouped_gemm import empty_codes, of_rows
+from dsv4.cute.grouped_gemm import of_rows
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box
 from dsv4.cute.sm100.grouped_plan import GroupedPlan, choose
 from dsv4.cute.sm100.grouped_plan import plans as _plans
-from dsv4.formats import LINEAR
+from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
+from dsv4.ops.grouped_gemm import empty_codes
 
 # Parameters of the kernel, in the order of ``GroupedKernel.kernel``: descriptions of the weights'
 # codes and scales and of the rows' codes, addresses of the other tensors, and the rest.
@@ -118,12 +119,16 @@ def grouped_gemm_swiglu_quantize(
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
+    scale_layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
     wanted = _wanted(weight, torch.bfloat16)._replace(
-        swiglu=True, row_weighted=row_weight is not None, quantized_out=True
+        swiglu=True,
+        row_weighted=row_weight is not None,
+        quantized_out=True,
+        swizzled_out=scale_layout == SWIZZLED_EXPERTS,
     )
-    out = empty_codes(x, wanted.rows)
+    out = empty_codes(x, weight, scale_layout)
     parts, of_x = (weight, scales, global_scale, offsets), (x, x_scales, row_scale, input_scale)
     bound = math.inf if limit is None else limit
     results = (*out, result_scale.contiguous())

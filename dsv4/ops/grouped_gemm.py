@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
+from dsv4.formats import LINEAR, NVFP4, SWIZZLED_EXPERTS, QuantizedTensor, expert_tiles
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
 from dsv4.ops.gemm import check_columns, check_operands, check_out_dtype
@@ -73,12 +73,30 @@ def _fake_swiglu_quantize(
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
+    scale_layout: str,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = x.shape[0], weight.shape[1] // 2
+    return empty_codes(x, weight, scale_layout)
+
+
+def empty_codes(
+    x: torch.Tensor, weight: torch.Tensor, scale_layout: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for codes, block scales and rows' scales of ``grouped_gemm_swiglu_quantize``.
+
+    Args:
+        x: Sorted rows, ``[R, any]``.
+        weight: Of the experts, ``[E, 2 I, any]``.
+        scale_layout: Of the block scales.
+    """
+    (experts, high, _), rows = weight.shape, x.shape[0]
+    columns = high // 2
+    shape = [rows, columns // 16]
+    if scale_layout == SWIZZLED_EXPERTS:
+        shape = [expert_tiles(rows, experts) * 128 * (columns // 16)]
     return (
         x.new_empty((rows, columns // 2), dtype=torch.uint8),
-        x.new_empty((rows, columns // 16), dtype=torch.float8_e4m3fn),
+        x.new_empty(shape, dtype=torch.float8_e4m3fn),
         x.new_empty((rows,), dtype=torch.float32),
     )
 
@@ -107,7 +125,7 @@ _grouped_gemm_swiglu_quantize = define(
     "grouped_gemm_swiglu_quantize(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
     "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
     "Tensor? x_scales, Tensor? row_scale, float? limit, Tensor? row_weight, Tensor result_scale, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
+    "str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
     _fake_swiglu_quantize,
 )
 
@@ -228,6 +246,7 @@ def grouped_gemm_swiglu_quantize(
     row_weight: torch.Tensor | None = None,
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
+    scale_layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
     """``grouped_gemm_swiglu`` in its default dtype, then ``quantize`` to NVFP4, as one operator.
@@ -235,9 +254,16 @@ def grouped_gemm_swiglu_quantize(
     What a second product with ``activation="nvfp4"`` and these input scales would make of the
     rows. The bits are those of the two operators of the same implementation, one after the other.
 
+    ``grouped_gemm`` takes linear block scales. With ``"swizzled_128x4_experts"`` they lie as other
+    grouped products want them: those of each expert as ``swizzle_scales`` has them, from tile
+    ``sum(ceil(n / 128) for the n rows of each expert before)`` on, zeros as padding, as many tiles
+    as any offsets can need (``dsv4.formats.swizzle_expert_scales``; ``unswizzle_expert_scales``
+    takes them apart).
+
     Args:
         x: As in ``grouped_gemm``.
-        weight: ``[E, 2 I, K]``, as in ``grouped_gemm_swiglu``; I is a multiple of 16.
+        weight: ``[E, 2 I, K]``, as in ``grouped_gemm_swiglu``; I is a multiple of 16, of 64 for
+            ``"swizzled_128x4_experts"``.
         offsets: As in ``grouped_gemm``.
         limit: As in ``grouped_gemm_swiglu``.
         result_scale: float32 ``[E]``, the static global scale of each expert's results, finite and
@@ -245,31 +271,37 @@ def grouped_gemm_swiglu_quantize(
         row_weight: As in ``grouped_gemm_swiglu``.
         activation: Of ``x``, as in ``grouped_gemm``.
         input_scale: Likewise.
+        scale_layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4_experts"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        NVFP4 ``[R, I]`` with linear block scales and a global scale per row, that of its expert.
-        Rows past ``offsets[E]`` are zeros, of global scale 1.
+        NVFP4 ``[R, I]`` with a global scale per row, that of its expert. Rows past ``offsets[E]``
+        are zeros, of global scale 1.
 
     Raises:
         TypeError: as ``grouped_gemm_swiglu``, and if ``result_scale`` is not float32.
-        ValueError: as ``grouped_gemm_swiglu``, and if a weight's rows are no multiple of 32, or
-            ``result_scale`` has another shape or device or is not finite and above 0.
+        ValueError: as ``grouped_gemm_swiglu``, and if a weight's rows are no multiple of 32 (of
+            128), ``scale_layout`` is unknown, or ``result_scale`` has another shape or device or is
+            not finite and above 0.
     """
     op = "grouped_gemm_swiglu_quantize"
     rows, _ = _rows(op, x, activation, None)
     parts = _checked(op, rows, weight, offsets, activation, input_scale)
     high = parts[0].shape[1]
-    if high == 0 or high % 32:
-        raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of 32")
+    _check.one_of(op, "scale_layout", scale_layout, (LINEAR, SWIZZLED_EXPERTS))
+    each = 32 if scale_layout == LINEAR else 128
+    if high == 0 or high % each:
+        raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {each}")
     _check_swiglu(op, rows.x, limit, row_weight)
     _check.dtype(op, "result_scale", result_scale, torch.float32)
     _check.shape(op, "result_scale", result_scale, [parts[0].shape[0]])
     _check.same_device(op, x=rows.x, result_scale=result_scale)
     positive(f"{op}: result_scale", result_scale)
     given = (rows.x, *parts, activation, input_scale, *rows[1:], limit, row_weight)
-    codes, scales, total = _grouped_gemm_swiglu_quantize(*given, result_scale, backend)
-    return QuantizedTensor(codes, scales, total, NVFP4)
+    codes, scales, total = _grouped_gemm_swiglu_quantize(
+        *given, result_scale, scale_layout, backend
+    )
+    return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
 
 
 _Parts = tuple[

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
+from dsv4.formats import (
+    LINEAR,
+    NVFP4,
+    SWIZZLED_EXPERTS,
+    QuantizedTensor,
+    check_scale_layout,
+    expert_tiles,
+    swizzled_size,
+)
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
 from dsv4.ops.quantize import fake_nvfp4, positive
@@ -52,7 +60,13 @@ def _fake_gather_quantize(
     layout: str,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return fake_nvfp4(_fake_gather(x, rows, backend), None, "token", layout, backend)
+    known = LINEAR if layout == SWIZZLED_EXPERTS else layout
+    gathered = _fake_gather(x, rows, backend)
+    codes, scales, total = fake_nvfp4(gathered, None, "token", known, backend)
+    if layout == SWIZZLED_EXPERTS:
+        tiles = expert_tiles(gathered.shape[0], offsets.shape[0] - 1)
+        scales = scales.new_empty((swizzled_size(128 * tiles, scales.shape[1]),))
+    return codes, scales, total
 
 
 def _fake_combine(
@@ -279,7 +293,8 @@ def moe_gather_quantize(
         offsets: ``[E_local + 1]`` int32 from ``moe_permute``.
         input_scale: float32 ``[E_local]``, finite and above 0, or None for scales from the data. A
             bad scale on another device than the CPU makes the block scales of its rows NaN.
-        layout: Of the block scales, see ``quantize``.
+        layout: Of the block scales, see ``quantize``; or ``"swizzled_128x4_experts"``, as in
+            ``grouped_gemm_swiglu_quantize``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -295,7 +310,8 @@ def moe_gather_quantize(
     _check.shape(op, "x", x, [None, None])
     _check_rows(op, rows, x.shape[0])
     _check_offsets(op, offsets)
-    check_scale_layout(NVFP4, layout)
+    if layout != SWIZZLED_EXPERTS:
+        check_scale_layout(NVFP4, layout)
     _check.same_device(op, x=x, rows=rows, offsets=offsets, input_scale=input_scale)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
         raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")

@@ -15,6 +15,7 @@ from dsv4.formats import (
     SWIZZLED,
     Format,
     QuantizedTensor,
+    check_layout,
     check_positive,
     check_scale_layout,
     format_named,
@@ -294,6 +295,7 @@ def dequantize(
     """
     if dtype not in _check.FLOATS:
         raise TypeError(f"dequantize: dtype is {dtype}, wanted a float of 16 bits or more")
+    check_layout(q.format, q.layout)
     if not torch.compiler.is_compiling():
         q.validate()
     return _dequantize(

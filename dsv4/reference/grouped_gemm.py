@@ -103,6 +103,7 @@ def grouped_gemm_swiglu_quantize(
     limit: float | None,
     row_weight: torch.Tensor | None,
     result_scale: torch.Tensor,
+    scale_layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``. Reads the offsets on the host."""
     x = _values(x, x_scales, torch.bfloat16)
@@ -112,7 +113,10 @@ def grouped_gemm_swiglu_quantize(
     total = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
     for expert, (start, end) in enumerate(itertools.pairwise(_bounds(offsets, x.shape[0]))):
         total[start:end] = result_scale[expert]
-    return quantize_nvfp4(inner, total, "static", formats.LINEAR)
+    codes, scales, total = quantize_nvfp4(inner, total, "static", formats.LINEAR)
+    if scale_layout == formats.SWIZZLED_EXPERTS:
+        scales = formats.swizzle_expert_scales(scales, offsets)
+    return codes, scales, total
 
 
 def _values(x: torch.Tensor, scales: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

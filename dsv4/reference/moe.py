@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_expert_scales
 from dsv4.ops.moe import check_ids
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import quantize_nvfp4
@@ -56,6 +57,9 @@ def moe_gather_quantize(
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_gather_quantize``."""
+    if layout == SWIZZLED_EXPERTS:
+        codes, scales, total = moe_gather_quantize(x, rows, offsets, input_scale, LINEAR)
+        return codes, swizzle_expert_scales(scales, offsets), total
     row = torch.arange(rows.numel(), device=x.device)
     local = row < offsets[-1]
     gathered = torch.where(local.unsqueeze(-1), moe_gather(x, rows), 0.0)

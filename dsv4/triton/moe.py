@@ -31,6 +31,7 @@ _BLOCK = 256  # slots of one program beyond that
 _TOGETHER = 512  # slots up to which rows are sorted and copied by one launch
 _APART = 32  # tokens up to which every slot is quantised by a program of its own
 _FEW = 256  # programs that quantise, of which there are enough beyond that
+_CLEARED = tl.constexpr(4096)  # words that a program clears of experts' swizzled scales
 
 
 @triton.jit
@@ -412,6 +413,40 @@ def _expert_of(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _scale_row(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """The row of a sorted row's scales: PADDED, behind the rows that pad every expert's to 128."""
+    place = row
+    if PADDED:
+        expert = tl.arange(0, BLOCK)
+        start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
+        end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
+        place += tl.sum(tl.where(end <= row, (start - end) & 127, 0), 0)
+    return place
+
+
+@triton.jit
+def _clear_part(
+    scales, offsets, number, WORDS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Zeros behind an expert's rows in a part of a tile of 128 rows' scales, of WORDS words."""
+    parts: tl.constexpr = (WORDS + _CLEARED - 1) // _CLEARED
+    tile = number // parts
+    expert = tl.arange(0, BLOCK)
+    start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
+    end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0)
+    tiles = (end - start + 127) // 128
+    passed = (tl.cumsum(tiles, 0) <= tile) & (expert < EXPERTS)
+    owner = tl.sum(passed.to(tl.int32), 0)  # EXPERTS, of a tile that no expert has
+    before = tl.sum(tl.where(passed, tiles, 0), 0)
+    rows = tl.sum(tl.where(expert == owner, end - start, 0), 0)
+    word = number % parts * _CLEARED + tl.arange(0, _CLEARED)
+    row = word % 128 // 4 + word % 4 * 32
+    place = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
+    empty = tl.zeros([_CLEARED], tl.uint32)
+    tl.store(place, empty, mask=(word < WORDS) & (row >= rows - (tile - before) * 128))
+
+
+@triton.jit
 def _store_row(
     halves,
     peaks,
@@ -419,12 +454,16 @@ def _store_row(
     codes,
     scales,
     slots,
+    offsets,
     local,
     padded,
     COLUMNS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CONVERT: tl.constexpr,
@@ -443,9 +482,8 @@ def _store_row(
             row = tl.load(slots + j).to(tl.int64)
             if row < local:
                 _store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
-                _store_scales(
-                    scales, bits, line + row, block, inside, padded, SCALE_COLUMNS, SWIZZLED
-                )
+                place = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
+                _store_scales(scales, bits, place, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
 
 
 @triton.jit
@@ -492,6 +530,7 @@ def _gather_quantize_kernel(
     EXPERTS: tl.constexpr,
     STATIC: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
@@ -500,7 +539,8 @@ def _gather_quantize_kernel(
 ):
     """Quantise a token for SLOTS of its K slots, all of them unless experts have scales.
 
-    Programs past the slots clear the padding rows of the scales.
+    Programs past the slots clear the padding rows of the scales. PADDED, these are in every
+    expert's last tile, and a row of no expert has none.
     """
     wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
@@ -534,12 +574,16 @@ def _gather_quantize_kernel(
                 codes,
                 scales,
                 slots,
+                offsets,
                 local,
                 padded,
                 COLUMNS,
                 SCALE_COLUMNS,
                 SLOTS,
                 SWIZZLED,
+                PADDED,
+                EXPERTS,
+                EXPERT_BLOCK,
                 BLOCKS,
                 CHUNKS,
                 CONVERT,
@@ -553,12 +597,16 @@ def _gather_quantize_kernel(
                 codes,
                 scales,
                 slots,
+                offsets,
                 local,
                 padded,
                 COLUMNS,
                 SCALE_COLUMNS,
                 SLOTS,
                 SWIZZLED,
+                PADDED,
+                EXPERTS,
+                EXPERT_BLOCK,
                 BLOCKS,
                 CHUNKS,
                 CONVERT,
@@ -573,7 +621,7 @@ def _gather_quantize_kernel(
                     scales,
                     row,
                     count,
-                    padded,
+                    0 if PADDED else padded,
                     COLUMNS,
                     SCALE_COLUMNS,
                     SWIZZLED,
@@ -581,10 +629,14 @@ def _gather_quantize_kernel(
                     CHUNKS,
                 )
     else:
-        row = count + program - programs
-        _clear_row(
-            codes, scales, row, count, padded, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS
-        )
+        number = program - programs
+        if PADDED:
+            _clear_part(scales, offsets, number, 32 * SCALE_COLUMNS, EXPERTS, EXPERT_BLOCK)
+        else:
+            row = count + number
+            _clear_row(
+                codes, scales, row, count, padded, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS
+            )
 
 
 def _blocks(blocks: int, wide: int, programs: int) -> int:
@@ -606,9 +658,14 @@ def moe_gather_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_gather_quantize``."""
     columns = x.shape[1]
-    count, blocks, swizzled = rows.numel(), columns // 16, layout == formats.SWIZZLED
-    padded = _nvfp4.scale_rows(count, swizzled)
+    count, blocks, experts = rows.numel(), columns // 16, offsets.shape[0] - 1
+    swizzled, by_expert = layout != formats.LINEAR, layout == formats.SWIZZLED_EXPERTS
     wide = _nvfp4.scale_columns(blocks, swizzled)
+    padded = _nvfp4.scale_rows(count, swizzled)
+    clearing = padded - count
+    if by_expert:
+        tiles = formats.expert_tiles(count, experts)
+        padded, clearing = 128 * tiles, tiles * triton.cdiv(32 * wide, _CLEARED.value)
     codes = x.new_empty((count, columns // 2), dtype=torch.uint8)
     shape = (padded * wide,) if swizzled else (padded, wide)
     scales = x.new_empty(shape, dtype=torch.float8_e4m3fn)
@@ -616,11 +673,11 @@ def moe_gather_quantize(
     if count == 0:
         return codes, scales, total
     source, rows = _rows.as_rows(x), rows.contiguous()
-    experts, top_k = offsets.shape[0] - 1, rows.shape[1]
+    top_k = rows.shape[1]
     each = top_k if input_scale is None and x.shape[0] > _APART else 1
     across = _blocks(blocks, wide, count // each)
     with _launch.on(x):
-        _gather_quantize_kernel[(count // each + padded - count,)](
+        _gather_quantize_kernel[(count // each + clearing,)](
             source,
             rows,
             offsets.contiguous(),
@@ -639,6 +696,7 @@ def moe_gather_quantize(
             EXPERTS=experts,
             STATIC=input_scale is not None,
             SWIZZLED=swizzled,
+            PADDED=by_expert,
             BLOCKS=across,
             CHUNKS=triton.cdiv(wide, across),
             EXPERT_BLOCK=_launch.power_of_two(experts),

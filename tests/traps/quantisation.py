@@ -13,6 +13,7 @@ GROUPED = "tests/test_grouped_gemm.py::TestValues::"
 NVFP4 = "tests/test_quantize.py::TestNvfp4::"
 ZERO_BLOCKS = NVFP4 + "test_trap_t30_zero_blocks_and_the_ends_of_the_range"
 SWIZZLE = FORMATS + "TestScales::"
+EXPERT_SCALES = "tests/test_expert_scales.py::TestLayout::"
 DAMAGED = (
     "tests/test_checkpoint_damage.py::test_a_damaged_tensor_is_refused_and_nothing_overwritten"
 )
@@ -329,6 +330,22 @@ MUTANTS = (
         "    tiles = -(-columns // 4)\n",
         "    tiles = max(1, columns // 4)\n",
         SWIZZLE + "test_swizzle_is_a_bijection_and_equals_the_formula",
+    ),
+    Mutant(
+        "T31",
+        "padding of experts' swizzled scales not written",
+        "dsv4/scales.py",
+        "padded = torch.zeros((128 * tiles + 1, columns),",
+        "padded = torch.empty((128 * tiles + 1, columns),",
+        EXPERT_SCALES + "test_is_that_of_every_expert",
+    ),
+    Mutant(
+        "T31",
+        "an expert's swizzled scales begin where the one before ends",
+        "dsv4/scales.py",
+        "    placed = row + before",
+        "    placed = row + 0 * before",
+        EXPERT_SCALES + "test_is_that_of_every_expert",
     ),
     Mutant(
         "T31",

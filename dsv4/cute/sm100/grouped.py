@@ -33,9 +33,11 @@ from dsv4.cute.sm90._experts import (
     all_tiles,
     clear_codes,
     clear_lines,
+    clear_padding,
     count_tiles,
     find_tile,
     last_row,
+    padding_before,
 )
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
@@ -159,7 +161,8 @@ class GroupedKernel(GroupedPlan, DenseKernel):
             offsets: Address of int32 ``[experts + 1]``, the first row of each and the end.
             codes_scale: Address of float32 ``[experts]``, the global scale of each expert's
                 results, where ``quantized_out``; ``out`` is their codes, ``[tokens, rows / 4]``.
-            block_scales: Address of their scale bytes, ``[tokens, rows / 32]``, likewise.
+            block_scales: Address of their scale bytes, ``[tokens, rows / 32]`` or swizzled by
+                expert, likewise.
             row_scale: Address of their rows' global scales, float32 ``[tokens]``, likewise.
             tokens: Rows of X, all of them, at least 1.
             experts: At most ``MOST_EXPERTS``.
@@ -222,7 +225,11 @@ class GroupedKernel(GroupedPlan, DenseKernel):
             lines = (last_row(table) + block, tokens, grid)
             if cutlass.const_expr(self.quantized_out):
                 columns = rows // 16 * self.tile_outputs
-                clear_codes((out, block_scales, row_scale), lines, columns, lane, 32)
+                results = (out, None if self.swizzled_out else block_scales, row_scale)
+                clear_codes(results, lines, columns, lane, 32)
+                if cutlass.const_expr(self.swizzled_out):
+                    walk = (Int32(block), grid, tokens)
+                    clear_padding(block_scales, table, walk, columns, lane, 32)
             else:
                 clear_lines(out, lines, rows // 16 * (self.tile_bytes // 16), lane, 32)
         else:
@@ -347,8 +354,11 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         _, rows, _, scales_each = sizes
         of_experts, of_tokens, one, out, turned, weight, *of_codes = places
         codes_scale, block_scales, row_scale = of_codes
-        expert, row_block, start, count = find_tile(tile, order, self.token_block)
-        start = Int64(start)
+        expert, row_block, first, count = find_tile(tile, order, self.token_block)
+        start, padded = Int64(first), first
+        if self.swizzled_out:
+            lane = cute.arch.thread_idx()[0] % 32
+            padded = first + padding_before(order[0], expert, lane)
         at = (
             of_experts + Int64(expert) * scales_each * 4,
             of_tokens + start * 4,
@@ -357,7 +367,7 @@ class GroupedKernel(GroupedPlan, DenseKernel):
             turned,
             weight + start * 4,
             codes_scale + Int64(expert) * 4,
-            block_scales + start * (rows // 32),
+            (block_scales, padded) if self.swizzled_out else block_scales + start * (rows // 32),
             row_scale + start * 4,
         )
         return row_block, Int32(0), count, at

@@ -34,10 +34,12 @@ class GroupedPlan(DensePlan):
     Attributes:
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
         quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
+        swizzled_out: Whether those block scales are swizzled, by expert.
     """
 
     row_weighted: bool = False
     quantized_out: bool = False
+    swizzled_out: bool = False
 
     @property
     def kernel(self) -> str:
@@ -123,6 +125,7 @@ def candidates(wanted: Experts) -> list[GroupedPlan]:
             wanted.swiglu,
             row_weighted=wanted.row_weighted,
             quantized_out=wanted.quantized_out,
+            swizzled_out=wanted.swizzled_out,
         )
         for how in itertools.product(TOKEN_BLOCKS, (1, 2))
     ]

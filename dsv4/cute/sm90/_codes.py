@@ -26,7 +26,8 @@ def store_coded(words: Value, places: Value, where: Value, there: Value) -> None
 
     Args:
         words: 8 bfloat16, in order.
-        places: Addresses of codes and block scales, and the global scale.
+        places: Addresses of codes and block scales, and the global scale. Where scales are
+            swizzled, the address of all of them, with the row in which the first token's are.
         where: Token, first of the results, and how many a token has.
         there: Whether they are to be stored.
     """
@@ -37,7 +38,24 @@ def store_coded(words: Value, places: Value, where: Value, there: Value) -> None
         line = Int64(token) * rows + row
         ptx.store_global(codes_at + line // 2, codes)
         if row % 16 == 0:
-            ptx.store_global_byte(scales_at + line // 16, byte)
+            if cutlass.const_expr(isinstance(scales_at, tuple)):
+                start, first = scales_at
+                place = swizzled_place(first + token, row // 16, rows // 16)
+                ptx.store_global_byte(start + place, byte)
+            else:
+                ptx.store_global_byte(scales_at + line // 16, byte)
+
+
+def swizzled_place(row: Value, block: Value, blocks: Value) -> Value:
+    """Where a scale byte lies in the 128x4-swizzled layout, as ``dsv4.scales.scale_offset``.
+
+    Args:
+        row: Of all experts' rows, padded to whole 128s each.
+        block: Of the row's.
+        blocks: Of a row, a multiple of 4.
+    """
+    place = (row & 31) * 16 + (row >> 5 & 3) * 4 + (block >> 2) * 512 + (block & 3)
+    return Int64(row & -128) * blocks + place
 
 
 def coded(words: Sequence[Value], scale: Value) -> Value:

@@ -147,13 +147,69 @@ def find_tile(tile: Value, order: Value, block: cutlass.Constexpr) -> Value:
 
 
 @cute.jit
+def padding_before(table: Value, expert: Value, lane: Value) -> Value:
+    """Rows that pad those of the experts before one to whole 128s, by a warp."""
+    _, rows_at, _ = table
+    padding = Int32(0)
+    for one in cutlass.range(lane, expert, 32, unroll=1):
+        at = rows_at + Uint32(one * 4)
+        padding += (ptx.load_shared_int(at) - ptx.load_shared_int(at + 4)) & 127
+    for power in cutlass.range_constexpr(5):
+        padding += Int32(cute.arch.shuffle_sync_bfly(padding, 1 << power))
+    return padding
+
+
+@cute.jit
+def clear_padding(
+    scales: Value,
+    table: Value,
+    walk: Value,
+    columns: Value,
+    thread: Value,
+    threads: cutlass.Constexpr,
+) -> None:
+    """Zeros in swizzled scales behind every expert's rows in their last 128, and behind all.
+
+    The blocks of the grid take the experts in turn, then the 128s of which there may be so many. A
+    warp clears 512 bytes at a time, which are 4 scales of 128 rows.
+
+    Args:
+        scales: Their address.
+        table: As ``count_tiles`` filled it.
+        walk: Which block this is, how many there are, and rows of X; 0 for nothing to clear.
+        columns: Of a row, a multiple of 64.
+        thread: Which of them this is.
+        threads: How many there are, whole warps.
+    """
+    _, rows_at, experts = table
+    unit, stride, tokens = walk
+    lane = thread % 32
+    most = (tokens + 127 * cutlass.min(tokens, experts)) // 128
+    units = Int32(tokens > 0) * (experts + most)
+    while unit < units:
+        expert = cutlass.min(unit, experts)
+        start = ptx.load_shared_int(rows_at + Uint32(expert * 4))
+        end = ptx.load_shared_int(rows_at + Uint32(cutlass.min(expert + 1, experts) * 4))
+        filled = (end - start) % 128
+        if filled > 0 or unit >= experts:
+            place = (end + padding_before(table, expert, lane)) // 128 + (unit - expert)
+            if place < most:
+                at = scales + Int64(place) * (columns * 8) + lane * 16
+                for word in cutlass.range(thread // 32, columns // 64, threads // 32, unroll=1):
+                    for part in cutlass.range_constexpr(4):
+                        if lane + 32 * part >= filled:
+                            ptx.store_global(at + Int64(word * 512 + part * 4), Uint32(0))
+        unit += stride
+
+
+@cute.jit
 def clear_codes(
     places: Value, lines: Value, columns: Value, thread: Value, threads: cutlass.Constexpr
 ) -> None:
     """Codes and block scales 0, scale 1 in rows ``(first, end, stride)``, by so many threads.
 
     Args:
-        places: Addresses of codes, block scales and scales of rows.
+        places: Addresses of codes, block scales, of which a row may have none, and scales of rows.
         lines: The rows.
         columns: Of a row, a multiple of 16.
         thread: Which of them this is.
@@ -165,9 +221,10 @@ def clear_codes(
         at = codes + Int64(line) * (columns // 2)
         for word in cutlass.range(thread, columns // 8, threads, unroll=1):
             ptx.store_global(at + Int64(word) * 4, Uint32(0))
-        at = scales + Int64(line) * (columns // 16)
-        for block in cutlass.range(thread, columns // 16, threads, unroll=1):
-            ptx.store_global_byte(at + block, Uint32(0))
+        if cutlass.const_expr(scales is not None):
+            at = scales + Int64(line) * (columns // 16)
+            for block in cutlass.range(thread, columns // 16, threads, unroll=1):
+                ptx.store_global_byte(at + block, Uint32(0))
         if thread == 0:
             ptx.store_global_float(row_scale + Int64(line) * 4, Float32(1.0))
         line += stride

@@ -31,9 +31,11 @@ from dsv4.cute.sm90._experts import (
     all_tiles,
     clear_codes,
     clear_lines,
+    clear_padding,
     count_tiles,
     find_tile,
     last_row,
+    padding_before,
 )
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, SLOTS, GroupedPlan
 from dsv4.cute.sm90.many import PIECE, ManyKernel, rows_of_x, words_of_weights
@@ -167,7 +169,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             offsets: Address of int32 ``[experts + 1]``, the first row of each and the end.
             codes_scale: Address of float32 ``[experts]``, the global scale of each expert's
                 results, where ``quantized_out``; ``out`` is their codes, ``[tokens, rows / 4]``.
-            block_scales: Address of their scale bytes, ``[tokens, rows / 32]``, likewise.
+            block_scales: Address of their scale bytes, ``[tokens, rows / 32]`` or swizzled by
+                expert, likewise.
             row_scale: Address of their rows' global scales, float32 ``[tokens]``, likewise.
             tokens: Rows of X, all of them; 0 where rows of no expert are not this launch's to fill.
             experts: At most ``MOST_EXPERTS``.
@@ -235,8 +238,12 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 lines = (last_row(table) + first, tokens, stride)
                 among = thread - 32 * (self.mma_warps + 1)
                 if cutlass.const_expr(self.quantized_out):
-                    room = (out, block_scales, row_scale)
-                    clear_codes(room, lines, row_tiles * self.tile_outputs, among, 96)
+                    room = (out, None if self.swizzled_out else block_scales, row_scale)
+                    columns = row_tiles * self.tile_outputs
+                    clear_codes(room, lines, columns, among, 96)
+                    if cutlass.const_expr(self.swizzled_out):
+                        walk = (Int32(first), stride, tokens)
+                        clear_padding(block_scales, table, walk, columns, among, 96)
                 else:
                     clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), among, 96)
         else:
@@ -276,6 +283,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 slot += 16
                 if slot == slots + 16 * SLOTS:
                     slot = slots
+                padded = start
+                if cutlass.const_expr(self.swizzled_out):
+                    padded = start + padding_before(table, expert, lane)
                 of_expert = global_scale + Int64(expert) * scales_each * 4
                 own = self._own(row_block, warp)
                 factors = self._factors_of(own, (of_expert, lane, row_tiles, rules))
@@ -287,7 +297,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     out + Int64(start) * row_tiles * self.tile_bytes,
                     x_at + Int64(start) * token_stride * 2,
                     row_weight + Int64(start) * 4,
-                    block_scales + Int64(start) * (row_tiles // 2),
+                    (block_scales, padded)
+                    if self.swizzled_out
+                    else block_scales + Int64(start) * (row_tiles // 2),
                     codes_scale + Int64(expert) * 4,
                 )
                 if cutlass.const_expr(self.quantized_out):  # noqa: SIM102 - one is constant

@@ -29,14 +29,16 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import coded
+from dsv4.cute.sm90._codes import coded, swizzled_place
 from dsv4.cute.sm90._experts import (
     all_tiles,
     clear_codes,
     clear_lines,
+    clear_padding,
     count_tiles,
     find_expert_together,
     last_row,
+    padding_before,
 )
 from dsv4.cute.sm90.few import FewKernel
 from dsv4.cute.sm90.grouped_plan import (
@@ -51,9 +53,10 @@ _CODE_BYTES, _SCALE_BYTES, _PARTIAL = 512, 64, 512
 # What a block is at, in its shared memory, because registers hold weights: the next row tile of all
 # and the end of its range; the segment's first row tile, its jobs, its first row tile of those of
 # all experts, its expert, first row of X and rows; row tiles done in the segments before; the
-# parity of X's barrier; 0; the warps' jobs.
+# parity of X's barrier; 0; the warps' jobs; the segment's first row among swizzled scales.
 _BEGIN, _END, _FIRST, _JOBS, _BASE, _OWNER, _ROW, _ROWS = range(0, 32, 4)
 _DONE, _PARITY, _ZERO, _JOB = range(32, 48, 4)
+_PADDED = STATE_BYTES - 4
 
 
 class GroupedFewKernel(GroupedFewPlan, FewKernel):
@@ -202,7 +205,10 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                     there = ptx.load_shared_int(state + _ROWS)
                     sizes = (of_lane, there, row_tiles, token_stride, Int32(1), limit)
                     if cutlass.const_expr(self.quantized_out):
-                        results = (out, block_scales, row_scale, codes_scale + Int64(owner) * 4)
+                        of_blocks: Value = block_scales
+                        if cutlass.const_expr(self.swizzled_out):
+                            of_blocks = (block_scales, state + _PADDED)
+                        results = (out, of_blocks, row_scale, codes_scale + Int64(owner) * 4)
                         self._store_codes(
                             (tile, place, Int64(row)), (parts, counts), results,
                             (of_owner, rules), places, sizes,
@@ -221,7 +227,12 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             ahead = self._begin(weight, of_x, state, table, row_tiles, early >= 0)
         lines = (last_row(table) + block, tokens, grid)
         if cutlass.const_expr(self.quantized_out):
-            room = (out, block_scales, row_scale)
+            if cutlass.const_expr(self.swizzled_out):
+                # Anew, so that the thread's number is not kept, and spilled, while multiplying.
+                of_warp, of_lane = self._again(state + _ZERO)
+                thread, walk = of_warp * 32 + of_lane, (Int32(block), grid, tokens)
+                clear_padding(block_scales, table, walk, row_tiles * 16, thread, self.threads)
+            room = (out, None if self.swizzled_out else block_scales, row_scale)
             clear_codes(room, lines, row_tiles * 16, thread, self.threads)
         else:
             clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.threads)
@@ -318,6 +329,10 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         end = cutlass.min(last, (segment + 1) * row_tiles)
         expert, before, start, stop = find_expert_together(segment, table, lane)
         start += (segment - before) * self.segment_rows
+        if cutlass.const_expr(self.swizzled_out):
+            padded = start + padding_before(table, expert, lane)
+            if lane == 0:
+                ptx.store_shared_int(state + _PADDED, padded)
         if lane == 0:
             ptx.store_shared_int(state + _FIRST, first)
             ptx.store_shared_int(state + _JOBS, (end - begin) * self.shares)
@@ -503,7 +518,8 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         Args:
             which: The unit, its place, the segment's first row of X.
             left: Addresses of the parts and of their counts.
-            results: Addresses of codes, block scales, rows' scales, and the expert's scale.
+            results: Addresses of codes, block scales, rows' scales, and the expert's scale. Where
+                block scales are swizzled, theirs with that of the first row's place among them.
             scale: The expert's global scales and their rules, as in ``_factors``.
             places: As in ``_store``.
             sizes: Likewise.
@@ -528,7 +544,12 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             block = (row + token) * units + unit
             ptx.store_global(codes + block * 8 + number % 2 * 4, eight)
             if number % 2 == 0:
-                ptx.store_global_byte(block_scales + block, byte)
+                if cutlass.const_expr(self.swizzled_out):
+                    of_all, padded = block_scales
+                    padded = ptx.load_shared_int(padded) + token
+                    ptx.store_global_byte(of_all + swizzled_place(padded, unit, units), byte)
+                else:
+                    ptx.store_global_byte(block_scales + block, byte)
                 if unit == 0:
                     ptx.store_global_float(row_scale + (row + token) * 4, factor)
 

@@ -51,6 +51,7 @@ class Experts(NamedTuple):
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
         row_weighted: Whether that is multiplied by a weight of the row of X.
         quantized_out: Whether the result of SwiGLU is NVFP4 codes, block scales, scales of rows.
+        swizzled_out: Whether those block scales are swizzled, by expert.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class Experts(NamedTuple):
     swiglu: bool = False
     row_weighted: bool = False
     quantized_out: bool = False
+    swizzled_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class GroupedPlan(ManyPlan):
     Attributes:
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
         quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
+        swizzled_out: Whether those block scales are swizzled, by expert.
         narrow: Tokens of narrower products, ascending, multiples of 8 below ``token_block``. A tile
             takes the first that has as many as its expert's rows.
     """
@@ -77,6 +80,7 @@ class GroupedPlan(ManyPlan):
     row_weighted: bool = False
     quantized_out: bool = False
     narrow: tuple[int, ...] = ()
+    swizzled_out: bool = False
 
     @property
     def kernel(self) -> str:
@@ -116,12 +120,14 @@ class GroupedFewPlan(FewPlan):
         segment_rows: Most rows of X of a segment, at most 8 ``token_tiles``.
         row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
         quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
+        swizzled_out: Whether those block scales are swizzled, by expert.
     """
 
     parts: int = 1
     row_weighted: bool = False
     segment_rows: int = 8
     quantized_out: bool = False
+    swizzled_out: bool = False
 
     @property
     def kernel(self) -> str:
@@ -329,6 +335,7 @@ def _few(wanted: Experts, tokens: int, arch: str) -> GroupedFewPlan | None:
         row_weighted=wanted.row_weighted,
         segment_rows=8 * token_tiles,
         quantized_out=wanted.quantized_out,
+        swizzled_out=wanted.swizzled_out,
     )
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
     over = plan.shared_bytes - _SHARED_ROOM
@@ -378,6 +385,7 @@ def _plan(wanted: Experts, shape: _Shape) -> GroupedPlan:
         wanted.row_weighted,
         wanted.quantized_out,
         shape.narrow,
+        wanted.swizzled_out,
     )
 
 
