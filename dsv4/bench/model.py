@@ -5,9 +5,9 @@
 A product is tiles of rows and tokens, whose K may be shared by the blocks of a cluster. A block is
 bound by its tensor cores, by expanding FP4 weights (where they are not multiplied as such) or by
 what the level-2 cache gives it; all of them by memory, which is read once. Rounds of tiles are
-whole. Four numbers are fitted to times on an H200 (``loss``): what a launch and its first bytes
-take, what a tile costs beside its steps, what a shared K costs, and the rate of the level-2 cache.
-The rest are a machine's rates, measured or nominal.
+whole. Five numbers are fitted to times on an H200 (``loss``): what a launch and its first bytes
+take, for few tokens and for many, what a tile costs beside its steps, what a shared K costs, and
+the rate of the level-2 cache. The rest are a machine's rates, measured or nominal.
 
 The B200 is supposed, see ``B200``. No time there has been measured by this package.
 """
@@ -41,6 +41,7 @@ class Machine:
         read_tbs: Terabytes per second read from memory.
         tflops: Of the tensor cores, by element: ``"bf16"`` and, where there is one, ``"nvfp4"``.
         launch_us: A launch in a graph and the first bytes of memory.
+        few_launch_us: The same of the kernel for few tokens, whose weights need no barriers.
         tile_cycles: Of a tile, beside its steps: filling the pipeline, storing the results.
         shared_cycles: More of a tile whose K is shared by blocks.
         expanded: FP4 weights that a processor expands to bfloat16 in a cycle, counted in SASS.
@@ -53,6 +54,7 @@ class Machine:
     read_tbs: float
     tflops: dict[str, float]
     launch_us: float
+    few_launch_us: float
     tile_cycles: float
     shared_cycles: float
     expanded: float
@@ -74,6 +76,7 @@ class Tile(NamedTuple):
         depth: Stages, or blocks of K, that are under way.
         element: What the tensor cores multiply.
         pair: Whether two blocks multiply together, each of which fetches half of the tokens.
+        few: Whether by the kernel for few tokens.
     """
 
     rows: int
@@ -83,6 +86,7 @@ class Tile(NamedTuple):
     depth: int
     element: str
     pair: bool = False
+    few: bool = False
 
 
 class Prediction(NamedTuple):
@@ -149,7 +153,8 @@ def predict(machine: Machine, shape: Shape, tile: Tile, *, launches: int = 1) ->
     busy = of_tiles / (1e3 * machine.ghz)
     moved = weights * launches + x + out
     memory = moved / (1e6 * machine.read_tbs)
-    us = launches * machine.launch_us + max(busy, memory)
+    launch = machine.few_launch_us if tile.few else machine.launch_us
+    us = launches * launch + max(busy, memory)
     floor = max((weights + x + out) / machine.read_tbs, flops / machine.tflops[tile.element]) / 1e6
     bound = "memory" if memory >= busy else step
     return Prediction(round(weights + x + out), flops, tile, tiles, waves, us, floor, bound)
@@ -159,16 +164,17 @@ def of_plan(plan: Any) -> Tile:
     """How one of Hopper's kernels cuts a product."""
     if isinstance(plan, FewPlan):
         tokens = 8 * plan.token_tiles
-        return Tile(16 * plan.warps, tokens, plan.blocks, plan.resident, plan.depth, "bf16")
+        rows, kind = 16 * plan.warps, "bf16"
+        return Tile(rows, tokens, plan.blocks, plan.resident, plan.depth, kind, few=True)
     return Tile(plan.rows, plan.token_block, plan.blocks, 1, plan.depth, "bf16")
 
 
-H200 = Machine("H200", 132, 1.7, 4.355, {"bf16": 787.0}, 3.77, 416.0, 0.0, 73.0, 35.1)
+H200 = Machine("H200", 132, 1.7, 4.355, {"bf16": 787.0}, 5.29, 3.56, 0.0, 0.0, 73.0, 39.8)
 # Memory: 8 TB/s times what the H200 reaches of its 4.8. Tensor cores: bfloat16 2250 TFLOP/s times
 # what the H200 reaches of its 989, NVFP4 what DeepGEMM's product of 8192^3 is published with. Level
 # 2: what that product asks of it at least, in tiles of 256 x 256 of two processors. Clock supposed.
 B200 = Machine(
-    "B200", 148, 1.85, 7.26, {"bf16": 1790.0, "nvfp4": 5702.0}, 3.77, 416.0, 0.0, 73.0, 46.0
+    "B200", 148, 1.85, 7.26, {"bf16": 1790.0, "nvfp4": 5702.0}, 5.29, 3.56, 0.0, 0.0, 73.0, 46.0
 )
 # Published for a B200: N, K, tokens, TFLOP/s, of a product with quantised activations at hand.
 PUBLISHED = {
