@@ -20,11 +20,11 @@ def test_the_page_is_what_it_writes():
 
 
 @pytest.mark.parametrize(
-    ("files", "median", "worst"), [(FITTED, 0.09, 0.38), (HELD_OUT, 0.11, 0.42)]
+    ("files", "median", "worst"), [(FITTED, 0.09, 0.28), (HELD_OUT, 0.11, 0.37)]
 )
 def test_errors(files, median, worst):
     found = [abs(error) for error in model.errors(H200, files)]
-    assert len(found) >= 49
+    assert len(found) >= 50
     assert statistics.median(found) <= median
     assert max(found) <= worst
 
