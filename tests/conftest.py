@@ -88,6 +88,7 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "first" not in item.keywords)
     if _QUICK:
         rare = pytest.mark.skip(reason="takes long; runs in the nightly profile")
         for item in items:

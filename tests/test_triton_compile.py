@@ -33,6 +33,7 @@ def compiled(arch):
 
 
 @pytest.mark.slow
+@pytest.mark.first
 @pytest.mark.parametrize("arch", [90, 100])
 def test_every_kernel_compiles_and_fits(arch):
     """One test, because compiling takes minutes: no local memory, resources, the wait, E2M1."""
