@@ -29,6 +29,8 @@ from tests import ptx_machine
 SLOWNESS = 0.02  # seconds that a load takes
 PATIENCE = 60.0  # seconds that a barrier is waited for
 _HERE = threading.local()
+# Of counts that several threads raise: numpy lets go of Python's lock while it adds.
+_COUNTING = threading.Lock()
 _ROOT = Path(dsv4.__file__).parent
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _ELEMENTS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -257,7 +259,8 @@ class Operand:
         start = (place * strides).sum(0)[:, None] + np.arange(box.item_bytes)
         found = np.zeros((place.shape[1], box.item_bytes), np.uint8)
         found[inside] = self.content[start[inside]]
-        np.add.at(self.reads, tuple(place[:, inside]), 1)
+        with _COUNTING:
+            np.add.at(self.reads, tuple(place[:, inside]), 1)
         return found.reshape(-1)
 
 
@@ -288,7 +291,8 @@ class Global:
 
     def load_words(self, address, words):
         array, _, offset = self.at(address)
-        self.loads[offset] += 1
+        with _COUNTING:
+            self.loads[offset] += 1
         assert array.dtype == np.uint8
         assert offset % (4 * words) == 0
         found = array[offset : offset + 4 * words]
@@ -299,9 +303,10 @@ class Global:
         array, written, offset = self.at(address)
         first = offset // array.itemsize
         assert offset % (len(values) * array.itemsize) == 0, "a store that is not aligned"
-        for i, value in enumerate(values):
-            array[first + i] = value
-            written[first + i] += 1
+        with _COUNTING:
+            for i, value in enumerate(values):
+                array[first + i] = value
+                written[first + i] += 1
 
 
 def bfloat16(value):
