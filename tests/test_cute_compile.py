@@ -117,6 +117,25 @@ def plans_of_few_rows():
     }
 
 
+def plans_of_other_kinds():
+    """What an expert's product takes that no layer asks for: the other kinds of results."""
+    kinds = [
+        (float32_out, scaled, *rest)
+        for float32_out, scaled, weighted in itertools.product((False, True), repeat=3)
+        for rest in [
+            (False, False),
+            (True, weighted),
+            *([] if float32_out else [(True, weighted, True), (True, weighted, True, True)]),
+        ]
+    ]
+    experts, inner, hidden = ROUTED[0]
+    sizes = {True: (2 * inner, hidden), False: (hidden, inner)}
+    every = {Experts(*sizes[kind[2]], experts, *kind) for kind in kinds}
+    most = 32768 * TOP_K
+    found = {plan for wanted in every for plan in grouped_gemm.plans(wanted, most)}
+    return found - plans_of_experts() - plans_of_few_rows()
+
+
 def batches(plans, kind):
     """Those of some kinds, a few at a time: the disassembler takes longer to start than to read."""
     ours = sorted((plan for plan in plans if type(plan) in kind), key=repr)
@@ -242,6 +261,26 @@ def test_routed_experts_of_few_rows(batch, tmp_path):
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
 
     check_each(batch, tmp_path, check)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_other_kinds_of_experts(tmp_path):
+    """They compile and fit; a few keep up to 80 bytes of a thread in local memory."""
+
+    def check(plan, image, numbers, instructions):
+        assert numbers["STACK"] <= 80
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes <= MOST_SHARED
+        assert any(
+            i.startswith("HMMA" if isinstance(plan, GroupedFewPlan) else "HGMMA")
+            for i in instructions
+        )
+
+    plans = plans_of_other_kinds()
+    assert len(plans) > 100
+    for batch in batches(plans, (GroupedPlan, GroupedFewPlan)):
+        check_each(batch, tmp_path, check)
 
 
 @pytest.mark.slow
