@@ -72,8 +72,9 @@ def plans():
 def plans_of_swiglu():
     """Interleaved gate and up."""
     return {
-        choose(Product(6144, 7168, 1, float32_out, False, swiglu=True), tokens)
-        for float32_out in (False, True)
+        choose(Product(*matrix, 1, *kind, swiglu=True), tokens)
+        for matrix in ((6144, 7168), (4096, 4096))
+        for kind in itertools.product((False, True), repeat=2)
         for tokens in (1, 16, 32, 64, 256, 512, 4096)
     }
 
@@ -117,22 +118,19 @@ def plans_of_few_rows():
     }
 
 
+def every_kind(experts, inner, hidden):
+    """Every kind of result that an expert's product can be asked for, those of no layer too."""
+    for float32_out, scaled, weighted in itertools.product((False, True), repeat=3):
+        yield Experts(hidden, inner, experts, float32_out, scaled)
+        yield Experts(2 * inner, hidden, experts, float32_out, scaled, True, weighted)
+        for swizzled in () if float32_out else (False, True):
+            yield Experts(2 * inner, hidden, experts, False, scaled, True, weighted, True, swizzled)
+
+
 def plans_of_other_kinds():
-    """What an expert's product takes that no layer asks for: the other kinds of results."""
-    kinds = [
-        (float32_out, scaled, *rest)
-        for float32_out, scaled, weighted in itertools.product((False, True), repeat=3)
-        for rest in [
-            (False, False),
-            (True, weighted),
-            *([] if float32_out else [(True, weighted, True), (True, weighted, True, True)]),
-        ]
-    ]
-    experts, inner, hidden = ROUTED[0]
-    sizes = {True: (2 * inner, hidden), False: (hidden, inner)}
-    every = {Experts(*sizes[kind[2]], experts, *kind) for kind in kinds}
+    """What an expert's product takes on Hopper that no layer asks for."""
     most = 32768 * TOP_K
-    found = {plan for wanted in every for plan in grouped_gemm.plans(wanted, most)}
+    found = {plan for wanted in every_kind(*ROUTED[0]) for plan in grouped_gemm.plans(wanted, most)}
     return found - plans_of_experts() - plans_of_few_rows()
 
 
@@ -305,8 +303,10 @@ def plans_of_blackwell(arch):
     """What dispatch can choose there."""
     kinds = list(itertools.product((False, True), repeat=2))
     dense = [Product(*matrix, *kind) for matrix in MATRICES for kind in kinds]
-    dense += [Product(6144, 7168, 1, *kind, swiglu=True) for kind in kinds]
-    routed = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
+    matrices = ((6144, 7168), (4096, 4096))
+    dense += [Product(*matrix, 1, *kind, swiglu=True) for matrix in matrices for kind in kinds]
+    routed = [*every_kind(*ROUTED[0])]
+    routed += [wanted for sizes in ROUTED[1:] for wanted in routed_kinds(*sizes)]
     found = [choose(product, tokens, arch) for product in dense for tokens in (1, 16)]
     for wanted in routed:
         found += grouped_gemm.plans(wanted, 4096 * TOP_K, arch)

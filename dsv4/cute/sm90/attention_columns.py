@@ -17,11 +17,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -47,59 +47,8 @@ _TILES = DIMS // _ROWS  # of the second product
 _OWN = 4  # heads of a thread: 2 j, 2 j + 1, 2 j + 8, 2 j + 9, where j is its number among four
 
 
-class ColumnsKernel(Entries, ColumnsPlan):
+class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
     """The kernel of one configuration."""
-
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        return cute.compile(
-            self,
-            *[Int64(0)] * 9,
-            *[Int64(8)] * 4,
-            *[Int32(1)] * 6,
-            Float32(1.0),
-            CUstream(0),
-            options=options,
-        )
-
-    @cute.jit
-    def __call__(
-        self,
-        q: Int64,
-        window: Int64,
-        window_slots: Int64,
-        compressed: Int64,
-        compressed_slots: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        window_stride: Int64,
-        compressed_stride: Int64,
-        width: Int32,
-        second_width: Int32,
-        page_shift: Int32,
-        second_shift: Int32,
-        heads: Int32,
-        tiles: Int32,
-        scale: Float32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(
-            q, window, window_slots, compressed, compressed_slots, sink, out, cos, sin,
-            token_stride, head_stride, window_stride, compressed_stride, width, second_width,
-            page_shift, second_shift, heads, tiles, scale,
-        ).launch(
-            grid=[self.blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.blocks, 1, 1],
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )  # fmt: skip
 
     def tools(self) -> tuple[Value, ...]:
         """Layouts of queries, stages and weights, and both products."""
