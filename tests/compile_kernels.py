@@ -34,7 +34,7 @@ from tests.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 _MULTIPROCESSORS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
-SIZES = (("flash", 1), ("pro", 1), ("flash", 2048))
+SIZES = (("flash", 1), ("pro", 1), ("flash", 64), ("flash", 2048))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
 

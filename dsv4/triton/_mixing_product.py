@@ -20,8 +20,6 @@ from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._prefetch import prefetch_tile
 from dsv4.triton._streams import load_streams, mixed_stream
 
-_LARGEST = tl.constexpr(3.3895313892515355e38)  # finite bfloat16
-
 # Up to this many tokens a program takes one, and the product needs no tensor core.
 FEW = 4
 # From this many on ``fn`` is cut by a launch of its own.
@@ -31,14 +29,22 @@ _TALL = (256, 64, 4, 8)
 
 
 @triton.jit
+def _upper(x):
+    """The upper half of float32 numbers: bfloat16, cut off instead of rounded."""
+    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _cut(fn):
-    """Three bfloat16 numbers whose sum is fn, the largest first."""
-    # What exceeds the largest bfloat16 is left to the other parts; NaN stays.
-    near = tl.clamp(fn, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    high = narrow(near, tl.bfloat16)
+    """Three bfloat16 numbers of 8 bits each whose sum is fn, the largest first.
+
+    Cut off, because rounding would make a number above the largest bfloat16 infinite. A NaN whose
+    bits are all in the lower half is infinite in the first; the others are NaN then.
+    """
+    high = _upper(fn)
     rest = fn - widen(high)
-    middle = narrow(rest, tl.bfloat16)
-    return high, middle, narrow(rest - widen(middle), tl.bfloat16)
+    middle = _upper(rest)
+    return high, middle, _upper(rest - widen(middle))
 
 
 @triton.jit
@@ -67,15 +73,19 @@ def _product_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Parts of the product of many tokens: of columns of the flattened streams, ``width`` in all.
 
     Columns 0 to ROWS - 1 of a part are the product, column ROWS is the sum of squares.
     """
-    wait_for_inputs(PDL)
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
+    if PREFETCH:
+        start = split * CHUNKS * BLOCK
+        prefetch_tile(fn, width, tl.minimum(row, ROWS - 1), start, CHUNKS * BLOCK)
+    wait_for_inputs(PDL)
     token = (tl.program_id(0) // splits) * TOKENS + tl.arange(0, TOKENS)
     here = (token < tokens)[:, None]
     token = token.to(tl.int64)[:, None]
@@ -183,9 +193,9 @@ def _few_kernel(
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
     if PREFETCH:
-        for k in tl.static_range(4):
-            start = k * hidden + split * BLOCK
-            prefetch_tile(fn, 4 * hidden, tl.minimum(row, ROWS - 1), start, BLOCK)
+        # Streams as rows, so that the program's threads share the lines: each asked for one alone.
+        streamed = tl.minimum(tl.arange(0, 4 * ROW_BLOCK), 4 * ROWS - 1)
+        prefetch_tile(fn, hidden, streamed, split * BLOCK, BLOCK)
     wait_for_inputs(PDL)
     token = (tl.program_id(0) // splits).to(tl.int64)
     column = split * BLOCK + tl.arange(0, BLOCK)
@@ -244,7 +254,7 @@ def _empty_parts(x: torch.Tensor, fn: torch.Tensor, splits: int) -> Parts:
 def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     """Parts of ``fn`` times the streams ``x [T, 4, H]``: about two programs per multiprocessor."""
     tokens, width = x.shape[0], fn.shape[1]
-    group, block = (16 if tokens <= 64 else 64), 128
+    group, block = (16 if tokens <= 16 else 64), 128
     groups, chunks = -(-tokens // group), -(-width // block)
     splits = max(1, min(chunks, 2 * _launch.multiprocessors(x.device) // groups))
     each = -(-chunks // splits)
@@ -262,6 +272,7 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             TOKENS=group,
             BLOCK=block,
             CHUNKS=each,
+            PREFETCH=width % (each * block) == 0 and _launch.capability(x) is not None,
             num_warps=4,
             num_stages=3,
             **_launch.options(x),
