@@ -7,11 +7,12 @@ and needs no shift by a lane number to take them apart:
 * Lane ``l`` owns rows ``l // 4`` and ``l // 4 + 8`` (``h`` = 0, 1). Word ``j`` of its four 32-bit
   words holds columns ``16 j + 8 k + 2 (l % 4) + e`` for ``k``, ``e`` in 0, 1: one block of 16
   columns, so one scale for each of the two rows.
-* The code of ``(h, k, e)`` stands in half-word ``e``, at bits ``_PLACES[2 k + h]`` (sign, two
-  exponent bits, mantissa bit). The first place is where a bfloat16 has its sign, its two lowest
-  exponent bits and its highest mantissa bit: masked, it is the bfloat16 ``code * 2^-126``, the
-  subnormal 0.5 included. The second is the same, 3 bits lower. The others keep exponent and
-  mantissa together, and their signs where there is room.
+* The code of ``(h, k, 0)`` stands at bits ``PLACES[2 k + h]`` of the word (sign, two exponent bits,
+  mantissa bit), that of ``(h, k, 1)`` 16 bits further on, from the word's end on at its beginning.
+  The first place is where a bfloat16 has its sign, its two lowest exponent bits and its highest
+  mantissa bit: masked, it is the bfloat16 ``code * 2^-126``, the subnormal 0.5 included. The second
+  and the third are the same, once the word is rotated to the right by 3 and by 6 bits. What is left
+  are four bits in each half-word that one multiplication moves there without carries.
 
 Scales are re-biased so that ``(byte << 4) + 0x7600`` is the bfloat16 ``scale * 2^119``: E4M3's
 subnormals become normal, NaN stays NaN (0x9C), and zero is the byte that overflows to -0 (0xA0).
@@ -32,7 +33,7 @@ import torch
 
 ROWS, COLUMNS = 16, 64
 SCALE_BIAS = 0x7600
-PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
+PLACES = ((15, 8, 7, 6), (18, 11, 10, 9), (21, 14, 13, 12), (1, 0, 4, 3))
 ZERO, NAN = 0xA0, 0x9C
 
 

@@ -81,15 +81,16 @@ class TestLayout:
         weight = drawn(0, (32, 128))
         codes, scales = weight.codes, weight.scales.view(torch.uint8)
         packed = weight.with_layout(FRAGMENTS)
-        words = packed.codes.view(torch.int16).reshape(2, 2, 32, 4, 2).int() & 0xFFFF
+        words = packed.codes.view(torch.int32).reshape(2, 2, 32, 4)
         tiles = packed.scales.reshape(2, 2, 8, 4, 2)
         for row, column in ((0, 0), (9, 1), (17, 26), (31, 127), (24, 72), (5, 63)):
             nibble = int(codes[row, column // 2]) >> column % 2 * 4 & 15
             inner, k = column % 64, column % 16
-            lane, half = row % 8 * 4 + k % 8 // 2, column % 2
-            word = int(words[row // 16, column // 64, lane, inner // 16, half])
+            lane = row % 8 * 4 + k % 8 // 2
+            word = int(words[row // 16, column // 64, lane, inner // 16])
             place = fragments.PLACES[2 * (k // 8) + row % 16 // 8]
-            found = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(place))
+            bits = [(bit + column % 2 * 16) % 32 for bit in place]
+            found = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(bits))
             assert found == nibble
             byte = int(tiles[row // 16, column // 64, row % 8, inner // 16, row % 16 // 8])
             assert byte == int(fragments.scale_bytes()[int(scales[row, column // 16])])

@@ -149,6 +149,11 @@ def multiply_add(a: Value, b: Value, c: Value) -> Value:
     return assembly("mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], [a, b, c])
 
 
+def rotated(word: Value, bits: int) -> Value:
+    """The word rotated to the right."""
+    return assembly(f"shf.r.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {bits};", [Uint32], [word])
+
+
 def permute_bytes(word: Value, selector: int) -> Value:
     """Bytes of ``word`` (0 to 3) and zeros (4), four of them named by the selector's nibbles."""
     return assembly("prmt.b32 {$w0}, {$r0}, 0, " + f"{selector:#x};", [Uint32], [word])

@@ -39,8 +39,8 @@ def unpack(
     codes: torch.Tensor, scales: torch.Tensor, pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.fragments.unpack``; scales are uint8. A byte that no scale has becomes 0."""
-    if codes.storage_offset() % 2:
-        codes = codes.clone()  # half-words are read
+    if codes.storage_offset() % 4:
+        codes = codes.clone()  # words are read
     decode = torch.zeros(256, dtype=torch.uint8)
     decode[scale_bytes().long()] = torch.arange(128, dtype=torch.uint8)
     decode = decode.to(codes.device)
@@ -62,46 +62,40 @@ def _chunks(
         yield tuple(t[start : start + height] for t in flat)
 
 
-def _place(code: torch.Tensor, place: tuple[int, int, int, int]) -> torch.Tensor:
-    bits = torch.zeros_like(code)
-    for i, bit in enumerate(place):
-        bits |= ((code >> (3 - i)) & 1) << bit
-    return bits
-
-
-def _take(word: torch.Tensor, place: tuple[int, int, int, int]) -> torch.Tensor:
-    code = torch.zeros_like(word)
-    for i, bit in enumerate(place):
-        code |= ((word >> bit) & 1) << (3 - i)
-    return code
+def _bits(place: tuple[int, int, int, int], odd: int) -> list[int]:
+    """Where the bits of a column's code stand in a word, the sign first."""
+    return [(bit + 16 * odd) % 32 for bit in place]
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
     rows, width = codes.shape
     # Axes: tile row, h, l // 4, tile column, j, k, l % 4; a byte holds e = 0 and e = 1.
-    tiles = codes.reshape(rows // 16, 2, 8, width // 32, 4, 2, 4).to(torch.int32)
-    halves = []
-    for nibbles in (tiles & 15, tiles >> 4):
-        half = torch.zeros_like(nibbles[:, 0, :, :, :, 0])
-        for k in range(2):
-            for h in range(2):
-                half |= _place(nibbles[:, h, :, :, :, k], PLACES[2 * k + h])
-        halves.append(half)
-    words = torch.stack(halves, -1).to(torch.int16)  # tile row, l // 4, tile column, j, l % 4, e
-    return words.permute(0, 2, 1, 4, 3, 5).contiguous().view(torch.uint8).reshape(rows, width)
+    tiles = codes.reshape(rows // 16, 2, 8, width // 32, 4, 2, 4).to(torch.int64)
+    words = torch.zeros_like(tiles[:, 0, :, :, :, 0])  # tile row, l // 4, tile column, j, l % 4
+    for k in range(2):
+        for h in range(2):
+            for odd in range(2):
+                code = tiles[:, h, :, :, :, k] >> 4 * odd
+                for i, bit in enumerate(_bits(PLACES[2 * k + h], odd)):
+                    words |= ((code >> (3 - i)) & 1) << bit
+    # Bit 31 is the sign of an int32.
+    signed = (words - ((words >> 31) << 32)).to(torch.int32)
+    return signed.permute(0, 2, 1, 4, 3).contiguous().view(torch.uint8).reshape(rows, width)
 
 
 def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     rows, width = packed.shape
-    halves = packed.contiguous().view(torch.int16).reshape(rows // 16, width // 32, 8, 4, 4, 2)
-    words = halves.permute(0, 2, 1, 4, 3, 5).to(torch.int32)  # tile row, l//4, column, j, l%4, e
-    tiles = torch.empty(
+    words = packed.contiguous().view(torch.int32).reshape(rows // 16, width // 32, 8, 4, 4)
+    words = words.permute(0, 2, 1, 4, 3)  # tile row, l // 4, tile column, j, l % 4
+    tiles = torch.zeros(
         (rows // 16, 2, 8, width // 32, 4, 2, 4), dtype=torch.uint8, device=packed.device
     )
     for k in range(2):
         for h in range(2):
-            code = _take(words, PLACES[2 * k + h])
-            tiles[:, h, :, :, :, k] = (code[..., 0] | (code[..., 1] << 4)).to(torch.uint8)
+            for odd in range(2):
+                for i, bit in enumerate(_bits(PLACES[2 * k + h], odd)):
+                    of_code = ((words >> bit) & 1) << (3 - i + 4 * odd)
+                    tiles[:, h, :, :, :, k] |= of_code.to(torch.uint8)
     return tiles.reshape(rows, width)
 
 

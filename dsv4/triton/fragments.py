@@ -22,17 +22,45 @@ def _linear_row(row_tile, row, rows, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _placed(byte, REST: tl.constexpr, SIGN: tl.constexpr):
-    """Both codes of a byte: exponent and mantissa from bit REST of their half-words, sign + 3."""
-    both = (byte & 15) | ((byte & 0xF0) << 12)
-    return ((both & 0x70007) << REST) | ((both & 0x80008) << SIGN)
+def _spread(byte):
+    """The codes of a byte: one in the low half of a word, the other in the high half."""
+    return (byte & 15) | ((byte & 0xF0) << 12)
 
 
 @triton.jit
-def _taken(word, rest, sign):
-    """The inverse of ``_placed``."""
-    both = ((word >> rest) & 0x70007) | ((word >> sign) & 0x80008)
+def _first(byte):
+    """Both codes of a byte at the layout's first place."""
+    both = _spread(byte)
+    return ((both & 0x70007) << 6) | ((both & 0x80008) << 12)
+
+
+@triton.jit
+def _last(byte):
+    """At its last place."""
+    both = _spread(byte)
+    return ((both & 0x30003) << 3) | ((both & 0xC000C) >> 2)
+
+
+@triton.jit
+def _taken(word, place):
+    """Both codes that stand at a place (0 to 3), as a byte; ``word`` is uint32."""
+    rotated = _rotated(word, place % 3 * 3)
+    both = ((rotated >> 6) & 0x70007) | ((rotated >> 12) & 0x80008)
+    last = ((word >> 3) & 0x30003) | ((word << 2) & 0xC000C)
+    both = tl.where(place == 3, last, both)
     return (both & 15) | ((both >> 12) & 0xF0)
+
+
+@triton.jit
+def _unsigned(words, inside):
+    """Words as uint32."""
+    return tl.load(words, mask=inside, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _rotated(word, bits):
+    """A uint32 rotated to the right by 0 to 31 bits."""
+    return (word >> bits) | (word << ((32 - bits) % 32))
 
 
 @triton.jit
@@ -72,10 +100,11 @@ def _pack_kernel(
     column = tile * 32 + j * 8 + lane % 4
     above = codes + _linear_row(row_tile, lane // 4, rows, PAIRS) * width + column
     below = codes + _linear_row(row_tile, lane // 4 + 8, rows, PAIRS) * width + column
-    word = _placed(tl.load(above, mask=inside, other=0).to(tl.int32), 6, 12)
-    word |= _placed(tl.load(below, mask=inside, other=0).to(tl.int32), 3, 9)
-    word |= _placed(tl.load(above + 4, mask=inside, other=0).to(tl.int32), 0, 11)
-    word |= _placed(tl.load(below + 4, mask=inside, other=0).to(tl.int32), 9, 10)
+    # By 2 k + h, as in the layout; 29 bits to the right are 3 to the left.
+    word = _first(tl.load(above, mask=inside, other=0).to(tl.uint32))
+    word |= _rotated(_first(tl.load(below, mask=inside, other=0).to(tl.uint32)), 29)
+    word |= _rotated(_first(tl.load(above + 4, mask=inside, other=0).to(tl.uint32)), 26)
+    word |= _last(tl.load(below + 4, mask=inside, other=0).to(tl.uint32))
     start = row_tile.to(tl.int64) * tiles
     tl.store(packed + (start + first) * 128 + place, word, mask=inside)
 
@@ -105,15 +134,13 @@ def _unpack_kernel(
     start = row_tile.to(tl.int64) * tiles
     eight = tl.arange(0, TILES * 8)[None, :]
     tile, j, k, low = first + eight // 8, eight % 8 // 2, eight % 2, row < 8
-    # By 2 k + h, as in the layout.
-    rest = tl.where(k == 0, tl.where(low, 6, 3), tl.where(low, 0, 9))
-    sign = tl.where(k == 0, tl.where(low, 12, 9), tl.where(low, 11, 10))
+    part = 2 * k + tl.where(low, 0, 1)
     inside = (tile < tiles) & (row < 16)
     source = packed + (start + tile) * 128 + row % 8 * 16 + j
-    word = _taken(tl.load(source, mask=inside, other=0), rest, sign)
-    word |= _taken(tl.load(source + 4, mask=inside, other=0), rest, sign) << 8
-    word |= _taken(tl.load(source + 8, mask=inside, other=0), rest, sign) << 16
-    word |= _taken(tl.load(source + 12, mask=inside, other=0), rest, sign) << 24
+    word = _taken(_unsigned(source, inside), part)
+    word |= _taken(_unsigned(source + 4, inside), part) << 8
+    word |= _taken(_unsigned(source + 8, inside), part) << 16
+    word |= _taken(_unsigned(source + 12, inside), part) << 24
     tl.store(codes + linear * (tiles * 8) + first * 8 + eight, word, mask=inside)
 
     four = tl.arange(0, TILES * 4)[None, :]

@@ -34,12 +34,11 @@ def _expand_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.con
     tile = row_tile * (columns // 64) + column // 64
     block, lane = column % 64 // 16, row % 8 * 4 + column % 8 // 2
     word = tl.load(codes + (tile * 32 + lane) * 4 + block, mask=inside, other=0)
-    half = (word >> (column % 2 * 16)) & 0xFFFF
+    # With the column's half below, a place is that of an even column.
+    word = tl.where(column % 2 == 1, ((word >> 16) & 0xFFFF) | (word << 16), word)
     second, high = column // 8 % 2 == 1, row // 8 == 1
-    first = tl.where(high, half << 3, half) & 0x81C0
-    third = ((half << 6) & 0x1C0) | ((half << 1) & 0x8000)
-    fourth = ((half >> 3) & 0x1C0) | ((half << 2) & 0x8000)
-    code = tl.where(second, tl.where(high, fourth, third), first)
+    rotated = word >> (tl.where(second, 6, 0) + tl.where(high, 3, 0))
+    code = tl.where(second & high, (word & 0x1B) * 0x4108, rotated) & 0x81C0
     byte = tl.load(scales + tile * 64 + row % 8 * 8 + block * 2 + row // 8, mask=inside, other=0)
     scale = ((byte.to(tl.int32) << 4) + 0x7600) << 16
     values = (code << 16).to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)
