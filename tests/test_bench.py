@@ -417,6 +417,41 @@ def test_timing_is_the_median_of_single_calls():
     assert 0 < taken.us < 1e5
 
 
+def test_a_rest_comes_before_every_timed_run(monkeypatch: pytest.MonkeyPatch):
+    done: list[object] = []
+    monkeypatch.setattr(timing.time, "sleep", done.append)
+    timing.measure([lambda: done.append("a"), lambda: done.append("b")], CPU, 2, 0.25)
+    assert done == ["a", "b", 0.25, "a", "b", 0.25, "a", "b"]
+
+
+def test_rested_times_stand_beside_those_back_to_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    rests = []
+    taken = timing.Timing(1.0, "clock")
+    monkeypatch.setattr(timing, "measure", lambda *given: rests.append(given[3:]) or taken)
+    monkeypatch.setattr(rivals, "RIVALS", {})
+    rivals.register("rope", "sleepy")(lambda problem: lambda: None)
+    path = tmp_path / "out.json"
+    assert main(["run", "rope", "--rest", "0.5", "--json", str(path)]) == 0
+    cases = [row["case"] for row in json.loads(path.read_text())["rows"]]
+    assert cases[1::2] == [f"{case} rested".strip() for case in cases[::2]]
+    assert rests == [(0.0,), (0.0,), (0.5,), (0.5,)] * (len(cases) // 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rope", "--rest", "-1"], "-1 is not within 0 to 60 seconds"),
+        (["gemm", "--check", "--rest", "1"], "--rest is for operators, not for --check"),
+        (["attention", "--rest", "1"], "--rest is for operators"),
+    ],
+)
+def test_a_rest_that_cannot_be_taken_is_refused(arguments: list[str], message: str, capsys):
+    assert main(["run", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     found = environment.rates(CPU)

@@ -17,7 +17,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.bench import environment, moe, moe_checks, moe_layer, moe_parts, moe_rivals, results
+from dsv4.bench import (
+    environment,
+    moe,
+    moe_checks,
+    moe_layer,
+    moe_parts,
+    moe_rivals,
+    results,
+    timing,
+)
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw
@@ -247,7 +256,7 @@ def test_a_wrong_part_has_no_time(layer, monkeypatch, part, wrong, value):
     assert {name for name, row in rows.items() if row.match is False} == wrong
     assert all((row.us is None) == (name in wrong) for name, row in rows.items())
     results.validate(results.document(_header(), rows.values()))
-    line = moe.cells(("tiny", "single", 8), rows)
+    line = moe.cells(("tiny", "single", 8, 0.0), rows)
     assert line[moe.HEADINGS.index("check")] == "WRONG"
 
 
@@ -297,7 +306,7 @@ def test_a_wrong_layer_has_no_time(layer, whole, monkeypatch, part):
     row = moe.measure_layer(layer, whole, 8, OPTIONS, RATES)
     assert (row.match, row.us) == (False, None)
     results.validate(results.document(_header(), [row]))
-    line = moe.cells(("tiny", "router", 8), {"layer": row})
+    line = moe.cells(("tiny", "router", 8, 0.0), {"layer": row})
     assert line[moe.HEADINGS.index("check")] == "WRONG"
     assert line[moe.HEADINGS.index("layer us")] == "-"
 
@@ -331,6 +340,30 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     [heading] = [line for line in printed if line.startswith("shapes")]
     assert heading.split("  ")[0] == "shapes"
     assert all(name in heading for name in moe.HEADINGS)
+
+
+def test_rested_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
+    seen = []
+    measured = timing.measure
+
+    def slept(calls, device, repeat, rest=0.0):
+        seen.append(rest)
+        return measured(calls, device, repeat)
+
+    monkeypatch.setattr(timing, "measure", slept)
+    path = tmp_path / "moe.json"
+    assert command(path, "--routings", "single", "--rest", "0.25") == 0
+    cases = [row["case"] for row in rows_of(path)]
+    parts = [f"tiny single {part}" for part in moe_parts.PARTS]
+    layers = ["tiny router layer", "tiny router layer rested"]
+    assert cases == [*parts, *(f"{part} rested" for part in parts)] * 2 + layers * 2
+    # Each part twice, and what rivals have, in the condition of the line they are printed in.
+    assert seen.count(0.25) * 2 == len(seen) >= len(cases)
+    printed = capsys.readouterr().out.splitlines()
+    place = [line.split("  ")[0] for line in printed].index("shapes")
+    at = printed[place].index("timed")
+    kinds = [line[at:].split("  ")[0] for line in printed[place + 2 : place + 8]]
+    assert kinds == ["back to back", "rested"] * 3
 
 
 def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_rivals):

@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
         help="validate every kernel of the product and print a report to send back; "
         "--no-check: time unchecked. Default: check each result, then time it",
     )
+    _rest(run)
     _common(run)
     run.set_defaults(command=_run)
     listing = commands.add_parser("list", help="operators, their cases and implementations")
@@ -100,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
         default=["uniform", "zipf", "single"],
         help="uniform, zipf, single, comma-separated; default all",
     )
+    _rest(moe)
     _common(moe)
     moe.set_defaults(command=_moe)
     env = commands.add_parser("env", help="this machine: names, versions, measured rates")
@@ -126,6 +128,17 @@ def _common(to: argparse.ArgumentParser) -> None:
     add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
 
 
+def _rest(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--rest",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="time everything, rivals too, once more with so much rest before each timed run, "
+        "in rows named 'rested' (a GPU at its power limit has a lower clock without); 0.06, say",
+    )
+
+
 def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] | None = (16,)) -> None:
     to.add_argument("--shapes", default="tiny", help=f"{', '.join(PRESETS)}, comma-separated")
     usual = "16" if tokens else "1,8,64,512,4096, on a CPU 1,8"
@@ -138,6 +151,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 60:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 to 60 seconds")
     return value
 
 
@@ -162,7 +182,8 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
     repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 5)
     check, seed = getattr(options, "check", True), getattr(options, "seed", 0)
     rivals = getattr(options, "rivals", None)
-    return Options(device, backend, check, repeat, seed, rivals)
+    rest = getattr(options, "rest", 0.0)
+    return Options(device, backend, check, repeat, seed, rivals, rest)
 
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
@@ -183,6 +204,8 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.rest and (options.check or any(name in ATTENTION for name in options.ops)):
+        raise UsageError(f"--rest is for operators, not for --check and {', '.join(ATTENTION)}")
     if options.check:
         return _validate(options)
     options.check = options.check is None
@@ -196,7 +219,8 @@ def _run(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     try:
         for case, backend in wanted:
-            rows.append(measure(case, _measuring(options, backend), rates))
+            timed = _measuring(options, backend).conditions()
+            rows += [measure(case, each, rates) for each in timed]
     except KeyboardInterrupt:
         print(f"interrupted: {len(rows)} of {len(wanted)} rows", file=sys.stderr)
         return _finish(options, header, rows) or INTERRUPTED

@@ -21,6 +21,7 @@ _MOST_COPIES = 8
 _SMALL = 1 << 30  # bytes within which small problems are copied more often
 _MOST_SMALL_COPIES = 32
 _TOKENS_JUDGED = 16
+BACK_TO_BACK, RESTED = "back to back", "rested"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Options:
         repeat: Timed runs.
         seed: Of the inputs.
         rivals: Names of those to time beside; None for all that are quick to prepare.
+        rest: Seconds of rest before each timed run, of rivals too; 0: they follow one another.
     """
 
     device: torch.device
@@ -42,6 +44,16 @@ class Options:
     repeat: int = 5
     seed: int = 0
     rivals: tuple[str, ...] | None = None
+    rest: float = 0.0
+
+    def conditions(self) -> list[Options]:
+        """Back to back, and, if a rest was asked for, rested."""
+        back_to_back = dataclasses.replace(self, rest=0.0)
+        return [back_to_back, self] if self.rest else [back_to_back]
+
+    def named(self, case: str) -> str:
+        """What a case timed so is called."""
+        return f"{case} {RESTED}".strip() if self.rest else case
 
 
 def measure(case: Case, options: Options, rates: Rates) -> Row:
@@ -57,7 +69,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
     verdict = verify(problem, options.backend) if options.check else None
     row: dict[str, Any] = {
         "op": case.op,
-        "case": case.name,
+        "case": options.named(case.name),
         "shape": case.shape,
         "tokens": case.tokens,
         "backend": chosen,
@@ -113,7 +125,10 @@ def chosen(tokens: int) -> torch.Tensor:
 def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     problems = [problem, *_copies(case, options, problem)]
     taken = timing.measure(
-        [_call(each, options.backend) for each in problems], options.device, options.repeat
+        [_call(each, options.backend) for each in problems],
+        options.device,
+        options.repeat,
+        options.rest,
     )
     times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "rivals": {}}
     if taken.note:
@@ -123,7 +138,8 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
         if not all(name in calls for calls in prepared):
             continue  # it did not fit the memory as often as the problem does
         calls = [calls[name] for calls in prepared]
-        times["rivals"][name] = timing.measure(calls, options.device, options.repeat).us
+        taken = timing.measure(calls, options.device, options.repeat, options.rest)
+        times["rivals"][name] = taken.us
     return times
 
 

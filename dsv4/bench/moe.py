@@ -7,7 +7,8 @@ has its router and its shared expert, too, so its routing is the router's.
 Weights are packed for Hopper where they are whole tiles, activations bfloat16, numerics DeepSeek's
 (the routing weight multiplies before the down projection). A CUDA graph holds several calls, each
 with tokens and a routing of its own, and the level-2 cache is cleared before a replay: a call finds
-weights in the cache only as far as its experts are those of the call before.
+weights in the cache only as far as its experts are those of the call before. Where a rest is asked
+for, everything is timed back to back and rested (``dsv4.bench.timing``), in rows of their own.
 
 Layers, routings and parts are in ``moe_parts``, their checks in ``moe_checks``.
 """
@@ -15,6 +16,7 @@ Layers, routings and parts are in ``moe_parts``, their checks in ``moe_checks``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 from dsv4 import dispatch, ops
 from dsv4.bench import moe_checks, moe_layer, moe_parts, moe_rivals, timing
 from dsv4.bench.environment import Rates
-from dsv4.bench.measure import Options
+from dsv4.bench.measure import BACK_TO_BACK, RESTED, Options
 from dsv4.bench.moe_parts import PARTS, ROUTINGS, Inputs, Layer, all_inputs, config_of, draw_layer
 from dsv4.bench.problem import Draw, UsageError, Verdict
 from dsv4.bench.report import number, plain
@@ -78,10 +80,10 @@ def _timed(
     options: Options,
     rates: Rates,
 ) -> Row:
-    row = dataclasses.replace(row, **_checked(verdict))
+    row = dataclasses.replace(row, case=options.named(row.case), **_checked(verdict))
     if not row.match:
         return row
-    timed = timing.measure(calls, options.device, options.repeat)
+    timed = timing.measure(calls, options.device, options.repeat, options.rest)
     share = rates.copy_share(row.bytes, timed.us)
     row = dataclasses.replace(row, us=timed.us, timer=timed.timer, copy_share=share)
     return dataclasses.replace(row, message=timed.note)
@@ -138,7 +140,8 @@ def _checked(verdict: Verdict) -> dict[str, Any]:
     return {"match": verdict.match, "error": error, "message": verdict.message}
 
 
-Point = tuple[str, str, int]  # preset, routing (ROUTER for the layer), tokens
+# Preset, routing (ROUTER for the layer), tokens, seconds of rest before each timed run.
+Point = tuple[str, str, int, float]
 Found = dict[Point, dict[str, Row]]
 
 
@@ -165,23 +168,26 @@ def run(
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device))
         for routing in routings:
-            for count in tokens:
-                rows = measure(layer, routing, count, options, rates)
-                found[preset, routing, count] = rows
-                print("  ".join(cells((preset, routing, count), rows)), flush=True)
+            for count, timed in itertools.product(tokens, options.conditions()):
+                rows = measure(layer, routing, count, timed, rates)
+                _keep(found, (preset, routing, count, timed.rest), rows)
         whole = moe_layer.build(
             layer.config, layer.gate_up, layer.down, Draw(options.seed, options.device)
         )
-        for count in tokens:
-            rows = {"layer": measure_layer(layer, whole, count, options, rates)}
-            found[preset, ROUTER, count] = rows
-            print("  ".join(cells((preset, ROUTER, count), rows)), flush=True)
+        for count, timed in itertools.product(tokens, options.conditions()):
+            rows = {"layer": measure_layer(layer, whole, count, timed, rates)}
+            _keep(found, (preset, ROUTER, count, timed.rest), rows)
         del layer, whole
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device))
         for name, prepare in moe_rivals.RIVALS.items():
             _run_rival(layer, name, prepare, options, found)
         del layer
+
+
+def _keep(found: Found, point: Point, rows: dict[str, Row]) -> None:
+    found[point] = rows
+    print("  ".join(cells(point, rows)), flush=True)
 
 
 def _run_rival(
@@ -198,7 +204,8 @@ def _run_rival(
         if isinstance(made, str):
             taken: dict[str, float] | str = made
         else:
-            taken = moe_rivals.attempt(partial(_rival_times, layer, made, point, options))
+            timed = dataclasses.replace(options, rest=point[3])
+            taken = moe_rivals.attempt(partial(_rival_times, layer, made, point, timed))
         if isinstance(taken, str):
             said = "; ".join(filter(None, (rows["pair"].message, f"{name}: {taken}")))
             rows["pair"] = dataclasses.replace(rows["pair"], message=said)
@@ -236,7 +243,7 @@ def _rival_times(
         "pair": [partial(pair_of, *each) for each in both],
     }
     return {
-        part: timing.measure(some, options.device, options.repeat).us
+        part: timing.measure(some, options.device, options.repeat, options.rest).us
         for part, some in calls.items()
     }
 
@@ -249,13 +256,15 @@ def _whole_times(
     routed = [(one.x, one.ids, one.weights) for one in inputs]
     moe_rivals.compare_whole(made, routed[0], limit, (layer.gate_up, layer.down))
     calls = [partial(made.forward, *one, limit) for one in routed]
-    return {"block": timing.measure(calls, options.device, options.repeat).us}
+    taken = timing.measure(calls, options.device, options.repeat, options.rest)
+    return {"block": taken.us}
 
 
 HEADINGS = (
     "shapes",
     "routing",
     "tokens",
+    "timed",
     "experts",
     "floor us",
     "gate_up us",
@@ -283,6 +292,7 @@ def cells(point: Point, rows: dict[str, Row]) -> tuple[str, ...]:
         point[0],
         point[1],
         str(point[2]),
+        RESTED if point[3] else BACK_TO_BACK,
         str(whose.shape["touched"]),
         number(whose.floor_us),
         times["gate_up"],
