@@ -435,7 +435,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         """As there, or as codes, of which neighbouring lanes have a block."""
         token, row, rows = where
         if cutlass.const_expr(self.quantized_out):
-            # Of a line that is not there, whatever follows in shared memory.
+            # Of a line that is not there, what another lane has.
             words, scale = ptx.load_shared(at, 4), ptx.load_global_float(places[6])
             store_coded(words, (places[2], places[5], scale), where, there)
         elif there:

@@ -812,6 +812,9 @@ class ManyKernel(ManyPlan):
             token, row = begin + line, row_tile * self.tile_outputs + vector * 8
             rows = row_tiles * self.tile_outputs
             there = line < count * 8 and token < tokens and row < rows
+            if cutlass.const_expr(count * 8 * vectors % 128):
+                # For lanes without a line the last one: no warp writes there now.
+                line = cutlass.min(line, count * 8 - 1)
             at = room + Uint32(line * LINE + vector * 16)
             self._write_eight(at, places, (token, row, rows), there)
 
