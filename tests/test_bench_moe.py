@@ -557,6 +557,17 @@ def test_rivals_that_do_not_fit_are_not_made(monkeypatch):
         moe_rivals._room(device, 48 << 30)
 
 
+def test_rivals_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
+    prepared = []
+    some = {name: lambda *_, name=name: prepared.append(name) for name in ("One (note)", "Two")}
+    monkeypatch.setattr(moe_rivals, "RIVALS", some)
+    monkeypatch.setattr(moe, "_rival_times", lambda *_: {})
+    assert command(tmp_path / "r.json", "--routings", "single", "--rivals", "one") == 0
+    assert prepared == ["One (note)"]
+    assert command(tmp_path / "r.json", "--rivals", "one,three") == 1
+    assert "rival is 'three', wanted some of One (note), Two" in capsys.readouterr().err
+
+
 def test_rivals_are_named():
     theirs = (f"transformers {kind} (bf16 weights)" for kind in THEIRS)
     assert set(moe_rivals.RIVALS) == {GROUPED_MM, HUMMING, *theirs}

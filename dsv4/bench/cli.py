@@ -101,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
         default=["uniform", "zipf", "single"],
         help="uniform, zipf, single, comma-separated; default all",
     )
+    moe.add_argument(
+        "--rivals",
+        type=lambda text: tuple(text.split(",")),
+        help="which to time beside, comma-separated, e.g. Humming; default all",
+    )
     _rest(moe)
     _common(moe)
     moe.set_defaults(command=_moe)

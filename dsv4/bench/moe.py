@@ -31,6 +31,7 @@ from dsv4.bench.moe_parts import PARTS, ROUTINGS, Inputs, Layer, all_inputs, con
 from dsv4.bench.problem import Draw, UsageError, Verdict
 from dsv4.bench.report import number, plain
 from dsv4.bench.results import Row
+from dsv4.bench.rivals import is_among
 from dsv4.layers import DeepseekV4SparseMoeBlock
 
 ROUTER = "router"  # the layer's routing
@@ -160,6 +161,7 @@ def run(
     Raises:
         UsageError: if a name is unknown.
     """
+    _rivals(options)
     unknown = [name for name in routings if name not in ROUTINGS]
     if unknown:
         raise UsageError(f"routing is {unknown[0]!r}, wanted one of {', '.join(ROUTINGS)}")
@@ -180,9 +182,20 @@ def run(
         del layer, whole
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device))
-        for name, prepare in moe_rivals.RIVALS.items():
+        for name, prepare in _rivals(options).items():
             _run_rival(layer, name, prepare, options, found)
         del layer
+
+
+def _rivals(options: Options) -> dict[str, moe_rivals.Prepare]:
+    """Those asked for, or all."""
+    known, asked = moe_rivals.RIVALS, options.rivals
+    if asked is None:
+        return known
+    for name in asked:
+        if not any(is_among(one, (name,)) for one in known):
+            raise UsageError(f"rival is {name!r}, wanted some of {', '.join(known)}")
+    return {name: prepare for name, prepare in known.items() if is_among(name, asked)}
 
 
 def _keep(found: Found, point: Point, rows: dict[str, Row]) -> None:

@@ -52,11 +52,13 @@ def rivals(op: str, problem: Problem, names: tuple[str, ...] | None = None) -> d
             ``SLOW``.
     """
     known = RIVALS.get(op, {})
-    wanted = [name for name in known if (name not in SLOW if names is None else _in(name, names))]
+    usual = [name for name in known if name not in SLOW]
+    wanted = usual if names is None else [name for name in known if is_among(name, names)]
     prepared = {name: known[name](problem) for name in wanted}
     return {name: call for name, call in prepared.items() if call is not None}
 
 
-def _in(name: str, names: tuple[str, ...]) -> bool:
+def is_among(name: str, names: tuple[str, ...]) -> bool:
+    """Whether a rival was asked for: its name with its note or without, in any case."""
     name = name.casefold()
     return any(asked.casefold() in (name, name.partition(" (")[0]) for asked in names)
