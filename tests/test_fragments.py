@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -108,6 +109,30 @@ class TestLayout:
         weight = cat_rows([quantize(torch.randn(16, 64), scaling="weight") for _ in range(3)])
         assert weight.with_layout(FRAGMENTS).segments == (16, 16, 16)
         same(weight.with_layout(FRAGMENTS).with_layout(LINEAR), weight)
+
+
+class TestTheKernelsArithmetic:
+    """The instructions by which kernels expand a word, on integers of 32 bits."""
+
+    @given(seed=strategies.seeds())
+    def test_a_word_gives_the_bfloat16s_of_its_codes(self, seed):
+        pytest.importorskip("cutlass")
+        from dsv4.cute.sm90 import _expand
+
+        generator = np.random.default_rng(seed)
+        codes = generator.integers(0, 16, (4, 2, 1000), dtype=np.uint32)  # 2 k + h, e
+        words = np.zeros(1000, np.uint32)
+        for place, both in zip(fragments.PLACES, codes, strict=True):
+            for odd, code in enumerate(both):
+                for i, bit in enumerate(place):
+                    words |= (code >> (3 - i) & 1) << (bit + 16 * odd) % 32
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_expand, "Uint32", np.uint32)
+            patch.setattr(_expand, "rotated", lambda word, n: word >> n | word << (32 - n))
+            found = _expand.codes_to_bfloat16(words)
+        for got, both in zip(found, codes, strict=True):
+            low, high = ((code >> 3) << 15 | (code & 7) << 6 for code in both)
+            assert np.array_equal(got, low | high << 16)
 
 
 class TestMoving:
