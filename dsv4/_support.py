@@ -20,6 +20,8 @@ from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
+from dsv4.cute.sm90.index_choice_plan import is_long
+from dsv4.cute.sm90.index_scores_plan import multiplies
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.cute.sm100.dense_plan import STEP as _STAGE
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
@@ -431,6 +433,24 @@ def index_pages(call: Call) -> str | None:
     if LARGEST_SELECTION < top_k < table.shape[1] * page_size:
         return f"top_k is {top_k}, and a kernel chooses at most {LARGEST_SELECTION}"
     return None
+
+
+def cute_indexer(call: Call) -> str | None:
+    """Why the CuTeDSL kernels of ``indexer_select`` cannot run a call, or None."""
+    return triton(call.args, call.device) or index_pages(call) or _not_hopper(call.device)
+
+
+def only_triton(call: Call) -> str | None:
+    """Why the CuTeDSL kernels of ``indexer_select`` have no part in a call, or None."""
+    q, weights, data, page_size, entry_format, _, table, _, _, top_k, scales = call.args
+    capacity = table.shape[1] * page_size
+    kinds = (q, weights, data, page_size, entry_format, scales, capacity)
+    if multiplies(*kinds) or is_long(capacity, top_k):
+        return None
+    return (
+        "they score many MXFP4 keys and choose from long rows, wanted are for each of "
+        f"{q.shape[0]} tokens {top_k} of {capacity} {entry_format!r} keys"
+    )
 
 
 LARGEST_HEAD = 512

@@ -20,6 +20,7 @@ from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
@@ -173,6 +174,18 @@ class Attention:
         return [] if arch != HOPPER else cute_attention.plans()
 
 
+@dataclass(frozen=True)
+class Indexer:
+    """The choice from long rows of index scores, and scores of MXFP4 keys of the kernel's size."""
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """All of Hopper's: which is taken follows from the width of the page tables."""
+        return [] if arch != HOPPER else index_scores_plan.plans()
+
+
+Call = Product | GroupedProduct | Attention | Indexer
+
+
 def warmup(
     model: Any,
     device: torch.device | str | int | None = None,
@@ -256,16 +269,15 @@ def _with_steps(done: Warmup, model: Any, arch: str, max_tokens: int, progress: 
     return replace(done, triton=found.compiled, operators=operators)
 
 
-def kernel_plans(
-    found: Sequence[Product | GroupedProduct | Attention], max_tokens: int, arch: str = HOPPER
-) -> list[Any]:
+def kernel_plans(found: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
     """The configurations of all kernels of these calls, each once."""
     return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens, arch)))
 
 
-def every_call(model: Any, arch: str = HOPPER) -> list[Product | GroupedProduct | Attention]:
-    """Products of linear layers and of routed experts, and attention."""
-    return [*products(model, arch), *grouped_products(model, arch), *attentions(model)]
+def every_call(model: Any, arch: str = HOPPER) -> list[Call]:
+    """Products of linear layers and of routed experts, the indexer, and attention."""
+    dense, grouped = products(model, arch), grouped_products(model, arch)
+    return [*dense, *grouped, *indexers(model), *attentions(model)]
 
 
 def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
@@ -296,19 +308,28 @@ def grouped_products(model: Any, arch: str = HOPPER) -> list[GroupedProduct]:
 
 def attentions(model: Any) -> list[Attention]:
     """Sparse attention of each number of heads once; see ``warmup`` for which layers count."""
-    if isinstance(model, nn.Module):
-        found = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
-        configs = [] if _not_bfloat16(model) else found
-    else:
-        configs = [ModelConfig.of(model)]
     return list(
         dict.fromkeys(
             Attention(config.num_attention_heads)
-            for config in configs
+            for config in _configs(model)
             if (config.head_dim, config.qk_rope_head_dim) == (DIMS, ROPE)
             and config.numerics == "deepseek"
         )
     )
+
+
+def indexers(model: Any) -> list[Indexer]:
+    """The indexer, if there is one and its keys are of the kernel's size."""
+    sizes = {config.index_head_dim for config in _configs(model)}
+    return [Indexer()] if index_scores_plan.DIMS in sizes else []
+
+
+def _configs(model: Any) -> list[ModelConfig]:
+    """Of each layer of attention, or the one given."""
+    if not isinstance(model, nn.Module):
+        return [ModelConfig.of(model)]
+    found = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
+    return [] if _not_bfloat16(model) else found
 
 
 def _not_bfloat16(model: nn.Module) -> bool:

@@ -188,6 +188,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("compressor", "pool_windows", "compressor_update", "compress_write"),
     *_triton("indexer", "indexer_rotate_quantize", "indexer_queries"),
     *_triton("indexer", "quantize_index_queries", unless=_support.index_queries),
+    Implementation(
+        "indexer_select",
+        "cute",
+        "dsv4.cute.indexer:indexer_select",
+        _support.cute_indexer,
+        _support.only_triton,
+    ),
     *_triton("indexer", "indexer_select", unless=_support.index_pages),
     *_reference("indexer", "indexer_rotate_quantize", "indexer_queries", "indexer_select"),
     *_reference("indexer", "quantize_index_queries"),

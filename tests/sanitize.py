@@ -17,6 +17,9 @@ import torch
 from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.problem import Draw
+from dsv4.cute.sm90 import index_scores_plan
+from dsv4.ops.indexer import indexer_select
+from tests.test_indexer_cute import Coded, apart
 
 SIZES = (
     ("tiny", 1),
@@ -42,7 +45,21 @@ def main(ops: list[str], sizes: list[tuple[str, int]]) -> int:
                 torch.cuda.synchronize()
                 calls += 1
         print(op, flush=True)
+        if op == "indexer_select":
+            calls += long_rows()
     return calls
+
+
+def long_rows() -> int:
+    """Select from rows of MXFP4 keys that no case of the bench has, scales far apart in half."""
+    index_scores_plan._MANY = 0
+    for share in (0.0, 0.02):
+        for entries in (9000, 16500):
+            case = Coded(2, entries, 0, device="cuda")
+            apart(case, share)
+            indexer_select(**case.arguments(512), backend="cute")
+    torch.cuda.synchronize()
+    return 4
 
 
 def sizes_of(text: str) -> list[tuple[str, int]]:

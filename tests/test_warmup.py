@@ -27,6 +27,7 @@ from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute._driver import Image
+from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm100 import grouped_plan
 from dsv4.cute.sm100 import plans as blackwell
@@ -239,6 +240,21 @@ def test_kernels_of_experts_are_compiled_too(compiled):
 
 
 HEADS = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
+
+
+class TestIndexer:
+    def test_the_published_models_have_it(self):
+        plans = index_scores_plan.plans()
+        assert len(plans) == len(set(plans)) == 5
+        for config in (dsv4.ModelConfig.flash(), dsv4.ModelConfig.pro()):
+            assert _warmup.indexers(config) == [_warmup.Indexer()]
+            found = kernel_plans(_warmup.every_call(config), 64)
+            assert [plan for plan in found if plan in plans] == plans
+            for arch in ("sm_100a", "sm_103a"):
+                assert not set(plans) & set(kernel_plans(_warmup.every_call(config), 64, arch))
+
+    def test_other_sizes_have_none(self):
+        assert _warmup.indexers(dsv4.ModelConfig.tiny(**HEADS)) == []
 
 
 class TestAttention:

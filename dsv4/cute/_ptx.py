@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 Value = Any  # a DSL scalar
 
@@ -497,4 +497,190 @@ def store_global_byte(address: Value, word: Value) -> None:
         "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.global.u8 [{$r0}], h; }",
         (),
         [address, word],
+    )
+
+
+def generic(address: Value) -> Value:
+    """The address of shared memory as one that any load understands."""
+    code = "{ .reg .u64 a; cvt.u64.u32 a, {$r0}; cvta.shared.u64 {$w0}, a; }"
+    return assembly(code, [Int64], [address])
+
+
+def load_keys4(address: Value, there: Value) -> tuple[Value, ...]:
+    """Four words of any memory, of which the first ``there`` count; the others are 0."""
+    selects = " ".join(
+        f"setp.gt.s32 p, {{$r1}}, {i}; selp.u32 {{$w{i}}}, {{$w{i}}}, 0, p;" for i in range(1, 4)
+    )
+    code = (
+        "{ .reg .pred p; setp.gt.s32 p, {$r1}, 0; "
+        + " ".join(f"mov.u32 {{$w{i}}}, 0;" for i in range(4))
+        + f" @p ld.v4.u32 {_outs(4)}, [{{$r0}}]; {selects} }}"
+    )
+    return assembly(code, [Uint32] * 4, [address, there])
+
+
+def store_shared2(address: Value, words: Sequence[Value]) -> None:
+    """Two 32-bit words to shared memory."""
+    assembly(f"st.shared.v2.u32 [{{$r0}}], {_ins(1, 2)};", (), [address, *words])
+
+
+def store_global_int64(address: Value, value: Value) -> None:
+    """One 64-bit integer."""
+    assembly("st.global.s64 [{$r0}], {$r1};", (), [address, value])
+
+
+def count_part(counts: Value, distance: Value, span: Value, shift: Value) -> None:
+    """Add 1 to the number of a distance's part in shared memory, but of part 0 and beyond ``span``.
+
+    Parts are ``2^shift`` long; all unsigned.
+    """
+    assembly(
+        "{ .reg .pred p; .reg .u32 part; shr.u32 part, {$r1}, {$r3}; setp.le.u32 p, {$r1}, {$r2}; "
+        "setp.ne.and.u32 p, part, 0, p; mad.lo.u32 part, part, 4, {$r0}; "
+        "@p red.shared.add.u32 [part], 1; }",
+        (),
+        [counts, distance, span, shift],
+    )
+
+
+def sum_of_warp(value: Value) -> Value:
+    """The sum of all lanes' integers."""
+    return assembly("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", [Int32], [value])
+
+
+def highest_of_warp(value: Value) -> Value:
+    """The highest of all lanes' unsigned integers."""
+    return assembly("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", [Uint32], [value])
+
+
+def lowest_of_warp(value: Value) -> Value:
+    """The lowest of all lanes' unsigned integers."""
+    return assembly("redux.sync.min.u32 {$w0}, {$r0}, 0xffffffff;", [Uint32], [value])
+
+
+def number_at(address: Value, width: Value) -> Value:
+    """An integer of 4 or 8 bytes, the largest of 4 if it is above that, negative if it is."""
+    return assembly(
+        "{ .reg .pred p, q; .reg .s32 l, h; ld.global.s32 l, [{$r0}]; setp.eq.s32 p, {$r1}, 8; "
+        "mov.s32 h, 0; @p ld.global.s32 h, [{$r0}+4]; setp.gt.s32 q, h, 0; "
+        "@q mov.s32 l, 0x7FFFFFFF; setp.eq.and.s32 q, h, 0, p; setp.lt.and.s32 q, l, 0, q; "
+        "@q mov.s32 l, 0x7FFFFFFF; setp.lt.s32 q, h, 0; @q mov.s32 l, -1; mov.s32 {$w0}, l; }",
+        [Int32],
+        [address, width],
+    )
+
+
+def load_once(address: Value, offset: int) -> Value:
+    """A 32-bit word that is read once and never written; ``offset`` as in ``load_streamed``."""
+    code = f"ld.global.nc.L1::no_allocate.u32 {{$w0}}, [{{$r0}}+{offset}];"
+    return assembly(code, [Uint32], [address])
+
+
+def signed_codes(word: Value, low: Value, high: Value, half: Value) -> tuple[Value, ...]:
+    """Eight E2M1 codes as signed bytes, codes 0 to 3 and 4 to 7.
+
+    ``half`` is 2^16, of which the compiler must not know: products take less time than shifts.
+
+    ``low`` and ``high``: bytes, below 128, that the codes 0 to 3 and 4 to 7 without a sign stand
+    for. A selector with the sign's bit gives zero instead of one of them.
+    """
+    one = (
+        "prmt.b32 p, {{$r1}}, {{$r2}}, {0}; prmt.b32 n, {{$r1}}, {{$r2}}, {1}; "
+        "add.u32 p, p, 0x80808080; sub.u32 p, p, n; xor.b32 {{$w{2}}}, p, 0x80808080; "
+    )
+    return assembly(
+        "{ .reg .b32 x, y, z, p, n; xor.b32 x, {$r0}, 0x88888888; mul.hi.u32 y, {$r0}, {$r3}; "
+        "mul.hi.u32 z, x, {$r3}; " + one.format("{$r0}", "x", 0) + one.format("y", "z", 1) + "}",
+        [Uint32, Uint32],
+        [word, low, high, half],
+    )
+
+
+def largest_byte(word: Value) -> Value:
+    """The largest of four unsigned bytes."""
+    return assembly(
+        "{ .reg .b32 a, b; and.b32 a, {$r0}, 0x00FF00FF; shr.u32 b, {$r0}, 8; "
+        "and.b32 b, b, 0x00FF00FF; max.u16x2 a, a, b; shr.u32 b, a, 16; and.b32 a, a, 0xFFFF; "
+        "max.u32 {$w0}, a, b; }",
+        [Uint32],
+        [word],
+    )
+
+
+def e8m0(byte: Value) -> Value:
+    """``2^(byte - 127)``; NaN of 255."""
+    return assembly(
+        "{ .reg .b32 t; .reg .pred p; shl.b32 t, {$r0}, 23; setp.eq.u32 p, {$r0}, 0; "
+        "@p mov.b32 t, 0x00400000; setp.eq.u32 p, {$r0}, 255; @p mov.b32 t, 0x7FC00000; "
+        "mov.b32 {$w0}, t; }",
+        [Float32],
+        [byte],
+    )
+
+
+def float_of(word: Value) -> Value:
+    """The float32 of these bits."""
+    return assembly("mov.b32 {$w0}, {$r0};", [Float32], [word])
+
+
+def positive_part(bits: Value, factor: float, less: float) -> Value:
+    """The product of an integer times 2^-149 and a factor, and a number, within 0 and 1.
+
+    The integer's bits, positive and below 2^23, are those of a subnormal number.
+    """
+    return assembly(
+        "{ .reg .f32 f; mov.b32 f, {$r0}; fma.rn.sat.f32 {$w0}, f, {$r1}, {$r2}; }",
+        [Float32],
+        [bits, Float32(factor), Float32(less)],
+    )
+
+
+def byte_of(word: Value, number: Value) -> Value:
+    """One of four bytes."""
+    code = "{ .reg .b32 s; or.b32 s, {$r1}, 0x4440; prmt.b32 {$w0}, {$r0}, 0, s; }"
+    return assembly(code, [Uint32], [word, number])
+
+
+def ordered(score: Value) -> Value:
+    """An unsigned integer above 0 that orders as scores do: zeros are equal, NaN is the highest."""
+    return assembly(
+        # The sum of zeros is the positive one.
+        "{ .reg .pred p; .reg .b32 b, m; .reg .f32 s; add.rn.f32 s, {$r0}, 0f00000000; "
+        "mov.b32 b, s; shr.s32 m, b, 31; or.b32 m, m, 0x80000000; xor.b32 b, b, m; "
+        "setp.nan.f32 p, {$r0}, {$r0}; @p mov.b32 b, 0xFFFFFFFE; mov.b32 {$w0}, b; }",
+        [Uint32],
+        [score],
+    )
+
+
+def mma_m16n8k32(d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> tuple[Value, ...]:
+    """``d`` and the product of 16 x 32 and 32 x 8 signed bytes."""
+    code = (
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        f"{_outs(4)}, {_ins(4, 4)}, {_ins(8, 2)}, {_ins(0, 4)};"
+    )
+    return assembly(code, [Int32] * 4, [*d, *a, *b])
+
+
+def any_bits_of_warp(value: Value) -> Value:
+    """The bits that any lane has set."""
+    return assembly("redux.sync.or.b32 {$w0}, {$r0}, 0xffffffff;", [Uint32], [value])
+
+
+def set_shared_bits(address: Value, bits: Value) -> None:
+    """Set bits of a word of shared memory, whoever else does."""
+    assembly("red.shared.or.b32 [{$r0}], {$r1};", (), [address, bits])
+
+
+def float_of_int(value: Value) -> Value:
+    """The nearest float32."""
+    return assembly("cvt.rn.f32.s32 {$w0}, {$r0};", [Float32], [value])
+
+
+def lowest_bit(low: Value, high: Value) -> Value:
+    """The number of the lowest bit that is set of 64, of which one is."""
+    return assembly(
+        "{ .reg .u64 a; mov.b64 a, {{$r0}, {$r1}}; brev.b64 a, a; clz.b64 {$w0}, a; }",
+        [Int32],
+        [low, high],
     )

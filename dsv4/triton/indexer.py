@@ -7,6 +7,7 @@ program to a token chooses (``_index_choice``).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -369,51 +370,123 @@ def indexer_select(
     query_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    tokens = q.shape[0]
-    capacity = page_table.shape[1] * page_size
-    k = min(top_k, capacity)
-    out = torch.empty((tokens, k), dtype=torch.int64, device=q.device)
+    keys = Keys(data, page_size, entry_format, page_table)
+    rest = (sequence_of_token, visible, top_k)
+    return select(q, query_scales, weights, keys, *rest, launch_scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Index keys of sequences, as ``indexer_select`` is given them."""
+
+    data: torch.Tensor
+    page_size: int
+    entry_format: str
+    page_table: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Entries of a sequence, at most."""
+        return self.page_table.shape[1] * self.page_size
+
+
+Scorer = Callable[..., None]  # with the arguments of ``launch_scores``
+
+
+def select(
+    q: torch.Tensor,
+    query_scales: torch.Tensor | None,
+    weights: torch.Tensor,
+    keys: Keys,
+    sequences: torch.Tensor,
+    visible: torch.Tensor,
+    top_k: int,
+    scorer: Scorer,
+) -> torch.Tensor:
+    """``indexer_select`` with scores by ``scorer``."""
+    out = torch.empty((q.shape[0], min(top_k, keys.capacity)), dtype=torch.int64, device=q.device)
     if out.numel() == 0:
         return out
+    sizes, visible = Sizes.of(keys.capacity, out.shape[1]), visible.contiguous()
+    width = 3 * sizes.room if sizes.direct else 0
+    room = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
+    row = (sizes.width, sizes.group, sizes.groups)
+    parts = scored(q, query_scales, weights, keys, sequences, visible, out.shape[1], *row, scorer)
+    for part, scores, maxima in parts:
+        launch_selection(scores, maxima, room, visible[part], out[part], keys.capacity, sizes)
+    return out
+
+
+def rows_at_a_time(width: int) -> int:
+    """Tokens whose scores are kept at a time, of so many numbers each."""
+    return max(1, _SCORE_BYTES // max(1, 4 * width))
+
+
+def scored(
+    q: torch.Tensor,
+    query_scales: torch.Tensor | None,
+    weights: torch.Tensor,
+    keys: Keys,
+    sequences: torch.Tensor,
+    visible: torch.Tensor,
+    k: int,
+    width: int,
+    group: int,
+    groups: int,
+    scorer: Scorer,
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Score some tokens at a time, where more than k entries are visible.
+
+    Args:
+        q: See ``dsv4.ops.indexer.indexer_select``, as what is not named here.
+        query_scales: See there.
+        weights: See there.
+        keys: Those of the sequences.
+        sequences: Of each token.
+        visible: See there.
+        k: How many are to be chosen.
+        width: Numbers in a row of scores.
+        group: Entries of a group; 0: there are none.
+        groups: Numbers in a row of maxima.
+        scorer: What launches the kernel.
+
+    Yields:
+        Tokens; their scores, int32 ``[at least so many, width]``, as unsigned integers that order
+        as they do, above 0; and the highest of each group. Valid until the next.
+    """
     q = q if q.stride(-1) == 1 else q.contiguous()
-    data = data if data.stride(-1) == 1 else data.contiguous()
-    weights, page_table = weights.contiguous(), page_table.contiguous()
-    sequences, visible = sequence_of_token.contiguous(), visible.contiguous()
-    sizes = _Sizes.of(capacity, k)
-    step = max(1, _SCORE_BYTES // max(1, 4 * sizes.width))
-    size = min(step, tokens)
-    scores = _scratch(q, size, sizes.width)
-    maxima = _scratch(q, size, sizes.groups)
-    room = _scratch(q, size, 3 * sizes.room if sizes.direct else 0)
-    for begin in range(0, tokens, step):
+    data = keys.data if keys.data.stride(-1) == 1 else keys.data.contiguous()
+    keys = dataclasses.replace(keys, data=data, page_table=keys.page_table.contiguous())
+    weights, sequences, visible = weights.contiguous(), sequences.contiguous(), visible.contiguous()
+    step = rows_at_a_time(width)
+    scores = scratch(q, min(step, q.shape[0]), width)
+    maxima = scratch(q, min(step, q.shape[0]), groups)
+    for begin in range(0, q.shape[0], step):
         part = slice(begin, begin + step)
-        if k < capacity:
-            _launch_scores(
+        if k < keys.capacity:
+            scorer(
                 q[part],
                 None if query_scales is None else query_scales[part],
                 weights[part],
-                data,
-                page_size,
-                entry_format,
-                page_table,
+                keys,
                 sequences[part],
                 visible[part],
                 scores,
                 maxima,
                 k,
-                sizes.group,
+                group,
             )
-        _launch_selection(scores, maxima, room, visible[part], out[part], capacity, sizes)
-    return out
+        yield part, scores, maxima
 
 
-def _scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+def scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+    """Rows of int32 that nobody has written."""
     return torch.empty((tokens, width), dtype=torch.int32, device=like.device)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Sizes of a selection.
+class Sizes:
+    """Sizes of a selection by ``launch_selection``.
 
     Attributes:
         exact: Entries up to which a row is searched as it is.
@@ -436,7 +509,7 @@ class _Sizes:
     warps: int
 
     @classmethod
-    def of(cls, capacity: int, k: int) -> _Sizes:
+    def of(cls, capacity: int, k: int) -> Sizes:
         """Sizes for the k highest of ``capacity`` entries."""
         if k == capacity:  # Nothing is chosen: any k.
             return cls(0, 0, 0, 0, 0, 32 * _FEWEST, 32 * _FEWEST, _FEWEST)
@@ -476,14 +549,11 @@ def _operand(queries: Any, keys: Any) -> torch.dtype:
     return next((x for x in _EXACT[queries] if x in _EXACT[keys]), torch.float32)
 
 
-def _launch_scores(
+def launch_scores(
     q: torch.Tensor,
     query_scales: torch.Tensor | None,
     weights: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    page_table: torch.Tensor,
+    keys: Keys,
     sequences: torch.Tensor,
     visible: torch.Tensor,
     scores: torch.Tensor,
@@ -491,11 +561,13 @@ def _launch_scores(
     k: int,
     group: int,
 ) -> None:
+    """Score some tokens; see ``scored``. All but q, its scales and the keys are contiguous."""
+    data, page_size, page_table = keys.data, keys.page_size, keys.page_table
+    entry_format, capacity = keys.entry_format, keys.capacity
     tokens, heads, d = q.shape
     queries = _CODES.get(q.dtype, "plain")
     if query_scales is not None:
         d, query_scales = 2 * d, query_scales.contiguous().view(torch.uint8)
-    capacity = page_table.shape[1] * page_size
     operand = _operand(
         q.dtype if queries == "plain" else queries,
         data.dtype if entry_format == "plain" else entry_format,
@@ -576,15 +648,16 @@ def _in_words(x: torch.Tensor) -> torch.Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch_selection(
+def launch_selection(
     scores: torch.Tensor,
     maxima: torch.Tensor,
     room: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
-    sizes: _Sizes,
+    sizes: Sizes,
 ) -> None:
+    """Choose the highest of each row of scores, as ``scored`` gives them, into ``out``."""
     tokens, k = out.shape
     with _launch.on(out):
         select_kernel[(tokens,)](

@@ -1,0 +1,155 @@
+"""CuTeDSL kernels of ``dsv4.ops.indexer``: scores of MXFP4 keys, and the choice from long rows.
+
+What they do not take the Triton kernels do.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from dsv4.cute._architectures import HOPPER
+from dsv4.cute._driver import Parameters
+from dsv4.cute._launch import loaded, stream_of
+from dsv4.cute.sm90.index_choice_plan import ChoicePlan, is_long
+from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
+from dsv4.triton._launch import multiprocessors
+from dsv4.triton.indexer import Keys, launch_scores, scored, select
+
+_CHOOSE = Parameters(*"qqqq", *"iiiiiii")
+_CHOOSE_PACKED = struct.Struct("@4q7i")
+_SCORE = Parameters(*"qqqqqqqqq", *"qqq", *"iiiiiiiiiiii")
+_SCORE_PACKED = struct.Struct("@12q12i")
+_WHOLE = 16384  # entries up to which a row is looked at without groups
+_GROUP = 8  # entries per group, or twice as many
+_LONG = 131072  # entries from which groups are the larger ones
+_BLOCK = 64  # entries that are scored at a time
+_PARTS = 2  # of a token's entries, for each block of threads that a multiprocessor has room for
+
+
+def indexer_select(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    visible: torch.Tensor,
+    top_k: int,
+    query_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ``dsv4.ops.indexer.indexer_select``."""
+    keys = Keys(data, page_size, entry_format, page_table)
+    capacity, k = keys.capacity, min(top_k, keys.capacity)
+    integers = multiplies(q, weights, data, page_size, entry_format, query_scales, capacity)
+    scorer = score if integers else launch_scores
+    if not is_long(capacity, k):
+        rest = (keys, sequence_of_token, visible, top_k, scorer)
+        return select(q, query_scales, weights, *rest)
+    out = torch.empty((q.shape[0], k), dtype=torch.int64, device=q.device)
+    if out.numel() == 0:
+        return out
+    group = 0 if capacity <= _WHOLE else _GROUP if capacity < _LONG else 2 * _GROUP
+    groups = _whole(-(-capacity // group)) if group else 0
+    visible, row = visible.contiguous(), (_whole(capacity), group, groups)
+    parts = scored(q, query_scales, weights, keys, sequence_of_token, visible, k, *row, scorer)
+    for part, scores, maxima in parts:
+        choose(scores, maxima, visible[part], out[part], capacity, group)
+    return out
+
+
+def _whole(number: int) -> int:
+    """So many numbers, rounded up to a multiple of 16 bytes."""
+    return -(-number // 4) * 4
+
+
+def choose(
+    scores: torch.Tensor,
+    maxima: torch.Tensor,
+    visible: torch.Tensor,
+    out: torch.Tensor,
+    capacity: int,
+    group: int,
+) -> None:
+    """Choose the highest of each row of keys.
+
+    Args:
+        scores: int32 ``[at least T, width]``, ``width`` a multiple of 4: unsigned keys.
+        maxima: int32 ``[at least T, any]``, the highest of every ``group`` neighbours.
+        visible: ``[T]``, int32 or int64.
+        out: int64 ``[T, k]``, k at most 1024.
+        capacity: Entries of a row, at most.
+        group: 8 or 16; 0: there are no maxima.
+    """
+    tokens, k = out.shape
+    packed = _CHOOSE_PACKED.pack(
+        scores.data_ptr(),
+        maxima.data_ptr(),
+        visible.data_ptr(),
+        out.data_ptr(),
+        scores.stride(0),
+        maxima.stride(0),
+        visible.element_size(),
+        capacity,
+        k,
+        max(16, k // 8),
+        _WHOLE if group else capacity,
+    )
+    with torch.cuda.device(out.device):
+        kernel = loaded(ChoicePlan(group or _GROUP), HOPPER)
+        kernel.prepare(out.device.index)
+        kernel.launch(tokens, stream_of(out.device.index), _CHOOSE, packed)
+
+
+def score(
+    q: torch.Tensor,
+    query_scales: torch.Tensor | None,
+    weights: torch.Tensor,
+    keys: Keys,
+    sequences: torch.Tensor,
+    visible: torch.Tensor,
+    scores: torch.Tensor,
+    maxima: torch.Tensor,
+    k: int,
+    group: int,
+) -> None:
+    """As ``dsv4.triton.indexer.launch_scores``, of what ``index_scores_plan.multiplies`` takes."""
+    assert query_scales is not None
+    tokens, heads, _ = q.shape
+    plan = ScoresPlan(group)
+    query_scales = query_scales.contiguous()
+    room = _PARTS * plan.resident * multiprocessors(q.device)
+    splits = min(max(1, room // tokens), -(-keys.capacity // _BLOCK))
+    packed = _SCORE_PACKED.pack(
+        q.data_ptr(),
+        query_scales.data_ptr(),
+        weights.data_ptr(),
+        keys.data.data_ptr(),
+        keys.page_table.data_ptr(),
+        sequences.data_ptr(),
+        visible.data_ptr(),
+        scores.data_ptr(),
+        maxima.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        keys.data.stride(0),
+        keys.page_table.stride(0),
+        scores.stride(0),
+        maxima.stride(0),
+        heads,
+        keys.capacity,
+        k,
+        keys.page_size.bit_length() - 1,
+        splits,
+        keys.page_table.element_size(),
+        sequences.element_size(),
+        visible.element_size(),
+        1 << 16,
+    )
+    with torch.cuda.device(q.device):
+        kernel = loaded(plan, HOPPER)
+        kernel.prepare(q.device.index)
+        kernel.launch(tokens * splits, stream_of(q.device.index), _SCORE, packed)

@@ -1,0 +1,393 @@
+"""The k highest of long rows of index scores; a block of threads has a row.
+
+Scores are keys, unsigned integers that order as they do (``dsv4.triton._index_scores``); 0: none.
+
+* A row of many is looked at through the highest of every ``group`` neighbours, which the score
+  kernel keeps. Those of them that reach a threshold say where the candidates are.
+* The threshold is about the k-th highest of the maxima of 2048 classes, to which keys are dealt out
+  in turn. At least k keys reach it, of random ones at most 1.4 k.
+* Candidates are copied to shared memory in their order. If they are too many, because high keys are
+  neighbours, the threshold is taken again, of the keys of those groups. If they still are, because
+  keys are equal, the rest works on memory instead, slowly.
+* The k-th highest of the candidates is found by counting them in 1024 equal parts of their range,
+  then of the part that holds it. Of keys that equal it, the first are taken.
+
+Counts are of integers, so no order of threads changes a result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, Uint32
+
+from dsv4.cute import _ptx as ptx
+from dsv4.cute.sm90.index_choice_plan import CANDIDATES, ChoicePlan
+
+Value = Any
+_THREADS = ChoicePlan.threads
+_WARPS = _THREADS // 32
+_EACH = 2  # vectors of a thread between two barriers
+_UNKNOWN = 1 << 30  # a number of keys that reach a threshold
+
+
+class ChoiceKernel(ChoicePlan):
+    """See the module."""
+
+    def compile(self, options: str) -> Any:
+        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
+        places, sizes = [Int64(0)] * 4, [Int32(1)] * 7
+        return cute.compile(self, *places, *sizes, CUstream(0), options=options)
+
+    @cute.jit
+    def __call__(
+        self,
+        scores: Int64,
+        maxima: Int64,
+        visible: Int64,
+        out: Int64,
+        score_stride: Int32,
+        maxima_stride: Int32,
+        visible_bytes: Int32,
+        capacity: Int32,
+        k: Int32,
+        slack: Int32,
+        direct: Int32,
+        stream: CUstream,
+    ) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        self.kernel_(
+            scores, maxima, visible, out, score_stride, maxima_stride, visible_bytes, capacity, k,
+            slack, direct,
+        ).launch(
+            grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared_bytes, stream=stream
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel_(
+        self,
+        scores: Int64,
+        maxima: Int64,
+        visible: Int64,
+        out: Int64,
+        score_stride: Int32,
+        maxima_stride: Int32,
+        visible_bytes: Int32,
+        capacity: Int32,
+        k: Int32,
+        slack: Int32,
+        direct: Int32,
+    ) -> None:
+        """A block for every token.
+
+        Args:
+            scores: Address of keys, ``[tokens, score_stride]``; a row is aligned to 16 bytes.
+            maxima: As ``scores``, the highest of every group.
+            visible: Address of the number of entries that each token sees, int32 or int64.
+            out: Address of int64 ``[tokens, k]``: ascending, then -1.
+            score_stride: Keys between rows.
+            maxima_stride: Likewise.
+            visible_bytes: Of a number, 4 or 8.
+            capacity: Entries of a row, at most.
+            k: How many are chosen, at most 1024.
+            slack: By how many keys more than k a threshold may be reached.
+            direct: Entries up to which a row is looked at without groups.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        token, _, _ = cute.arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        counts = self._room(smem, _THREADS * 4)
+        classes = self._room(smem, 2 * _THREADS * 4)
+        listed = self._room(smem, CANDIDATES * 4)
+        keys = self._room(smem, CANDIDATES * 4)
+        ids = self._room(smem, CANDIDATES * 4)
+        totals = self._room(smem, 2 * _EACH * _WARPS * 4)
+        tops = self._room(smem, _WARPS * 8)
+        found = self._room(smem, 16)
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        room = (counts, (classes, tops), totals, found, thread, lane, warp)
+        cute.arch.griddepcontrol_launch_dependents()
+        ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
+        cute.arch.griddepcontrol_wait()
+        shown = self._shown(visible + Int64(token) * visible_bytes, visible_bytes, capacity)
+        row = out + Int64(token) * k * 8
+        if shown <= k:
+            if thread < k:
+                value = Int64(-1)
+                if thread < shown:
+                    value = Int64(thread)
+                ptx.store_global_int64(row + Int64(thread) * 8, value)
+        else:
+            start = scores + Int64(token) * score_stride * 4
+            through, vectors = Uint32(0), (shown + 3) // 4
+            least, top = Uint32(0), Uint32(0)
+            if shown > direct:
+                number = (shown + self.group - 1) // self.group
+                groups = (
+                    maxima + Int64(token) * maxima_stride * 4,
+                    Uint32(0),
+                    number,
+                    (number + 3) // 4,
+                )
+                least, top = self._least(groups, k, slack, room)
+                kept = self._gather(groups, least - 1, (listed, None), room)
+                if kept <= CANDIDATES:
+                    through, vectors = listed, kept * (self.group // 4)
+                else:
+                    least, top = self._least((start, through, shown, vectors), k, slack, room)
+            else:
+                least, top = self._least((start, through, shown, vectors), k, slack, room)
+            source = (start, through, shown, vectors)
+            kept = self._gather(source, least - 1, (ids, keys), room)
+            if (kept > CANDIDATES) & (through != Uint32(0)):
+                least, top = self._least(source, k, slack, room)
+                kept = self._gather(source, least - 1, (ids, keys), room)
+            names = Uint32(0)
+            if kept <= CANDIDATES:
+                start, through, names = ptx.generic(keys), Uint32(0), ids
+                shown, vectors = kept, (kept + 3) // 4
+            source = (start, through, shown, vectors)
+            bound, wanted = self._bound(source, least, top, kept, k, room)
+            self._choose(source, bound, wanted, (row, names), room)
+
+    def _room(self, smem: Value, size: int) -> Value:
+        """Address of so many bytes of shared memory."""
+        return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=512).toint())
+
+    @cute.jit
+    def _shown(self, place: Value, width: Value, capacity: Value) -> Value:
+        """How many entries a token sees, as far as there are."""
+        shown = Int32(ptx.load_global(place))
+        if width == 8:
+            upper = Int32(ptx.load_global(place + 4))
+            if upper > 0:
+                shown = capacity
+            if (upper == 0) & (shown < 0):
+                shown = capacity
+            if upper < 0:
+                shown = Int32(0)
+        return cutlass.min(shown, capacity)
+
+    @cute.jit
+    def _vector(self, source: Value, number: Value) -> Value:
+        """Four neighbouring keys and the position of the first; 0 where there is none.
+
+        A source is an address, a list of groups in shared memory or 0, the positions there are,
+        and the number of vectors. Positions are those of the row, or of the maxima.
+        """
+        start, through, limit, vectors = source
+        first = number * 4
+        if (through != Uint32(0)) & (number < vectors):
+            part = self.group // 4
+            group = ptx.load_shared_int(through + Uint32(number // part * 4))
+            first = group * self.group + number % part * 4
+        there = Int32(0)
+        if (number < vectors) & (first < limit):
+            there = limit - first
+        return ptx.load_keys4(start + Int64(first) * 4, there), first
+
+    @cute.jit
+    def _least(self, source: Value, k: Value, slack: Value, room: Value) -> Value:
+        """A threshold above 0 that at least k keys reach, if there are so many; the highest key."""
+        _, (classes, tops), _, _, thread, lane, warp = room
+        high, other = Uint32(0), Uint32(0)
+        for number in cutlass.range(thread, source[3], _THREADS, unroll=4):
+            four, _ = self._vector(source, number)
+            high = cutlass.max(high, cutlass.max(four[0], four[1]))
+            other = cutlass.max(other, cutlass.max(four[2], four[3]))
+        ptx.store_shared2(classes + Uint32(thread * 8), (high, other))
+        top = ptx.highest_of_warp(cutlass.max(high, other))
+        low = ptx.lowest_of_warp(cutlass.min(high, other))
+        if lane == 0:
+            ptx.store_shared2(tops + Uint32(warp * 8), (top, low))
+        cute.arch.sync_threads()
+        both = ptx.load_shared(tops + Uint32(lane * 8), 2)
+        top, low = ptx.highest_of_warp(both[0]), ptx.lowest_of_warp(both[1])
+        reached = Int32(_UNKNOWN)
+        if low > Uint32(0):
+            reached = Int32(2 * _THREADS)
+        dealt = (ptx.generic(classes), Uint32(0), Int32(2 * _THREADS), Int32(_THREADS // 2))
+        low = cutlass.max(low, Uint32(1))
+        low, _, _ = self._search(dealt, (low, top, reached), k, slack, room)
+        return low, top
+
+    @cute.jit
+    def _bound(
+        self, source: Value, least: Value, top: Value, kept: Value, k: Value, room: Value
+    ) -> Value:
+        """Keys above a bound are chosen, and the first ``wanted`` of those that equal it."""
+        low, above, reached = self._search(source, (least, top, kept), k, Int32(0), room)
+        bound, wanted = low, k - above
+        if reached <= k:
+            bound, wanted = low - 1, Int32(0)
+        return bound, wanted
+
+    @cute.jit
+    def _search(self, source: Value, known: Value, k: Value, slack: Value, room: Value) -> Value:
+        """A threshold that at least k keys reach, at most ``slack`` more of different ones.
+
+        ``known``: a threshold, the highest key, and how many reach the threshold, at least k.
+
+        Returns:
+            The threshold, how many exceed all keys of its part, and how many reach it.
+        """
+        counts, _, totals, found, thread, lane, warp = room
+        low, top, reached = known
+        above = Int32(0)
+        while (top > low) & (reached - k > slack):
+            span = top - low
+            shift = cutlass.max(Int32(22) - Int32(cute.arch.clz(Int32(span))), Int32(0))
+            for number in cutlass.range(thread, source[3], _THREADS, unroll=2):
+                four, _ = self._vector(source, number)
+                for i in cutlass.range_constexpr(4):
+                    # But for the lowest part, where equal keys mostly are: the others tell.
+                    ptx.count_part(counts, four[i] - low, span, shift)
+            cute.arch.sync_threads()
+            mine = ptx.load_shared_int(counts + Uint32(thread * 4))
+            ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
+            upto = mine
+            for step in cutlass.range_constexpr(5):
+                more = cute.arch.shuffle_sync_down(upto, 1 << step)
+                if lane + (1 << step) < 32:
+                    upto += more
+            if lane == 0:
+                ptx.store_shared_int(totals + Uint32(warp * 4), upto)
+            cute.arch.sync_threads()
+            total = ptx.load_shared_int(totals + Uint32(lane * 4))
+            if lane <= warp:
+                total = Int32(0)
+            upto += ptx.sum_of_warp(total) + above
+            if (upto - mine < k) & (upto >= k):
+                ptx.store_shared4(found, (thread, upto - mine, upto, Int32(0)))
+            if (thread == 0) & (upto < k):
+                ptx.store_shared4(found, (thread, upto, reached, Int32(0)))
+            cute.arch.sync_threads()
+            four = ptx.load_shared(found, 4)
+            low = low + (four[0] << Uint32(shift))
+            top = low + cutlass.min(top - low, (Uint32(1) << Uint32(shift)) - 1)
+            above, reached = Int32(four[1]), Int32(four[2])
+        return low, above, reached
+
+    @cute.jit
+    def _part(self, source: Value, number: Value, limits: Value, place: Value, who: Value) -> Value:
+        """Keys of a vector, the first position, their flags, and the sum of those of lanes before.
+
+        A flag is 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
+        That of all lanes is stored in ``place``. A warp without vectors has no more to do.
+        """
+        bound, wanted = limits
+        warp, lane = who
+        four, first = (Uint32(0),) * 4, Int32(0)
+        flags = [Int32(0)] * 4
+        before, total = Int32(0), Int32(0)
+        if number - lane < source[3]:
+            four, first = self._vector(source, number)
+            flags = [Int32(one > bound) for one in four]
+            if cutlass.const_expr(wanted is not None):
+                equal = Int32(wanted > 0) << 16
+                flags = [flags[i] + Int32(four[i] == bound) * equal for i in range(4)]
+            mine = flags[0] + flags[1] + flags[2] + flags[3]
+            total = mine
+            for step in cutlass.range_constexpr(5):
+                more = cute.arch.shuffle_sync_up(total, 1 << step)
+                if lane >= (1 << step):
+                    total += more
+            before = total - mine
+        if lane == 31:
+            ptx.store_shared_int(place + Uint32(warp * 4), total)
+        return four, first, flags, before
+
+    @cute.jit
+    def _up_to(self, total: Value, lane: Value, warp: Value) -> Value:
+        """Sums of a number of each warp: over the warps before, and over all."""
+        less = total
+        if lane >= warp:
+            less = Int32(0)
+        return ptx.sum_of_warp(less), ptx.sum_of_warp(total)
+
+    def _places(
+        self, source: Value, base: Value, limits: Value, run: Value, totals: Value, room: Value
+    ) -> Value:
+        """Keys of some vectors, and how many of those before each are above a bound, or equal it.
+
+        ``limits``: the bound, and how many keys that equal it are wanted, or None. ``run``: the
+        numbers before ``base``.
+
+        Returns:
+            Of each of the thread's vectors its keys, the first position, flags and both numbers;
+            and the numbers before the next base.
+        """
+        _, _, _, _, thread, lane, warp = room
+        places = [totals + Uint32(i * _WARPS * 4) for i in range(_EACH)]
+        loaded = [
+            self._part(source, base + i * _THREADS + thread, limits, places[i], (warp, lane))
+            for i in range(_EACH)
+        ]
+        cute.arch.sync_threads()
+        above, equal = run
+        parts = []
+        for i in range(_EACH):
+            total = ptx.load_shared_int(places[i] + Uint32(lane * 4))
+            below, total = self._up_to(total, lane, warp)
+            below += loaded[i][3]
+            numbers = (above + (below & 0xFFFF), equal + (below >> 16))
+            parts.append((*loaded[i][:3], *numbers))
+            above, equal = above + (total & 0xFFFF), equal + (total >> 16)
+        return parts, (above, equal)
+
+    @cute.jit
+    def _gather(self, source: Value, bound: Value, to: Value, room: Value) -> Value:
+        """Copy positions of keys above the bound, and keys, in order; how many there are.
+
+        ``to``: address of positions, and of keys or 0, in shared memory; the first fit there.
+        """
+        names, keys = to
+        run = Int32(0)
+        totals = room[2]
+        for base in cutlass.range(0, source[3], _EACH * _THREADS, unroll=1):
+            limits = (bound, None)
+            parts, both = self._places(source, base, limits, (run, Int32(0)), totals, room)
+            for i in cutlass.range_constexpr(_EACH):
+                four, first, flags, place, _ = parts[i]
+                for e in cutlass.range_constexpr(4):
+                    if (flags[e] != 0) & (place < CANDIDATES):
+                        ptx.store_shared_int(names + Uint32(place * 4), first + e)
+                        if cutlass.const_expr(keys is not None):
+                            ptx.store_shared_int(keys + Uint32(place * 4), Int32(four[e]))
+                    place += flags[e]
+            run = both[0]
+            # A warp may still read the numbers of this step while another stores the next.
+            totals = totals ^ Uint32(_EACH * _WARPS * 4)
+        cute.arch.sync_threads()
+        return run
+
+    @cute.jit
+    def _choose(self, source: Value, bound: Value, wanted: Value, to: Value, room: Value) -> None:
+        """Store the positions of keys above the bound and of the first that equal it.
+
+        ``to``: where to, and the address of their names in shared memory, 0 if they have none.
+        """
+        row, names = to
+        above, equal = Int32(0), Int32(0)
+        totals = room[2]
+        for base in cutlass.range(0, source[3], _EACH * _THREADS, unroll=1):
+            limits = (bound, wanted)
+            parts, both = self._places(source, base, limits, (above, equal), totals, room)
+            for i in cutlass.range_constexpr(_EACH):
+                _, first, flags, over, same = parts[i]
+                if flags[0] + flags[1] + flags[2] + flags[3] != 0:
+                    for e in cutlass.range_constexpr(4):
+                        if (flags[e] == 1) | ((flags[e] > 1) & (same < wanted)):
+                            name = first + e
+                            if names != Uint32(0):
+                                name = ptx.load_shared_int(names + Uint32(name * 4))
+                            place = over + cutlass.min(same, wanted)
+                            ptx.store_global_int64(row + Int64(place) * 8, Int64(name))
+                        over += flags[e] & 1
+                        same += flags[e] >> 16
+            above, equal = both
+            totals = totals ^ Uint32(_EACH * _WARPS * 4)

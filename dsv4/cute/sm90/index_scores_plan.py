@@ -1,0 +1,61 @@
+"""The configuration of ``index_scores``, without CuTeDSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.cute.sm90.index_choice_plan import ChoicePlan
+
+_HEADS, _BLOCK = 64, 64
+DIMS = 128  # of a key
+_MANY = 1 << 19  # entries of all tokens from which its beginning does not matter
+
+
+@dataclass(frozen=True)
+class ScoresPlan:
+    """The kernel that scores MXFP4 keys.
+
+    Attributes:
+        group: Neighbouring entries whose highest score is kept, 8 or 16; 0: none.
+        resident: Blocks of threads for each multiprocessor.
+    """
+
+    group: int
+    resident: int = 4
+
+    kernel = "dsv4.cute.sm90.index_scores:ScoresKernel"
+    threads = 128
+    blocks = 1
+    # Queries as integers, what makes sums positive, queries as they are, scales and weights.
+    shared_bytes = _HEADS * (2 * DIMS + DIMS // 2 + 4 + 4) + 2048
+
+
+def plans() -> list[ChoicePlan | ScoresPlan]:
+    """All kernels of the indexer, for ``dsv4.warmup``."""
+    return [*map(ChoicePlan, (8, 16)), *map(ScoresPlan, (0, 8, 16))]
+
+
+def multiplies(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    entry_format: str,
+    query_scales: torch.Tensor | None,
+    capacity: int,
+) -> bool:
+    """Whether the kernel scores such keys, ``capacity`` for each token, faster than Triton's.
+
+    What is not named here does not matter to it.
+    """
+    if q.shape[0] * capacity < _MANY:
+        return False
+    if entry_format != "index_mxfp4" or query_scales is None or weights.dtype != torch.float32:
+        return False
+    if q.shape[1] > _HEADS or 2 * q.shape[2] != DIMS or page_size % _BLOCK:
+        return False
+    places = (q.data_ptr(), *q.stride()[:2], data.data_ptr(), data.stride(0))
+    aligned = all(place % 16 == 0 for place in places) and q.stride(2) == data.stride(1) == 1
+    return aligned and query_scales.data_ptr() % 4 == 0 and page_size & (page_size - 1) == 0

@@ -1,0 +1,331 @@
+"""The CuTeDSL kernels of the indexer: plans and machine code here, results on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90.index_choice_plan import ChoicePlan, is_long
+from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
+from dsv4.dispatch import explain
+from dsv4.formats import MXFP4, QuantizedTensor
+from dsv4.ops.indexer import indexer_select
+from dsv4.ops.kv_cache import Pages
+from dsv4.pages import IndexLayout
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.strategies import generator, normal, seeds, small_integers
+
+HEADS, DIMS, PAGE = 64, 128, 64
+KINDS = ("normal", "integers", "rising", "equal", "zeros", "blocks", "outliers", "negative")
+
+
+def rows_of(kind, seed, tokens, width):
+    """Scores of some distribution, float32."""
+    gen = generator(seed)
+    x = torch.randn(tokens, width, generator=gen)
+    if kind == "integers":
+        x = torch.randint(0, 200, x.shape, generator=gen).float()
+    elif kind == "rising":
+        x = torch.arange(width).float().expand(tokens, -1).clone()
+    elif kind == "equal":
+        x = torch.ones_like(x)
+    elif kind == "zeros":
+        x = torch.relu(x - 3)
+    elif kind == "blocks":
+        x = x[:, : width // 64 + 1].repeat_interleave(64, 1)[:, :width] + 1e-3 * x
+    elif kind == "outliers":
+        x[:, 7], x[:, 9] = 1e30, -1e30
+    elif kind == "negative":
+        x = -x.abs()
+    return x
+
+
+def keys_of(scores):
+    """int32 whose bits order as unsigned integers do."""
+    bits = (scores + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -0x80000000
+
+
+def wide(x, multiple):
+    """With columns of garbage, up to a multiple."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % multiple), value=-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(
+    st.sampled_from([9000, 16385, 32768, 70001, 262144]),
+    st.sampled_from([1, 37, 512, 1024]),
+    st.sampled_from([0, 8, 16]),
+    st.sampled_from([torch.int32, torch.int64]),
+    seeds(),
+)
+def test_a_choice_is_what_a_sort_takes(kind, width, k, group, dtype, seed):
+    """Of as many as are visible, whatever lies behind them; the first of equal ones."""
+    from dsv4.cute.indexer import choose
+
+    device = torch.device("cuda")
+    scores = rows_of(kind, seed, 4, width).to(device)
+    visible = torch.randint(0, width + 1, (4,), generator=generator(seed + 1))
+    visible[0], visible[1] = width, min(width, k + seed % 3)
+    shown = torch.arange(width, device=device) < visible.to(device).unsqueeze(1)
+    keys = torch.where(shown, keys_of(scores), -1)
+    maxima = keys.new_empty(4, 4)
+    if group:
+        signed = torch.where(shown, keys ^ -0x80000000, -(2**31))
+        padded = torch.nn.functional.pad(signed, (0, -width % group), value=-(2**31))
+        maxima = wide(padded.unflatten(1, (-1, group)).amax(-1) ^ -0x80000000, 4)
+    out = torch.full((4, k), -7, device=device)
+    choose(wide(keys, 4), maxima, visible.to(dtype).to(device), out, width, group)
+    for t in range(4):
+        order = scores[t, : visible[t]].sort(descending=True, stable=True).indices
+        best = order[:k].sort().values
+        assert_bitwise(out[t, : best.numel()], best)
+        assert bool((out[t, best.numel() :] == -1).all())
+
+
+@dataclasses.dataclass
+class Coded:
+    """Random MXFP4 keys and queries of 128 dims, a sequence to each token, pages anywhere."""
+
+    tokens: int
+    entries: int
+    seed: int
+    heads: int = HEADS
+    page: int = PAGE
+    device: str = "cpu"
+
+    def __post_init__(self):
+        self.gen = generator(self.seed)
+        pages = self.tokens * -(-self.entries // self.page)
+        self.codes = self.bytes(pages, self.page, DIMS // 2)
+        self.scales = self.bytes(pages, self.page, DIMS // 32, low=120, high=124)
+        self.table = torch.randperm(pages, generator=self.gen).view(self.tokens, -1)
+        self.q = self.bytes(self.tokens, self.heads, DIMS // 2)
+        self.q_scales = self.bytes(self.tokens, self.heads, DIMS // 32, low=118, high=122)
+        self.weights = small_integers(self.seed, (self.tokens, self.heads), limit=3)
+        self.visible = torch.full((self.tokens,), self.entries)
+
+    def bytes(self, *shape, low=0, high=256):
+        return torch.randint(low, high, shape, generator=self.gen, dtype=torch.uint8)
+
+    def arguments(self, k):
+        layout = IndexLayout(DIMS, "index_mxfp4")
+        data = torch.cat((self.codes.flatten(1), self.scales.flatten(1)), 1)
+        assert data.shape[1] == layout.page_bytes(self.page)
+        rest = (data, self.table, torch.arange(self.tokens), self.visible)
+        data, table, sequence, visible = (x.to(self.device) for x in rest)
+        scales = self.q_scales.to(self.device).view(torch.float8_e8m0fnu)
+        return {
+            "q": QuantizedTensor(self.q.to(self.device), scales, None, MXFP4),
+            "weights": self.weights.to(self.device),
+            "keys": Pages(data, self.page, "index_mxfp4", DIMS, 0),
+            "page_table": table,
+            "sequence_of_token": sequence,
+            "visible": visible,
+            "top_k": k,
+        }
+
+    def exact(self, token):
+        """float64 scores of a token, and the sums of the magnitudes that they are sums of."""
+        pages = self.table[token]
+        keys = values(self.codes[pages].flatten(0, 1), self.scales[pages].flatten(0, 1))
+        q, w = values(self.q[token], self.q_scales[token]), self.weights[token].double()
+        scores = torch.relu(keys @ q.T) @ w
+        return scores[: self.entries], ((keys.abs() @ q.abs().T) @ w.abs())[: self.entries]
+
+
+def values(codes, scales):
+    """float64 of E2M1 codes and E8M0 bytes."""
+    positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    table = torch.cat((positive, -positive))
+    pairs = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1)
+    groups = pairs.flatten(-2).unflatten(-1, (-1, 32))
+    return (groups * torch.exp2(scales.double() - 127).unsqueeze(-1)).flatten(-2)
+
+
+def apart(case, share):
+    """Groups of some keys and heads at scales anywhere, and groups of zeros."""
+    for scales, codes in ((case.scales, case.codes), (case.q_scales, case.q)):
+        some = torch.rand(scales.shape, generator=case.gen) < share
+        scales.copy_(torch.where(some, case.bytes(*scales.shape, low=90, high=150), scales))
+        none = torch.rand(scales.shape, generator=case.gen) < share
+        codes.unflatten(-1, (-1, 16))[none] = 0x80
+        scales[none] = 1
+
+
+def check_scores(case, tokens):
+    """Against float64: equal if they are integers, else up to twice the error of nested sums."""
+    from dsv4.cute.indexer import score
+    from dsv4.triton.indexer import Keys
+
+    given = case.arguments(1)
+    keys = given["keys"]
+    wanted = Keys(keys.data, case.page, "index_mxfp4", given["page_table"])
+    scores = torch.full((case.tokens, case.entries), 7, dtype=torch.int32, device=case.device)
+    maxima = torch.full((case.tokens, -(-case.entries // 8)), 7, dtype=torch.int32).to(scores)
+    q = given["q"]
+    rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, 8)
+    score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+    for t in tokens:
+        shown = int(case.visible[t])
+        exact, sizes = case.exact(t)
+        signed = scores[t].cpu() ^ -0x80000000
+        found = (signed ^ ((signed >> 31) & 0x7FFFFFFF)).view(torch.float32)[:shown]
+        error = (found.double() - exact[:shown]).abs().max()
+        assert error <= 2 * (DIMS + HEADS + 2) * 2.0**-24 * sizes[:shown].max()
+        if int(case.scales.max()) - int(case.scales.min()) <= 3:
+            assert_bitwise(found, exact[:shown].float())
+        assert bool((scores[t, shown:] == 7).all())
+        highest = torch.nn.functional.pad(signed[:shown], (0, -shown % 8), value=-(2**31))
+        highest = highest.view(-1, 8).amax(1) ^ -0x80000000
+        assert_bitwise(maxima[t, : highest.numel()].cpu(), highest)
+        assert bool((maxima[t, highest.numel() :] == 7).all())
+
+
+@pytest.mark.gpu
+@settings(max_examples=20)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([1, 63, 64, 65, 300, 1000]),
+    st.sampled_from([1, 3, 63, 64]),
+    st.sampled_from([64, 128]),
+    st.sampled_from([0.0, 0.02, 1.0]),
+    seeds(),
+)
+@example(3, 640, 64, 64, 0.0, 0)
+def test_scores_of_integers(tokens, entries, heads, page, share, seed):
+    case = Coded(tokens, entries, seed, heads, page, "cuda")
+    case.visible = torch.randint(2, max(3, entries + 1), (tokens,), generator=case.gen)
+    case.visible.clamp_(max=entries)
+    if share:
+        apart(case, share)
+        case.weights = normal(seed, case.weights.shape) * 2.0 ** (seed % 40 - 20)
+    if entries > 1:
+        check_scores(case, range(tokens))
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Integers are multiplied however few keys there are."""
+    monkeypatch.setattr(index_scores_plan, "_MANY", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("always")
+def test_a_nan_stays_in_its_key():
+    """And a NaN of a head or weight goes to its token; NaN is the highest."""
+    case = Coded(3, 640, 0, device="cuda")
+    case.scales[:, 5, 2] = 255
+    case.q_scales[1, 9, 0] = 255
+    case.weights[2, 3] = torch.nan
+    ids = indexer_select(**case.arguments(9), backend="cute")
+    assert_bitwise(ids[0].cpu(), torch.arange(9) * 64 + 5)
+    assert_bitwise(ids[1:].cpu(), torch.arange(9).expand(2, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("share", [0.0, 0.02])
+@pytest.mark.parametrize("entries", [700, 8192, 20000, 140000])
+def test_selection_from_codes_is_best(entries, share):
+    """Of rows that either choice takes; twice, with the same bits."""
+    case = Coded(2, entries, entries, device="cuda")
+    case.visible[1] = entries - 77
+    if share:
+        apart(case, share)
+    arguments = case.arguments(512)
+    ids = indexer_select(**arguments, backend="cute")
+    assert_bitwise(indexer_select(**arguments, backend="cute"), ids)
+    for t in range(2):
+        shown, found = int(case.visible[t]), ids[t].cpu()
+        exact, sizes = case.exact(t)
+        exact = exact[:shown]
+        if not share:
+            best = exact.sort(descending=True, stable=True).indices[:512].sort().values
+            assert_bitwise(found, best)
+        assert bool((found[1:] > found[:-1]).all())
+        error = 2 * (DIMS + HEADS + 2) * 2.0**-23 * sizes[:shown].max()
+        left = torch.ones(shown, dtype=torch.bool).index_fill(0, found, False)
+        assert exact[left].max() <= exact[found].min() + error
+
+
+@pytest.mark.gpu
+def test_who_takes_a_selection():
+    """Many keys and long rows; else Triton."""
+    for entries, chosen in ((640, "triton"), (8256, "cute")):
+        case = Coded(1, entries, 0, device="cuda")
+        assert explain(indexer_select, **case.arguments(9)).chosen == chosen
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("entry_format", "index_fp8"),
+        ("query_scales", None),
+        ("capacity", 8192),
+        ("page_size", 32),
+        ("page_size", 192),
+        ("weights", torch.zeros(1, 64, dtype=torch.bfloat16)),
+        ("q", torch.zeros(1, 65, 64, dtype=torch.uint8)),
+        ("q", torch.zeros(1, 64, 32, dtype=torch.uint8)),
+        ("q", torch.zeros(1, 64, 65, dtype=torch.uint8)[..., 1:]),
+        ("data", torch.zeros(2, 4353, dtype=torch.uint8)[:, :4352]),
+        ("data", torch.zeros(2, 4368, dtype=torch.uint8)[:, 8:4360]),
+    ],
+)
+def test_what_integers_do_not_multiply(change, value):
+    given = {
+        "q": torch.zeros(1, 64, 64, dtype=torch.uint8),
+        "weights": torch.zeros(1, 64),
+        "data": torch.zeros(2, 4352, dtype=torch.uint8),
+        "page_size": 64,
+        "entry_format": "index_mxfp4",
+        "query_scales": torch.zeros(1, 64, 4, dtype=torch.uint8),
+        "capacity": 1 << 20,
+    }
+    assert multiplies(**given)
+    assert not multiplies(**(given | {change: value}))
+
+
+def test_which_rows_are_long():
+    assert is_long(8193, 1024)
+    assert not is_long(8192, 512)
+    assert not is_long(1 << 20, 1025)
+
+
+@pytest.mark.parametrize("plan", [ChoicePlan(8), ChoicePlan(16), *map(ScoresPlan, (0, 8, 16))])
+def test_kernels_compile(plan, tmp_path):
+    """Without a stack, and with registers for as many blocks as they count on."""
+    pytest.importorskip("cutlass")
+    pytest.importorskip("triton")
+    from dsv4.cute import _images
+    from dsv4.cute._architectures import HOPPER
+    from tests.machine_code import REGISTER_FILE, usage_of
+
+    usage = usage_of(_images.compile_image(plan, HOPPER), tmp_path / "kernel.cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    resident = getattr(plan, "resident", 1)
+    assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
+    assert plan.shared_bytes * resident <= 227 * 1024
+
+
+def test_sums_are_subnormal():
+    """A sum of integers at its largest, either way, and what makes it positive."""
+    pytest.importorskip("cutlass")
+    from dsv4.cute.sm90 import index_scores as kernel
+
+    largest = DIMS * (12 << 3) ** 2
+    assert kernel._SUM - largest > 0
+    assert kernel._SUM + largest < 1 << 23
+    assert largest * kernel._PRODUCT < 1
+    word = torch.tensor([kernel._SUM - 5, kernel._SUM + 5], dtype=torch.int32)
+    sums = word.view(torch.float32).double() * (kernel._PRODUCT * 2.0**149)
+    part = (sums - kernel._SUM * kernel._PRODUCT).clamp(0, 1)
+    assert part.tolist() == [0, 5 * kernel._PRODUCT]
