@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dsv4 import dispatch
 from dsv4.cute import gemm as cute_gemm
+from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.many_plan import candidates as many_plan_candidates
 from dsv4.elements import encode_e4m3
 from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
@@ -216,6 +217,40 @@ def configurations():
                 shape = (plan.token_block, plan.rows, plan.tiles, plan.blocks)
                 found.setdefault(shape, (plan, columns))
     return list(found.values())
+
+
+def few_configurations():
+    """Whole steps of one round and of two, a rest of a round and more, of less, and none."""
+    kinds = [(12, 4, 1), (12, 12, 1), (13, 3, 2), (11, 3, 2), (11, 4, 2), (11, 8, 2), (11, 11, 2)]
+    return [
+        FewPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth, rounds=rounds)
+        for tiles, depth, rounds in kinds
+        for blocks, token_tiles in ((2, 1), (3, 2))
+    ]
+
+
+@pytest.mark.gpu
+class TestFewTokens:
+    @pytest.mark.parametrize("plan", few_configurations(), ids=repr)
+    def test_every_way_of_loading_ahead(self, plan, monkeypatch):
+        """Rows that end within a cluster; a bad token and an infinite one alone."""
+        monkeypatch.setattr(cute_gemm, "choose", lambda *_: plan)
+        # What was prepared for one configuration must not serve another.
+        monkeypatch.setattr(cute_gemm, "_prepared", cute_gemm._prepared.__wrapped__)
+        weight = weight_of(0, 592, plan.columns, "cuda", (100, 300))
+        for tokens in (1, 8 * plan.token_tiles - 3, 8 * plan.token_tiles):
+            x = bfloat16(tokens, (tokens, plan.columns), "cuda")
+            want, budget = truth(x, weight, "bf16")
+            got = product(x, weight, backend="cute")
+            rounding = torch.finfo(torch.bfloat16).eps / 2 * want.abs() + 1e-30
+            assert_within_budget(got, want, budget + rounding, "product")
+            bad = x.clone()
+            bad[tokens // 2, 5], bad[-1, 70] = float("nan"), float("inf")
+            other = product(bad, weight, backend="cute")
+            rows = torch.ones(tokens, dtype=torch.bool, device="cuda")
+            rows[tokens // 2] = rows[-1] = False
+            assert bool(other[~rows].isnan().all())
+            assert_bitwise(other[rows], got[rows], "the other tokens")
 
 
 @pytest.mark.gpu

@@ -380,6 +380,16 @@ def copy_word_or_zero(target: Value, source: Value, count: Value) -> None:
     assembly(code, (), [target, source, count])
 
 
+def copy16(target: Value, source: Value) -> None:
+    """16 bytes from global to shared memory."""
+    assembly("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", (), [target, source])
+
+
+def arrive_copied(barrier: Value) -> None:
+    """This thread arrives when its copies so far have arrived."""
+    assembly("cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", (), [barrier])
+
+
 def commit_copies() -> None:
     """This thread's copies since the last such call are a group."""
     assembly("cp.async.commit_group;")

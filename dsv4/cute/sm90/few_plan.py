@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
 TOKENS = 16  # of one launch
 _PARTIAL = 512
+_REGISTER_FILE = 1 << 16  # of an SM
+_REGISTERS_BESIDE = 46  # of a thread, beside the weights that are ahead
 _ENOUGH_WARPS = 1024  # about two of each quarter of an SM
 _SHARED_ROOM = 100 * 1024  # two blocks of an SM, so that the next kernel's first loads run early
-# Blocks, warps and depth that a search on an H200 found the fastest, bfloat16 results, by tiles of
-# tokens, row tiles, of them in a group, and columns: the matrices of Pro, then of Flash.
+# Blocks, warps, depth and, where it is 2, rounds that a search on an H200 found the fastest,
+# bfloat16 results, by tiles of tokens, row tiles, of them in a group, and columns: the matrices of
+# Pro, then of Flash.
 _MEASURED = {
     (1, 4096, 4096, 1536): (1, 16, 4),
-    (1, 448, 448, 16384): (4, 16, 4),
-    (1, 384, 384, 7168): (4, 14, 4),
+    (1, 448, 448, 16384): (4, 16, 6, 2),
+    (1, 384, 384, 7168): (4, 14, 6, 2),
     (1, 448, 448, 3072): (4, 15, 4),
     (1, 128, 128, 7168): (8, 6, 7),
     (1, 1024, 64, 4096): (2, 16, 4),
-    (1, 512, 512, 1536): (2, 8, 4),
+    (1, 512, 512, 1536): (4, 10, 6),
     (2, 4096, 4096, 1536): (1, 16, 4),
     (2, 448, 448, 16384): (4, 16, 4),
     (2, 384, 384, 7168): (4, 14, 4),
     (2, 448, 448, 3072): (4, 16, 3),
-    (2, 128, 128, 7168): (8, 6, 2),
+    (2, 128, 128, 7168): (8, 9, 7),
     (2, 1024, 64, 4096): (2, 16, 4),
     (2, 512, 512, 1536): (2, 8, 4),
     (1, 2048, 2048, 1024): (1, 16, 4),
-    (1, 256, 256, 8192): (4, 14, 4),
-    (1, 256, 256, 4096): (4, 14, 4),
-    (1, 256, 256, 2048): (4, 14, 4),
-    (1, 96, 96, 4096): (8, 8, 4),
-    (1, 512, 64, 4096): (2, 4, 4),
-    (1, 512, 512, 1024): (2, 8, 4),
+    (1, 256, 256, 8192): (8, 18, 6, 2),
+    (1, 256, 256, 4096): (8, 4, 8),
+    (1, 256, 256, 2048): (8, 10, 4),
+    (1, 96, 96, 4096): (8, 4, 8),
+    (1, 512, 64, 4096): (2, 8, 16),
+    (1, 512, 512, 1024): (2, 11, 8),
     (2, 2048, 2048, 1024): (1, 16, 4),
-    (2, 256, 256, 8192): (4, 14, 4),
-    (2, 256, 256, 4096): (8, 8, 4),
-    (2, 256, 256, 2048): (4, 14, 4),
-    (2, 96, 96, 4096): (8, 8, 2),
+    (2, 256, 256, 8192): (8, 18, 6, 2),
+    (2, 256, 256, 4096): (8, 10, 4),
+    (2, 256, 256, 2048): (8, 18, 4),
+    (2, 96, 96, 4096): (8, 7, 4),
     (2, 512, 64, 4096): (2, 8, 4),
-    (2, 512, 512, 1024): (2, 8, 4),
+    (2, 512, 512, 1024): (2, 12, 4),
 }
 
 
@@ -55,8 +59,11 @@ class FewPlan:
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
         depth: Tiles of 64 columns that are loaded ahead into registers, six each; a divisor of
-            ``tiles``.
+            ``tiles`` where ``rounds`` is 1.
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        rounds: 1 if a tile's registers are loaded anew after its product. 2 if all ``depth`` tiles
+            are asked for, into other registers, before the products of the ``depth`` before; then
+            ``blocks`` is above 1.
     """
 
     columns: int
@@ -67,6 +74,7 @@ class FewPlan:
     row_scaled: bool
     depth: int
     swiglu: bool = False
+    rounds: int = 1
 
     @property
     def kernel(self) -> str:
@@ -118,11 +126,13 @@ class FewPlan:
         """Blocks that an SM must hold at once, which bounds the registers of a thread.
 
         Two, so that the next kernel's blocks begin beside this one's. The operands of 16 tokens
-        need too many registers for that, as do float32 results, and scales of tokens where the next
-        row tile's weights are loaded beside results.
+        need too many registers for that, as do float32 results, scales of tokens where the next
+        row tile's weights are loaded beside results, and many tiles ahead.
         """
         wide = self.float32_out or (self.row_scaled and self.blocks == 1)
-        return 2 if self.token_tiles == 1 and self.warps <= 12 and not wide else 1
+        registers = _REGISTERS_BESIDE + 6 * self.depth * self.rounds
+        fits = 2 * self.threads * registers <= _REGISTER_FILE
+        return 2 if self.token_tiles == 1 and self.warps <= 12 and fits and not wide else 1
 
     @property
     def threads(self) -> int:
@@ -181,8 +191,9 @@ def _chosen(
     one_input = group_tiles == row_tiles
     found = _MEASURED.get((token_tiles, row_tiles, group_tiles, columns))
     if found is not None and _holds(found[0], float32_out, row_scaled):
-        blocks, warps, depth = found
-        return FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
+        blocks, warps, depth, *rounds = found
+        plan = FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
+        return dataclasses.replace(plan, rounds=rounds[0]) if rounds else plan
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
     fitting = []
