@@ -231,6 +231,16 @@ def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
     )
 
 
+def copy_bulk_remote(target: Value, source: Value, count: int, barrier: Value) -> None:
+    """Copy bytes (a multiple of 16) to another block's shared memory, counted by its barrier."""
+    assembly(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        (),
+        [target, source, Int32(count), barrier],
+    )
+
+
 def prefetch_bulk(source: Value, count: Any) -> None:
     """Bring bytes (a multiple of 16) of global memory to the level-2 cache."""
     assembly("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", (), [source, Int32(count)])

@@ -204,9 +204,11 @@ def _multiprocessors(device: int) -> int:
 
 def plans() -> list[Plan]:
     """All kernels, for ``dsv4.warmup``."""
-    wide = [AttentionPlan(False), AttentionPlan(True), AttentionPlan(False, together=True)]
     return [
-        *wide,
+        AttentionPlan(False),
+        AttentionPlan(False, expand_warps=4),
+        AttentionPlan(True),
+        AttentionPlan(False, together=True),
         MergePlan(),
         *map(NarrowPlan, NARROW_CLUSTERS),
         *map(ColumnsPlan, COLUMN_CLUSTERS),

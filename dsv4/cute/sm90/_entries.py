@@ -1,10 +1,11 @@
-"""A warpgroup that expands ``"fp8"`` entries of two paged caches to bfloat16 in shared memory.
+"""Warps that expand ``"fp8"`` entries of two paged caches to bfloat16 in shared memory.
 
-A warp has 16 rows of a block of 64; a lane has a quarter of each group of 64 dims in two of them,
-so that a load and its place differ between groups by constants alone. Before a stage is free, the
-codes of its first row are in the lane's registers, and those of the second in shared memory, which
-only this lane writes and reads: neither has room for both. A code goes by way of float16, which
-holds it exactly, and bfloat16, which does too, to a product with the scale that is rounded once.
+A warp has 8 or 16 rows of a block of 64; a lane has a quarter of each group of 64 dims in one or
+two of them, so that a load and its place differ between groups by constants alone. Before a stage
+is free, some of a block's codes are in the lane's registers and the others in shared memory, which
+only this lane writes and reads: neither has room for all. A code goes by
+way of float16, which holds it exactly, and bfloat16, which does too, to a product with the scale
+that is rounded once.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     INFO_BYTES,
     NOPE,
-    PRODUCER_WARPS,
     ROPE,
-    SCAN_BYTES,
     STAGES,
     TILE_BYTES,
 )
@@ -31,25 +30,34 @@ Value = Any
 _ENTRY = NOPE + 2 * ROPE  # bytes of an entry, but for its scales
 _GROUPS = NOPE // 64
 _COLUMNS = BLOCK * 128  # bytes between groups of 64 dims in shared memory
-_SCAN = 10  # slots that a lane asks for at a time when it looks for the last
-_SCANNED = 8  # named barrier of the first warpgroup that looks for the last
-_OWN = 32 * PRODUCER_WARPS * 16  # bytes between groups of codes that a lane has copied
+_SCAN = 40  # slots that a lane asks for at a time to find the last, times the warps that do
+_SCANNED = 8  # named barrier of the first group of warps that looks for the last
 
 
 class Entries:
-    """The part of such a warpgroup in a kernel, ``expanders`` of which it has.
+    """The part of a group of such warps in a kernel, ``expanders`` of which it has.
 
     A cache is (address, bytes between pages, log2 of a page's entries, address of slots, width).
     """
 
-    expanders: int  # such warpgroups of a block of threads
+    expanders: int  # groups of a block of threads
+    expand_warps: int  # of a group
+    held: int  # pieces of codes that wait in registers
+    staged: bool  # whether tails wait in shared memory, beside codes
+    scan_bytes: int  # of a group, to tell where the last slot is
+    fenced: bool  # whether a group fences what it has written, or who reads it
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """A lane's rows and groups of 64 dims, in the order in which they are expanded."""
+        return [(h, g) for h in range(BLOCK // (8 * self.expand_warps)) for g in range(_GROUPS)]
 
     @cute.jit
     def expand_part(self, caches: Value, item: Value, shared: Value, ring: Value) -> Value:
         """All blocks of a part of a token; returns the ring's next stage and parity.
 
-        Codes are copied, and slots loaded, while the block before is expanded. Of several
-        warpgroups, each has a stage and every so manyeth block.
+        Codes are copied, and slots loaded, while the block before is multiplied. Of several
+        groups, each has a stage and every so manyeth block.
         """
         token, part, parts, scan = item
         info, full, empty, at, own, group, warp, lane = shared
@@ -57,7 +65,7 @@ class Entries:
         stride = parts * self.expanders
         begin = (caches[0][4] + BLOCK - 1) // BLOCK
         sizes = (token, caches[0][4], caches[1][4], begin)
-        row = warp * 16 + lane // 4
+        row = warp * (BLOCK // self.expand_warps) + lane // 4
         place = Uint32(row * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16)
         tail = Uint32(row * 128 + (lane % 4 ^ (lane // 4)) * 16 + _GROUPS * _COLUMNS)
         block = part + group * parts
@@ -68,8 +76,8 @@ class Entries:
             blocks = self._used(caches, (token, begin, blocks), scanned)
         slots, there = self._share(found, warp, lane)
         starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
-        codes = self._load_codes(slots[0], starts[0])
-        self._copy_codes(slots[1], starts[1], own)
+        codes = self._load_codes(slots, starts)
+        self._copy_codes(slots, starts, own)
         found = self._ask(caches, sizes, block + stride, lane)
         # Of a part without any block, the first is one of nothing.
         more = (group == 0) | (block < blocks)
@@ -79,25 +87,21 @@ class Entries:
             more = block < blocks
             ptx.wait(empty + Uint32(stage * 8), parity)
             to = at + Uint32(stage * TILE_BYTES)
-            self._copy_tails(slots, starts, to + tail)
+            if cutlass.const_expr(not self.staged):
+                self._copy_tails(slots, starts, to + tail)
             if warp == 0 and lane == 0:
                 described = [there[0], there[1], Uint32(final), Uint32(0)]
                 ptx.store_shared4(info + Uint32(stage * INFO_BYTES), described)
-            for g in cutlass.range_constexpr(_GROUPS):
-                byte = (scales[g // 4] >> Uint32(g % 4 * 8)) & Uint32(255)
-                self._expand(codes[g], byte, to + place, g * _COLUMNS)
-            ptx.wait_copies(1)
-            for g in cutlass.range_constexpr(_GROUPS):
-                waiting = ptx.load_shared(own + Uint32(g * _OWN), 4)
-                byte = (scales[2 + g // 4] >> Uint32(g % 4 * 8)) & Uint32(255)
-                self._expand(waiting, byte, to + place, 1024 + g * _COLUMNS)
+            self._expand_held(codes, scales, to + place)
+            self._expand_copied(scales, own, to, (place, tail))
             ptx.wait_copies(0)
-            ptx.fence_shared()
+            if cutlass.const_expr(self.fenced):
+                ptx.fence_shared()
             ptx.arrive(full + Uint32(stage * 8))
             slots, there = self._share(found, warp, lane)
             starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
-            codes = self._load_codes(slots[0], starts[0])
-            self._copy_codes(slots[1], starts[1], own)
+            codes = self._load_codes(slots, starts)
+            self._copy_codes(slots, starts, own)
             found = self._ask(caches, sizes, block + stride, lane)
             stage += self.expanders
             if stage >= STAGES:
@@ -105,6 +109,32 @@ class Entries:
                 parity = parity ^ 1
         ptx.wait_copies(0)
         return stage, parity
+
+    def _byte(self, scales: Value, h: int, g: int) -> Value:
+        """The scale of a row's group."""
+        return (scales[2 * h + g // 4] >> Uint32(g % 4 * 8)) & Uint32(255)
+
+    def _expand_held(self, codes: Value, scales: Value, to: Value) -> None:
+        """Pieces that are in registers."""
+        for n, (h, g) in enumerate(self.pieces[: self.held]):
+            self._expand(codes[n], self._byte(scales, h, g), to, h * 1024 + g * _COLUMNS)
+
+    @cute.jit
+    def _expand_copied(self, scales: Value, own: Value, to: Value, places: Value) -> None:
+        """Those in shared memory, and tails."""
+        place, tail = places
+        ptx.wait_copies(0 if self.staged else 1)
+        count = self.held
+        step = 512 * self.expand_warps
+        for n, (h, g) in enumerate(self.pieces[count:]):
+            waiting = ptx.load_shared(own + Uint32(n * step), 4)
+            self._expand(waiting, self._byte(scales, h, g), to + place, h * 1024 + g * _COLUMNS)
+        if cutlass.const_expr(self.staged):
+            first = len(self.pieces) - count
+            for h in cutlass.range_constexpr(BLOCK // (8 * self.expand_warps)):
+                for c in cutlass.range_constexpr(2):
+                    words = ptx.load_shared(own + Uint32((first + 2 * h + c) * step), 4)
+                    ptx.store_shared4((to + tail) ^ Uint32(c * 64), words, h * 1024)
 
     def _load_slot(self, row: Value, number: Value, width: Value) -> Value:
         """Both words of a slot, all ones beyond the end."""
@@ -123,24 +153,26 @@ class Entries:
         """
         token, begin, blocks = sizes
         room, group, warp, lane = where
-        place = room + Uint32(group * SCAN_BYTES)
+        place = room + Uint32(group * self.scan_bytes)
         used: Value = Int32(0)
         own = warp * 32 + lane
-        for first in cutlass.range(own, blocks * BLOCK, _SCAN * 32 * PRODUCER_WARPS, unroll=1):
-            numbers = [first + i * 32 * PRODUCER_WARPS for i in range(_SCAN)]
+        threads, count = 32 * self.expand_warps, _SCAN // self.expand_warps
+        for first in cutlass.range(own, blocks * BLOCK, count * threads, unroll=1):
+            numbers = [first + i * threads for i in range(count)]
             loaded = [self._load_of_both(caches, token, begin, number) for number in numbers]
-            for i in cutlass.range_constexpr(_SCAN):
+            for i in cutlass.range_constexpr(count):
                 if self._slot(loaded[i]) >= 0:
                     used = numbers[i] // BLOCK + 1
         for step in cutlass.range_constexpr(5):
             used = cutlass.max(used, cute.arch.shuffle_sync_bfly(used, 1 << step))
         # Nobody still reads what was told of the token before.
-        cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=32 * PRODUCER_WARPS)
+        cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=threads)
         if lane == 0:
             ptx.store_shared_int(place + Uint32(warp * 4), used)
-        cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=32 * PRODUCER_WARPS)
-        for other in ptx.load_shared(place, 4):
-            used = cutlass.max(used, Int32(other))
+        cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=threads)
+        for four in cutlass.range_constexpr(self.expand_warps // 4):
+            for other in ptx.load_shared(place + Uint32(four * 16), 4):
+                used = cutlass.max(used, Int32(other))
         return used
 
     @cute.jit
@@ -190,19 +222,20 @@ class Entries:
             Uint32(cute.arch.vote_ballot_sync(high >= 0)),
         )
         mine = low
-        if warp >= 2:
+        if warp >= self.expand_warps // 2:
             mine = high
-        source = warp % 2 * 16 + lane // 4
-        slots = tuple(cute.arch.shuffle_sync(mine, source + 8 * h) for h in range(2))
+        rows = BLOCK // self.expand_warps
+        source = warp % (self.expand_warps // 2) * rows + lane // 4
+        slots = tuple(cute.arch.shuffle_sync(mine, source + 8 * h) for h in range(rows // 8))
         return slots, there
 
     @cute.jit
     def _find(self, slots: Value, cache: Value, lane: Value) -> Value:
-        """Of both rows: where the lane's codes are, and the scales' bytes."""
+        """Of each row: where the lane's codes are, and the scales' bytes."""
         data, stride, shift = cache
         starts: list[Value] = []
         scales: list[Value] = []
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(len(slots)):
             safe = cutlass.max(slots[h], Int32(0))
             page = data + Int64(safe >> shift) * stride
             entry = safe & ((1 << shift) - 1)
@@ -211,22 +244,27 @@ class Entries:
             starts.append(page + Int64(entry * _ENTRY + lane % 4 * 16))
         return starts, scales
 
-    def _load_codes(self, slot: Value, start: Value) -> list[Value]:
-        """The lane's 16 codes of each group of a row, zeros if there is no entry."""
-        wanted = Int32(slot >= 0)
-        return [ptx.load_or_zero(start, 4, wanted, g * 64) for g in range(_GROUPS)]
+    def _load_codes(self, slots: Value, starts: Value) -> list[Value]:
+        """The lane's 16 codes of the first pieces, zeros if there is no entry."""
+        return [
+            ptx.load_or_zero(starts[h], 4, Int32(slots[h] >= 0), g * 64)
+            for h, g in self.pieces[: self.held]
+        ]
 
-    def _copy_codes(self, slot: Value, start: Value, own: Value) -> None:
-        """The same, to shared memory."""
-        wanted = Int32(slot >= 0) * 16
-        for g in range(_GROUPS):
-            ptx.copy_or_zero(own, start, wanted, g * _OWN, g * 64)
+    def _copy_codes(self, slots: Value, starts: Value, own: Value) -> None:
+        """Those of the others, and tails, to shared memory."""
+        step = 512 * self.expand_warps
+        later = [(h, g * 64) for h, g in self.pieces[self.held :]]
+        if self.staged:
+            later += [(h, NOPE + c * 64) for h in range(len(slots)) for c in range(2)]
+        for n, (h, offset) in enumerate(later):
+            ptx.copy_or_zero(own, starts[h], Int32(slots[h] >= 0) * 16, n * step, offset)
         ptx.commit_copies()
 
     @cute.jit
     def _copy_tails(self, slots: Value, starts: Value, place: Value) -> None:
         """Dims of the rotary embedding, bfloat16 as they are."""
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(len(slots)):
             wanted = Int32(slots[h] >= 0) * 16
             for c in cutlass.range_constexpr(2):
                 to = place ^ Uint32(c * 64)

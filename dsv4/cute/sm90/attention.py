@@ -1,15 +1,16 @@
 """Sparse attention of 64 heads of a token: an entry is expanded once, and multiplied twice.
 
-* The third warpgroup expands blocks of 64 ``"fp8"`` entries to bfloat16 in shared memory, into two
+* Eight or four warps expand blocks of 64 ``"fp8"`` entries to bfloat16 in shared memory, into two
   stages. Entries that are not there are zeros, and their logits -inf.
-* Of the other two, each computes the logits and softmax weights of the blocks of one stage, and
+* Of two warpgroups, each computes the logits and softmax weights of the blocks of one stage, and
   has half of the dims of all results in its registers. So it multiplies its own weights from
   registers, and the other's from shared memory, with its half of the entries' dims: the tile that
   the first product read, turned.
 * Blocks of threads stay and take (token, part, tile of heads) in turn. The entries of the next are
   expanded while the results of the last are stored.
 * ``together``, two blocks of a cluster have the odd and the even blocks of a tile's entries. At the
-  end each gives the other its sums of the dims that are the other's, and adds and stores its own.
+  end each gives the other its sums of the dims that are the other's, by bulk copies of four pieces,
+  and adds and stores its own, piece after piece.
 
 Weights are relative to a reference that follows the largest logit when that has grown by more than
 ``2^8``; sums of float32 bear that, and most blocks leave the sums as they are. The warpgroups hand
@@ -31,18 +32,15 @@ from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
-    CODE_BYTES,
-    CONSUMER_REGISTERS,
     CONSUMER_WARPS,
     DIMS,
     HEADS,
     INFO_BYTES,
-    PRODUCER_REGISTERS,
-    PRODUCER_WARPS,
+    REGISTERS,
     ROPE,
-    SCAN_BYTES,
     STAGES,
     AttentionPlan,
+    code_bytes,
 )
 
 Value = Any
@@ -51,6 +49,8 @@ _SLACK = 8.0  # powers of two by which a logit may exceed its reference
 _INFINITY = float("inf")
 _MEET = 1  # named barrier of both warpgroups that multiply
 _CONSUMERS = 32 * CONSUMER_WARPS
+_PIECES = 4  # in which a warp gives its sums
+_GIVEN = DIMS // 2 * 16 * 4  # bytes of a warp's sums
 _ALL_THERE = 0xFFFFFFFF
 
 
@@ -129,11 +129,13 @@ class AttentionKernel(Entries, AttentionPlan):
             OperandMajorMode.K,
             OperandMajorMode.K,
         )
+        # Of 256 dims where that many registers are left for the sums of one product.
+        dims = DIMS // (2 if self.expand_warps == 4 else 4)
         own, other = (
             warpgroup.MmaF16BF16Op(
                 BFloat16,
                 Float32,
-                (HEADS, DIMS // 2, 16),
+                (HEADS, dims, 16),
                 source,
                 OperandMajorMode.K,
                 OperandMajorMode.MN,
@@ -231,24 +233,25 @@ class AttentionKernel(Entries, AttentionPlan):
         shared_p = smem.allocate_tensor(
             BFloat16, p_layout.outer, byte_alignment=1024, swizzle=p_layout.inner
         )
-        codes = smem.allocate_array(cutlass.Uint8, CODE_BYTES, byte_alignment=16)
+        codes = smem.allocate_array(cutlass.Uint8, code_bytes(self), byte_alignment=16)
         notes = smem.allocate_array(
-            cutlass.Uint8, STAGES * INFO_BYTES + SCAN_BYTES, byte_alignment=16
+            cutlass.Uint8, STAGES * INFO_BYTES + self.scan_bytes, byte_alignment=16
         )
-        told = Uint32(smem.allocate_array(cutlass.Float32, 3 * HEADS + CONSUMER_WARPS).toint())
+        told = Uint32(smem.allocate_array(cutlass.Float32, self.told, byte_alignment=16).toint())
         info = Uint32(notes.toint())
-        full = Uint32(smem.allocate_array(cutlass.Int64, 3 * STAGES + 2).toint())
+        full = Uint32(smem.allocate_array(cutlass.Int64, 3 * STAGES + 1 + _PIECES).toint())
         empty, ready, arrived = full + 8 * STAGES, full + 16 * STAGES, full + 24 * STAGES
         at_q = Uint32(shared_q.iterator.toint())
         at_k = Uint32(shared_k.iterator.toint())
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.barrier_init(full + s * 8, 32 * PRODUCER_WARPS)
+                ptx.barrier_init(full + s * 8, 32 * self.expand_warps)
                 ptx.barrier_init(empty + s * 8, CONSUMER_WARPS)
                 ptx.barrier_init(ready + s * 8, _CONSUMERS // 2)
-            ptx.barrier_init(arrived, 1)
-            ptx.barrier_init(arrived + 8, self.blocks * CONSUMER_WARPS)
+            ptx.barrier_init(arrived, CONSUMER_WARPS)
+            for piece in cutlass.range_constexpr(_PIECES):
+                ptx.barrier_init(arrived + 8 + piece * 8, 1)
             ptx.fence_barrier_init()
         if cutlass.const_expr(self.together):
             cute.arch.cluster_arrive_relaxed()
@@ -259,7 +262,10 @@ class AttentionKernel(Entries, AttentionPlan):
         tile, rest, token = self._item(begin, tiles, splits)
         self.prefetch_slots(caches, token, thread)
         self._prefetch(
-            q + (Int64(token) * token_stride) * 2, sink, (thread, tile, heads, head_stride)
+            q + (Int64(token) * token_stride) * 2,
+            (sink, cos, sin),
+            (token, tile, heads, head_stride),
+            (thread, self.threads),
         )
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.together):
@@ -267,7 +273,7 @@ class AttentionKernel(Entries, AttentionPlan):
         else:
             cute.arch.sync_threads()
         if warp >= CONSUMER_WARPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.expand_warps][1])
             own = Uint32(codes.toint()) + Uint32((thread - _CONSUMERS) * 16)
             shared = (info, full, empty, at_k, own, Int32(0), warp - CONSUMER_WARPS, lane)
             stage, parity, item = Int32(0), Int32(1), Int32(begin)
@@ -280,7 +286,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 stage, parity = self.expand_part(caches, part, shared, (stage, parity))
                 item += grid
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS[self.expand_warps][0])
             group = cute.arch.make_warp_uniform(thread // 128)
             operands = (shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma)
             self._multiply_items(
@@ -322,19 +328,34 @@ class AttentionKernel(Entries, AttentionPlan):
         give_at = at_p + Uint32((warp % 4 * 16 + lane % 16) * 128)
         stage, parity, item = Int32(0), Int32(0), Int32(begin)
         kept = told + Uint32(3 * 4 * HEADS + warp * 4)
+        sinks = told + Uint32(4 * (3 * HEADS + CONSUMER_WARPS))
+        tables = sinks + Uint32(4 * HEADS)
         while item < items:
             tile, rest, token = self._item(item, tiles, splits)
-            if cutlass.const_expr(self.together):
-                # No register is left to keep it.
-                if lane == 0:
-                    ptx.store_shared_int(kept, item)
-                cute.arch.sync_warp()
+            # No register is left to keep it.
+            if lane == 0:
+                ptx.store_shared_int(kept, item)
+            cute.arch.sync_warp()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
             self._load_queries(
                 q + (Int64(token) * token_stride) * 2, at_q, (thread, tile, heads, head_stride)
             )
+            if cutlass.const_expr(not self.split):
+                self._load_tables(
+                    (sink, cos, sin), (sinks, tables), (token, tile * HEADS, heads), thread
+                )
+            ptx.wait_copies(0)
             ptx.fence_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
+            if cutlass.const_expr(not self.together):  # noqa: SIM102 - one is constant
+                if item + grid < items:
+                    later, _, after = self._item(item + grid, tiles, splits)
+                    self._prefetch(
+                        q + (Int64(after) * token_stride) * 2,
+                        (sink, cos, sin),
+                        (after, later, heads, head_stride),
+                        (thread, _CONSUMERS),
+                    )
             sums.fill(0.0)
             references = [-Float32(_INFINITY), -Float32(_INFINITY)]
             total = [Float32(0.0), Float32(0.0)]
@@ -342,18 +363,8 @@ class AttentionKernel(Entries, AttentionPlan):
             while more:
                 if stage == group:
                     ptx.wait(full + Uint32(stage * 8), parity)
-                    warpgroup.fence()
-                    logits_mma.set(warpgroup.Field.ACCUMULATE, False)
-                    for k in cutlass.range_constexpr(DIMS // 16):
-                        cute.gemm(
-                            logits_mma,
-                            logits,
-                            left[None, None, k],
-                            right[None, None, k, stage],
-                            logits,
-                        )
-                        logits_mma.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
+                    ptx.fence_shared()
+                    self._score((logits_mma, logits, left, right), stage)
                     low, high, *_ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
                     warpgroup.wait_group(0)
                     self._hide(logits, (low, high), lane)
@@ -367,10 +378,16 @@ class AttentionKernel(Entries, AttentionPlan):
                     self._add(own_mma, sums, weights, values, (group, stage))
                 else:
                     ptx.wait(ready + Uint32(stage * 8), parity)
+                    ptx.fence_shared()
                     references, total = self._follow(sums, references, total, line)
                     self._add(other_mma, sums, given, values, (group, stage))
                 _, _, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
                 more = last == Uint32(0)
+                if cutlass.const_expr(self.together):  # noqa: SIM102 - one is constant
+                    # The queries are not read any more: the other block may write there.
+                    if (lane == 0) & (last != Uint32(0)):
+                        peer = 1 - cute.arch.block_idx_in_cluster()
+                        ptx.arrive_remote(ptx.remote(arrived, peer))
                 warpgroup.wait_group(0)
                 self._release(empty, stage, lane)
                 stage += 1
@@ -378,29 +395,41 @@ class AttentionKernel(Entries, AttentionPlan):
                     stage = Int32(0)
                     parity = parity ^ 1
             total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
+            item = ptx.load_shared_int(kept)
+            tile, rest, token = self._item(item, tiles, splits)
             if cutlass.const_expr(self.together):
-                item = ptx.load_shared_int(kept)
-                tile, rest, token = self._item(item, tiles, splits)
                 rank = cute.arch.block_idx_in_cluster()
-                mine = self._push(
-                    sums, (references, total), (at_k, at_p, arrived), (row, rank, thread)
+                known = tables + Uint32(4 * ROPE)
+                rooms = (at_k + Uint32(warp * _GIVEN), at_q + Uint32(warp * (_GIVEN // 2)), known)
+                self._give_half(
+                    sums, (references, total), rooms, arrived, (row, rank, thread, lane)
                 )
                 self._merge(
-                    mine,
-                    (at_k, at_p),
-                    (sink, out, cos, sin),
+                    rooms,
+                    arrived,
+                    (sinks, out, cos, tables),
                     (tile * HEADS, token, heads),
-                    (row, rank, thread),
+                    (row, rank, group, lane),
                 )
+                cute.arch.cluster_arrive_relaxed()
+                cute.arch.cluster_wait()
             else:
                 if cutlass.const_expr(not self.split):
-                    self._turn_back(sums, (cos, sin), (token, group, lane))
-                self._store(
-                    sums,
-                    (references, total),
-                    (sink, out, tops, totals),
-                    (tile * HEADS + row, rest, token, heads, group, lane),
-                )
+                    self._turn_back(sums, (cos, tables), (group, lane))
+                    self._put(
+                        sums,
+                        (references, total),
+                        (sinks, at_q + Uint32(warp * (_GIVEN // 2)), out),
+                        (tile * HEADS, row, token, heads),
+                        (group, warp, lane),
+                    )
+                else:
+                    self._store(
+                        sums,
+                        (references, total),
+                        (out, tops, totals),
+                        (tile * HEADS + row, rest, heads, group, lane),
+                    )
             item += grid
 
     def _item(self, item: Value, tiles: Value, splits: Value) -> Value:
@@ -409,6 +438,19 @@ class AttentionKernel(Entries, AttentionPlan):
             number = item // self.blocks
             return number % tiles, number, number // tiles
         return item % tiles, item // tiles, item // tiles // splits
+
+    @cute.jit
+    def _score(self, tools: Value, stage: Value) -> None:
+        """Begin the product of queries and a stage."""
+        mma, logits, left, right = tools
+        # Of its own, as what is set within a branch is lost beyond it.
+        mma = cute.make_tiled_mma(mma.op, (1, 1, 1))
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(DIMS // 16):
+            cute.gemm(mma, logits, left[None, None, k], right[None, None, k, stage], logits)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
 
     @cute.jit
     def _add(self, mma: Value, sums: Value, weights: Value, values: Value, where: Value) -> None:
@@ -478,11 +520,18 @@ class AttentionKernel(Entries, AttentionPlan):
         ]
 
     @cute.jit
-    def _prefetch(self, q: Value, sink: Value, where: Value) -> None:
-        """Bring the first tile's queries and sinks to the level-2 cache."""
-        thread, tile, heads, head_stride = where
-        for i in cutlass.range_constexpr(-(-HEADS * 8 // self.threads)):
-            number = i * self.threads + thread
+    def _prefetch(self, q: Value, tensors: Value, where: Value, who: Value) -> None:
+        """Bring a tile's queries and sinks, and angles, to the level-2 cache."""
+        sink, cos, sin = tensors
+        token, tile, heads, head_stride = where
+        thread, threads = who
+        if (thread < 2) & (cos != Int64(0)):
+            table = cos
+            if thread == 1:
+                table = sin
+            ptx.prefetch(table + Int64(token) * (ROPE * 2))
+        for i in cutlass.range_constexpr(-(-HEADS * 8 // threads)):
+            number = i * threads + thread
             head = tile * HEADS + number // 8
             if (number < HEADS * 8) & (head < heads):
                 ptx.prefetch(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
@@ -499,9 +548,27 @@ class AttentionKernel(Entries, AttentionPlan):
             row, chunk = number // (DIMS // 8), number % (DIMS // 8)
             head = tile * HEADS + row
             source = q + (Int64(head) * head_stride + chunk * 8) * 2
-            words = ptx.load_or_zero(source, 4, Int32(head < heads))
             place = chunk // 8 * (HEADS * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.store_shared4(at + Uint32(place), words)
+            ptx.copy_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
+        ptx.commit_copies()
+
+    @cute.jit
+    def _load_tables(self, sources: Value, places: Value, where: Value, thread: Value) -> None:
+        """Sinks of a tile and a token's angles, which are needed at the end."""
+        sink, cos, sin = sources
+        sinks, tables = places
+        token, first, heads = where
+        if thread < HEADS:
+            head = cutlass.min(first + thread, heads - 1)
+            logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
+            ptx.store_shared_float(sinks + Uint32(thread * 4), logit)
+        number = thread - HEADS
+        if (number >= 0) & (number < ROPE) & (cos != Int64(0)):
+            table = cos
+            if number >= ROPE // 2:
+                table = sin
+            angle = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
+            ptx.store_shared_float(tables + Uint32(number * 4), ptx.load_global_float(angle))
 
     @cute.jit
     def _hide(self, logits: Value, there: Value, lane: Value) -> None:
@@ -559,134 +626,179 @@ class AttentionKernel(Entries, AttentionPlan):
 
         A pair of dims is in one lane. The sums are turned, whose factor comes later.
         """
-        token, group, lane = where
+        group, lane = where
         if (tables[0] != Int64(0)) & (group == 1):
-            place = (Int64(token) * (ROPE // 2) + lane % 4) * 4
+            place = tables[1] + Uint32(lane % 4 * 4)
             for n in cutlass.range_constexpr(ROPE // 8):
-                cos, sin = [ptx.load_global_float(table + place + n * 16) for table in tables]
+                cos = ptx.load_shared_float(place + n * 16)
+                sin = ptx.load_shared_float(place + (n * 16 + ROPE * 2))
                 for r in cutlass.range_constexpr(2):
                     at = ((DIMS - ROPE) // 8 - DIMS // 16 + n) * 4 + 2 * r
                     sums[at], sums[at + 1] = ptx.turn_back(sums[at], sums[at + 1], cos, sin)
 
     @cute.jit
     def _store(self, sums: Value, state: Value, places: Value, where: Value) -> None:
-        sink, out, tops, totals = places
+        """Sums of a part of a token's entries, and what they are relative to."""
+        out, tops, totals = places
         references, total = state
-        first, part, token, heads, group, lane = where
+        first, part, heads, group, lane = where
         for r in cutlass.range_constexpr(2):
             head = first + 8 * r
-            if cutlass.const_expr(self.split):
-                if head < heads:
-                    row = Int64(part) * heads + head
-                    if group == 0 and lane % 4 == 0:
-                        ptx.store_global_float(tops + row * 4, references[r])
-                        ptx.store_global_float(totals + row * 4, total[r])
-                    line = out + (row * DIMS + group * (DIMS // 2) + lane % 4 * 2) * 4
-                    for n in cutlass.range_constexpr(DIMS // 16):
-                        at = n * 4 + 2 * r
-                        ptx.store_global_float2(line + n * 32, sums[at], sums[at + 1])
-            else:
-                place = sink + Int64(cutlass.min(head, heads - 1)) * 4
-                logit = ptx.load_global_float(place) * Float32(_LOG2E)
-                factor = self._mean(references[r], total[r], logit)
-                line = out + ((Int64(token) * heads + head) * DIMS + group * (DIMS // 2)) * 2
-                for n in cutlass.range_constexpr(0, DIMS // 16, 4):
-                    four = [
-                        ptx.bfloat16_pair(
-                            sums[m * 4 + 2 * r] * factor, sums[m * 4 + 2 * r + 1] * factor
-                        )
-                        for m in range(n, n + 4)
-                    ]
-                    four = self._turn_quad(four, lane)
-                    if head < heads:
-                        ptx.store_global4(line + (n * 8 + lane % 4 * 8) * 2, four)
+            if head < heads:
+                row = Int64(part) * heads + head
+                if group == 0 and lane % 4 == 0:
+                    ptx.store_global_float(tops + row * 4, references[r])
+                    ptx.store_global_float(totals + row * 4, total[r])
+                line = out + (row * DIMS + group * (DIMS // 2) + lane % 4 * 2) * 4
+                for n in cutlass.range_constexpr(DIMS // 16):
+                    at = n * 4 + 2 * r
+                    ptx.store_global_float2(line + n * 32, sums[at], sums[at + 1])
 
     @cute.jit
-    def _push(self, sums: Value, state: Value, rooms: Value, where: Value) -> Value:
-        """Give the other block of the cluster its half of the dims; this one's half.
+    def _put(self, sums: Value, state: Value, rooms: Value, item: Value, where: Value) -> None:
+        """Results by way of the queries' room, which nobody needs any more, a head after another.
 
-        Rooms: a stage and weights, whose contents nobody needs any more, for sums and for what they
-        are relative to; and two barriers, of what arrives and of all who have done with the rooms.
+        A warp has 16 heads of half of the dims there, whose pieces of 16 bytes are exchanged.
         """
-        row, rank, thread = where
+        sinks, room, out = rooms
         references, total = state
+        first, row, token, heads = item
+        group, warp, lane = where
+        factors = [
+            self._mean(
+                references[r], total[r], ptx.load_shared_float(sinks + Uint32((row + 8 * r) * 4))
+            )
+            for r in range(2)
+        ]
+        line = room + Uint32(lane % 16 * DIMS)
+        for n in cutlass.range_constexpr(0, DIMS // 16, 2):
+            words = [
+                ptx.bfloat16_pair(
+                    sums[m * 4 + 2 * r] * factors[r], sums[m * 4 + 2 * r + 1] * factors[r]
+                )
+                for m in (n, n + 1)
+                for r in range(2)
+            ]
+            ptx.store_matrices4(line + Uint32(((n + lane // 16) ^ (lane % 8)) * 16), words)
+        cute.arch.sync_warp()
+        head = first + warp % 4 * 16
+        to = out + ((Int64(token) * heads + head) * DIMS + group * (DIMS // 2) + lane * 8) * 2
+        for i in cutlass.range(16, unroll=4):
+            four = ptx.load_shared(room + Uint32(i * DIMS + (lane ^ (i % 8)) * 16), 4)
+            if head + i < heads:
+                ptx.store_global4(to + Int64(i) * (DIMS * 2), four)
+
+    @cute.jit
+    def _give_half(
+        self, sums: Value, state: Value, rooms: Value, arrived: Value, where: Value
+    ) -> None:
+        """Give the other block of the cluster its half of the dims, and keep this one's.
+
+        Rooms of a warp: in the stages, whose contents nobody needs any more, for both halves; in
+        the queries', for what comes; and for what sums are relative to. Barriers: of the other's
+        warps that have done with its queries, and of each piece that arrives.
+        """
+        row, rank, thread, lane = where
+        own, come, known = rooms
+        references, total = state
+        peer, size = 1 - rank, _GIVEN // 2 // _PIECES
         if thread == 0:
-            ptx.expect_bytes(rooms[2], DIMS // 2 * HEADS * 4 + self.blocks * HEADS * 16)
-        if thread % 32 == 0:
-            for other in cutlass.range_constexpr(self.blocks):
-                ptx.arrive_remote(ptx.remote(rooms[2] + 8, Int32(other)))
-        ptx.wait(rooms[2] + 8, Int32(0))
-        peer, half = 1 - rank, DIMS // 8
-        to = ptx.remote(rooms[0] + Uint32(thread * 16), peer)
-        barrier = ptx.remote(rooms[2], peer)
-        for n in cutlass.range_constexpr(half // 4):
-            four = [ptx.choose(rank, sums[4 * n + i], sums[half + 4 * n + i]) for i in range(4)]
-            ptx.store_remote4(to, four, barrier, n * _CONSUMERS * 16)
+            for piece in cutlass.range_constexpr(_PIECES):
+                stats = self.blocks * HEADS * 16 if piece == 0 else 0
+                ptx.expect_bytes(arrived + 8 + piece * 8, CONSUMER_WARPS * size + stats)
+        for half in cutlass.range_constexpr(2):
+            if rank != half:
+                self._keep(sums, own + Uint32(lane * 16), half)
+        ptx.fence_shared()
+        cute.arch.sync_warp()
+        if lane < _PIECES:
+            ptx.wait(arrived, Int32(0))
+            at = Uint32(lane * size)
+            ptx.copy_bulk_remote(
+                ptx.remote(come + at, peer),
+                own + Uint32(peer * (_GIVEN // 2)) + at,
+                size,
+                ptx.remote(arrived + 8 + Uint32(lane * 8), peer),
+            )
         if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
             for other in cutlass.range_constexpr(self.blocks):
                 for r in cutlass.range_constexpr(2):
-                    place = rooms[1] + Uint32((rank * HEADS + row + 8 * r) * 16)
+                    place = known + Uint32((rank * HEADS + row + 8 * r) * 16)
                     four = [references[r], total[r], Float32(0.0), Float32(0.0)]
-                    known = ptx.remote(place, Int32(other))
-                    ptx.store_remote4(known, four, ptx.remote(rooms[2], Int32(other)))
-        kept = [ptx.choose(rank, sums[half + i], sums[i]) for i in range(half)]
-        ptx.wait(rooms[2], Int32(0))
-        return kept
+                    to = ptx.remote(place, Int32(other))
+                    ptx.store_remote4(to, four, ptx.remote(arrived + 8, Int32(other)))
+        for half in cutlass.range_constexpr(2):
+            if rank == half:
+                self._keep(sums, own + Uint32(lane * 16), half)
 
     @cute.jit
-    def _merge(self, kept: Value, rooms: Value, places: Value, item: Value, where: Value) -> None:
-        """Add both blocks' sums of this one's half of the dims."""
-        sink, out, cos, sin = places
+    def _keep(self, sums: Value, place: Value, half: int) -> None:
+        """A lane's sums of half of its dims, to shared memory."""
+        for n in cutlass.range_constexpr(DIMS // 32):
+            at = half * (DIMS // 8) + 4 * n
+            four = [sums[at + i] for i in range(4)]
+            ptx.store_shared_float4(place + (half * (_GIVEN // 2) + n * 512), four)
+
+    @cute.jit
+    def _merge(
+        self, rooms: Value, arrived: Value, places: Value, item: Value, where: Value
+    ) -> None:
+        """Add both blocks' sums of this one's half of the dims, piece after piece as they come."""
+        own, come, known = rooms
+        sinks, out, cos, tables = places
         first, token, heads = item
-        row, rank, thread = where
-        group, lane = thread // 128, thread % 32
-        share = DIMS // 16 // self.blocks
+        row, rank, group, lane = where
+        ptx.wait(arrived + 8, Int32(0))
         factors, whole = [], []
         for r in cutlass.range_constexpr(2):
-            head = first + row + 8 * r
-            known = [
-                ptx.load_shared_float2(rooms[1] + Uint32((p * HEADS + row + 8 * r) * 16))
+            pairs = [
+                ptx.load_shared_float2(known + Uint32((p * HEADS + row + 8 * r) * 16))
                 for p in range(self.blocks)
             ]
-            place = sink + Int64(cutlass.min(head, heads - 1)) * 4
-            logit = ptx.load_global_float(place) * Float32(_LOG2E)
+            logit = ptx.load_shared_float(sinks + Uint32((row + 8 * r) * 4))
             origin = logit
             for p in cutlass.range_constexpr(self.blocks):
-                origin = ptx.maximum(origin, known[p][0])
+                origin = ptx.maximum(origin, pairs[p][0])
             origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
             total = ptx.power_of_two(logit - origin)
-            each = [ptx.power_of_two(known[p][0] - origin) for p in range(self.blocks)]
+            each = [ptx.power_of_two(pairs[p][0] - origin) for p in range(self.blocks)]
             for p in cutlass.range_constexpr(self.blocks):
-                total = total + known[p][1] * each[p]
+                total = total + pairs[p][1] * each[p]
             # On this block's sums, then on the other's.
             factors.append([ptx.choose(rank, each[1], each[0]), ptx.choose(rank, each[0], each[1])])
             whole.append(ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
-        sums = []
-        for n in cutlass.range_constexpr(share):
-            more = ptx.load_shared_float4(rooms[0] + Uint32(thread * 16) + n * _CONSUMERS * 16)
-            four = [
-                kept[4 * n + i] * factors[i // 2][0] + more[i] * factors[i // 2][1]
-                for i in range(4)
-            ]
-            number = rank * share + n - ((DIMS - ROPE) // 8 - DIMS // 16)
+        share = DIMS // 16 // self.blocks
+        kept = own + Uint32(rank * (_GIVEN // 2) + lane * 16)
+        given = come + Uint32(lane * 16)
+        line = out + ((Int64(token) * heads + first + row) * DIMS + group * (DIMS // 2)) * 2
+        for piece in cutlass.range(_PIECES, unroll=1):
+            ptx.wait(arrived + Uint32(8 + piece * 8), Int32(0))
+            sums = []
+            for m in cutlass.range_constexpr(share // _PIECES):
+                skip = Uint32(piece * (_GIVEN // 2 // _PIECES) + m * 512)
+                mine = ptx.load_shared_float4(kept + skip)
+                more = ptx.load_shared_float4(given + skip)
+                for i in cutlass.range_constexpr(4):
+                    sums.append(mine[i] * factors[i // 2][0] + more[i] * factors[i // 2][1])
+            number = rank * share + piece * (share // _PIECES) - ((DIMS - ROPE) // 8 - DIMS // 16)
             if (cos != Int64(0)) & (group == 1) & (number >= 0):
-                place = (Int64(token) * (ROPE // 2) + lane % 4 + number * 4) * 4
-                c, s = ptx.load_global_float(cos + place), ptx.load_global_float(sin + place)
-                turned = [ptx.turn_back(four[2 * r], four[2 * r + 1], c, s) for r in range(2)]
-                four = [turned[i // 2][i % 2] for i in range(4)]
-            sums.append(four)
-        for r in cutlass.range_constexpr(2):
-            head = first + row + 8 * r
-            line = out + ((Int64(token) * heads + head) * DIMS + group * (DIMS // 2)) * 2
-            for n in cutlass.range_constexpr(0, share, 4):
+                for m in cutlass.range_constexpr(share // _PIECES):
+                    place = tables + Uint32((lane % 4 + (number + m) * 4) * 4)
+                    c, s = ptx.load_shared_float(place), ptx.load_shared_float(place + ROPE * 2)
+                    for r in cutlass.range_constexpr(2):
+                        at = 4 * m + 2 * r
+                        sums[at], sums[at + 1] = ptx.turn_back(sums[at], sums[at + 1], c, s)
+            for r in cutlass.range_constexpr(2):
                 words = [
-                    ptx.bfloat16_pair(sums[m][2 * r] * whole[r], sums[m][2 * r + 1] * whole[r])
-                    for m in range(n, n + 4)
+                    ptx.bfloat16_pair(
+                        sums[4 * m + 2 * r] * whole[r], sums[4 * m + 2 * r + 1] * whole[r]
+                    )
+                    for m in range(4)
                 ]
                 words = self._turn_quad(words, lane)
-                if head < heads:
-                    dim = rank * (share * 8) + n * 8 + lane % 4 * 8
-                    ptx.store_global4(line + dim * 2, words)
+                if first + row + 8 * r < heads:
+                    dim = rank * (share * 8) + piece * 32 + lane % 4 * 8
+                    ptx.store_global4(line + (dim + 8 * r * DIMS) * 2, words)
 
     @cute.jit
     def _mean(self, reference: Value, total: Value, logit: Value) -> Value:

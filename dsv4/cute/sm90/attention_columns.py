@@ -25,14 +25,12 @@ from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
-    CODE_BYTES,
     DIMS,
     INFO_BYTES,
-    PRODUCER_WARPS,
     ROPE,
-    SCAN_BYTES,
     STAGES,
     ColumnsPlan,
+    code_bytes,
 )
 
 Value = Any
@@ -138,17 +136,17 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         shared_p = smem.allocate_tensor(
             BFloat16, p_layout.outer, byte_alignment=1024, swizzle=p_layout.inner
         )
-        codes = self._room(smem, self.expanders * CODE_BYTES)
+        codes = self._room(smem, self.expanders * code_bytes(self))
         told = self._room(smem, _WARPS * self.heads * 4)
         known = self._room(smem, self.blocks * self.heads * 8)
-        info = self._room(smem, STAGES * INFO_BYTES + self.expanders * SCAN_BYTES)
+        info = self._room(smem, STAGES * INFO_BYTES + self.expanders * self.scan_bytes)
         full = self._room(smem, (2 * STAGES + 2) * 8)
         empty, arrived = full + 8 * STAGES, full + 16 * STAGES
         at_k = Uint32(shared_k.iterator.toint())
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.barrier_init(full + s * 8, 32 * PRODUCER_WARPS)
+                ptx.barrier_init(full + s * 8, 32 * self.expand_warps)
                 ptx.barrier_init(empty + s * 8, _WARPS)
             ptx.barrier_init(arrived, 1)
             ptx.barrier_init(arrived + 8, self.blocks * _WARPS)
@@ -171,8 +169,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         cute.arch.griddepcontrol_wait()
         if warp >= _WARPS:
             group = cute.arch.make_warp_uniform(thread // 128) - 1
-            own = codes + Uint32(group * CODE_BYTES + thread % 128 * 16)
-            shared = (info, full, empty, at_k, own, group, warp % PRODUCER_WARPS, lane)
+            own = codes + Uint32(group * code_bytes(self) + thread % 128 * 16)
+            shared = (info, full, empty, at_k, own, group, warp % self.expand_warps, lane)
             self.expand_part(
                 caches, (token, rank, Int32(self.blocks), Int32(1)), shared, (group, Int32(1))
             )

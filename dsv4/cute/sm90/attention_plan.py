@@ -10,11 +10,10 @@ HEADS = 64  # of a tile
 BLOCK = 64  # entries that are multiplied at a time
 DIMS, NOPE, ROPE = 512, 448, 64
 STAGES = 2
-CONSUMER_WARPS, PRODUCER_WARPS = 8, 4
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
+CONSUMER_WARPS = 8
+# Of a thread that multiplies, and of one that expands, by the warps that expand.
+REGISTERS = {4: (208, 88), 8: (192, 64)}
 TILE_BYTES = BLOCK * DIMS * 2
-CODE_BYTES = BLOCK * NOPE // 2  # of those that wait in shared memory
-SCAN_BYTES = 4 * PRODUCER_WARPS
 WEIGHT_BYTES = HEADS * BLOCK * 2
 INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
 COLUMN_CLUSTERS = (1, 2, 4, 8)  # blocks that share a token's entries, of 16 heads
@@ -33,6 +32,13 @@ NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
 _NARROW_CLUSTERS, _NARROW_STEPS = 12, 40
 
 
+def code_bytes(plan: AttentionPlan | ColumnsPlan) -> int:
+    """Of codes and tails that wait in shared memory."""
+    rows = BLOCK // (8 * plan.expand_warps)
+    pieces = NOPE // 64 * rows - plan.held + 2 * rows * plan.staged
+    return pieces * 512 * plan.expand_warps
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """A compiled form of the kernel.
@@ -40,13 +46,28 @@ class AttentionPlan:
     Attributes:
         split: Whether several blocks share a token and leave their sums for another launch.
         together: Whether two blocks share a token and each adds the sums of half of the dims.
+        expand_warps: Warps that expand, 8 or 4. Eight are done with a stage sooner; beside four, a
+            block of threads that has many tiles does more in the same time.
     """
 
     split: bool
     together: bool = False
+    expand_warps: int = 8
 
-    expanders = 1  # warpgroups
+    expanders = 1  # groups of warps that expand, each with blocks of entries of its own
+    scan_bytes = 32  # of such a group: a number of each of up to eight warps
+    fenced = False  # who multiplies fences, not who expands: that is a barrier of memory as well
     kernel = "dsv4.cute.sm90.attention:AttentionKernel"
+
+    @property
+    def held(self) -> int:
+        """Groups of 64 codes of a lane that wait in registers; the others do in shared memory."""
+        return 4 if self.expand_warps == 8 else 7
+
+    @property
+    def staged(self) -> bool:
+        """Whether bfloat16 dims wait beside the codes; else they are asked for by a free stage."""
+        return self.expand_warps == 8
 
     @property
     def blocks(self) -> int:
@@ -54,16 +75,20 @@ class AttentionPlan:
         return 2 if self.together else 1
 
     @property
+    def told(self) -> int:
+        """Words that warps tell one another and keep, of sinks, angles and both blocks' sums."""
+        return 4 * HEADS + CONSUMER_WARPS + ROPE + (8 * HEADS if self.together else 0)
+
+    @property
     def threads(self) -> int:
-        """Of a block: two warpgroups multiply, one expands."""
-        return 32 * (CONSUMER_WARPS + PRODUCER_WARPS)
+        """Of a block: two warpgroups multiply, one or two expand."""
+        return 32 * (CONSUMER_WARPS + self.expand_warps)
 
     @property
     def shared_bytes(self) -> int:
         """Queries, stages, weights, codes, what warpgroups tell one another, and barriers."""
-        tiles = (1 + STAGES) * TILE_BYTES + WEIGHT_BYTES + CODE_BYTES
-        words = 3 * HEADS + CONSUMER_WARPS
-        return 1024 + tiles + 4 * words + STAGES * (INFO_BYTES + 24) + SCAN_BYTES + 16
+        tiles = (1 + STAGES) * TILE_BYTES + WEIGHT_BYTES + code_bytes(self)
+        return 1024 + tiles + 4 * self.told + STAGES * (INFO_BYTES + 24) + self.scan_bytes + 64
 
 
 @dataclass(frozen=True)
@@ -78,7 +103,12 @@ class ColumnsPlan:
 
     kernel = "dsv4.cute.sm90.attention_columns:ColumnsKernel"
     heads = 16  # of a tile
-    expanders = 2  # warpgroups; another one multiplies
+    expanders = 2  # groups of warps that expand, each with every other block of entries
+    expand_warps = 4  # of such a group; another one multiplies
+    held = 7  # groups of 64 codes of a lane that wait in registers; the others do in shared memory
+    staged = False  # bfloat16 dims are asked for when a stage is free
+    scan_bytes = 16  # of a group: a number of each warp
+    fenced = True  # by who expands
     threads = 384
 
     @property
@@ -86,8 +116,8 @@ class ColumnsPlan:
         """Stages, queries, weights, codes, statistics, descriptions and barriers."""
         tiles = STAGES * TILE_BYTES + self.heads * (DIMS + BLOCK) * 2
         statistics = self.heads * (4 * 4 + self.blocks * 8)
-        notes = STAGES * INFO_BYTES + self.expanders * SCAN_BYTES
-        return 1024 + tiles + self.expanders * CODE_BYTES + statistics + notes + 256
+        notes = STAGES * INFO_BYTES + self.expanders * self.scan_bytes
+        return 1024 + tiles + self.expanders * code_bytes(self) + statistics + notes + 256
 
 
 @dataclass(frozen=True)
@@ -143,7 +173,7 @@ def choose(
     sizes = (tokens, heads, widths, multiprocessors)
     count = splits(*sizes)
     forms: list[tuple[float, AttentionPlan | ColumnsPlan, int]] = [
-        (_cycles(count, *sizes), AttentionPlan(count > 1), count),
+        (_cycles(count, *sizes), _alone(count, *sizes), count),
         (_together(*sizes), AttentionPlan(False, together=True), 2),
         *((_columns(b, *sizes), ColumnsPlan(b), b) for b in COLUMN_CLUSTERS),
     ]
@@ -160,6 +190,14 @@ def narrow(widths: tuple[int, int], room: Sequence[int]) -> NarrowPlan:
     """
     steps = _steps(widths)
     return NarrowPlan(min(room, key=lambda b: (-(-steps // b), b != NARROW_CLUSTERS[-1], b)))
+
+
+def _alone(
+    count: int, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+) -> AttentionPlan:
+    """The form whose blocks of threads have no other's sums to add."""
+    many = count == 1 and tokens * tiles(heads) > multiprocessors
+    return AttentionPlan(count > 1, expand_warps=4 if many else 8)
 
 
 def _together(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int) -> float:
