@@ -476,7 +476,7 @@ def test_every_matrix_has_a_plan():
             plan = plan_of(*matrix, tokens)
             assert isinstance(plan, FewPlan)
             assert plan.tiles * plan.blocks * 64 == matrix[1]
-            assert plan.tiles % plan.depth == 0
+            assert plan.rounds == 2 or plan.tiles % plan.depth == 0
             assert matrix[0] // 16 // matrix[2] % plan.warps == 0 or matrix[2] == 1
             assert plan.shared_bytes <= MOST_SHARED
 

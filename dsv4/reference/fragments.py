@@ -70,17 +70,16 @@ def _bits(place: tuple[int, int, int, int], odd: int) -> list[int]:
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
     rows, width = codes.shape
     # Axes: tile row, h, l // 4, tile column, j, k, l % 4; a byte holds e = 0 and e = 1.
-    tiles = codes.reshape(rows // 16, 2, 8, width // 32, 4, 2, 4).to(torch.int64)
-    words = torch.zeros_like(tiles[:, 0, :, :, :, 0])  # tile row, l // 4, tile column, j, l % 4
+    tiles = codes.reshape(rows // 16, 2, 8, width // 32, 4, 2, 4)
+    # Tile row, l // 4, tile column, j, l % 4.
+    words = torch.zeros_like(tiles[:, 0, :, :, :, 0], dtype=torch.int32)
     for k in range(2):
         for h in range(2):
             for odd in range(2):
                 code = tiles[:, h, :, :, :, k] >> 4 * odd
                 for i, bit in enumerate(_bits(PLACES[2 * k + h], odd)):
-                    words |= ((code >> (3 - i)) & 1) << bit
-    # Bit 31 is the sign of an int32.
-    signed = (words - ((words >> 31) << 32)).to(torch.int32)
-    return signed.permute(0, 2, 1, 4, 3).contiguous().view(torch.uint8).reshape(rows, width)
+                    words |= ((code >> (3 - i)) & 1).to(torch.int32) << bit
+    return words.permute(0, 2, 1, 4, 3).contiguous().view(torch.uint8).reshape(rows, width)
 
 
 def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
