@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -191,9 +190,9 @@ def _chosen(
     one_input = group_tiles == row_tiles
     found = _MEASURED.get((token_tiles, row_tiles, group_tiles, columns))
     if found is not None and _holds(found[0], float32_out, row_scaled):
-        blocks, warps, depth, *rounds = found
-        plan = FewPlan(columns, blocks, warps, token_tiles, float32_out, row_scaled, depth)
-        return dataclasses.replace(plan, rounds=rounds[0]) if rounds else plan
+        blocks, warps, depth, rounds = (*found, 1)[:4]
+        kind = (token_tiles, float32_out, row_scaled)
+        return FewPlan(columns, blocks, warps, *kind, depth, rounds=rounds)
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
     fitting = []
