@@ -70,7 +70,7 @@ class TestBorders:
         subnormal numbers up: where the product is tiny or huge, a division whose intermediate
         values underflow or overflow rounds wrongly.
         """
-        monkeypatch.setattr("dsv4.triton.quantize._FEW", few)
+        monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
         scale = (strategies.normal(seed, (8,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         block = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -91,7 +91,7 @@ class TestBorders:
     @given(seed=strategies.seeds(), exponent=st.integers(-140, 100), few=st.sampled_from([0, 256]))
     def test_block_scales_at_the_borders_of_e4m3(self, device, monkeypatch, seed, exponent, few):
         """Block maxima within 2 ulp of a tie between two scales, subnormal ones too."""
-        monkeypatch.setattr("dsv4.triton.quantize._FEW", few)
+        monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
         scale = (strategies.normal(seed, (16,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         byte = torch.randint(0, 0x7E, (16,), generator=strategies.generator(seed))
@@ -211,7 +211,8 @@ class TestTiles:
 
         Memory that a kernel forgets to write is full of NaN here.
         """
-        monkeypatch.setattr("dsv4.triton.quantize._FEW", few)  # from how many rows on, other tiles
+        # From how many rows on, other tiles.
+        monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
         x = draw.build(shape, dtype, device)
         static = 0.01 if scaling == "static" else None
         arguments = {"scaling": scaling, "layout": layout, "global_scale": static}

@@ -256,7 +256,7 @@ def test_fused_quantisation_equals_its_parts(
 
     Also with the tiles that are meant for many rows.
     """
-    monkeypatch.setattr("dsv4.triton.quantize._FEW", few)
+    monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
     x = draw.build((*rows, 32 * blocks), dtype, device)
     weight = fuzz.normal(draw.seed, rows).to(device) if weighted else None
     scale = torch.full((1,), 0.003, device=device) if static else None

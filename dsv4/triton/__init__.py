@@ -1,1 +1,1 @@
-"""Triton kernels for memory-bound steps. None yet: the reference runs."""
+"""Triton kernels for memory-bound steps, a file for each row of operators."""

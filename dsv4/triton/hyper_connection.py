@@ -34,9 +34,9 @@ from dsv4.triton._nvfp4 import (
     is_moderate,
     largest,
 )
+from dsv4.triton._nvfp4_tile import Output
 from dsv4.triton._streams import load_streams, mixed_stream, pick
 from dsv4.triton.norm import inverse_rms
-from dsv4.triton.quantize import Output
 
 _LANES = 32  # tokens whose coefficients a program makes, one to a thread, where tokens are many
 

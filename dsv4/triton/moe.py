@@ -23,7 +23,7 @@ from dsv4.triton._nvfp4 import (
     larger,
     largest,
 )
-from dsv4.triton.quantize import _store_halves, _store_scales
+from dsv4.triton._nvfp4_tile import store_halves, store_scales
 
 _COUNTED = 4096  # slots up to which every slot is compared with every other
 _QUERIES = 8  # ranks of one program then
@@ -481,9 +481,9 @@ def _store_row(
         for j in range(SLOTS):
             row = tl.load(slots + j).to(tl.int64)
             if row < local:
-                _store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
+                store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
                 place = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
-                _store_scales(scales, bits, place, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
+                store_scales(scales, bits, place, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
 
 
 @triton.jit
@@ -506,8 +506,8 @@ def _clear_row(
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         real = (block < COLUMNS // 16) & (line < count)
-        _store_halves(codes, line, COLUMNS // 16, block, empty, empty, real)
-        _store_scales(scales, nothing, line, block, real, padded, SCALE_COLUMNS, SWIZZLED)
+        store_halves(codes, line, COLUMNS // 16, block, empty, empty, real)
+        store_scales(scales, nothing, line, block, real, padded, SCALE_COLUMNS, SWIZZLED)
 
 
 @triton.jit(do_not_specialize=["programs", "count", "padded"])

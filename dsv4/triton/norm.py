@@ -21,8 +21,8 @@ from dsv4.triton._nvfp4 import (
     rounded,
     scale_offset,
 )
+from dsv4.triton._nvfp4_tile import Output
 from dsv4.triton._rotation import load_angles, rotate_pairs
-from dsv4.triton.quantize import Output
 
 # From here on, rows or heads share programs or threads.
 _SOME = 2048

@@ -12,14 +12,14 @@ from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._angles import cos_sin
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed
-from dsv4.triton._rotation import load_angles, rotate
-from dsv4.triton.quantize import (
+from dsv4.triton._nvfp4_tile import (
     Output,
     blank_scales,
     quantize_row,
     quantize_tile,
     tile_places,
 )
+from dsv4.triton._rotation import load_angles, rotate
 
 # Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
 _REGISTERS = 128

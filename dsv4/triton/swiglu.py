@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4.triton import _launch, _rows
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed, near_reciprocal, rounded
-from dsv4.triton.quantize import Output, blank_scales, quantize_row, quantize_tile, tile_places
+from dsv4.triton._nvfp4_tile import Output, blank_scales, quantize_row, quantize_tile, tile_places
 
 _PIECES = 128
 # Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would

@@ -1,0 +1,449 @@
+"""Quantise what is in registers to NVFP4 and store it: a tile, or a row by chunks.
+
+One thread takes a block of 16, in two halves of 8 columns. So the maximum of a block needs no other
+thread, and codes and scales leave as they were made. ``Output`` is the launcher's side: every
+kernel that quantises takes its ``arguments`` and ``options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4 import formats
+from dsv4.triton import _launch
+from dsv4.triton._numerics import widen
+from dsv4.triton._nvfp4 import (
+    block_scales,
+    conversion,
+    dynamic_scale,
+    e2m1_codes,
+    finite_amax,
+    is_moderate,
+    larger,
+    largest,
+    scale_columns,
+    scale_offset,
+    scale_rows,
+)
+
+# Where the global scale comes from: it is given, from the row, or from partial maxima of a matrix.
+_GIVEN = tl.constexpr(0)
+_TOKEN = tl.constexpr(1)
+_PARTS = tl.constexpr(2)
+
+# Blocks of a tile, a thread for each. Up to how many rows are few.
+_GROUPS = 128
+_FEW = 256
+
+
+@triton.jit
+def load_halves(x, stride, row, block, inside):
+    """The blocks' first and last 8 columns, float32 ``[N, 8]`` each; 0 outside."""
+    column = tl.arange(0, 8)[None, :]
+    place = x + (row * stride + block * 16)[:, None] + column
+    first = tl.load(place, mask=inside[:, None], other=0.0)
+    last = tl.load(place + 8, mask=inside[:, None], other=0.0)
+    return widen(first), widen(last)
+
+
+@triton.jit
+def store_halves(codes, row, blocks, block, first, last, inside):
+    """Codes ``[N, 4]`` of both halves, as 8 bytes of each block; ``inside`` may be None."""
+    both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [first.shape[0], 8])
+    place = codes + ((row * blocks + block) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(place, both, mask=None if inside is None else inside[:, None])
+
+
+@triton.jit
+def store_scales(scales, bits, row, block, inside, rows, columns, SWIZZLED: tl.constexpr):
+    """Scale bytes of a tile; 0 in the padding, which the layout counts as ``rows x columns``."""
+    place = scales + scale_offset(row, block, columns, SWIZZLED)
+    tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=(row < rows) & (block < columns))
+
+
+@triton.jit
+def _row_scale(amax, ROWS: tl.constexpr):
+    """Dynamic global scale of each row of ``amax [ROWS * BLOCKS]``, and the same for each block."""
+    BLOCKS: tl.constexpr = amax.shape[0] // ROWS
+    scale = dynamic_scale(tl.max(tl.reshape(amax, [ROWS, BLOCKS]), 1))
+    return scale, tl.reshape(tl.broadcast_to(scale[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
+
+
+@triton.jit
+def tile_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's matrix, and row and block of each of its ROWS * BLOCKS blocks."""
+    group = tl.arange(0, ROWS * BLOCKS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
+    block = tl.program_id(1) * BLOCKS + group % BLOCKS
+    return tl.program_id(2).to(tl.int64), row, block
+
+
+@triton.jit
+def quantize_tile(
+    first,
+    last,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+):
+    """Quantise and store this program's blocks, whose halves are float32 ``[ROWS * BLOCKS, 8]``.
+
+    ``source`` holds the given global scales or ``parts`` partial maxima of each matrix; ``parts``
+    is 0 where all matrices share one given scale. The other arguments are ``Output.arguments`` and
+    ``Output.options``.
+    """
+    matrix, row, block = tile_places(ROWS, BLOCKS)
+    inside = (row < rows) & (block < blocks)
+    start = matrix * rows
+    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if SOURCE == _GIVEN and PER_ROW:
+        scale = tl.load(source + start + row, mask=row < rows, other=1.0)
+        each = tl.load(source + start + line, mask=line < rows, other=1.0)
+    elif SOURCE == _GIVEN:
+        scale = tl.load(source + matrix * parts)
+    elif SOURCE == _PARTS:
+        part = tl.arange(0, PARTS)
+        peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
+        scale = dynamic_scale(tl.max(peaks, 0))
+    amax, finite = finite_amax(larger(largest(first), largest(last)))
+    if SOURCE == _TOKEN:
+        each, scale = _row_scale(amax, ROWS)
+    bits, product = block_scales(amax, finite, scale, WEIGHT)
+    first, last = e2m1_codes(first, product, CONVERT), e2m1_codes(last, product, CONVERT)
+    store_halves(codes + start * blocks * 8, row, blocks, block, first, last, inside)
+    scales += matrix * scale_rows * scale_columns
+    store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
+    if tl.program_id(1) == 0:
+        if PER_ROW:
+            tl.store(total + start + line, each, mask=line < rows)
+        elif tl.program_id(0) == 0:
+            tl.store(total + matrix, scale)
+
+
+@triton.jit
+def _code_row(
+    firsts,
+    lasts,
+    places,
+    scale,
+    codes,
+    scales,
+    row,
+    blocks,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    for chunk in tl.static_range(CHUNKS):
+        block = places[chunk]
+        first, last = firsts[chunk], lasts[chunk]
+        amax, finite = finite_amax(larger(largest(first), largest(last)))
+        bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
+        first = e2m1_codes(first, product, CONVERT, MODERATE)
+        last = e2m1_codes(last, product, CONVERT, MODERATE)
+        store_halves(codes, 0, blocks, block, first, last, None)
+        tl.store(scales + scale_offset(row, block, blocks, SWIZZLED), bits)
+
+
+@triton.jit
+def blank_scales(
+    scales,
+    scale_rows,
+    scale_columns,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Scales 0 for a row that only their layout has; otherwise as ``quantize_row``."""
+    row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    scales += matrix * scale_rows * scale_columns
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        place = scales + scale_offset(row, block, scale_columns, SWIZZLED)
+        tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < scale_columns)
+
+
+@triton.jit
+def quantize_row(
+    firsts,
+    lasts,
+    places,
+    source,
+    codes,
+    scales,
+    total,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    parts,
+    SOURCE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CONVERT: tl.constexpr,
+):
+    """``quantize_tile`` of one row, whose CHUNKS times BLOCKS blocks are tuples of halves.
+
+    ``places`` is a tuple too: which block of the row each one is. The halves may still be of a
+    narrow dtype. A thread has CHUNKS blocks, which share what is
+    computed once for a row; and whether its global scale is moderate is asked once. BLOCKS is a
+    multiple of 4, so that scales have no padding but whole rows: see ``blank_scales``.
+    """
+    row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    start = matrix * rows + row
+    if SOURCE == _GIVEN:
+        scale = tl.load(source + (start if PER_ROW else matrix * parts))
+    elif SOURCE == _PARTS:
+        part = tl.arange(0, PARTS)
+        peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
+        scale = dynamic_scale(tl.max(peaks, 0))
+    else:
+        peak = tl.zeros([BLOCKS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            both = larger(largest(firsts[chunk]), largest(lasts[chunk]))
+            peak = tl.maximum(peak, finite_amax(both)[0])
+        scale = dynamic_scale(tl.max(peak, 0))
+    codes += start * blocks * 8
+    scales += matrix * scale_rows * scale_columns
+    if is_moderate(scale):
+        _code_row(
+            firsts,
+            lasts,
+            places,
+            scale,
+            codes,
+            scales,
+            row,
+            blocks,
+            WEIGHT,
+            SWIZZLED,
+            CHUNKS,
+            CONVERT,
+            True,
+        )
+    else:
+        _code_row(
+            firsts,
+            lasts,
+            places,
+            scale,
+            codes,
+            scales,
+            row,
+            blocks,
+            WEIGHT,
+            SWIZZLED,
+            CHUNKS,
+            CONVERT,
+            False,
+        )
+    if PER_ROW:
+        tl.store(total + start, scale)
+    elif row == 0:
+        tl.store(total + matrix, scale)
+
+
+def are_many(rows: int) -> bool:
+    """Whether so many rows fill the GPU, so that each may be left to few threads."""
+    return rows > _FEW
+
+
+def tile_shape(blocks: int, whole: bool) -> tuple[int, int]:
+    """Rows and blocks of a tile of 128 blocks or, where it must hold a ``whole`` row, more."""
+    wide = _launch.power_of_two(blocks)
+    if not whole:
+        fitting = blocks & -blocks
+        wide = fitting if fitting >= 32 else wide
+        wide = min(wide, _GROUPS)
+    return max(1, _GROUPS // wide), wide
+
+
+def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
+    """Blocks of a chunk, and chunks of a program that takes one row: 0 where tiles do better.
+
+    Few rows are better spread over many threads. Many are better kept by few threads each, which
+    share what is computed once: by two warps, or one (``by_warp``). A thread's blocks, at most 8,
+    are in its registers. No block may lie past the row.
+    """
+    wide = 32 if by_warp else 64
+    across = min(blocks & -blocks, max(wide, _launch.power_of_two(triton.cdiv(blocks, 8))))
+    fits = are_many(rows) and across >= 32 and blocks // across <= 8
+    return across, blocks // across if fits else 0
+
+
+def tile_warps(groups: int) -> int:
+    """Warps for that many blocks: one thread each, up to 16 warps."""
+    return min(16, max(1, groups // 32))
+
+
+def empty_scales(
+    of: Sequence[int], like: torch.Tensor, width: int, layout: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Block scales of a matrix of the shape ``of``, on the device of ``like``."""
+    *batch, rows, columns = of
+    swizzled = layout == formats.SWIZZLED
+    shape = (scale_rows(rows, swizzled), scale_columns(columns // width, swizzled))
+    if swizzled:
+        return like.new_empty((*batch, shape[0] * shape[1]), dtype=dtype)
+    return like.new_empty((*batch, *shape), dtype=dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What quantising ``[*batch, N, K]`` to NVFP4 writes, and how a kernel is started for it.
+
+    Attributes:
+        codes: ``[*batch, N, K / 2]``, to be written.
+        scales: Block scales, to be written, padding included.
+        total: Global scales, to be written.
+        source: The given global scales or partial maxima, contiguous but for a single scale that is
+            expanded to all matrices; None for one per token.
+        dynamic: Whether the global scale follows from ``source`` or, without it, from the row.
+        weight: Whether block scales are those of weights.
+        layout: Layout of ``scales``.
+        by_warp: Whether ``quantize_row`` leaves a row to one warp.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    total: torch.Tensor
+    source: torch.Tensor | None
+    dynamic: bool
+    weight: bool
+    layout: str
+    by_warp: bool = False
+
+    @staticmethod
+    def empty(
+        x: torch.Tensor,
+        columns: int,
+        global_scale: torch.Tensor | None,
+        scaling: str,
+        layout: str,
+    ) -> Output:
+        """Tensors for a matrix like ``x``, but of ``columns`` columns; ``source`` if given."""
+        *batch, rows, _ = x.shape
+        codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
+        scales = empty_scales((*batch, rows, columns), x, 16, layout, torch.float8_e4m3fn)
+        weight = scaling == "weight"
+        if global_scale is None:
+            total = x.new_empty((*batch, rows if scaling == "token" else 1), dtype=torch.float32)
+            return Output(codes, scales, total, None, True, weight, layout)
+        total = torch.empty_like(global_scale, memory_format=torch.contiguous_format)
+        shared = total.shape[-1] == 1 and not any(global_scale.stride()[:-1])
+        given = global_scale if shared else global_scale.contiguous()
+        return Output(codes, scales, total, given, False, weight, layout)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the operator returns."""
+        return self.codes, self.scales, self.total
+
+    def without_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``tensors`` where there is nothing to quantise: a matrix has a scale all the same."""
+        total = self.total.fill_(1.0) if self.source is None else self.total.copy_(self.source)
+        return self.codes, self.scales, total
+
+    @property
+    def _per_token(self) -> bool:
+        return self.dynamic and self.source is None
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        rows, blocks = self.codes.shape[-2], self.codes.shape[-1] // 8
+        swizzled = self.layout == formats.SWIZZLED
+        return rows, blocks, scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
+
+    @property
+    def _parts(self) -> int:
+        """From the source of one matrix to that of the next."""
+        if self.source is None or self.source.dim() == 1:
+            return 1
+        return self.source.shape[-1] if self.dynamic else self.source.stride(-2)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs of a kernel that calls ``quantize_tile``; there must be a row."""
+        rows, blocks, high, wide = self._sizes
+        tall, across = tile_shape(blocks, self._per_token)
+        count = self.codes.numel() // (rows * blocks * 8)
+        return triton.cdiv(high, tall), triton.cdiv(wide, across), count
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments from ``source`` to ``parts``."""
+        return self.source, self.codes, as_bytes(self.scales), self.total, *self._sizes, self._parts
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        per_row = self._per_token or (not self.dynamic and self.total.shape[-1] != 1)
+        kind = _GIVEN if not self.dynamic else _TOKEN if self._per_token else _PARTS
+        return {
+            "SOURCE": kind.value,
+            "PER_ROW": per_row,
+            "WEIGHT": self.weight,
+            "SWIZZLED": self.layout == formats.SWIZZLED,
+            "PARTS": _launch.power_of_two(self._parts),
+            "CONVERT": conversion(self.codes),
+            **_launch.options(self.codes),
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The constants of ``quantize_tile`` and what every launch needs."""
+        tall, across = tile_shape(self._sizes[1], self._per_token)
+        warps = tile_warps(tall * across)
+        return {**self._constants, "ROWS": tall, "BLOCKS": across, "num_warps": warps}
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a kernel that calls ``quantize_row`` is the better choice."""
+        return self._chunks[1] > 0
+
+    @property
+    def _chunks(self) -> tuple[int, int]:
+        blocks = self.codes.shape[-1] // 8
+        return _chunks(blocks, self.codes.numel() // (blocks * 8), self.by_warp)
+
+    @property
+    def row_grid(self) -> tuple[int, int, int]:
+        """Programs of a kernel that calls ``quantize_row``."""
+        rows, blocks, high, _ = self._sizes
+        return high, 1, self.codes.numel() // (rows * blocks * 8)
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """The constants of ``quantize_row`` and what every launch needs."""
+        across, chunks = self._chunks
+        sizes = {"BLOCKS": across, "CHUNKS": chunks, "num_warps": tile_warps(across)}
+        return {**self._constants, **sizes}
