@@ -45,6 +45,10 @@ CLUSTERS = {
     "narrow 9": (NarrowPlan(9), 9),
     "narrow 12": (NarrowPlan(12), 12),
     "narrow 16": (NarrowPlan(16), 16),
+    "narrow of 64": (NarrowPlan(8, 64), 8),
+    "narrow 9 of 64": (NarrowPlan(9, 64), 9),
+    "narrow 12 of 64": (NarrowPlan(12, 64), 12),
+    "narrow 16 of 64": (NarrowPlan(16, 64), 16),
     **COLUMNS,
 }
 counts = st.sampled_from([None, 1, 2, 3, 7, *CLUSTERS])
@@ -52,15 +56,19 @@ counts = st.sampled_from([None, 1, 2, 3, 7, *CLUSTERS])
 
 @contextlib.contextmanager
 def dealt(count: int | str | None):
-    """Every token dealt out to ``count`` blocks, or to those of a cluster; None: as planned."""
-    before = launcher.choose
+    """Every token dealt out to ``count`` blocks, or to those of a cluster; None: as planned.
+
+    Clusters that do not all fit a GPU at a time take turns; a plan would be for smaller ones.
+    """
+    before = launcher.choose, launcher._with_room
     if count is not None:
         chosen = CLUSTERS.get(count) or (AttentionPlan(count > 1), count)
         launcher.choose = lambda *sizes: chosen
+        launcher._with_room = lambda plan, *sizes: plan
     try:
         yield
     finally:
-        launcher.choose = before
+        launcher.choose, launcher._with_room = before
 
 
 class Case:
@@ -391,7 +399,7 @@ def test_what_is_chosen():
     for tokens in (67, 1024, 4096):
         assert choose(tokens, 128, (128, 1024), 132) == CLUSTERS["four warps"]
     for tokens, heads in ((1, 64), (1, 128), (2, 64), (8, 16)):
-        assert choose(tokens, heads, (128, 512), 132) == CLUSTERS["narrow 16"]
+        assert choose(tokens, heads, (128, 512), 132) == CLUSTERS["narrow 16 of 64"]
     assert choose(1, 128, (128, 1024), 132) == CLUSTERS["narrow 16"]
     for tokens in (32, 48, 64):
         assert choose(tokens, 64, (128, 512), 132) == two
@@ -434,10 +442,16 @@ def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
 
     monkeypatch.setattr(launcher, "loaded", Kernel)
     launcher._with_room.cache_clear()
-    # Of 36 steps 9 blocks have 4 each and 8 have 5; of 20, both have 3.
-    wanted = {((128, 1024), 7): 16, ((128, 1024), 8): 9, ((128, 512), 8): 8, ((128, 1024), 10): 8}
-    for (widths, clusters), blocks in wanted.items():
-        assert launcher._with_room(NarrowPlan(16), widths, clusters, 0) == NarrowPlan(blocks)
+    # Of 36 steps 9 blocks have 4 each, or 2 of twice as many entries, and 8 have 5; of 20, both
+    # have 3.
+    wanted = {
+        ((128, 1024), 7): NarrowPlan(16),
+        ((128, 1024), 8): NarrowPlan(9, 64),
+        ((128, 512), 8): NarrowPlan(8),
+        ((128, 1024), 10): NarrowPlan(8),
+    }
+    for (widths, clusters), plan in wanted.items():
+        assert launcher._with_room(NarrowPlan(16), widths, clusters, 0) == plan
         assert launcher._with_room(NarrowPlan(), widths, clusters, 0) == NarrowPlan()
     assert launcher._with_room(NarrowPlan(), (128, 512), 16, 0) == NarrowPlan()
     launcher._with_room.cache_clear()
@@ -535,4 +549,4 @@ def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
             assert sass.count("HGMMA.64x16x16.F32.BF16") == 64
             assert sass.count("WARPGROUP.DEPBAR") == 2
         if isinstance(plan, NarrowPlan):
-            assert sass.count("HMMA.16816.F32.BF16") == sass.count("MOVM.16.MT88") == 32
+            assert sass.count("HMMA.16816.F32.BF16") == sass.count("MOVM.16.MT88") == plan.step

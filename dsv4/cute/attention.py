@@ -14,6 +14,7 @@ from dsv4.cute._launch import aligned, loaded, stream_of
 from dsv4.cute.sm90.attention_plan import (
     COLUMN_CLUSTERS,
     NARROW_CLUSTERS,
+    NARROW_STEPS,
     AttentionPlan,
     ColumnsPlan,
     MergePlan,
@@ -210,6 +211,6 @@ def plans() -> list[Plan]:
         AttentionPlan(True),
         AttentionPlan(False, together=True),
         MergePlan(),
-        *map(NarrowPlan, NARROW_CLUSTERS),
+        *(NarrowPlan(blocks, step) for blocks in NARROW_CLUSTERS for step in NARROW_STEPS),
         *map(ColumnsPlan, COLUMN_CLUSTERS),
     ]

@@ -138,6 +138,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         )
         codes = self._room(smem, self.expanders * code_bytes(self))
         told = self._room(smem, _WARPS * self.heads * 4)
+        sinks = self._room(smem, (self.heads + ROPE) * 4)
         known = self._room(smem, self.blocks * self.heads * 8)
         info = self._room(smem, STAGES * INFO_BYTES + self.expanders * self.scan_bytes)
         full = self._room(smem, (2 * STAGES + 2) * 8)
@@ -168,9 +169,10 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         )
         cute.arch.griddepcontrol_wait()
         if warp >= _WARPS:
-            group = cute.arch.make_warp_uniform(thread // 128) - 1
-            own = codes + Uint32(group * code_bytes(self) + thread % 128 * 16)
-            shared = (info, full, empty, at_k, own, group, warp % self.expand_warps, lane)
+            group = (warp - _WARPS) // self.expand_warps
+            own = (warp - _WARPS) % self.expand_warps
+            room = codes + Uint32(group * code_bytes(self) + (own * 32 + lane) * 16)
+            shared = (info, full, empty, at_k, room, group, own, lane)
             self.expand_part(
                 caches, (token, rank, Int32(self.blocks), Int32(1)), shared, (group, Int32(1))
             )
@@ -182,13 +184,15 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 at_q,
                 (thread, first_head, heads, head_stride),
             )
+            self._load_tables((sink, cos, sin), sinks, (token, first_head, heads), thread)
+            ptx.wait_copies(0)
             ptx.fence_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
             self._multiply(
                 (shared_q, shared_k, shared_p, k_layout, logits_mma, sums_mma),
                 (info, full, empty, arrived),
                 (at_k, Uint32(shared_p.iterator.toint()), told, known),
-                (sink, out, cos, sin),
+                (sinks, out, cos),
                 (token, first_head, heads, scale * Float32(_LOG2E)),
                 (rank, thread, warp, lane),
             )
@@ -205,7 +209,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         shared_q, shared_k, shared_p, k_layout, logits_mma, sums_mma = operands
         info, full, empty, arrived = ring
         at_k, at_p, told, known = rooms
-        sink, out, cos, sin = tensors
+        sinks, out, cos = tensors
         token, first_head, heads, scale = sizes
         rank, thread, warp, lane = who
         logits_slice, sums_slice = logits_mma.get_slice(thread), sums_mma.get_slice(thread)
@@ -270,7 +274,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         self._push(sums, (references, total), (at_k, known, arrived), (rank, thread, lane))
         self._merge(
             (at_k, known),
-            (sink, out, cos, sin),
+            (sinks, out, cos),
             (token, first_head, heads),
             (rank, thread, warp, lane),
         )
@@ -302,9 +306,28 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             row, chunk = number // (DIMS // 8), number % (DIMS // 8)
             head = first_head + row
             source = q + (Int64(head) * head_stride + chunk * 8) * 2
-            words = ptx.load_or_zero(source, 4, Int32(head < heads))
             place = chunk // 8 * (self.heads * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.store_shared4(at + Uint32(place), words)
+            ptx.copy_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
+        ptx.commit_copies()
+
+    @cute.jit
+    def _load_tables(self, sources: Value, sinks: Value, where: Value, thread: Value) -> None:
+        """Sinks of a tile and a token's angles, which are needed at the end."""
+        sink, cos, sin = sources
+        token, first, heads = where
+        if thread < self.heads:
+            head = cutlass.min(first + thread, heads - 1)
+            logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
+            ptx.store_shared_float(sinks + Uint32(thread * 4), logit)
+        number = thread - self.heads
+        if (number >= 0) & (number < ROPE) & (cos != Int64(0)):
+            table = cos
+            if number >= ROPE // 2:
+                table = sin
+            angle = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
+            ptx.store_shared_float(
+                sinks + Uint32((self.heads + number) * 4), ptx.load_global_float(angle)
+            )
 
     @cute.jit
     def _hide(self, logits: Value, bits: Value) -> None:
@@ -455,10 +478,10 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
     def _merge(self, rooms: Value, tensors: Value, item: Value, who: Value) -> None:
         """Add all blocks' sums of this one's share of the dims, in the order of their ranks."""
         room, known = rooms
-        sink, out, cos, sin = tensors
+        sinks, out, cos = tensors
         token, first_head, heads = item
         rank, thread, warp, lane = who
-        factors = self._factors(known, sink, (first_head, heads, lane))
+        factors = self._factors(known, sinks, lane)
         line = room + Uint32(self.blocks * self.room_bytes)
         head = lane // 16 * 8 + lane % 8
         width = self.share * _ROWS * 2
@@ -473,7 +496,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                         n = half * 4 + i
                         eight[n] = eight[n] + four[i] * factors[own][p]
             if (cos != Int64(0)) & (rank * self.share + m == _TILES - 1):
-                eight = self._turn_back(eight, (cos, sin), (token, warp, lane))
+                tables = sinks + Uint32(self.heads * 4)
+                eight = self._turn_back(eight, tables, (warp, lane))
             words = [
                 ptx.bfloat16_pair(
                     eight[2 * n] * factors[n // 2 * 2][self.blocks],
@@ -496,14 +520,12 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 ptx.store_global4(out + (place + dim) * 2, four)
 
     @cute.jit
-    def _factors(self, known: Value, sink: Value, where: Value) -> Value:
+    def _factors(self, known: Value, sinks: Value, lane: Value) -> Value:
         """Of each of the thread's heads: factors on all blocks' sums, and then on their sum."""
-        first_head, heads, lane = where
         found = []
         for h in cutlass.range_constexpr(_OWN):
             head = lane % 4 * 2 + h // 2 * 8 + h % 2
-            place = sink + Int64(cutlass.min(first_head + head, heads - 1)) * 4
-            logit = ptx.load_global_float(place) * Float32(_LOG2E)
+            logit = ptx.load_shared_float(sinks + Uint32(head * 4))
             pairs = [
                 ptx.load_shared_float2(known + Uint32(p * (self.heads * 8) + head * 8))
                 for p in range(self.blocks)
@@ -523,12 +545,12 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
     @cute.jit
     def _turn_back(self, eight: Value, tables: Value, where: Value) -> Value:
         """The rotated dims by the opposite angle: a pair is in lanes four apart."""
-        token, warp, lane = where
+        warp, lane = where
         made = [Float32(0.0)] * 8
         for r in cutlass.range_constexpr(2):
             pair = warp * 8 + lane // 8 + 4 * r
-            place = (Int64(token) * (ROPE // 2) + pair) * 4
-            c, s = [ptx.load_global_float(table + place) for table in tables]
+            place = tables + Uint32(pair * 4)
+            c, s = ptx.load_shared_float(place), ptx.load_shared_float(place + ROPE * 2)
             for n in cutlass.range_constexpr(_OWN):
                 at = n // 2 * 4 + 2 * r + n % 2
                 other = cute.arch.shuffle_sync_bfly(eight[at], 4)

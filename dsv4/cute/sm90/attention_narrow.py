@@ -1,4 +1,4 @@
-"""Sparse attention of few tokens: a cluster has 16 heads, a warp 64 dims of 32 entries at a time.
+"""Sparse attention of few tokens: a cluster has 16 heads, a warp 64 dims of 32 or 64 entries.
 
 * Each of eight warps copies its group of codes to shared memory two steps ahead and expands it into
   registers, which are right operands of the product with the queries as they are, and, turned, of
@@ -6,7 +6,8 @@
 * Logits are sums of all warps' parts. A warp adds them, and has the softmax, of two heads, and
   leaves the weights for all.
 * The blocks of a cluster share a token's entries in turn. At the end some or all of them get the
-  sums of all for two heads or one, and add them in the order of their ranks.
+  sums of all for two heads or one, and add them in the order of their ranks. Sums go by bulk
+  copies, from where the warp's codes were.
 
 Columns of the product with the queries are in another order than in memory: a lane's 16 codes in a
 row are words of four steps. The queries are loaded in the same order, and the sums' dims follow it.
@@ -33,18 +34,37 @@ _SLACK = 8.0  # powers of two by which a logit may exceed its reference
 _INFINITY = float("inf")
 _ENTRY = NOPE + 2 * ROPE  # bytes of an entry, but for its scales
 _WARPS = 8
-_STEP = 32  # entries
 _GROUP = 64  # dims of a warp
 _CODED = NOPE // _GROUP  # warps whose entries are codes
-_CODES = _STEP * _GROUP  # and as codes
-_SCALES_AT = (_WARPS + 1) * _CODES  # in a stage
-_STAGE = _SCALES_AT + _WARPS * _STEP * 4
-_LINE = _STEP * 4  # bytes of a head's logits
-_P_LINE = _STEP * 2 + 16  # and weights, so that eight rows are in different banks
 
 
 class NarrowKernel(ClusterLaunch, NarrowPlan):
     """The kernel of one configuration."""
+
+    @property
+    def halves(self) -> int:
+        """Entries of a lane where a warp has a step's."""
+        return self.step // 32
+
+    @property
+    def codes(self) -> int:
+        """Bytes of a warp's group of a step's entries, as codes."""
+        return self.step * _GROUP
+
+    @property
+    def scales_at(self) -> int:
+        """Of a stage: where scales are, behind codes and the last group's bfloat16."""
+        return (_WARPS + 1) * self.codes
+
+    @property
+    def line(self) -> int:
+        """Bytes of a head's logits."""
+        return self.step * 4
+
+    @property
+    def weights_line(self) -> int:
+        """And of its weights, so that eight rows are in different banks."""
+        return self.step * 2 + 16
 
     @cute.kernel
     def kernel_(
@@ -102,10 +122,10 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         rank, item = block % self.blocks, block // self.blocks
         token, tile = item // tiles, item % tiles
         smem = cutlass.memory.SmemAllocator()
-        raw = self._room(smem, self.stages * _STAGE)
+        raw = self._room(smem, self.stages * self.stage_bytes)
         gathered = self._room(smem, self.blocks * self.share * DIMS * 4)
-        parts = self._room(smem, _WARPS * self.heads * _LINE)
-        weights = self._room(smem, self.heads * _P_LINE)
+        parts = self._room(smem, _WARPS * self.heads * self.line)
+        weights = self._room(smem, self.heads * self.weights_line)
         factors = self._room(smem, self.heads * 4)
         stats = self._room(smem, self.blocks * self.share * 16)
         sinks = self._room(smem, self.heads * 4)
@@ -114,7 +134,9 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             ptx.barrier_init(arrived, 1)
-            ptx.expect_bytes(arrived, self.blocks * self.share * (DIMS * 4 + 16))
+            # All blocks' references and sums of weights, and the others' sums.
+            sums = (self.blocks - 1) * DIMS * 4
+            ptx.expect_bytes(arrived, self.share * (sums + self.blocks * 16))
             ptx.fence_barrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
@@ -138,8 +160,8 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             thread,
         )
         cute.arch.griddepcontrol_wait()
-        begin = (width + _STEP - 1) // _STEP
-        steps = begin + (second_width + _STEP - 1) // _STEP
+        begin = (width + self.step - 1) // self.step
+        steps = begin + (second_width + self.step - 1) // self.step
         step = Int32(rank)
         ahead = [
             self._ask(caches, begin, step + s * self.blocks, lane) for s in range(self.ahead + 1)
@@ -151,7 +173,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         source = (warp, lane, self._source(warp, lane))
         there = []
         for s in cutlass.range_constexpr(self.ahead):
-            place = raw + Uint32(s * _STAGE)
+            place = raw + Uint32(s * self.stage_bytes)
             there.append(self._copy(caches, begin, step + s * self.blocks, ahead[s], place, source))
             ptx.commit_copies()
         found = ahead[self.ahead]
@@ -165,14 +187,14 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             last = stage + self.ahead
             if last >= self.stages:
                 last -= self.stages
-            to = raw + Uint32(last * _STAGE)
+            to = raw + Uint32(last * self.stage_bytes)
             there = [*there[1:], self._copy(caches, begin, following, found, to, source)]
             ptx.commit_copies()
             found = self._ask(caches, begin, following + self.blocks, lane)
             ptx.wait_copies(self.ahead)
             cute.arch.sync_warp()
-            if here != Uint32(0):
-                words = self._expand(raw + Uint32(stage * _STAGE), warp, lane)
+            if self._any(here):
+                words = self._expand(raw + Uint32(stage * self.stage_bytes), warp, lane)
                 self._score(words, queries, parts, warp, lane)
                 cute.arch.sync_threads()
                 references, total = self._weigh(
@@ -186,18 +208,22 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                 stage = Int32(0)
         ptx.wait_copies(0)
         cute.arch.cluster_wait()
-        self._give(sums, (gathered, arrived), (rank, warp, lane))
+        self._give(sums, (raw, gathered, arrived), (rank, warp, lane))
         self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
         # Of all threads: they have copied the tables.
         cute.arch.sync_threads()
         if rank < self.owners:
             ptx.wait(arrived, Int32(0))
+        # The others' sums have left them, as its own have left this block when all say so.
+        cute.arch.cluster_arrive_relaxed()
+        if rank < self.owners:
             self._merge(
                 (gathered, stats, sinks, tables),
                 (out, cos),
                 (token, first_head, heads),
                 (rank, thread),
             )
+        cute.arch.cluster_wait()
 
     def _room(self, smem: Value, size: int) -> Value:
         """Address of so many bytes of shared memory."""
@@ -226,12 +252,22 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
 
     @cute.jit
     def _ask(self, caches: Value, begin: Value, step: Value, lane: Value) -> Value:
-        """Load the lane's slot of a step; all ones beyond the last."""
+        """Load the lane's slots of a step; all ones beyond the last."""
         row, limit, number = caches[0][3], caches[0][4], step
         if step >= begin:
             row, limit, number = caches[1][3], caches[1][4], step - begin
-        number = number * _STEP + lane
-        return ptx.load2_or_ones(row + Int64(number) * 8, Int32(number < limit))
+        number = number * self.step + lane
+        return [
+            ptx.load2_or_ones(row + Int64(number + 32 * h) * 8, Int32(number + 32 * h < limit))
+            for h in range(self.halves)
+        ]
+
+    def _any(self, there: Value) -> Value:
+        """Whether a step has an entry."""
+        bits = there[0]
+        for more in there[1:]:
+            bits = bits | more
+        return bits != Uint32(0)
 
     def _source(self, warp: Value, lane: Value) -> Value:
         """Where a lane's part of an entry begins: codes, or the bfloat16 of the last warp."""
@@ -251,29 +287,30 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
     ) -> Value:
         """Copy the warp's part of a step's entries to a stage; a bit for each entry there is."""
         warp, lane, offset = source
-        slot = cutlass.max(Int32(found[0]) | (Int32(found[1]) >> 31), Int32(-1))
-        there = Uint32(cute.arch.vote_ballot_sync(slot >= 0))
-        if there != Uint32(0):
+        slots = [cutlass.max(Int32(low) | (Int32(high) >> 31), Int32(-1)) for low, high in found]
+        there = [Uint32(cute.arch.vote_ballot_sync(slot >= 0)) for slot in slots]
+        if self._any(there):
             data, stride, shift = caches[0][0], caches[0][1], caches[0][2]
             if step >= begin:
                 data, stride, shift = caches[1][0], caches[1][1], caches[1][2]
             cache = (data, stride, shift)
-            to = at + Uint32(warp * _CODES + lane * 16)
+            to = at + Uint32(warp * self.codes + lane * 16)
             if warp < _CODED:
-                page, entry = self._start(cache, slot)
-                ptx.copy_word_or_zero(
-                    at + Uint32(_SCALES_AT + (warp * 32 + lane) * 4),
-                    page + Int64((_ENTRY << shift) + entry * 8 + warp // 4 * 4),
-                    Int32(slot >= 0) * 4,
-                )
-                for i in cutlass.range_constexpr(4):
-                    other = cute.arch.shuffle_sync(slot, lane // 4 + 8 * i)
+                for h in cutlass.range_constexpr(self.halves):
+                    page, entry = self._start(cache, slots[h])
+                    ptx.copy_word_or_zero(
+                        at + Uint32(self.scales_at + (warp * self.step + 32 * h + lane) * 4),
+                        page + Int64((_ENTRY << shift) + entry * 8 + warp // 4 * 4),
+                        Int32(slots[h] >= 0) * 4,
+                    )
+                for i in cutlass.range_constexpr(self.step // 8):
+                    other = cute.arch.shuffle_sync(slots[i // 4], lane // 4 + i % 4 * 8)
                     page, entry = self._start(cache, other)
                     start = page + Int64(entry * _ENTRY + offset)
                     ptx.copy_or_zero(to, start, Int32(other >= 0) * 16, i * 512)
             else:
-                for i in cutlass.range_constexpr(4):
-                    other = cute.arch.shuffle_sync(slot, lane // 4 + 8 * i)
+                for i in cutlass.range_constexpr(self.step // 8):
+                    other = cute.arch.shuffle_sync(slots[i // 4], lane // 4 + i % 4 * 8)
                     page, entry = self._start(cache, other)
                     start = page + Int64(entry * _ENTRY + offset)
                     for h in cutlass.range_constexpr(2):
@@ -316,13 +353,13 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
 
     @cute.jit
     def _expand(self, at: Value, warp: Value, lane: Value) -> Value:
-        """16 dims of each of the lane's four entries, as pairs."""
-        words = [Uint32(0)] * 32
-        place = at + Uint32(warp * _CODES + lane * 16)
+        """16 dims of each of the lane's entries, as pairs."""
+        words = [Uint32(0)] * self.step
+        place = at + Uint32(warp * self.codes + lane * 16)
         if warp < _CODED:
-            scales = at + Uint32(_SCALES_AT + (warp * 32 + lane // 4) * 4)
+            scales = at + Uint32(self.scales_at + (warp * self.step + lane // 4) * 4)
             made = []
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(self.step // 8):
                 codes = ptx.load_shared(place + i * 512, 4)
                 word = Uint32(ptx.load_shared_int(scales + i * 32))
                 factor = ptx.e8m0_pair((word >> Uint32(warp % 4 * 8)) & Uint32(255))
@@ -330,7 +367,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             words = made
         else:
             plain = []
-            for i in cutlass.range_constexpr(8):
+            for i in cutlass.range_constexpr(self.step // 4):
                 plain += list(ptx.load_shared(place + i * 512, 4))
             words = plain
         return words
@@ -339,18 +376,18 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
     def _score(self, words: Value, queries: Value, parts: Value, warp: Value, lane: Value) -> None:
         """The warp's part of the logits."""
         row = lane // 4
-        logits = [[Float32(0.0)] * 4 for _ in range(4)]
+        logits = [[Float32(0.0)] * 4 for _ in range(self.step // 8)]
         low, high = queries
         for j in cutlass.range_constexpr(4):
             left = [low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]]
-            for i in cutlass.range_constexpr(4):
+            for i in cutlass.range_constexpr(self.step // 8):
                 at = 8 * i + 2 * j
                 logits[i] = ptx.mma_m16n8k16(logits[i], left, words[at : at + 2])
-        line = parts + Uint32((warp * self.heads + row) * _LINE + lane % 4 * 8)
-        for i in cutlass.range_constexpr(4):
+        line = parts + Uint32((warp * self.heads + row) * self.line + lane % 4 * 8)
+        for i in cutlass.range_constexpr(self.step // 8):
             place = line + Uint32((i ^ (row % 4)) * 32)
             ptx.store_shared_float2(place, logits[i][0], logits[i][1])
-            ptx.store_shared_float2(place + 8 * _LINE, logits[i][2], logits[i][3])
+            ptx.store_shared_float2(place + 8 * self.line, logits[i][2], logits[i][3])
 
     @cute.jit
     def _weigh(self, places: Value, there: Value, state: Value, scale: Value, who: Value) -> Value:
@@ -359,17 +396,23 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         warp, lane = who
         scale = scale * Float32(_LOG2E)
         references, total = state
-        new, sums, pair = [], [], []
+        new, sums, weighed = [], [], []
         count = self.heads // _WARPS
         for h in cutlass.range_constexpr(count):
             head = warp * count + h
-            place = parts + Uint32(head * _LINE + (((lane // 8) ^ (head % 4)) * 8 + lane % 8) * 4)
-            logit = ptx.load_shared_float(place)
-            for g in cutlass.range_constexpr(1, _WARPS):
-                logit = logit + ptx.load_shared_float(place + g * self.heads * _LINE)
-            bit = (there >> Uint32(lane)) & Uint32(1)
-            logit = ptx.choose(bit, logit, -Float32(_INFINITY))
-            high = logit
+            column = ((lane // 8) ^ (head % 4)) * 8 + lane % 8
+            place = parts + Uint32(head * self.line + column * 4)
+            logits = []
+            for half in cutlass.range_constexpr(self.halves):
+                logit = ptx.load_shared_float(place + half * 128)
+                for g in cutlass.range_constexpr(1, _WARPS):
+                    at = place + (g * self.heads * self.line + half * 128)
+                    logit = logit + ptx.load_shared_float(at)
+                bit = (there[half] >> Uint32(lane)) & Uint32(1)
+                logits.append(ptx.choose(bit, logit, -Float32(_INFINITY)))
+            high = logits[0]
+            for logit in logits[1:]:
+                high = ptx.maximum(high, logit)
             for step in cutlass.range_constexpr(5):
                 high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
             high = high * scale
@@ -381,41 +424,38 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             factor = ptx.choose(grown, ptx.power_of_two(old - reference), Float32(1.0))
             if lane == 0:
                 ptx.store_shared_float(factors + Uint32(head * 4), factor)
-            pair.append(ptx.power_of_two(ptx.multiply_add_float(logit, scale, -origin)))
+            weighed.append(
+                [
+                    ptx.power_of_two(ptx.multiply_add_float(logit, scale, -origin))
+                    for logit in logits
+                ]
+            )
             sums.append(total[h] * factor)
             new.append(reference)
             if cutlass.const_expr(h % 2 == 1):
-                word = ptx.bfloat16_pair(pair[h - 1], pair[h])
-                place = weights + Uint32((head - 1) * _P_LINE + lane * 2)
-                ptx.store_shared_halves(place, word, _P_LINE)
-                sums[h - 1] = sums[h - 1] + ptx.low_float(word)
-                sums[h] = sums[h] + ptx.high_float(word)
+                for half in cutlass.range_constexpr(self.halves):
+                    word = ptx.bfloat16_pair(weighed[h - 1][half], weighed[h][half])
+                    line = weights + Uint32((head - 1) * self.weights_line)
+                    place = line + Uint32((lane + 32 * half) * 2)
+                    ptx.store_shared_halves(place, word, self.weights_line)
+                    sums[h - 1] = sums[h - 1] + ptx.low_float(word)
+                    sums[h] = sums[h] + ptx.high_float(word)
         return new, sums
 
     @cute.jit
     def _add(self, sums: Value, weights: Value, factors: Value, words: Value, lane: Value) -> Value:
         """Weights times the warp's group of dims."""
-        line = weights + Uint32(lane % 16 * _P_LINE + lane // 16 * 16)
+        line = weights + Uint32(lane % 16 * self.weights_line + lane // 16 * 16)
         by = [ptx.load_shared_float(factors + Uint32((lane // 4 + 8 * r) * 4)) for r in range(2)]
         if cute.arch.vote_any_sync((by[0] != Float32(1.0)) | (by[1] != Float32(1.0))):
             sums = [[sums[n][i] * by[i // 2] for i in range(4)] for n in range(8)]
         made = [list(sums[n]) for n in range(8)]
-        for k in cutlass.range_constexpr(_STEP // 16):
+        for k in cutlass.range_constexpr(self.step // 16):
             left = ptx.load_matrices4(line, k * 32)
             for n in cutlass.range_constexpr(8):
                 right = [ptx.turn_matrix(words[8 * (2 * k + h) + n]) for h in range(2)]
                 made[n] = ptx.mma_m16n8k16(made[n], left, right)
         return made
-
-    @property
-    def owners(self) -> int:
-        """Blocks of the cluster that add up and store."""
-        return self.heads if self.blocks >= self.heads else 8
-
-    @property
-    def share(self) -> int:
-        """Heads that each of them adds up and stores."""
-        return self.heads // self.owners
 
     @cute.jit
     def _write(self, address: Value, owner: Value, four: Value, arrived: Value) -> None:
@@ -424,18 +464,39 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
 
     @cute.jit
     def _give(self, sums: Value, rooms: Value, who: Value) -> None:
-        """Sums to whoever has the head: lines of 512, whose pieces of 16 bytes are exchanged."""
+        """Sums to whoever has the head: lines of 512, whose pieces of 16 bytes are exchanged.
+
+        They go by way of the warp's part of two stages, which nobody needs any more: of eight
+        heads, as many bytes as the codes of 32 entries.
+        """
         rank, warp, lane = who
-        room, arrived = rooms
+        stages, room, arrived = rooms
+        part = _GROUP * 4
+        mine = stages + Uint32(warp * self.codes)
+        apart = self.stage_bytes - 8 * part
         row = lane // 4
         for r in cutlass.range_constexpr(2):
             head = row + 8 * r
-            owner, own = head // self.share, head % self.share
-            line = room + Uint32((rank * self.share + own) * (DIMS * 4) + warp * 256)
+            line = mine + Uint32(head * part + r * apart)
+            if head // self.share == rank:
+                # A copy to itself is forbidden.
+                own = rank * self.share + head % self.share
+                line = room + Uint32(own * (DIMS * 4) + warp * part)
             for n in cutlass.range_constexpr(0, 8, 2):
                 at = line + Uint32(((lane % 4 * 4 + n // 2) ^ row) * 16)
                 four = [*sums[n][2 * r : 2 * r + 2], *sums[n + 1][2 * r : 2 * r + 2]]
-                self._write(at, owner, four, arrived)
+                ptx.store_shared_float4(at, four)
+        ptx.fence_shared()
+        cute.arch.sync_warp()
+        owner, own = lane // self.share, lane % self.share
+        if (lane < self.heads) & (owner != rank):
+            to = room + Uint32((rank * self.share + own) * (DIMS * 4) + warp * part)
+            ptx.copy_bulk_remote(
+                ptx.remote(to, owner),
+                mine + Uint32(lane * part + lane // 8 * apart),
+                part,
+                ptx.remote(arrived, owner),
+            )
 
     @cute.jit
     def _give_stats(self, references: Value, total: Value, rooms: Value, who: Value) -> None:

@@ -27,9 +27,10 @@ _LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 3000, 200, 8
 _TOGETHER_CYCLES = 6000
 _COLUMNS_CYCLES, _COLUMN_BLOCK_CYCLES = 10350, 3270
 NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
+NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and how long it takes
 # Of that kernel, as measured: clusters that are at work at a time without two blocks on one
 # multiprocessor, and steps of a token up to which it is the fastest.
-_NARROW_CLUSTERS, _NARROW_STEPS = 12, 40
+_NARROW_CLUSTERS, _MOST_STEPS = 12, 40
 
 
 def code_bytes(plan: AttentionPlan | ColumnsPlan) -> int:
@@ -115,7 +116,7 @@ class ColumnsPlan:
     def shared_bytes(self) -> int:
         """Stages, queries, weights, codes, statistics, descriptions and barriers."""
         tiles = STAGES * TILE_BYTES + self.heads * (DIMS + BLOCK) * 2
-        statistics = self.heads * (4 * 4 + self.blocks * 8)
+        statistics = self.heads * (4 * 4 + self.blocks * 8) + (self.heads + ROPE) * 4
         notes = STAGES * INFO_BYTES + self.expanders * self.scan_bytes
         return 1024 + tiles + self.expanders * code_bytes(self) + statistics + notes + 256
 
@@ -136,16 +137,39 @@ class NarrowPlan:
 
     Attributes:
         blocks: Of a cluster, 8 to 16; not every GPU has room for as many clusters of more than 8.
+        step: Entries that are multiplied at a time, 32 or 64.
     """
 
     blocks: int = 8
+    step: int = 32
 
     kernel = "dsv4.cute.sm90.attention_narrow:NarrowKernel"
     heads = 16  # of a tile
     threads = 256
     stages = 3  # of codes
     ahead = 2  # steps whose codes are asked for while one is multiplied
-    shared_bytes = 128 * 1024  # more than half, so that blocks are on different multiprocessors
+
+    @property
+    def owners(self) -> int:
+        """Blocks of the cluster that add up and store."""
+        return self.heads if self.blocks >= self.heads else 8
+
+    @property
+    def share(self) -> int:
+        """Heads that each of them adds up and stores."""
+        return self.heads // self.owners
+
+    @property
+    def stage_bytes(self) -> int:
+        """Entries of a step and, once for every warp, their scales."""
+        return self.step * (NOPE + 2 * ROPE + 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """At least more than half, so that blocks are on different multiprocessors."""
+        sums = self.blocks * self.share * DIMS * 4
+        weighing = self.heads * (8 * 4 + 2) * self.step
+        return max(128 * 1024, self.stages * self.stage_bytes + sums + weighing + 2048)
 
 
 Plan = AttentionPlan | ColumnsPlan | MergePlan | NarrowPlan
@@ -182,14 +206,18 @@ def choose(
 
 
 def narrow(widths: tuple[int, int], room: Sequence[int]) -> NarrowPlan:
-    """The form whose blocks have the fewest steps; of several the largest, else the smallest.
+    """The form whose blocks' steps take the least time; of several the largest, else the smallest.
 
     Args:
         widths: Slots of a token, of either cache.
         room: Blocks of clusters that all fit at a time.
     """
-    steps = _steps(widths)
-    return NarrowPlan(min(room, key=lambda b: (-(-steps // b), b != NARROW_CLUSTERS[-1], b)))
+
+    def cost(plan: NarrowPlan) -> tuple[int, bool, int]:
+        steps = -(-_steps(widths, plan.step) // plan.blocks)
+        return steps * NARROW_STEPS[plan.step], plan.blocks != NARROW_CLUSTERS[-1], plan.blocks
+
+    return min((NarrowPlan(b, step) for b in room for step in NARROW_STEPS), key=cost)
 
 
 def _alone(
@@ -223,12 +251,12 @@ def _columns(
 def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
     """Whether tiles of 16 heads take less time than larger ones."""
     clusters = tokens * -(-heads // NarrowPlan.heads)
-    return clusters <= _NARROW_CLUSTERS and _steps(widths) <= _NARROW_STEPS
+    return clusters <= _NARROW_CLUSTERS and _steps(widths, 32) <= _MOST_STEPS
 
 
-def _steps(widths: tuple[int, int]) -> int:
-    """Of 32 entries, of the narrow kernel."""
-    return sum(-(-width // 32) for width in widths)
+def _steps(widths: tuple[int, int], step: int) -> int:
+    """Of so many entries, of the narrow kernel."""
+    return sum(-(-width // step) for width in widths)
 
 
 @functools.cache
