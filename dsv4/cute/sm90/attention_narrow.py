@@ -135,8 +135,8 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         if thread == 0:
             ptx.barrier_init(arrived, 1)
             # All blocks' references and sums of weights, and the others' sums.
-            sums = (self.blocks - 1) * DIMS * 4
-            ptx.expect_bytes(arrived, self.share * (sums + self.blocks * 16))
+            given = (self.blocks - 1) * DIMS * 4
+            ptx.expect_bytes(arrived, self.share * (given + self.blocks * 16))
             ptx.fence_barrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
