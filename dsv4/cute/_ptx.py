@@ -29,11 +29,10 @@ def _ins(first: int, count: int) -> str:
     return "{" + ", ".join(f"{{$r{i}}}" for i in range(first, first + count)) + "}"
 
 
-def load_shared(address: Value, words: int) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words from shared memory."""
-    return assembly(
-        f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}];", [Uint32] * words, [address]
-    )
+def load_shared(address: Value, words: int, offset: int = 0) -> tuple[Value, ...]:
+    """``words`` (2 or 4) 32-bit words from shared memory; ``offset``: see ``load_matrices4``."""
+    code = f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
+    return assembly(code, [Uint32] * words, [address])
 
 
 def load_shared_int(address: Value) -> Value:
@@ -390,9 +389,18 @@ def copy_word_or_zero(target: Value, source: Value, count: Value) -> None:
     assembly(code, (), [target, source, count])
 
 
-def copy16(target: Value, source: Value) -> None:
-    """16 bytes from global to shared memory."""
-    assembly("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", (), [target, source])
+def copy16(target: Value, source: Value, to: int = 0, offset: int = 0) -> None:
+    """16 bytes from global to shared memory; ``to`` and ``offset``: see ``copy_or_zero``."""
+    assembly(
+        f"cp.async.cg.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 16;", (), [target, source]
+    )
+
+
+def copy8(target: Value, source: Value, to: int = 0, offset: int = 0) -> None:
+    """8 bytes from global to shared memory; ``to`` and ``offset``: see ``copy_or_zero``."""
+    assembly(
+        f"cp.async.ca.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 8;", (), [target, source]
+    )
 
 
 def arrive_copied(barrier: Value) -> None:

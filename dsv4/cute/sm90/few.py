@@ -166,7 +166,7 @@ class FewKernel(FewPlan):
         stride = grid // self.blocks * self.warps
         first = cutlass.min(tile, row_tiles - 1)
         at = self._place(codes + lane * 16, scales + lane // 4 * 8, first, rank)
-        ahead = [self._fetch(at, t) for t in range(self.depth)]
+        ahead = self._begin(at, turned)
         zero = x_full - 8
         if lane == 0:
             if cutlass.const_expr(self.blocks > 1):
@@ -198,6 +198,7 @@ class FewKernel(FewPlan):
             cute.arch.cluster_wait()
         if cutlass.const_expr(self.token_tiles > 1):
             self._copy_x(x + group * group_stride * 2, x_room, tokens, token_stride, rank, thread)
+        self._go_on(at, ahead)
         if tile < row_tiles:
             ptx.wait(x_full, Int32(0))
         rows = self._rows(shared_x, lane)
@@ -268,6 +269,13 @@ class FewKernel(FewPlan):
             barriers,
             barriers + Uint32(warp * 8 + 16),
         )
+
+    def _begin(self, at: Value, room: Value) -> Value:
+        """Ask for the first tiles."""
+        return [self._fetch(at, t) for t in range(self.depth)]
+
+    def _go_on(self, at: Value, ahead: Value) -> None:
+        """Ask for more tiles, after X."""
 
     def _fetch(self, at: Value, tile: int, wanted: Value | None = None) -> list[Value]:
         """The lane's 4 words of codes and 2 of scales of a tile; nothing where not ``wanted``."""

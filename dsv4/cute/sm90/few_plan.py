@@ -10,6 +10,9 @@ _PARTIAL = 512
 _REGISTER_FILE = 1 << 16  # of an SM
 _REGISTERS_BESIDE = 46  # of a thread, beside the weights that are ahead
 _ENOUGH_WARPS = 1024  # about two of each quarter of an SM
+RING_TILE = 32 * (16 + 8)  # bytes of a tile of 16 x 64 weights in a ring
+_PRIMED = 8
+_HALF = 112 * 1024  # of an SM's shared memory
 _SHARED_ROOM = 100 * 1024  # two blocks of an SM, so that the next kernel's first loads run early
 # Blocks, warps, depth and, where it is 2, rounds that a search on an H200 found the fastest,
 # bfloat16 results, by tiles of tokens, row tiles, of them in a group, and columns: the matrices of
@@ -17,7 +20,6 @@ _SHARED_ROOM = 100 * 1024  # two blocks of an SM, so that the next kernel's firs
 _MEASURED = {
     (1, 4096, 4096, 1536): (1, 16, 4),
     (1, 448, 448, 16384): (4, 16, 6, 2),
-    (1, 384, 384, 7168): (4, 14, 6, 2),
     (1, 448, 448, 3072): (4, 15, 4),
     (1, 128, 128, 7168): (8, 6, 7),
     (1, 1024, 64, 4096): (2, 16, 4),
@@ -32,17 +34,21 @@ _MEASURED = {
     (1, 2048, 2048, 1024): (1, 16, 4),
     (1, 256, 256, 8192): (8, 18, 6, 2),
     (1, 256, 256, 4096): (8, 4, 8),
-    (1, 256, 256, 2048): (8, 10, 4),
     (1, 96, 96, 4096): (8, 4, 8),
-    (1, 512, 64, 4096): (2, 8, 16),
     (1, 512, 512, 1024): (2, 11, 8),
     (2, 2048, 2048, 1024): (1, 16, 4),
     (2, 256, 256, 8192): (8, 18, 4, 2),
     (2, 256, 256, 4096): (8, 10, 4),
     (2, 256, 256, 2048): (8, 18, 4),
     (2, 96, 96, 4096): (8, 7, 4),
-    (2, 512, 64, 4096): (2, 8, 4),
     (2, 512, 512, 1024): (2, 12, 4),
+}
+# Blocks, warps and depth where the kernel with rings was found faster than the other.
+_RINGS = {
+    (1, 384, 384, 7168): (8, 13, 5),
+    (1, 512, 64, 4096): (2, 8, 16),
+    (2, 512, 64, 4096): (2, 8, 8),
+    (1, 256, 256, 2048): (8, 9, 4),
 }
 
 
@@ -144,6 +150,35 @@ class FewPlan:
         return self.x_bytes + self.parts_bytes + self.turned_bytes + 8 * (self.warps + 3)
 
 
+@dataclass(frozen=True)
+class FewRingPlan(FewPlan):
+    """One configuration of the kernel in ``few_ring``: ``blocks`` above 1, ``rounds`` 1.
+
+    ``depth`` is how many tiles a warp's ring has, at most ``tiles``.
+    """
+
+    @property
+    def kernel(self) -> str:
+        """Where the kernel's class is."""
+        return "dsv4.cute.sm90.few_ring:FewRingKernel"
+
+    @property
+    def primed(self) -> int:
+        """Tiles that are asked for before X, which would wait for more."""
+        return min(self.depth, _PRIMED)
+
+    @property
+    def room_bytes(self) -> int:
+        """A warp's ring, in which it turns its results afterwards."""
+        return max(self.partial_bytes, self.depth * RING_TILE)
+
+    @property
+    def resident(self) -> int:
+        """Blocks that an SM must hold at once: two where they fit, which takes 64 registers."""
+        fits = self.token_tiles == 1 and self.warps <= 16 and self.shared_bytes <= _HALF
+        return 2 if fits and not self.float32_out else 1
+
+
 def few_plan(
     row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
 ) -> FewPlan | None:
@@ -169,7 +204,8 @@ def measured(
     row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
 ) -> bool:
     """Whether the configuration that ``few_plan`` gives is one of those measured."""
-    found = _MEASURED.get((1 if tokens <= 8 else 2, row_tiles, group_tiles, columns))
+    key = (1 if tokens <= 8 else 2, row_tiles, group_tiles, columns)
+    found = _RINGS.get(key) or _MEASURED.get(key)
     return found is not None and _holds(found[0], float32_out, row_scaled)
 
 
@@ -187,12 +223,19 @@ def _chosen(
     float32_out: bool,
     row_scaled: bool,
 ) -> FewPlan | None:
-    one_input = group_tiles == row_tiles
-    found = _MEASURED.get((token_tiles, row_tiles, group_tiles, columns))
+    key, kind = (
+        (token_tiles, row_tiles, group_tiles, columns),
+        (token_tiles, float32_out, row_scaled),
+    )
+    ring = _RINGS.get(key)
+    if ring is not None and _holds(ring[0], float32_out, row_scaled):
+        blocks, warps, depth = ring
+        return FewRingPlan(columns, blocks, warps, *kind, depth)
+    found = _MEASURED.get(key)
     if found is not None and _holds(found[0], float32_out, row_scaled):
         blocks, warps, depth, rounds = (*found, 1)[:4]
-        kind = (token_tiles, float32_out, row_scaled)
         return FewPlan(columns, blocks, warps, *kind, depth, rounds=rounds)
+    one_input = group_tiles == row_tiles
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     depths = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
     fitting = []

@@ -18,7 +18,7 @@ LINE = 144  # bytes from one token's 64 rows to the next where results are turne
 # those that are the fastest somewhere.
 _SHAPES = (
     (32, 2, 1, 2),
-    (32, 4, 1, 2),
+    (32, 2, 2, 2),
     (32, 4, 2, 2),
     (64, 2, 1, 2),
     (64, 4, 1, 2),
@@ -238,11 +238,12 @@ def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> fl
     rounds = -(-tiles // _RESIDENT[plan.blocks])
     steps = -(-columns // 64 // plan.blocks)
     results = plan.token_block * plan.rows / 64
-    tile = 1270 + steps * step_cycles(plan, min(1.0, tiles * plan.blocks / 132)) + 6.37 * results
+    tile = 1470 + steps * step_cycles(plan, min(1.0, tiles * plan.blocks / 132)) + 9.19 * results
+    tile += 1900 * (plan.tiles - 1)
     if plan.blocks > 1:
-        tile += 912 + 17.0 * results * (plan.blocks - 1) / plan.blocks + 5370
-        return 3210 - 5370 + rounds * tile
-    return 3210 + rounds * tile
+        tile += 640 + 12.3 * results * (plan.blocks - 1) / plan.blocks + 5470
+        return 9100 - 5470 + rounds * tile
+    return 9100 + rounds * tile
 
 
 def step_cycles(plan: ManyPlan, active: float) -> float:
@@ -257,8 +258,8 @@ def step_cycles(plan: ManyPlan, active: float) -> float:
     """
     units = plan.rows // 64
     busy = max(
-        units * (101 + 0.892 * plan.token_block),
-        units * 1.75 * plan.token_block,
-        267 + 0.991 * plan.token_block,
+        units * (107 + 1.14 * plan.token_block),
+        units * 2.08 * plan.token_block,
+        280 + 1.59 * plan.token_block,
     )
-    return busy + active * (0.00292 * plan.x_bytes + 0.0141 * 36 * plan.rows)
+    return busy + active * (0.00415 * plan.x_bytes + 0.00376 * 36 * plan.rows)
