@@ -15,8 +15,9 @@ import argparse
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench.cases import MAKERS, cases
+from dsv4.bench.cases import MAKERS, PRESETS, cases
 from dsv4.bench.problem import Draw
+from dsv4.cute._driver import Kernel
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.ops.indexer import indexer_select
 from tests.test_indexer_cute import Coded, apart
@@ -47,6 +48,23 @@ def main(ops: list[str], sizes: list[tuple[str, int]]) -> int:
         print(op, flush=True)
         if op == "indexer_select":
             calls += long_rows()
+        if op.startswith("grouped_gemm"):
+            calls += routed(op)
+    return calls
+
+
+def routed(op: str) -> int:
+    """With 1 to 300 rows an expert, of whole tiles, by three blocks, so that each has many."""
+    config = PRESETS["tiny"]().replace(hidden_size=1280, moe_intermediate_size=384)
+    fitting, calls = Kernel.prepare, 0
+    Kernel.prepare = lambda kernel, device: min(3, fitting(kernel, device))
+    for rows in (1, 6, 8, 24, 40, 60, 80, 100, 150, 300):
+        tokens = rows * config.n_routed_experts // config.num_experts_per_tok
+        for case in MAKERS[op](config, tokens):
+            case.build(Draw(rows, torch.device("cuda", 0))).run("cute")
+            torch.cuda.synchronize()
+            calls += 1
+    Kernel.prepare = fitting
     return calls
 
 

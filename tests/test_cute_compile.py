@@ -249,6 +249,9 @@ def test_routed_experts(batch, tmp_path):
         assert "ACQBULK" in instructions, "offsets are the kernel before's"
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
         assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
+        # Every round of expanded scales is 4 words a lane: one before the loops, then in each.
+        shared = sizes * plan.depth * plan.tiles // 4 + 1
+        assert count("STS.128") >= shared * plan.shares_scales
 
     check_each(batch, tmp_path, check)
 
@@ -385,8 +388,12 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 32),
             grouped_gemm.PARAMETERS,
         ),
+        (
+            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 75),
+            grouped_gemm.PARAMETERS,
+        ),
     ],
-    ids=["few", "many", "experts of few rows", "experts"],
+    ids=["few", "many", "experts of few rows", "experts", "experts without shared scales"],
 )
 def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
     """The bytes that are packed for a launch, against what the compiled kernel declares."""

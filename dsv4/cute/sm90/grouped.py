@@ -201,6 +201,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         )
         weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
         turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        scale_room = self._room_for_scales(smem)
         slots = Uint32(smem.allocate_array(cutlass.Uint8, 16 * SLOTS).toint())
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
         full = Uint32(full_at.toint())
@@ -260,10 +261,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             rules = (cut0, cut1, cut2, scale_rows)
             codes_from = Uint32(weights_at.toint())
             scales_from = codes_from + Uint32(self.row_tiles * self.code_bytes)
-            weights = (
-                codes_from + Uint32(warp * self.code_bytes + lane * 16),
-                scales_from + Uint32(warp * self.scale_bytes + lane // 4 * 8),
-            )
+            rooms = (codes_from, scales_from, scale_room)
+            weights = self._weights_at(rooms, warp, lane, Uint32(sixteen))
             stage, parity, tile, slot = Int32(0), Int32(0), Int32(first), slots
             ahead = self._start(weights, full, tile < self._total(order))
             while tile < self._total(order):
@@ -360,6 +359,16 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     stage = Int32(0)
                     parity = parity ^ 1
             tile += stride
+
+    def _room_for_scales(self, smem: Value) -> Value:
+        """Where warps leave what their lanes share of expanded scales: nowhere."""
+        return Uint32(0)
+
+    def _weights_at(self, rooms: Value, warp: Value, lane: Value, sixteen: Value) -> Value:
+        """Where the lane finds its codes and scales in the first stage."""
+        codes, scales, _ = rooms
+        codes += Uint32(warp * self.code_bytes + lane * 16)
+        return codes, scales + Uint32(warp * self.scale_bytes + lane // 4 * 8)
 
     def _width(self, count: Value) -> Value:
         """Tokens of the product of a tile with so many rows."""

@@ -28,7 +28,7 @@ _SHARED_ROOM = 227 * 1024
 _PROCESSORS = 132  # of an H200
 # Cycles of 64 rows and columns, by tiles of a warp: of the instructions; of a token beside them;
 # and of a token where the tensor cores bound. Cycles of a byte of weights from memory.
-_ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 99.0}, 1.56, {1: 2.39, 2: 2.6}, 0.0414
+_ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 67.0}, 1.56, {1: 2.39, 2: 2.08}, 0.0414
 SLOTS = 14  # of what tiles are, more than there are stages
 # Rows on average from which experts are shared among launches, and at least so many rows more than
 # the average has an expert that has far more. Average from which one launch takes all that have
@@ -85,7 +85,24 @@ class GroupedPlan(ManyPlan):
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
+        if self.shares_scales:
+            return "dsv4.cute.sm90.grouped_sharing:GroupedSharingKernel"
         return "dsv4.cute.sm90.grouped:GroupedKernel"
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether the lanes of a warp share the expansion of its scales.
+
+        Of four pairs of a row tile and a block of 64 columns at a time, if registers hold it.
+        """
+        # Four tiles with 64 sums each and scales of rows would keep 16 bytes in local memory.
+        fits = not self.row_scaled or self.tiles < 4 or self.token_block < 64
+        return self.warpgroups == 2 and self.tiles > 1 and self.tiles * self.depth % 4 == 0 and fits
+
+    @property
+    def scale_room_bytes(self) -> int:
+        """Where the warps leave expanded scales for their lanes."""
+        return 512 * self.mma_warps if self.shares_scales else 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,8 +121,8 @@ class GroupedPlan(ManyPlan):
 
     @property
     def beside_bytes(self) -> int:
-        """As there: tables of the experts' tiles and first rows, and slots."""
-        return _TABLE_BYTES
+        """As there: tables of the experts' tiles and first rows, slots, expanded scales."""
+        return _TABLE_BYTES + self.scale_room_bytes
 
 
 @dataclass(frozen=True)
@@ -202,7 +219,7 @@ _HEAVY = (_Shape(64, (48,), 3, 2), _Shape(128, (64, 96), 2, 2))
 _LADDER = _Ladder(
     {
         16: _Shape(16, (8,), 2, 4),
-        32: _Shape(32, (16, 24), 4, 2),
+        32: _Shape(32, (16, 24), 2, 4),
         48: _Shape(48, (40,), 2, 4),
         64: _Shape(64, (56,), 2, 4),
         80: _Shape(80, (72,), 3, 2),

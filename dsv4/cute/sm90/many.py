@@ -39,7 +39,7 @@ from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
-_CODE_BYTES, _SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
+CODE_BYTES, SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
 PIECE = 2  # steps of 16 columns that are multiplied at a time
 _READY, _BEHIND, _ALL = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
@@ -571,8 +571,8 @@ class ManyKernel(ManyPlan):
         """The lane's 4 words of codes and 2 of scales, of a stage's block of 64 columns."""
         codes, scales = weights
         skip, further = Uint32(stage * self.weight_bytes), h * self.mma_warps
-        codes_from = codes + skip + Uint32(further * self.code_bytes + u * _CODE_BYTES)
-        scales_from = scales + skip + Uint32(further * self.scale_bytes + u * _SCALE_BYTES)
+        codes_from = codes + skip + Uint32(further * self.code_bytes + u * CODE_BYTES)
+        scales_from = scales + skip + Uint32(further * self.scale_bytes + u * SCALE_BYTES)
         return [*ptx.load_shared(codes_from, 4), *ptx.load_shared(scales_from, 2)]
 
     @cute.jit
