@@ -278,6 +278,7 @@ def test_who_takes_a_selection():
         ("q", torch.zeros(1, 64, 65, dtype=torch.uint8)[..., 1:]),
         ("data", torch.zeros(2, 4353, dtype=torch.uint8)[:, :4352]),
         ("data", torch.zeros(2, 4368, dtype=torch.uint8)[:, 8:4360]),
+        ("data", torch.zeros(4352, dtype=torch.uint8).as_strided((1, 4352), (1 << 31, 1))),
     ],
 )
 def test_what_integers_do_not_multiply(change, value):
@@ -317,15 +318,28 @@ def test_kernels_compile(plan, tmp_path):
 
 
 def test_sums_are_subnormal():
-    """A sum of integers at its largest, either way, and what makes it positive."""
+    """A sum of integers at its largest; its product with a weight is not."""
     pytest.importorskip("cutlass")
     from dsv4.cute.sm90 import index_scores as kernel
 
-    largest = DIMS * (12 << 3) ** 2
-    assert kernel._SUM - largest > 0
-    assert kernel._SUM + largest < 1 << 23
-    assert largest * kernel._PRODUCT < 1
-    word = torch.tensor([kernel._SUM - 5, kernel._SUM + 5], dtype=torch.int32)
-    sums = word.view(torch.float32).double() * (kernel._PRODUCT * 2.0**149)
-    part = (sums - kernel._SUM * kernel._PRODUCT).clamp(0, 1)
-    assert part.tolist() == [0, 5 * kernel._PRODUCT]
+    largest = DIMS * (12 << 2) * (12 << 3)
+    assert kernel._MIDDLE == 12 << 2
+    assert largest < 1 << 23
+    sums = torch.tensor([1, largest], dtype=torch.int32).view(torch.float32).double()
+    assert sums.tolist() == [2.0**-149, largest * 2.0**-149]
+    assert sums[0] * kernel._WEIGHT / 2 >= torch.finfo(torch.float32).tiny
+
+
+def test_a_further_step_takes_the_middle_away():
+    """For every sum that a head's integers have."""
+    pytest.importorskip("cutlass")
+    from dsv4.cute.sm90 import index_scores as kernel
+
+    left = list(kernel._SAME.to_bytes(4, "little")) * 8
+    for total in range(-DIMS * (12 << 3), DIMS * (12 << 3) + 1):
+        most, rest = kernel.ScoresKernel._taken_away(total)
+        right = [0, most, most, most] * 8
+        right[0] = rest
+        assert -128 <= min(right) <= max(right) <= 127
+        step = sum(a * b for a, b in zip(left, right, strict=True))
+        assert step + kernel._MIDDLE * total == 0

@@ -627,9 +627,8 @@ def signed_codes(word: Value, low: Value, high: Value, half: Value) -> tuple[Val
 def largest_byte(word: Value) -> Value:
     """The largest of four unsigned bytes."""
     return assembly(
-        "{ .reg .b32 a, b; and.b32 a, {$r0}, 0x00FF00FF; shr.u32 b, {$r0}, 8; "
-        "and.b32 b, b, 0x00FF00FF; max.u16x2 a, a, b; shr.u32 b, a, 16; and.b32 a, a, 0xFFFF; "
-        "max.u32 {$w0}, a, b; }",
+        "{ .reg .b32 a, b; shl.b32 a, {$r0}, 8; max.u16x2 a, a, {$r0}; shl.b32 b, a, 16; "
+        "max.u32 a, a, b; shr.u32 {$w0}, a, 24; }",
         [Uint32],
         [word],
     )
@@ -649,18 +648,6 @@ def e8m0(byte: Value) -> Value:
 def float_of(word: Value) -> Value:
     """The float32 of these bits."""
     return assembly("mov.b32 {$w0}, {$r0};", [Float32], [word])
-
-
-def positive_part(bits: Value, factor: float, less: float) -> Value:
-    """The product of an integer times 2^-149 and a factor, and a number, within 0 and 1.
-
-    The integer's bits, positive and below 2^23, are those of a subnormal number.
-    """
-    return assembly(
-        "{ .reg .f32 f; mov.b32 f, {$r0}; fma.rn.sat.f32 {$w0}, f, {$r1}, {$r2}; }",
-        [Float32],
-        [bits, Float32(factor), Float32(less)],
-    )
 
 
 def byte_of(word: Value, number: Value) -> Value:
@@ -711,4 +698,77 @@ def lowest_bit(low: Value, high: Value) -> Value:
         "{ .reg .u64 a; mov.b64 a, {{$r0}, {$r1}}; brev.b64 a, a; clz.b64 {$w0}, a; }",
         [Int32],
         [low, high],
+    )
+
+
+def add_positive(bits: Value, factor: Value, total: Value) -> Value:
+    """The sum of a total and a factor times an integer, if that is positive, times 2^-149."""
+    return assembly(
+        "{ .reg .s32 t; .reg .f32 f; max.s32 t, {$r0}, 0; mov.b32 f, t; "
+        "fma.rn.f32 {$w0}, f, {$r1}, {$r2}; }",
+        [Float32],
+        [bits, factor, total],
+    )
+
+
+def codes_from_tables(word: Value, tables: Sequence[Value]) -> tuple[Value, ...]:
+    """Eight E2M1 codes as the bytes that they stand for, codes 0 to 3 and 4 to 7.
+
+    ``tables``: bytes, below 128, of the codes 0 to 3 and 4 to 7 without a sign, and with one.
+    """
+    one = (
+        "prmt.b32 p, {{$r1}}, {{$r2}}, {0}; prmt.b32 n, {{$r3}}, {{$r4}}, {1}; "
+        "add.u32 {{$w{2}}}, p, n; "
+    )
+    return assembly(
+        "{ .reg .b32 x, y, z, p, n; xor.b32 x, {$r0}, 0x88888888; shr.u32 y, {$r0}, 16; "
+        "shr.u32 z, x, 16; " + one.format("{$r0}", "x", 0) + one.format("y", "z", 1) + "}",
+        [Uint32, Uint32],
+        [word, *tables],
+    )
+
+
+def sum_of_bytes(word: Value, total: Value) -> Value:
+    """A total and the sum of four signed bytes."""
+    return assembly("dp4a.s32.s32 {$w0}, {$r0}, 0x01010101, {$r1};", [Int32], [word, total])
+
+
+def from_lane(value: Value, distance: int) -> Value:
+    """The word of the lane whose number differs by these bits."""
+    code = f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {distance}, 31, 0xffffffff;"
+    return assembly(code, [Uint32], [value])
+
+
+def place(start: Value, number: Value, size: Value) -> Value:
+    """The address of one of several things of so many bytes."""
+    return assembly(
+        "mad.wide.s32 {$w0}, {$r0}, {$r1}, {$r2};", [Int64], [number, Int32(size), start]
+    )
+
+
+def add_if_above(number: Value, key: Value, bound: Value, more: int) -> Value:
+    """A number, and ``more`` if a key is above a bound."""
+    return assembly(
+        "{ .reg .pred p; setp.gt.u32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; "
+        f"@p add.s32 {{$w0}}, {{$w0}}, {more}; }}",
+        [Int32],
+        [number, key, bound],
+    )
+
+
+def append_if_above(place: Value, words: Sequence[Value], bound: Value, apart: int) -> Value:
+    """Store a position, and ``apart`` bytes behind it its key, if that is above a bound.
+
+    ``apart``: 0: the key is not stored.
+
+    Returns:
+        The place of the next in shared memory.
+    """
+    key = f"@p st.shared.b32 [{{$r0}}+{apart}], {{$r2}}; " if apart else ""
+    return assembly(
+        "{ .reg .pred p; setp.gt.u32 p, {$r2}, {$r3}; @p st.shared.b32 [{$r0}], {$r1}; "
+        + key
+        + "mov.b32 {$w0}, {$r0}; @p add.u32 {$w0}, {$w0}, 4; }",
+        [Uint32],
+        [place, *words, bound],
     )

@@ -19,13 +19,13 @@ from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
 _CHOOSE = Parameters(*"qqqq", *"iiiiiii")
 _CHOOSE_PACKED = struct.Struct("@4q7i")
-_SCORE = Parameters(*"qqqqqqqqq", *"qqq", *"iiiiiiiiiiii")
-_SCORE_PACKED = struct.Struct("@12q12i")
+_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii")
+_SCORE_PACKED = struct.Struct("@11q13i")
 _WHOLE = 16384  # entries up to which a row is looked at without groups
 _GROUP = 8  # entries per group, or twice as many
 _LONG = 131072  # entries from which groups are the larger ones
-_BLOCK = 64  # entries that are scored at a time
-_PARTS = 2  # of a token's entries, for each block of threads that a multiprocessor has room for
+_PAIR = 128  # entries that are scored at a time
+_MANY = 32  # such pairs of blocks of a token's part, from which on it becomes two
 
 
 def indexer_select(
@@ -121,8 +121,9 @@ def score(
     tokens, heads, _ = q.shape
     plan = ScoresPlan(group)
     query_scales = query_scales.contiguous()
-    room = _PARTS * plan.resident * multiprocessors(q.device)
-    splits = min(max(1, room // tokens), -(-keys.capacity // _BLOCK))
+    pairs = -(-keys.capacity // _PAIR)
+    splits = max(1, plan.resident * multiprocessors(q.device) // tokens)
+    splits = min(splits if pairs < _MANY * splits else 2 * splits, pairs)
     packed = _SCORE_PACKED.pack(
         q.data_ptr(),
         query_scales.data_ptr(),

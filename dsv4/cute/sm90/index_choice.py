@@ -30,7 +30,8 @@ from dsv4.cute.sm90.index_choice_plan import CANDIDATES, ChoicePlan
 Value = Any
 _THREADS = ChoicePlan.threads
 _WARPS = _THREADS // 32
-_EACH = 2  # vectors of a thread between two barriers
+_EACH = 4  # vectors of a thread that are gathered from between two barriers
+_APART = CANDIDATES * 4  # bytes from positions to keys
 _UNKNOWN = 1 << 30  # a number of keys that reach a threshold
 
 
@@ -102,9 +103,9 @@ class ChoiceKernel(ChoicePlan):
         counts = self._room(smem, _THREADS * 4)
         classes = self._room(smem, 2 * _THREADS * 4)
         listed = self._room(smem, CANDIDATES * 4)
-        keys = self._room(smem, CANDIDATES * 4)
-        ids = self._room(smem, CANDIDATES * 4)
-        totals = self._room(smem, 2 * _EACH * _WARPS * 4)
+        ids = self._room(smem, 2 * CANDIDATES * 4)
+        keys = ids + Uint32(_APART)
+        totals = self._room(smem, 2 * _WARPS * 4)
         tops = self._room(smem, _WARPS * 8)
         found = self._room(smem, 16)
         lane = thread % 32
@@ -113,7 +114,8 @@ class ChoiceKernel(ChoicePlan):
         cute.arch.griddepcontrol_launch_dependents()
         ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
         cute.arch.griddepcontrol_wait()
-        shown = self._shown(visible + Int64(token) * visible_bytes, visible_bytes, capacity)
+        shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
+        shown = cutlass.min(shown, capacity)
         row = out + Int64(token) * k * 8
         if shown <= k:
             if thread < k:
@@ -134,7 +136,7 @@ class ChoiceKernel(ChoicePlan):
                     (number + 3) // 4,
                 )
                 least, top = self._least(groups, k, slack, room)
-                kept = self._gather(groups, least - 1, (listed, None), room)
+                kept = self._gather(groups, least - 1, (listed, 0), room)
                 if kept <= CANDIDATES:
                     through, vectors = listed, kept * (self.group // 4)
                 else:
@@ -142,10 +144,10 @@ class ChoiceKernel(ChoicePlan):
             else:
                 least, top = self._least((start, through, shown, vectors), k, slack, room)
             source = (start, through, shown, vectors)
-            kept = self._gather(source, least - 1, (ids, keys), room)
+            kept = self._gather(source, least - 1, (ids, _APART), room)
             if (kept > CANDIDATES) & (through != Uint32(0)):
                 least, top = self._least(source, k, slack, room)
-                kept = self._gather(source, least - 1, (ids, keys), room)
+                kept = self._gather(source, least - 1, (ids, _APART), room)
             names = Uint32(0)
             if kept <= CANDIDATES:
                 start, through, names = ptx.generic(keys), Uint32(0), ids
@@ -157,20 +159,6 @@ class ChoiceKernel(ChoicePlan):
     def _room(self, smem: Value, size: int) -> Value:
         """Address of so many bytes of shared memory."""
         return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=512).toint())
-
-    @cute.jit
-    def _shown(self, place: Value, width: Value, capacity: Value) -> Value:
-        """How many entries a token sees, as far as there are."""
-        shown = Int32(ptx.load_global(place))
-        if width == 8:
-            upper = Int32(ptx.load_global(place + 4))
-            if upper > 0:
-                shown = capacity
-            if (upper == 0) & (shown < 0):
-                shown = capacity
-            if upper < 0:
-                shown = Int32(0)
-        return cutlass.min(shown, capacity)
 
     @cute.jit
     def _vector(self, source: Value, number: Value) -> Value:
@@ -273,97 +261,69 @@ class ChoiceKernel(ChoicePlan):
         return low, above, reached
 
     @cute.jit
-    def _part(self, source: Value, number: Value, limits: Value, place: Value, who: Value) -> Value:
-        """Keys of a vector, the first position, their flags, and the sum of those of lanes before.
-
-        A flag is 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
-        That of all lanes is stored in ``place``. A warp without vectors has no more to do.
-        """
-        bound, wanted = limits
-        warp, lane = who
-        four, first = (Uint32(0),) * 4, Int32(0)
-        flags = [Int32(0)] * 4
-        before, total = Int32(0), Int32(0)
-        if number - lane < source[3]:
-            four, first = self._vector(source, number)
-            flags = [Int32(one > bound) for one in four]
-            if cutlass.const_expr(wanted is not None):
-                equal = Int32(wanted > 0) << 16
-                flags = [flags[i] + Int32(four[i] == bound) * equal for i in range(4)]
-            mine = flags[0] + flags[1] + flags[2] + flags[3]
-            total = mine
-            for step in cutlass.range_constexpr(5):
-                more = cute.arch.shuffle_sync_up(total, 1 << step)
-                if lane >= (1 << step):
-                    total += more
-            before = total - mine
-        if lane == 31:
-            ptx.store_shared_int(place + Uint32(warp * 4), total)
-        return four, first, flags, before
+    def _upto(self, mine: Value, lane: Value) -> Value:
+        """The sum of a number over the lanes up to this one."""
+        for step in cutlass.range_constexpr(5):
+            more = cute.arch.shuffle_sync_up(mine, 1 << step)
+            if lane >= (1 << step):
+                mine += more
+        return mine
 
     @cute.jit
-    def _up_to(self, total: Value, lane: Value, warp: Value) -> Value:
-        """Sums of a number of each warp: over the warps before, and over all."""
+    def _before(self, total: Value, totals: Value, who: Value) -> Value:
+        """The sum of a warp's number over the warps before, and over all; waits for all of them.
+
+        ``total``: of the last lane. ``totals``: room for a number of each warp, that of the last
+        time but one.
+        """
+        lane, warp = who
+        if lane == 31:
+            ptx.store_shared_int(totals + Uint32(warp * 4), total)
+        cute.arch.sync_threads()
+        total = ptx.load_shared_int(totals + Uint32(lane * 4))
         less = total
         if lane >= warp:
             less = Int32(0)
         return ptx.sum_of_warp(less), ptx.sum_of_warp(total)
 
-    def _places(
-        self, source: Value, base: Value, limits: Value, run: Value, totals: Value, room: Value
-    ) -> Value:
-        """Keys of some vectors, and how many of those before each are above a bound, or equal it.
-
-        ``limits``: the bound, and how many keys that equal it are wanted, or None. ``run``: the
-        numbers before ``base``.
-
-        Returns:
-            Of each of the thread's vectors its keys, the first position, flags and both numbers;
-            and the numbers before the next base.
-        """
-        _, _, _, _, thread, lane, warp = room
-        places = [totals + Uint32(i * _WARPS * 4) for i in range(_EACH)]
-        loaded = [
-            self._part(source, base + i * _THREADS + thread, limits, places[i], (warp, lane))
-            for i in range(_EACH)
-        ]
-        cute.arch.sync_threads()
-        above, equal = run
-        parts = []
-        for i in range(_EACH):
-            total = ptx.load_shared_int(places[i] + Uint32(lane * 4))
-            below, total = self._up_to(total, lane, warp)
-            below += loaded[i][3]
-            numbers = (above + (below & 0xFFFF), equal + (below >> 16))
-            parts.append((*loaded[i][:3], *numbers))
-            above, equal = above + (total & 0xFFFF), equal + (total >> 16)
-        return parts, (above, equal)
-
     @cute.jit
     def _gather(self, source: Value, bound: Value, to: Value, room: Value) -> Value:
         """Copy positions of keys above the bound, and keys, in order; how many there are.
 
-        ``to``: address of positions, and of keys or 0, in shared memory; the first fit there.
+        ``to``: address of positions in shared memory, and how far behind it that of keys is; 0:
+        none. If not all fit there, not all of them are copied.
         """
-        names, keys = to
-        run = Int32(0)
-        totals = room[2]
+        names, apart = to
+        _, _, totals, _, _, lane, warp = room
+        kept = Int32(0)
         for base in cutlass.range(0, source[3], _EACH * _THREADS, unroll=1):
-            limits = (bound, None)
-            parts, both = self._places(source, base, limits, (run, Int32(0)), totals, room)
-            for i in cutlass.range_constexpr(_EACH):
-                four, first, flags, place, _ = parts[i]
-                for e in cutlass.range_constexpr(4):
-                    if (flags[e] != 0) & (place < CANDIDATES):
-                        ptx.store_shared_int(names + Uint32(place * 4), first + e)
-                        if cutlass.const_expr(keys is not None):
-                            ptx.store_shared_int(keys + Uint32(place * 4), Int32(four[e]))
-                    place += flags[e]
-            run = both[0]
+            number = base + warp * (_EACH * 32)
+            keys, firsts = [Uint32(0)] * (4 * _EACH), [Int32(0)] * _EACH
+            # A byte for each of the thread's vectors: 32 of them have at most 128 keys.
+            mine = Int32(0)
+            # A warp without keys has nothing to count.
+            if number < source[3]:
+                parts = [self._vector(source, number + 32 * i + lane) for i in range(_EACH)]
+                keys, firsts = [one for part in parts for one in part[0]], [x[1] for x in parts]
+                for i, one in enumerate(keys):
+                    mine = ptx.add_if_above(mine, one, bound, 1 << 8 * (i // 4))
+            upto = self._upto(mine, lane)
+            whole = Uint32(cute.arch.shuffle_sync(upto, 31))
+            each = [Int32(ptx.byte_of(whole, i)) for i in range(_EACH)]
+            before, total = self._before(sum(each[1:], each[0]), totals, (lane, warp))
+            if (mine != 0) & (kept + total <= CANDIDATES):
+                place = names + Uint32((kept + before) * 4)
+                for i in cutlass.range_constexpr(_EACH):
+                    at = place + ptx.byte_of(Uint32(upto - mine), i) * 4
+                    for e in cutlass.range_constexpr(4):
+                        word = (firsts[i] + e, keys[4 * i + e])
+                        at = ptx.append_if_above(at, word, bound, apart)
+                    place += Uint32(each[i] * 4)
+            kept += total
             # A warp may still read the numbers of this step while another stores the next.
-            totals = totals ^ Uint32(_EACH * _WARPS * 4)
+            totals = totals ^ Uint32(_WARPS * 4)
         cute.arch.sync_threads()
-        return run
+        return kept
 
     @cute.jit
     def _choose(self, source: Value, bound: Value, wanted: Value, to: Value, room: Value) -> None:
@@ -372,22 +332,27 @@ class ChoiceKernel(ChoicePlan):
         ``to``: where to, and the address of their names in shared memory, 0 if they have none.
         """
         row, names = to
+        _, _, totals, _, thread, lane, warp = room
         above, equal = Int32(0), Int32(0)
-        totals = room[2]
-        for base in cutlass.range(0, source[3], _EACH * _THREADS, unroll=1):
-            limits = (bound, wanted)
-            parts, both = self._places(source, base, limits, (above, equal), totals, room)
-            for i in cutlass.range_constexpr(_EACH):
-                _, first, flags, over, same = parts[i]
-                if flags[0] + flags[1] + flags[2] + flags[3] != 0:
-                    for e in cutlass.range_constexpr(4):
-                        if (flags[e] == 1) | ((flags[e] > 1) & (same < wanted)):
-                            name = first + e
-                            if names != Uint32(0):
-                                name = ptx.load_shared_int(names + Uint32(name * 4))
-                            place = over + cutlass.min(same, wanted)
-                            ptx.store_global_int64(row + Int64(place) * 8, Int64(name))
-                        over += flags[e] & 1
-                        same += flags[e] >> 16
-            above, equal = both
-            totals = totals ^ Uint32(_EACH * _WARPS * 4)
+        for base in cutlass.range(0, source[3], _THREADS, unroll=1):
+            four, first = self._vector(source, base + thread)
+            # 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
+            flag = Int32(wanted > 0) << 16
+            flags = [Int32(one > bound) + Int32(one == bound) * flag for one in four]
+            mine = flags[0] + flags[1] + flags[2] + flags[3]
+            upto = self._upto(mine, lane)
+            before, total = self._before(upto, totals, (lane, warp))
+            before += upto - mine
+            over, same = above + (before & 0xFFFF), equal + (before >> 16)
+            if mine != 0:
+                for e in cutlass.range_constexpr(4):
+                    if (flags[e] == 1) | ((flags[e] > 1) & (same < wanted)):
+                        name = first + e
+                        if names != Uint32(0):
+                            name = ptx.load_shared_int(names + Uint32(name * 4))
+                        place = over + cutlass.min(same, wanted)
+                        ptx.store_global_int64(row + Int64(place) * 8, Int64(name))
+                    over += flags[e] & 1
+                    same += flags[e] >> 16
+            above, equal = above + (total & 0xFFFF), equal + (total >> 16)
+            totals = totals ^ Uint32(_WARPS * 4)

@@ -1,17 +1,20 @@
 """Scores of MXFP4 index keys and queries of 128 dims; a warpgroup has blocks of 64 entries.
 
 Codes become integers: twice their values, times the scale of their group over the largest of the
-key or query, as far as that is at least 2^-3. So a product is exact in ``wgmma`` of 8-bit integers.
-Where a group that is not zero has a smaller scale, a warp multiplies its 16 keys again, groups with
-scales within 2^3 at a time, and adds these products in float32.
+key or query, as far as that is at least 2^-2 (of a key) or 2^-3 (of a query). So a product is exact
+in ``wgmma`` of 8-bit integers. Where a group that is not zero has a smaller scale, a warp
+multiplies its 16 keys again, groups with scales within 2^3 at a time, and adds these in float32.
 
 * A thread loads, of two keys, the 32 codes of a group from memory to the registers in which they
   are the left operand: the order of the dims is another one, and queries are stored in that.
-* The tensor cores multiply a block while the scores of the one before are stored and the codes of
-  the next are on their way. Other warpgroups of the multiprocessor have them meanwhile.
-* The logic pipe takes an instruction every other cycle, so it does what nothing else can. Further
-  steps of the tensor cores make sums positive, so that their bits are subnormal float32 numbers. A
-  product that saturates at 0 gives the positive part of what they would have been.
+* Bytes of keys have 48 added, so that they are positive: one byte permutation looks up those of
+  positive codes, one those of negative codes, either 0 in place of the others, and their sum is the
+  operand. A further step of the tensor cores takes away what 48 adds to a head's sums.
+* The tensor cores multiply a block while the codes of the next are expanded and those of the one
+  after are on their way. Other warpgroups of the multiprocessor have them meanwhile.
+* The bits of a positive sum are those of a subnormal float32 number: it needs no conversion.
+* The logic pipe takes an instruction every other cycle and has most of them, so tables and addresses
+  are products. Shifts are not: upper halves of products take more time.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int8, Int32, Int64, Uint32
+from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute import _ptx as ptx
@@ -31,10 +34,12 @@ Value = Any
 _HEADS, _DIMS, _BLOCK = 64, 128, 64
 _LINE = 64  # bytes of a key's codes
 _WEIGHTS = 80  # bytes of a lane's weights and a gap, so that four lanes use all banks
-_EVEN = 3  # further steps, of equal bytes, by which no sum of products is negative
-_SAME = 0x7F7F7F7F
-_SUM = _EVEN * 32 * 127 * 127
-_PRODUCT = 2.0**-22  # what a product of integers counts as, so that sums are below 1
+_MIDDLE = 48  # what is added to a key's integers, at most 48 in magnitude
+_SAME = 0xF0F0F030  # four left bytes of the further step: 5, 5, 5 and 1 times _MIDDLE
+_UNITS = 24 * 5  # of a step's 32 such bytes, without those that are _MIDDLE
+_WEIGHT = 2.0**100  # by which weights are multiplied, so that products are not subnormal
+# Of sums: integers count as 2^-149 and are 2^7 times their values; weights are halved.
+_DOWN = 2.0 ** (149 - 7 + 1) / _WEIGHT
 
 
 class ScoresKernel(ScoresPlan):
@@ -42,9 +47,9 @@ class ScoresKernel(ScoresPlan):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        sizes = [Int32(1)] * 12
+        sizes = [Int32(1)] * 13
         return cute.compile(
-            self, *[Int64(0)] * 9, *[Int64(0)] * 3, *sizes, CUstream(0), options=options
+            self, *[Int64(0)] * 9, *[Int64(0)] * 2, *sizes, CUstream(0), options=options
         )
 
     @cute.jit
@@ -61,7 +66,7 @@ class ScoresKernel(ScoresPlan):
         maxima: Int64,
         token_stride: Int64,
         head_stride: Int64,
-        page_stride: Int64,
+        page_stride: Int32,
         table_stride: Int32,
         score_stride: Int32,
         maxima_stride: Int32,
@@ -104,7 +109,7 @@ class ScoresKernel(ScoresPlan):
         maxima: Int64,
         token_stride: Int64,
         head_stride: Int64,
-        page_stride: Int64,
+        page_stride: Int32,
         table_stride: Int32,
         score_stride: Int32,
         maxima_stride: Int32,
@@ -130,58 +135,67 @@ class ScoresKernel(ScoresPlan):
         smem = cutlass.memory.SmemAllocator()
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Int8)
         layout = cute.tile_to_shape(atom, (_HEADS, _DIMS), (0, 1))
-        shared, even = (
+        shared, less = (
             smem.allocate_tensor(Int8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for _ in range(2)
         )
-        told, plain, exponents, windows = (
+        told, plain, exponents, windows, left_bytes = (
             Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
-            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8)
+            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8, 16)
         )
         cute.arch.griddepcontrol_launch_dependents()
         if thread < 2:
             ptx.store_shared_int(windows + Uint32(thread * 4), Int32(0))
+        if thread < 4:
+            ptx.store_shared_int(left_bytes + Uint32(thread * 4), Int32(_SAME - (1 << 32)))
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
         end = cutlass.min(shown, capacity)
+        sequence = ptx.number_at(sequences + Int64(token) * sequence_bytes, sequence_bytes)
+        sequence = cutlass.max(sequence, Int32(0))
         if end > k:
-            sequence = ptx.number_at(sequences + Int64(token) * sequence_bytes, sequence_bytes)
-            sequence = cutlass.max(sequence, Int32(0))
             pages = table + Int64(sequence) * table_stride * table_bytes
             count = (end + _BLOCK - 1) // _BLOCK
-            where = (keys, pages, table_bytes, page_stride, page_shift, count, warp, lane)
-            block = part
+            first = Int64(warp * 16 + lane // 4)
+            starts = (
+                keys + first * _LINE + lane % 4 * 16,
+                keys + (Int64(_LINE) << page_shift) + first * 4,
+            )
+            # A block's codes and scales. The compiler would make shifts of products with constants.
+            sizes = (half >> 4, half >> 8)
+            where = (starts, sizes, (pages, table_bytes, page_stride), page_shift - 6, count - 1)
+            block, step = 2 * part, 2 * splits
             page = self._page(where, block)
-            words = self._fetch(where, block, page)
-            page = self._page(where, block + splits)
             of_head = Int64(token) * heads
-            weight, down = self._queries(
+            asked = self._ask(
                 q + token * token_stride,
                 q_scales + of_head * 4,
                 weights + of_head * 4,
-                (Uint32(shared.iterator.toint()), told, plain, exponents, windows),
-                (heads, head_stride, thread, lane),
-                (Uint32(even.iterator.toint()), Uint32(half)),
+                (heads, head_stride, thread),
+            )
+            words = self._fetch(where, block, page)
+            page = self._page(where, block + 1)
+            rooms = (Uint32(one.iterator.toint()) for one in (shared, less))
+            weight, down = self._queries(
+                asked, (*rooms, told, plain, exponents, windows), (thread, lane), Uint32(half)
             )
             slice_ = mma.get_slice(thread)
-            right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, even)]
+            right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, less)]
             left_shape = slice_.partition_shape_A((_BLOCK, _DIMS))
-            left = mma.make_fragment_A(left_shape)
-            line = cute.recast_tensor(left, Uint32)
+            left = [mma.make_fragment_A(left_shape) for _ in range(2)]
+            lines = [cute.recast_tensor(one, Uint32) for one in left]
             same = mma.make_fragment_A(slice_.partition_shape_A((_BLOCK, 32)))
             # Loaded: a constant would be made anew between steps, which would then wait.
             bytes_of = cute.recast_tensor(same, Uint32)
-            for i, word in enumerate(ptx.load_shared(Uint32(even.iterator.toint()), 4)):
+            for i, word in enumerate(ptx.load_shared(left_bytes, 4)):
                 bytes_of[i] = word
             dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
-            also = ptx.load_shared(windows, 2)
-            apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
             own = (lane, Uint32(half))
-            factors, again = self._expand(line, words, own)
-            self._multiply((mma, more), dots, (left, same), right)
-            words = self._fetch(where, block + splits, page)
-            page = self._page(where, block + 2 * splits)
+            factors, least = self._expand(lines[0], words, own)
+            self._multiply((mma, more), dots, (left[0], same), right)
+            words = self._fetch(where, block + 1, page)
+            page = self._page(where, block + step)
             to = (
                 scores + Int64(token) * score_stride * 4,
                 maxima + Int64(token) * maxima_stride * 4,
@@ -189,25 +203,40 @@ class ScoresKernel(ScoresPlan):
                 down,
             )
             while block < count:
+                second, following, low = factors, factors, least
+                # Always: the compiler moves a wait to before what is independent of it, but not to
+                # before a branch, so these overlap with the products.
+                if half != 0:
+                    second, low = self._expand(lines[1], words, own)
+                    least = cutlass.min(least, low)
+                    words = self._fetch(where, block + step, page)
+                    page = self._page(where, block + step + 1)
                 warpgroup.wait_group(0)
                 sums = self._sums(dots, weight)
-                following, far = self._expand(line, words, own)
-                again = again | far
-                self._multiply((mma, more), dots, (left, same), right)
-                words = self._fetch(where, block + 2 * splits, page)
-                page = self._page(where, block + 3 * splits)
-                self._store(sums, factors, to, block, (warp, lane))
+                self._multiply((mma, more), dots, (left[1], same), right)
+                if half != 0:
+                    following, low = self._expand(lines[0], words, own)
+                    least = cutlass.min(least, low)
+                    words = self._fetch(where, block + step + 1, page)
+                    page = self._page(where, block + 2 * step)
+                warpgroup.wait_group(0)
+                sums += self._sums(dots, weight)
+                self._multiply((mma, more), dots, (left[0], same), right)
+                self._store(sums, [*factors, *second], to, block, (warp, lane))
                 factors = following
-                block += splits
+                block += step
             warpgroup.wait_group(0)
-            if again | apart:
+            also = ptx.load_shared(windows, 2)
+            apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
+            if cute.arch.vote_any_sync(least < 0) | apart:
                 queries = (plain, exponents, also, Uint32(half))
-                self._correct(where, (part, splits, apart), queries, weight, to)
+                blocks = (2 * part, step, count, apart)
+                self._correct(where, blocks, queries, weight, to, (warp, lane))
 
     def _product(self) -> cute.TiledMma:
         """64 keys by 64 heads."""
         op = warpgroup.MmaI8Op(
-            Int8,
+            Uint8,
             Int8,
             Int32,
             (_BLOCK, _HEADS, 32),
@@ -221,27 +250,26 @@ class ScoresKernel(ScoresPlan):
         """Start the products of a block."""
         warpgroup.fence()
         codes, same = left
-        queries, even = right
+        queries, less = right
         for i in range(4):
             cute.gemm(mma[i > 0], dots, codes[None, None, i], queries[None, None, i], dots)
-        for i in range(_EVEN):
-            cute.gemm(mma[1], dots, same[None, None, 0], even[None, None, i], dots)
+        cute.gemm(mma[1], dots, same[None, None, 0], less[None, None, 0], dots)
         warpgroup.commit_group()
 
     def _page(self, where: Value, block: Value) -> Value:
         """The page of a block, the last one's if there is none."""
-        _, pages, table_bytes, _, shift, count, _, _ = where
-        first = cutlass.min(block, count - 1) * _BLOCK
-        return ptx.load_global(pages + Int64(first >> shift) * table_bytes)
+        _, _, (pages, table_bytes, _), bits, last = where
+        return ptx.load_global(ptx.place(pages, cutlass.min(block, last) >> bits, table_bytes))
 
     def _fetch(self, where: Value, block: Value, page: Value) -> Value:
         """The lane's codes of two keys, four words each, and their scales."""
-        keys, _, _, page_stride, shift, count, warp, lane = where
-        first = cutlass.min(block, count - 1) * _BLOCK & ((1 << shift) - 1)
-        start = keys + Int64(cutlass.max(Int32(page), Int32(0))) * page_stride
-        entry = first + warp * 16 + lane // 4
-        codes = start + Int64(entry * _LINE + lane % 4 * 16)
-        scales = start + Int64((_LINE << shift) + entry * 4)
+        starts, sizes, (_, _, page_stride), bits, last = where
+        within = cutlass.min(block, last) & ((1 << bits) - 1)
+        page = cutlass.max(Int32(page), Int32(0))
+        codes, scales = (
+            ptx.place(ptx.place(start, page, page_stride), within, size)
+            for start, size in zip(starts, sizes, strict=True)
+        )
         return [
             *ptx.load_streamed(codes, 4),
             *ptx.load_streamed(codes, 4, None, 8 * _LINE),
@@ -253,7 +281,7 @@ class ScoresKernel(ScoresPlan):
     def _expand(self, line: Value, words: Value, own: Value) -> Value:
         """The left operands of four steps; what both keys' scores are to be multiplied by.
 
-        And whether a key of the warp has groups whose scales are too far apart.
+        And below 0 if one of the lane's groups has too small a scale.
 
         ``line``: 16 registers: by step, half of the word, key.
         """
@@ -261,17 +289,23 @@ class ScoresKernel(ScoresPlan):
         largests, shifts = [], []
         for h in cutlass.range_constexpr(2):
             shift, largest = self._shift(words[8 + h], lane % 4)
-            low, high = self._pools(shift)
+            tables = self._tables(shift - 1, half)
             for i in cutlass.range_constexpr(4):
-                first, second = ptx.signed_codes(words[4 * h + i], low, high, half)
-                line[4 * i + h], line[4 * i + 2 + h] = first, second
+                both = ptx.codes_from_tables(words[4 * h + i], tables)
+                line[4 * i + h], line[4 * i + 2 + h] = both
             largests.append(largest)
-            shifts.append(shift)
-        again = cute.arch.vote_any_sync(cutlass.min(shifts[0], shifts[1]) < 0)
-        if again:
-            # Not of groups of zeros.
-            again = cute.arch.vote_any_sync(self._is_far(words, shifts))
-        return largests, again
+            shifts.append(shift - 1)
+        return largests, cutlass.min(*shifts)
+
+    def _tables(self, shift: Value, half: Value) -> Value:
+        """Bytes that codes stand for, times a power of two, and _MIDDLE.
+
+        Of the codes 0 to 3 and 4 to 7, and of the same with a sign.
+        """
+        factor = (half >> 16) << Uint32(cutlass.max(shift, Int32(0)))
+        fours = (0x03020100, 0x0C080604)
+        both = (*fours, *(2**32 - four for four in fours))
+        return [Uint32(0x01010101 * _MIDDLE) + Uint32(four) * factor for four in both]
 
     def _some(self, words: Value) -> Value:
         """Whether a code is not zero."""
@@ -322,18 +356,21 @@ class ScoresKernel(ScoresPlan):
 
     @cute.jit
     def _correct(
-        self, where: Value, blocks: Value, queries: Value, weight: Value, to: Value
+        self, where: Value, blocks: Value, queries: Value, weight: Value, to: Value, who: Value
     ) -> None:
         """Store scores of the warp's keys again, of blocks that integers do not hold."""
-        part, splits, apart = blocks
-        count, warp, lane = where[5:]
-        for block in cutlass.range(part, count, splits, unroll=1):
-            words = self._fetch(where, block, self._page(where, block))
-            far = self._is_far(words, [self._shift(words[8 + h], lane % 4)[0] for h in range(2)])
-            if cute.arch.vote_any_sync(far) | apart:
-                sums = self._sums_apart(words, queries, weight, lane)
-                factors = [ptx.largest_byte(words[8 + h]) for h in range(2)]
-                self._store(sums, factors, to, block, (warp, lane))
+        first, step, count, apart = blocks
+        scores, maxima, end, down = to
+        for pair in cutlass.range(first, count, step, unroll=1):
+            for block in cutlass.range(pair, cutlass.min(pair + 2, count), 1, unroll=1):
+                words = self._fetch(where, block, self._page(where, block))
+                shifts = [self._shift(words[8 + h], who[1] % 4)[0] - 1 for h in range(2)]
+                if cute.arch.vote_any_sync(self._is_far(words, shifts)) | apart:
+                    sums = self._sums_apart(words, queries, weight, who[1])
+                    factors = [ptx.largest_byte(words[8 + h]) for h in range(2)]
+                    # Without a second block.
+                    alone = (scores, maxima, cutlass.min(end, (block + 1) * _BLOCK), down)
+                    self._store([*sums, *sums], [*factors, *factors], alone, block, who)
 
     def _is_far(self, words: Value, shifts: Value) -> Value:
         """Whether one of the lane's groups has a shift below 0 and is not zero."""
@@ -362,7 +399,9 @@ class ScoresKernel(ScoresPlan):
                 for c in cutlass.range_constexpr(2):
                     first += ptx.maximum(totals[4 * i + c], Float32(0.0)) * pair[c]
                     second += ptx.maximum(totals[4 * i + 2 + c], Float32(0.0)) * pair[c]
-        return first * Float32(_PRODUCT), second * Float32(_PRODUCT)
+        # As integers count, of keys whose largest shift is less by one.
+        down = Float32(2.0**-149)
+        return first * Float32(0.5) * down, second * Float32(0.5) * down
 
     @cute.jit
     def _totals(self, keys: Value, queries: Value, n: Value, lane: Value) -> Value:
@@ -400,19 +439,9 @@ class ScoresKernel(ScoresPlan):
         return totals
 
     @cute.jit
-    def _queries(
-        self, q: Value, q_scales: Value, weights: Value, rooms: Value, who: Value, more: Value
-    ) -> Value:
-        """Put the heads' codes in shared memory; the lane's weights, and what they were divided by.
-
-        Half of a head for each thread.
-        """
-        shared, told, plain, exponents, windows = rooms
-        heads, head_stride, thread, lane = who
-        even, half = more
-        for i in cutlass.range_constexpr(_DIMS * _HEADS // 16 // self.threads):
-            at = even + Uint32((i * self.threads + thread) * 16)
-            ptx.store_shared4(at, [Uint32(_SAME)] * 4)
+    def _ask(self, q: Value, q_scales: Value, weights: Value, who: Value) -> Value:
+        """Half of a head's codes for each thread, its scales and weight; zeros if there is none."""
+        heads, head_stride, thread = who
         head, side = thread // 2, thread % 2
         words, scales, weight = [Uint32(0)] * 8, Uint32(0), Float32(0.0)
         if head < heads:
@@ -420,21 +449,44 @@ class ScoresKernel(ScoresPlan):
             words = [*ptx.load_streamed(place, 4), *ptx.load_streamed(place, 4, None, 16)]
             scales = ptx.load_global(q_scales + Int64(head) * 4)
             weight = ptx.load_global_float(weights + Int64(head) * 4)
+        return words, scales, weight
+
+    @cute.jit
+    def _queries(self, asked: Value, rooms: Value, who: Value, half: Value) -> Value:
+        """Put the heads' codes in shared memory; the lane's weights, and what they were divided by.
+
+        ``asked``: what ``_ask`` returns.
+        """
+        words, scales, weight = asked
+        shared, less, told, plain, exponents, windows = rooms
+        thread, lane = who
+        head, side = thread // 2, thread % 2
+        total, found = Int32(0), [Uint32(0)] * 2
         for g in cutlass.range_constexpr(2):
             shift, largest = self._shift(scales, side * 2 + g)
             low, high = self._pools(shift)
             bits = self._bits(shift, self._some(words[4 * g : 4 * g + 4]))
-            for i in cutlass.range_constexpr(2):
-                ptx.set_shared_bits(windows + Uint32(i * 4), bits[i])
+            found = [one | bit for one, bit in zip(found, bits, strict=True)]
             ptx.store_shared4(
                 plain + Uint32(head * _LINE + side * 32 + g * 16), words[4 * g : 4 * g + 4]
             )
             for i in cutlass.range_constexpr(4):
                 both = ptx.signed_codes(words[4 * g + i], low, high, half)
                 for h in cutlass.range_constexpr(2):
+                    total = ptx.sum_of_bytes(both[h], total)
                     chunk = (2 * i + h) ^ (head % 8)
                     at = shared + Uint32(head * _DIMS + chunk * 16 + (side * 2 + g) * 4)
                     ptx.store_shared_int(at, Int32(both[h]))
+        found = [ptx.any_bits_of_warp(one) for one in found]
+        if lane == 0:
+            for i in cutlass.range_constexpr(2):
+                ptx.set_shared_bits(windows + Uint32(i * 4), found[i])
+        total += cute.arch.shuffle_sync_bfly(total, 1)
+        most, rest = self._taken_away(total)
+        words = [Uint32(most & 255) * Uint32(0x01010100)] * 4
+        if side == 0:
+            words = [words[0] | Uint32(rest & 255), *words[1:]]
+        ptx.store_shared4(less + Uint32(head * _DIMS + (side ^ (head % 8)) * 16), words)
         weight = weight * ptx.e8m0(largest)
         if side == 0:
             ptx.store_shared_float(told + Uint32(head * 4), weight)
@@ -447,13 +499,23 @@ class ScoresKernel(ScoresPlan):
             top = cutlass.max(top, (two >> 23) & 255)
         top = cutlass.min(Int32(ptx.highest_of_warp(Uint32(top))), Int32(252))
         up = ptx.float_of(Uint32(253 - top) << Uint32(23))
-        weight = weight * up
+        weight = weight * up * Float32(_WEIGHT)
         # Where the lanes that need it find four in a row.
         cute.arch.sync_threads()
         if side == 0:
             ptx.store_shared_float(told + Uint32(self._line_of(head)), weight)
         cute.arch.sync_threads()
         return told + Uint32(lane % 4 * _WEIGHTS), ptx.float_of(Uint32(top) << Uint32(23))
+
+    @staticmethod
+    def _taken_away(total: Value) -> Value:
+        """The further step's right bytes of a head whose integers have this sum.
+
+        The last three of every four bytes, and the first of all; the others are 0. With ``_SAME``
+        they give what ``_MIDDLE`` adds to the head's sums, negative.
+        """
+        most = -total // _UNITS
+        return most, -total - most * _UNITS
 
     def _line_of(self, head: Value) -> Value:
         """Where a head's weight is: 16 of each lane of four, heads 2 j and 2 j + 1 of every 8."""
@@ -468,39 +530,37 @@ class ScoresKernel(ScoresPlan):
             for h in range(2):
                 for c in range(2):
                     one = 2 * h + c
-                    part = ptx.positive_part(
-                        dots[4 * n + one], _PRODUCT * 2.0**149, -_SUM * _PRODUCT
-                    )
-                    sums[one] = ptx.multiply_add_float(part, four[n % 2 * 2 + c], sums[one])
+                    sums[one] = ptx.add_positive(dots[4 * n + one], four[n % 2 * 2 + c], sums[one])
         return [sums[0] + sums[1], sums[2] + sums[3]]
 
     @cute.jit
     def _store(self, sums: Value, factors: Value, to: Value, block: Value, who: Value) -> None:
-        """Keys of the scores of a block, and their groups' maxima."""
+        """Keys of the scores of two blocks, and their groups' maxima.
+
+        ``sums`` and ``factors``: of both keys of a block, then of the next.
+        """
         scores, maxima, end, down = to
         warp, lane = who
-        for step in cutlass.range_constexpr(2):
-            sums = [one + cute.arch.shuffle_sync_bfly(one, 1 << step) for one in sums]
-        # The first two of four lanes have a key each.
-        second = lane % 2 == 1
-        total = ptx.choose(second, sums[1], sums[0])
-        factor = ptx.e8m0(ptx.choose_word(second, factors[1], factors[0]))
-        key = ptx.ordered(total * Float32(2.0**-7 / _PRODUCT) * down * factor)
-        row = warp * 16 + lane // 4 + lane % 2 * 8
-        entry = block * _BLOCK + row
-        if entry >= end:
+        # Of four lanes each gets the sum of one key: bit 0 is its block, bit 1 which of both.
+        later, second = lane % 2 == 1, lane % 4 > 1
+        kept = [ptx.choose(later, sums[2 + c], sums[c]) for c in range(2)]
+        sent = [ptx.choose(later, sums[c], sums[2 + c]) for c in range(2)]
+        pair = [kept[c] + cute.arch.shuffle_sync_bfly(sent[c], 1) for c in range(2)]
+        total = ptx.choose(second, pair[1], pair[0])
+        total += cute.arch.shuffle_sync_bfly(ptx.choose(second, pair[0], pair[1]), 2)
+        byte = [ptx.choose_word(later, factors[2 + c], factors[c]) for c in range(2)]
+        factor = ptx.e8m0(ptx.choose_word(second, byte[1], byte[0]))
+        key = ptx.ordered(total * Float32(_DOWN) * down * factor)
+        entry = (block + lane % 2) * _BLOCK + warp * 16 + lane // 4 + lane % 4 // 2 * 8
+        if entry < end:
+            ptx.store_global(ptx.place(scores, entry, 4), key)
+        else:
             key = Uint32(0)
-        if (lane % 4 < 2) & (entry < end):
-            ptx.store_global(scores + Int64(entry) * 4, key)
+        if cutlass.const_expr(self.group > 0):
+            for step in cutlass.range_constexpr(3):
+                key = cutlass.max(key, ptx.from_lane(key, 4 << step))
         if cutlass.const_expr(self.group == 16):
-            highest = ptx.highest_of_warp(key)
-            if (lane == 0) & (entry < end):
-                ptx.store_global(maxima + Int64(entry >> 4) * 4, highest)
-        if cutlass.const_expr(self.group == 8):
-            mine = ptx.choose_word(second, Uint32(0), key)
-            other = ptx.highest_of_warp(key - mine)
-            highest = ptx.highest_of_warp(mine)
-            if second:
-                highest = other
-            if (lane < 2) & (entry < end):
-                ptx.store_global(maxima + Int64(entry >> 3) * 4, highest)
+            key = cutlass.max(key, ptx.from_lane(key, 2))
+        firsts = 4 if self.group == 8 else 2
+        if cutlass.const_expr(self.group > 0) and (lane < firsts) & (entry < end):
+            ptx.store_global(ptx.place(maxima, entry >> self.group.bit_length() - 1, 4), key)

@@ -10,7 +10,7 @@ from dsv4.cute.sm90.index_choice_plan import ChoicePlan
 
 _HEADS, _BLOCK = 64, 64
 DIMS = 128  # of a key
-_MANY = 1 << 19  # entries of all tokens from which its beginning does not matter
+_MANY = 1 << 17  # entries of all tokens from which its beginning does not matter
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ScoresPlan:
     kernel = "dsv4.cute.sm90.index_scores:ScoresKernel"
     threads = 128
     blocks = 1
-    # Queries as integers, what makes sums positive, queries as they are, scales and weights.
+    # Queries as integers, what takes the middle away, queries as they are, scales and weights.
     shared_bytes = _HEADS * (2 * DIMS + DIMS // 2 + 4 + 4) + 2048
 
 
@@ -55,6 +55,8 @@ def multiplies(
     if entry_format != "index_mxfp4" or query_scales is None or weights.dtype != torch.float32:
         return False
     if q.shape[1] > _HEADS or 2 * q.shape[2] != DIMS or page_size % _BLOCK:
+        return False
+    if data.stride(0) >= 1 << 31:
         return False
     places = (q.data_ptr(), *q.stride()[:2], data.data_ptr(), data.stride(0))
     aligned = all(place % 16 == 0 for place in places) and q.stride(2) == data.stride(1) == 1
