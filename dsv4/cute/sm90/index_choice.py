@@ -30,7 +30,6 @@ from dsv4.cute.sm90.index_choice_plan import CANDIDATES, ChoicePlan
 Value = Any
 _THREADS = ChoicePlan.threads
 _WARPS = _THREADS // 32
-_EACH = 4  # vectors of a thread that are gathered from between two barriers
 _APART = CANDIDATES * 4  # bytes from positions to keys
 _UNKNOWN = 1 << 30  # a number of keys that reach a threshold
 
@@ -296,29 +295,32 @@ class ChoiceKernel(ChoicePlan):
         names, apart = to
         _, _, totals, _, _, lane, warp = room
         kept = Int32(0)
-        for base in cutlass.range(0, source[3], _EACH * _THREADS, unroll=1):
-            number = base + warp * (_EACH * 32)
-            keys, firsts = [Uint32(0)] * (4 * _EACH), [Int32(0)] * _EACH
+        # Vectors of a thread between two barriers. Four take all registers, so that a next kernel's
+        # blocks find no room beside this one; two take more steps. Rows of many are of few tokens.
+        each = self.group // 4
+        for base in cutlass.range(0, source[3], each * _THREADS, unroll=1):
+            number = base + warp * (each * 32)
+            keys, firsts = [Uint32(0)] * (4 * each), [Int32(0)] * each
             # A byte for each of the thread's vectors: 32 of them have at most 128 keys.
             mine = Int32(0)
             # A warp without keys has nothing to count.
             if number < source[3]:
-                parts = [self._vector(source, number + 32 * i + lane) for i in range(_EACH)]
+                parts = [self._vector(source, number + 32 * i + lane) for i in range(each)]
                 keys, firsts = [one for part in parts for one in part[0]], [x[1] for x in parts]
                 for i, one in enumerate(keys):
                     mine = ptx.add_if_above(mine, one, bound, 1 << 8 * (i // 4))
             upto = self._upto(mine, lane)
             whole = Uint32(cute.arch.shuffle_sync(upto, 31))
-            each = [Int32(ptx.byte_of(whole, i)) for i in range(_EACH)]
-            before, total = self._before(sum(each[1:], each[0]), totals, (lane, warp))
+            counts = [Int32(ptx.byte_of(whole, i)) for i in range(each)]
+            before, total = self._before(sum(counts[1:], counts[0]), totals, (lane, warp))
             if (mine != 0) & (kept + total <= CANDIDATES):
                 place = names + Uint32((kept + before) * 4)
-                for i in cutlass.range_constexpr(_EACH):
+                for i in cutlass.range_constexpr(each):
                     at = place + ptx.byte_of(Uint32(upto - mine), i) * 4
                     for e in cutlass.range_constexpr(4):
                         word = (firsts[i] + e, keys[4 * i + e])
                         at = ptx.append_if_above(at, word, bound, apart)
-                    place += Uint32(each[i] * 4)
+                    place += Uint32(counts[i] * 4)
             kept += total
             # A warp may still read the numbers of this step while another stores the next.
             totals = totals ^ Uint32(_WARPS * 4)

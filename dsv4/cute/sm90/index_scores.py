@@ -13,8 +13,8 @@ multiplies its 16 keys again, groups with scales within 2^3 at a time, and adds 
 * The tensor cores multiply a block while the codes of the next are expanded and those of the one
   after are on their way. Other warpgroups of the multiprocessor have them meanwhile.
 * The bits of a positive sum are those of a subnormal float32 number: it needs no conversion.
-* The logic pipe takes an instruction every other cycle and has most of them, so tables and addresses
-  are products. Shifts are not: upper halves of products take more time.
+* The logic pipe takes an instruction every other cycle and has most of them, so tables and
+  addresses are products. Shifts are not: upper halves of products take more time.
 """
 
 from __future__ import annotations
