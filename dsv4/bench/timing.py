@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
+_WARM_UP_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def empty_node_us(device: torch.device, repeat: int) -> float:
 
 
 def _on_gpu(calls: Sequence[Call], repeat: int, rest: float = 0.0) -> Timing:
-    """A graph of all calls, replayed with the L2 cache cleared before each replay.
+    """A graph of all calls, replayed with the level-2 cache cleared before each replay.
 
     Every call has inputs of its own, so within a replay each finds them out of cache.
     """
@@ -94,34 +95,27 @@ def _on_gpu(calls: Sequence[Call], repeat: int, rest: float = 0.0) -> Timing:
 
 
 def _median_us(run: Call, calls: int, repeat: int, rest: float) -> float:
-    if rest:
-        return _rested_us(run, repeat, rest) / calls
-    from triton.testing import do_bench
-
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    once_ms = max(1e3 * (time.perf_counter() - start), 0.01)
-    milliseconds = do_bench(run, warmup=5, rep=int(repeat * once_ms) + 1, return_mode="median")
-    return 1e3 * milliseconds / calls
-
-
-def _rested_us(run: Call, repeat: int, rest: float) -> float:
-    """Of a run after a rest, the level-2 cache cleared in between, as ``do_bench`` does."""
+    """Of a call: ``repeat`` timed runs, each after a rest and with the cache cleared."""
     from triton import runtime
 
     driver = runtime.driver.active
     cache = driver.get_empty_cache_for_benchmark()
-    run()
-    times = []
-    for _ in range(repeat):
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + _WARM_UP_SECONDS:
+        run()
         torch.cuda.synchronize()
-        time.sleep(rest)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    timed = []
+    for _ in range(repeat):
+        if rest:
+            torch.cuda.synchronize()
+            time.sleep(rest)
+        # Written and then read: what is only written goes back to memory while the run reads.
         driver.clear_cache(cache)
+        cache.amax()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
+        timed.append((start, end))
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(start.elapsed_time(end) for start, end in timed) / calls
