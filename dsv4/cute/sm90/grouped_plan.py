@@ -95,9 +95,11 @@ class GroupedPlan(ManyPlan):
 
         Of four pairs of a row tile and a block of 64 columns at a time, if registers hold it.
         """
-        # Four tiles with 64 sums each and scales of rows would keep 16 bytes in local memory.
-        fits = not self.row_scaled or self.tiles < 4 or self.token_block < 64
-        return self.warpgroups == 2 and self.tiles > 1 and self.tiles * self.depth % 4 == 0 and fits
+        # 128 sums of a thread leave too few for float32 results, or four tiles and scales of rows.
+        most = self.tiles * self.token_block == 256
+        spills = most and (self.float32_out or (self.row_scaled and self.tiles == 4))
+        whole = self.tiles > 1 and self.tiles * self.depth % 4 == 0
+        return self.warpgroups == 2 and whole and not spills
 
     @property
     def scale_room_bytes(self) -> int:
