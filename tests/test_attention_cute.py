@@ -251,6 +251,20 @@ def test_slots_that_end_early_and_long_rows_of_none(seed, count):
 
 
 @pytest.mark.gpu
+@given(seeds(), st.sampled_from([1, *COLUMNS]), st.sampled_from([1086, 1087, 1088, 1089, 1499]))
+def test_the_last_slot_of_a_row_longer_than_what_is_looked_at_together(seed, count, last):
+    """1280 slots are: three blocks of the window and 1088 others."""
+    case = Case(seed, 3, (130, 1500))
+    case.slots[1][0, last + 1 :] = -1
+    case.slots[1][1] = -1
+    case.slots[1][1, last] = 7
+    case.slots[0][2] = -1
+    case.slots[1][2, :last] = -1
+    with dealt(count):
+        case.check(case.run())
+
+
+@pytest.mark.gpu
 @given(seeds(), st.integers(2, 300), st.sampled_from([1, *CLUSTERS]))
 def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens, count):
     """With the same number of blocks to a token; many tokens take turns on a multiprocessor."""
