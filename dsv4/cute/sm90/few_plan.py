@@ -223,10 +223,8 @@ def _chosen(
     float32_out: bool,
     row_scaled: bool,
 ) -> FewPlan | None:
-    key, kind = (
-        (token_tiles, row_tiles, group_tiles, columns),
-        (token_tiles, float32_out, row_scaled),
-    )
+    key = (token_tiles, row_tiles, group_tiles, columns)
+    kind = (token_tiles, float32_out, row_scaled)
     ring = _RINGS.get(key)
     if ring is not None and _holds(ring[0], float32_out, row_scaled):
         blocks, warps, depth = ring
