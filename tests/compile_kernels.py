@@ -34,6 +34,8 @@ from tests.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 _MULTIPROCESSORS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
+# Kernels of which the order of loads and exchanges between threads is reported.
+EXCHANGING = ("_rms_norm_kernel", "_post_kernel")
 SIZES = (("flash", 1), ("pro", 1), ("flash", 64), ("flash", 2048))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
@@ -130,7 +132,17 @@ def _report(op: str, name: str, kernel) -> dict:
         "threads": 32 * kernel.metadata.num_warps,
         "waits": "griddepcontrol.wait" in kernel.asm["ptx"],
         "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
+        "exchanges": _exchanges(kernel) if name in EXCHANGING else None,
     }
+
+
+def _exchanges(kernel) -> list[str]:
+    """Loads, shuffles and barriers in their order: ``LDG``, ``SHFL``, ``BAR``."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = _tool("nvdisasm", "-c", file.name)
+    return re.findall(r"\b(LDG|SHFL|BAR)\.", listing)
 
 
 def _tool(name: str, *arguments: str) -> str:

@@ -140,6 +140,21 @@ class TestValues:
         rest = [0, 1, 2, 4]
         assert_bitwise(got[rest], want[rest], "other rows")
 
+    @pytest.mark.parametrize("columns", [1024, 1536, 4096, 7168])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_every_warp_of_a_wide_row_has_the_whole_sum(self, device, columns, dtype):
+        """Warps tell one another their sums: of one number each, in turn, and of a NaN."""
+        x = torch.zeros((8, columns), dtype=dtype)
+        places = torch.arange(8) * (columns // 8) + 3
+        x[torch.arange(8), places] = 2.0 ** torch.arange(8).to(dtype)
+        x[5, places[5]] = float("nan")
+        weight = strategies.normal(1, (columns,), dtype)
+        got = rms_norm(x.to(device), weight.to(device)).cpu()
+        assert got[5].isnan().all()
+        rest = [0, 1, 2, 3, 4, 6, 7]
+        truth = oracle(x[rest], weight, 1e-6)
+        assert_within_budget(got[rest], truth, budget(truth, columns, dtype), "norm")
+
     @pytest.mark.parametrize("shape", [(1, 7168), (2, 16384), (3, 1536), (1, 257), (11, 24)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_long_rows_and_many(self, device, many, shape, dtype):

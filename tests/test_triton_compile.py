@@ -32,6 +32,23 @@ def compiled(arch):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def assert_loads_come_first(kernels):
+    """One trip to memory, then one barrier to a row that 16 warps share; the compiler's choice.
+
+    Where registers seem short it moves loads behind others' arrival, and a launch of 1.3 us gets
+    slower by 0.1 to 0.3.
+    """
+    norms = [k for k in kernels if k["kernel"] == "_rms_norm_kernel" and k["threads"] == 512]
+    assert norms
+    assert all(k["exchanges"].count("BAR") == 1 for k in norms)
+    for kernel in norms:
+        if kernel["exchanges"].count("LDG") == 2:
+            assert kernel["exchanges"][:2] == ["LDG", "LDG"], kernel
+    posts = [k for k in kernels if k["kernel"] == "_post_kernel" and k["threads"] == 64]
+    assert posts
+    assert all(k["exchanges"] == ["LDG"] * 25 for k in posts)
+
+
 @pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize("arch", [90, 100])
@@ -46,4 +63,5 @@ def test_every_kernel_compiles_and_fits(arch):
         # Without the wait, programmatic launch would read what is still being written. What writes
         # weights is launched without it: products read them before they wait.
         assert kernel["waits"] == (kernel["op"] != "fragments"), kernel
+    assert_loads_come_first(kernels)
     assert {k["op"] for k in kernels if k["e2m1"]} == (E2M1_OPS if arch >= 100 else set())

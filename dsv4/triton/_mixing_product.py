@@ -18,10 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4.triton import _launch
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._prefetch import prefetch_tile
-from dsv4.triton._streams import load_streams, mixed_stream
+from dsv4.triton._streams import load_mixers, load_streams, mixed_stream
 
 # Up to this many tokens a program takes one, and the product needs no tensor core.
 FEW = 4
+# Of a thread then: with no number the compiler saves registers, and loads wait for loads.
+_REGISTERS = 128
 # From this many on ``fn`` is cut by a launch of its own.
 MANY = 1024
 # Then: tokens and columns of a tile, tiles in flight, warps.
@@ -206,11 +208,12 @@ def _few_kernel(
     x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
     if WRITE_BACK:
         wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
+        mixers = load_mixers(post, comb, token)
         DTYPE: tl.constexpr = x.dtype.element_ty
-        m0 = narrow(mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 0), DTYPE)
-        m1 = narrow(mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 1), DTYPE)
-        m2 = narrow(mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 2), DTYPE)
-        m3 = narrow(mixed_stream(wide, x0, x1, x2, x3, post, comb, token, 3), DTYPE)
+        m0 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[0]), DTYPE)
+        m1 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[1]), DTYPE)
+        m2 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[2]), DTYPE)
+        m3 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[3]), DTYPE)
         tl.store(out + place, m0, mask=inside)
         tl.store(out + place + hidden, m1, mask=inside)
         tl.store(out + place + 2 * hidden, m2, mask=inside)
@@ -348,6 +351,7 @@ def parts_of_few(
             BLOCK=block,
             PREFETCH=hidden % block == 0 and _launch.capability(x) is not None,
             num_warps=4,
+            maxnreg=_REGISTERS,
             **_launch.options(x),
         )
     return parts, out

@@ -26,20 +26,27 @@ def load_streams(x, place, hidden, mask):
 
 
 @triton.jit
-def mixed_stream(y, x0, x1, x2, x3, post, comb, token, K: tl.constexpr):
-    """Stream K of a token after the write-back; ``comb[j, K]`` is what stream j gives to it."""
-    return _mix(
-        y,
-        x0,
-        x1,
-        x2,
-        x3,
-        widen(tl.load(post + token * 4 + K)),
-        widen(tl.load(comb + token * 16 + K)),
-        widen(tl.load(comb + token * 16 + 4 + K)),
-        widen(tl.load(comb + token * 16 + 8 + K)),
-        widen(tl.load(comb + token * 16 + 12 + K)),
-    )
+def load_mixers(post, comb, token):
+    """For each stream after the write-back ``(post_k, comb[0, k], .. comb[3, k])``, float32.
+
+    ``comb[j, k]`` is what stream j gives to stream k.
+    """
+    mixers = ()
+    for k in tl.static_range(4):
+        p = widen(tl.load(post + token * 4 + k))
+        c0 = widen(tl.load(comb + token * 16 + k))
+        c1 = widen(tl.load(comb + token * 16 + 4 + k))
+        c2 = widen(tl.load(comb + token * 16 + 8 + k))
+        c3 = widen(tl.load(comb + token * 16 + 12 + k))
+        mixers += ((p, c0, c1, c2, c3),)  # type: ignore[assignment]
+    return mixers
+
+
+@triton.jit
+def mixed_stream(y, x0, x1, x2, x3, mixer):
+    """A stream of a token after the write-back, by its entry of ``load_mixers``."""
+    p, c0, c1, c2, c3 = mixer
+    return _mix(y, x0, x1, x2, x3, p, c0, c1, c2, c3)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
 from dsv4.triton._index_entries import store_keys
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion
+from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import rotate
 from dsv4.triton.norm import inverse_rms
 
@@ -533,34 +534,39 @@ def _entry_kernel(
     COMPACT: the format of pages that round index keys by themselves, else None.
     Angles are those of all pairs; frequencies of 0 leave the ones before the rotated dims alone.
     """
+    if tl.program_id(0) == 0:
+        prefetch_row(weight, DIM, BLOCK)
+        prefetch_row(frequencies, ROTATED // 2, BLOCK // 2)
     wait_for_inputs(PDL)
     KEPT: tl.constexpr = DIM - ROTATED
     program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
+    turning = (pair >= 0) & (pair < ROTATED // 2)
+    # No branch around rows without an owner: loads behind it would be a trip to memory more.
     row = tl.load(owners + program)
-    if row >= 0:
-        position = tl.load(positions + program)
-        column = tl.arange(0, BLOCK)[None, :]
-        pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
-        turning = (pair >= 0) & (pair < ROTATED // 2)
-        values = tl.load(pooled + program * DIM + column, mask=column < DIM, other=0.0)
-        scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
-        frequency = tl.load(frequencies + pair, mask=turning, other=0.0)
-        slots = _slot(table + row * table_stride, table_pages, position // RATIO, PAGE_SIZE)
-        c, s = cos_sin(frequency * position.to(tl.float32))
-        c, s = widen(narrow(c, TABLE)), widen(narrow(s, TABLE))
-        values = widen(narrow(values, DTYPE))
-        rms = inverse_rms(tl.sum(values * values, 1), DIM, eps)
-        normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
-        entry = narrow(tl.where(column < KEPT, normed, rotate(normed, c, s)), DTYPE)
-        if COMPACT is not None:
-            key = widen(entry)
-            if ROTATE_QUANTIZE:
-                key = widen(narrow(hadamard_row(key, DIM), DTYPE))
-            store_keys(data, data_stride, slots, key, DIM, PAGE_SIZE, COMPACT, CONVERT)
-        else:
-            if ROTATE_QUANTIZE:
-                entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
-            store_entries(data, data_stride, slots, entry, NOPE, DIM - NOPE, PAGE_SIZE)
+    position = tl.load(positions + program)
+    values = tl.load(pooled + program * DIM + column, mask=column < DIM, other=0.0)
+    scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
+    frequency = tl.load(frequencies + pair, mask=turning, other=0.0)
+    own_table = table + tl.maximum(row, 0) * table_stride
+    pages = tl.where(row >= 0, table_pages, 0)
+    slots = _slot(own_table, pages, position // RATIO, PAGE_SIZE)
+    c, s = cos_sin(frequency * position.to(tl.float32))
+    c, s = widen(narrow(c, TABLE)), widen(narrow(s, TABLE))
+    values = widen(narrow(values, DTYPE))
+    rms = inverse_rms(tl.sum(values * values, 1), DIM, eps)
+    normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
+    entry = narrow(tl.where(column < KEPT, normed, rotate(normed, c, s)), DTYPE)
+    if COMPACT is not None:
+        key = widen(entry)
+        if ROTATE_QUANTIZE:
+            key = widen(narrow(hadamard_row(key, DIM), DTYPE))
+        store_keys(data, data_stride, slots, key, DIM, PAGE_SIZE, COMPACT, CONVERT)
+    else:
+        if ROTATE_QUANTIZE:
+            entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
+        store_entries(data, data_stride, slots, entry, NOPE, DIM - NOPE, PAGE_SIZE)
 
 
 @triton.jit

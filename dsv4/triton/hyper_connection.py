@@ -35,9 +35,15 @@ from dsv4.triton._nvfp4 import (
     largest,
 )
 from dsv4.triton._nvfp4_tile import Output
-from dsv4.triton._streams import load_streams, mixed_stream, pick
-from dsv4.triton.norm import inverse_rms
+from dsv4.triton._prefetch import prefetch_row
+from dsv4.triton._streams import load_mixers, load_streams, mixed_stream, pick
+from dsv4.triton.norm import inverse_rms, shared_sum, spread
 
+# Of a thread of the write-back: with no number the compiler saves registers, and loads wait for
+# loads.
+_REGISTERS = 128
+_WIDE = tl.constexpr(4096)  # columns of a row that is quantised from which registers are short
+_FEW = tl.constexpr(64)  # programs
 _LANES = 32  # tokens whose coefficients a program makes, one to a thread, where tokens are many
 
 
@@ -60,9 +66,10 @@ def _post_kernel(
     wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
     place = token * 4 * hidden + column
     x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
+    mixers = load_mixers(post, comb, token)
     DTYPE: tl.constexpr = out.dtype.element_ty
     for k in tl.static_range(4):
-        mixed = mixed_stream(wide, x0, x1, x2, x3, post, comb, token, k)
+        mixed = mixed_stream(wide, x0, x1, x2, x3, mixers[k])
         tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
 
 
@@ -75,8 +82,8 @@ def hc_post(
         return out
     hidden = streams.shape[-1]
     tokens = out.numel() // (4 * hidden)
-    # One warp a slice while there are few tokens, so that they spread over the GPU.
-    block, warps = (256, 1) if tokens < 64 else (1024, 4)
+    # Small slices while there are few tokens, so that they spread over the GPU.
+    block, warps = (256, 2) if tokens < 64 else (1024, 4)
     block = min(block, _launch.power_of_two(hidden))
     slices = -(-hidden // block)
     with _launch.on(out):
@@ -90,6 +97,7 @@ def hc_post(
             slices,
             BLOCK=block,
             num_warps=warps,
+            maxnreg=_REGISTERS,
             **_launch.options(out),
         )
     return out
@@ -135,6 +143,19 @@ def _quantize_row(
         _store_codes(values, shared, codes, scales, hidden // 16, CONVERT, False)
 
 
+@triton.jit
+def _square_sum(values):
+    """The sum of squares of ``values [BLOCK]``, the same in ``[32]`` numbers.
+
+    1024 neighbours are of four warps, a thread has 8 of them: what it has of others is added first.
+    """
+    BLOCK: tl.constexpr = values.shape[0]
+    squares = values * values
+    if BLOCK > 1024:
+        squares = tl.sum(tl.reshape(squares, [BLOCK // 1024, 1024]), 0)
+    return shared_sum(squares, squares.shape[0] // 4)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
     parts,
@@ -173,6 +194,14 @@ def _finish_kernel(
     are not SQUARED leave that to the collapse, of a whole token then; what post and comb are made
     of goes to ``sums``, as a single part. The norm is quantised too, with the global scale of
     SCALE: ``"token"``, ``"one"`` or ``"row"`` given."""
+    # Where a row takes the registers, its weight waits until it is used.
+    EARLY: tl.constexpr = SCALE is None or BLOCK <= _WIDE
+    # With many programs it was slower: they ask for these lines while they are on their way.
+    if EARLY and (tl.program_id(0) == 0) & (tl.num_programs(0) <= _FEW):
+        prefetch_row(scale, 3, 4)
+        prefetch_row(base, ROWS, ROW_BLOCK)
+        if NORM:
+            prefetch_row(weight, hidden, BLOCK)
     wait_for_inputs(PDL)
     programs = slices + COEFFICIENTS
     token = (tl.program_id(0) // programs).to(tl.int64)
@@ -187,6 +216,8 @@ def _finish_kernel(
         column = (part - COEFFICIENTS) * BLOCK + tl.arange(0, BLOCK)
         inside = column < hidden
         x0, x1, x2, x3 = load_streams(x, token * 4 * hidden + column, hidden, inside)
+        if NORM and EARLY:
+            gain = tl.load(weight + column, mask=inside, other=0.0)
         values = summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
         if SQUARED:
             squares = pick(values, ROWS)
@@ -203,9 +234,10 @@ def _finish_kernel(
         stored = narrow(total, out.dtype.element_ty)
         if NORM:
             wide = tl.where(inside, widen(stored), 0.0)
-            inverse = inverse_rms(tl.sum(wide * wide, 0), hidden, norm_eps)
-            gain = widen(tl.load(weight + column, mask=inside, other=0.0))
-            stored = narrow(gain * (wide * inverse), out.dtype.element_ty)
+            inverse = inverse_rms(_square_sum(wide), hidden, norm_eps)
+            if not EARLY:
+                gain = tl.load(weight + column, mask=inside, other=0.0)
+            stored = narrow(widen(gain) * (wide * spread(inverse, BLOCK)), out.dtype.element_ty)
         tl.store(out + token * hidden + column, stored, mask=inside)
         if SCALE is not None:
             _quantize_row(stored, source, codes, scales, total_scale, token, hidden, SCALE, CONVERT)

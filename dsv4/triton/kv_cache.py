@@ -17,6 +17,7 @@ from dsv4.triton._entries import (
 )
 from dsv4.triton._numerics import narrow, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed, rounded
+from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import load_angles, rotate
 from dsv4.triton.norm import inverse_rms
 
@@ -244,6 +245,8 @@ def _norm_rope_write_kernel(
     ROPE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if tl.program_id(0) == 0:
+        prefetch_row(weight, NOPE + ROPE, BLOCK)
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = kv.dtype.element_ty
     first = tl.program_id(0) * ROWS

@@ -22,6 +22,7 @@ from dsv4.triton._nvfp4 import (
     scale_offset,
 )
 from dsv4.triton._nvfp4_tile import Output
+from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import load_angles, rotate_pairs
 
 # From here on, rows or heads share programs or threads.
@@ -34,6 +35,37 @@ def inverse_rms(total, columns, eps):
     """``rsqrt(total / columns + eps)``; NaN where the mean overflows, as the reference says."""
     mean = total / columns
     return tl.where(mean == float("inf"), float("nan"), tl.rsqrt(mean + eps))
+
+
+@triton.jit
+def shared_sum(values, SPAN: tl.constexpr):
+    """The sum of ``values [N]``, the same in ``[32]`` numbers, behind one barrier; see ``spread``.
+
+    SPAN neighbours are a warp's: its sum goes to all threads, and each adds all of them up.
+    ``tl.sum`` would let one warp add them and hand the total out behind a second barrier.
+    """
+    N: tl.constexpr = values.shape[0]
+    parts = tl.sum(tl.reshape(values, [N // SPAN, SPAN]), 1)
+    return tl.sum(tl.broadcast_to(parts[None, :], [32, N // SPAN]), 1)
+
+
+@triton.jit
+def spread(same, N: tl.constexpr):
+    """``[N]`` of what all of ``same [32]`` are."""
+    return tl.reshape(tl.broadcast_to(same[:, None], [32, N // 32]), [N])
+
+
+@triton.jit
+def _inverse_rms_of(values, columns, eps, DTYPE: tl.constexpr):
+    """Of rows ``[ROWS, BLOCK]`` that were loaded as DTYPE, as ``[ROWS, 1]`` or ``[1, BLOCK]``."""
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCK: tl.constexpr = values.shape[1]
+    SPAN: tl.constexpr = 32 * 128 // DTYPE.primitive_bitwidth  # 16 bytes to a thread
+    if ROWS == 1 and BLOCK >= 4 * SPAN:
+        total = shared_sum(tl.reshape(values * values, [BLOCK]), SPAN)
+        return tl.reshape(spread(inverse_rms(total, columns, eps), BLOCK), [1, BLOCK])
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return inverse_rms(tl.sum(values * values, 1), columns, eps)[:, None]
 
 
 @triton.jit
@@ -60,7 +92,7 @@ def _norm_rows(
     if WEIGHTED:
         factor = widen(tl.load(weight + column, mask=column < columns, other=0.0))
     values = widen(values)
-    values = values * inverse_rms(tl.sum(values * values, 1), columns, eps)[:, None]
+    values = values * _inverse_rms_of(values, columns, eps, x.dtype.element_ty)
     if WEIGHTED:
         values = factor * values
     tl.store(out + row * columns + column, narrow(values, out.dtype.element_ty), mask=inside)
@@ -80,6 +112,8 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if WEIGHTED and tl.program_id(0) == 0:
+        prefetch_row(weight, columns, BLOCK)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     _norm_rows(x, weight, out, stride, row, rows, columns, eps, WEIGHTED, BLOCK)
@@ -129,8 +163,11 @@ def _pair_kernel(
     PDL: tl.constexpr,
 ):
     """Even programs take the first parts of their rows, odd ones the second."""
-    wait_for_inputs(PDL)
     part = tl.program_id(0) % 2
+    if tl.program_id(0) == 0:
+        prefetch_row(first_weight, FIRST, FIRST_BLOCK)
+        prefetch_row(second_weight, SECOND, SECOND_BLOCK)
+    wait_for_inputs(PDL)
     row = (tl.program_id(0) // 2).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if part == 0:
         _norm_rows(x, first_weight, first, stride, row, rows, FIRST, eps, True, FIRST_BLOCK)
@@ -368,7 +405,11 @@ def _norm_quantize_row(
     for half in tl.static_range(2 * CHUNKS):
         wide = widen(halves[half])
         square += tl.sum(wide * wide, 1)
-    scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
+    if CHUNKS == 1 and BLOCKS >= 128:
+        inverse = inverse_rms(shared_sum(square, 32), COLUMNS, eps)
+        scale = spread(inverse, BLOCKS)[:, None]
+    else:
+        scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
     if CHUNKS > 1:
         weights = _load_chunks(weight, COLUMNS, BLOCKS, CHUNKS)
     normed, peaks = _norm_chunks(halves, weights, scale, y, COLUMNS, BLOCKS, CHUNKS)
@@ -436,8 +477,10 @@ def _norm_quantize_kernel(
     PDL: tl.constexpr,
 ):
     """A row to a program. Rows that only the layout of the scales has get scales 0."""
-    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if row == 0:
+        prefetch_row(weight, COLUMNS, 16 * BLOCKS)
+    wait_for_inputs(PDL)
     if row < rows:
         _norm_quantize_row(
             x + row * stride,

@@ -22,6 +22,7 @@ from dsv4.triton._nvfp4_tile import (
 from dsv4.triton._rotation import load_angles, rotate
 
 # Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
+# Of one that takes one: with no number the compiler saves registers, and loads wait for loads.
 _REGISTERS = 128
 _TABLE_ROWS = 4  # positions of a program: four angles a thread
 
@@ -357,5 +358,7 @@ def rope_quantize(
                 *arguments, **options, **out.row_options, maxnreg=_REGISTERS
             )
         else:
-            _rope_quantize_kernel[out.grid](*arguments, **options, **out.options)
+            _rope_quantize_kernel[out.grid](
+                *arguments, **options, **out.options, maxnreg=_REGISTERS
+            )
     return out.tensors

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4.ops.router import check_ids
 from dsv4.triton import _launch, _rows
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
-from dsv4.triton._prefetch import prefetch_tile
+from dsv4.triton._prefetch import prefetch_row, prefetch_tile
 
 _SLICE = 4096  # columns of a program for few tokens
 _FEW = 4  # tokens up to which products need no matrix instructions
@@ -302,6 +302,8 @@ def _choose_kernel(
 
     A round takes the highest key and of those that have it the lowest expert, and removes it.
     """
+    if BIASED and tl.program_id(0) == 0:
+        prefetch_row(bias, EXPERTS, BLOCK)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)

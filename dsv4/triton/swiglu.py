@@ -17,6 +17,8 @@ _PIECES = 128
 # Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would
 # fit.
 _REGISTERS = 72
+# Of one that makes one: with no number the compiler saves registers, and loads wait for loads.
+_REGISTERS_OF_TILE = 128
 # log2(e) as a sum of two float32 numbers, and ln(2).
 _LOG2_E = tl.constexpr(1.44269502162933349609375)
 _LOG2_E_REST = tl.constexpr(1.925963033500011e-08)
@@ -370,5 +372,7 @@ def swiglu_quantize(
                 constants["maxnreg"] = _REGISTERS
             _swiglu_quantize_row_kernel[out.row_grid](*arguments, **flags, **constants)
         else:
-            _swiglu_quantize_kernel[out.grid](*arguments, **flags, **out.options)
+            _swiglu_quantize_kernel[out.grid](
+                *arguments, **flags, **out.options, maxnreg=_REGISTERS_OF_TILE
+            )
     return out.tensors
