@@ -216,7 +216,7 @@ OF_ANY_ROWS = (
     *("map", "map_of_codes", "map_of_scales", "map_rows", "map_columns"),
     *("code_rows", "code_words", "scale_rows_of_all", "scale_words", "layout"),
     *_FIRST[2:],
-    *("tokens", "experts", "k_blocks", "row_tiles", "row_blocks"),
+    *("counter", "tokens", "experts", "k_blocks", "row_tiles", "row_blocks"),
     *_LAST,
     *("above", "most", "beside", "limit"),
 )
@@ -275,6 +275,7 @@ class Grouped:
         if not isinstance(self.plan, GroupedFewPlan):  # tensor copies read them
             del named["codes"], named["scales"]
         none = {"codes_scale": 0, "block_scales": 0, "result_scale": 0}
+        none |= {} if isinstance(self.plan, GroupedFewPlan) else {"counter": 0}
         return {**named, **none, "row_scale": row_scale, "row_weight": row_weight}
 
 
@@ -356,6 +357,26 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
     assert [values["map_rows"] for values in told if "map_rows" in values].count(tokens) == (
         len(told) - sum(few)
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counted"), [(16, False), (192, False), (300, True), (1000, False)]
+)
+def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
+    """Where blocks take tiles as they are done: in memory that holds zeros."""
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
+    held, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
+    launches = product(driver, grouped_gemm.grouped_gemm, x)
+    places = [values["counter"] for *_, values in launches if "counter" in values]
+    if not counted:
+        assert (set(places), held) == ({0}, [])
+        return
+    [counters] = held
+    start = counters.data_ptr()
+    assert (counters.dtype, counters.shape) == (torch.int32, (len(launches),))
+    assert places == [start + 4 * i for i in range(len(launches))]
 
 
 @pytest.mark.parametrize(

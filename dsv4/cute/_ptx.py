@@ -282,6 +282,12 @@ def store_matrices4_turned(address: Value, words: Sequence[Value]) -> None:
     assembly(code + _ins(1, 4) + ";", (), [address, *words])
 
 
+def same_halves(a: Value, b: Value, half: int) -> Value:
+    """The lower (0) or upper (1) halves of two words, in one word."""
+    selector = (0x5410, 0x7632)[half]
+    return assembly(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};", [Uint32], [a, b])
+
+
 def store_global_float(address: Value, value: Value) -> None:
     """One float32."""
     assembly("st.global.f32 [{$r0}], {$r1};", (), [address, value])
@@ -318,17 +324,17 @@ def choose(condition: Value, yes: Value, no: Value) -> Value:
 def swiglu(gate: Value, up: Value, limit: Value) -> Value:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; NaN unless gate and up are finite.
 
-    exp and the division are the hardware's; by their documented errors, within 1e-5 together.
+    exp and the reciprocal are the hardware's; by their documented errors, within 1e-5 together. 0
+    for gates below -87.3, whose silu is above -1.2e-36. Zeros may lose their sign.
     """
+    # What is not finite makes NaN of a product with 0.
     return assembly(
-        "{ .reg .f32 g, u, l, d; .reg .pred p; "
+        "{ .reg .f32 g, u, l, d; "
         "min.f32 g, {$r0}, {$r2}; neg.f32 l, {$r2}; "
         "min.f32 u, {$r1}, {$r2}; max.f32 u, u, l; "
-        "mul.f32 d, g, 0fBFB8AA3B; ex2.approx.f32 d, d; add.f32 d, d, 0f3F800000; "
-        "div.full.f32 g, g, d; mul.f32 g, g, u; "
-        "abs.f32 u, {$r0}; abs.f32 l, {$r1}; "
-        "setp.lt.f32 p, u, 0f7F800000; setp.lt.and.f32 p, l, 0f7F800000, p; "
-        "selp.f32 {$w0}, g, 0f7FC00000, p; }",
+        "mul.f32 d, g, 0fBFB8AA3B; ex2.approx.ftz.f32 d, d; add.f32 d, d, 0f3F800000; "
+        "rcp.approx.ftz.f32 d, d; mul.f32 g, g, d; mul.f32 g, g, u; "
+        "fma.rn.f32 g, {$r0}, 0f00000000, g; fma.rn.f32 {$w0}, {$r1}, 0f00000000, g; }",
         [Float32],
         [gate, up, limit],
     )
@@ -512,6 +518,11 @@ def store_matrices4(address: Value, words: Sequence[Value]) -> None:
 def larger_halves(a: Value, b: Value) -> Value:
     """The larger one of two unsigned 16-bit numbers, in both halves."""
     return assembly("max.u16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])
+
+
+def take_number(counter: Value) -> Value:
+    """The number in global memory, which becomes one more."""
+    return assembly("atom.global.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [counter])
 
 
 def store_global(address: Value, word: Value) -> None:

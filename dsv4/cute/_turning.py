@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -34,3 +35,39 @@ def turn(values: Value, room: Value, line: int, part: Value, lane: Value) -> Non
         at = room + Uint32(lane % 8 * line + part * 32 + lane // 8 % 2 * 16)
         low = ptx.bfloat16_pair(values[0], values[1])
         ptx.store_matrices2_turned(at, low, ptx.bfloat16_pair(values[2], values[3]))
+
+
+@cute.jit
+def turn_outputs(tiles: Value, room: Value, line: int, part: Value, lane: Value) -> None:
+    """A warp's outputs of SwiGLU of tiles of 8 tokens, into its 16 bytes of each token's line.
+
+    There they lie as lanes have them, which ``outputs_in_order`` reads.
+
+    Args:
+        tiles: What ``activated`` gives, of each tile.
+        room: Where the first token's line begins.
+        line: Bytes from one token's line to the next, an odd multiple of 16.
+        part: Which 8 outputs of a line these are.
+        lane: Of the warp.
+    """
+    words = [ptx.bfloat16_pair(*pair) for pair in tiles]
+    at = room + Uint32(lane * line + part * 16)
+    for first in cutlass.range_constexpr(0, len(words), 4):
+        some = words[first : first + 4]
+        here = at + Uint32(first * 8 * line)
+        if cutlass.const_expr(len(some) == 4):
+            ptx.store_matrices4_turned(here, some)
+        else:
+            for i in cutlass.range_constexpr(0, len(some), 2):
+                if cutlass.const_expr(i + 1 < len(some)):
+                    ptx.store_matrices2_turned(here + Uint32(i * 8 * line), *some[i : i + 2])
+                else:  # the last one twice, to the same place
+                    alone = here + Uint32((i * 8 - lane // 8 * 8) * line)
+                    ptx.store_matrices2_turned(alone, some[i], some[i])
+
+
+def outputs_in_order(words: Sequence[Value]) -> list[Value]:
+    """Eight outputs of a token, which ``turn_outputs`` left as 0, 4, 1, 5, 2, 6, 3, 7."""
+    return [
+        ptx.same_halves(words[i], words[i + 1], half) for half in range(2) for i in range(0, 4, 2)
+    ]

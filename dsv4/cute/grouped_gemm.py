@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from threading import get_ident
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from dsv4.cute.sm90.grouped_plan import (
     GroupedPlan,
     Share,
     counted_as,
+    counts_tiles,
     shares,
 )
 from dsv4.formats import SWIZZLED_EXPERTS
@@ -30,8 +32,8 @@ from dsv4.ops.quantize import bfloat16_operand, block_values
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
 # layout without any content.
 FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"i" * 8, "f")
-PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 9, *"iiiii", "q", *"i" * 9, "f")
-_BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@9q")
+PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 10, *"iiiii", "q", *"i" * 9, "f")
+_BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@10q")
 _FEW_ADDRESSES = struct.Struct("@11q")
 _FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 
@@ -59,8 +61,8 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
-    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
-    16 bytes. Codes are expanded first.
+    Nothing but the result, and at most 32 bytes for counters, is allocated for bfloat16 activations
+    whose rows begin at multiples of 16 bytes. Codes are expanded first.
     """
     x = _values(x, x_scales)
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
@@ -198,8 +200,15 @@ def _product(
         row_scales,
     )
     stream = stream_of(device)
-    for launch in _prepared(wanted, tokens, token_stride, *fixed):
-        launch(stream, *addresses)
+    prepared = _prepared(wanted, tokens, token_stride, *fixed)
+    counters = 0
+    if prepared.counted:
+        numbers = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
+        counters = numbers.data_ptr()
+    for i, (launch, few) in enumerate(prepared.launches):
+        # The kernel for few rows has no counter.
+        counter = () if few else (counters and counters + 4 * i,)
+        launch(stream, *addresses, *counter)
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -210,6 +219,13 @@ def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Ten
     numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     expert = torch.bucketize(numbers, offsets[1:], right=True)
     return values[expert.clamp_(max=values.shape[0] - 1)]
+
+
+class _Prepared(NamedTuple):
+    """Launches, each with whether it is of the kernel for few rows; whether they count tiles."""
+
+    launches: tuple[tuple[Launch, bool], ...]
+    counted: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,14 +239,14 @@ def _prepared(
     settled: bool,
     device: int,
     thread: int,
-) -> tuple[Launch, ...]:
+) -> _Prepared:
     """Made once in every thread, because it takes longer than a launch."""
     experts = Experts(*wanted)
     found = shares(experts, tokens, architecture(device))
     assert found
     rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16)
     last = len(found) - 1
-    return tuple(
+    launches = tuple(
         _launch(
             share,
             experts,
@@ -241,6 +257,9 @@ def _prepared(
         )
         for i, share in enumerate(found)
     )
+    few = [isinstance(share.plan, GroupedFewPlan) for share in found]
+    counted = len(found) > 1 and counts_tiles(experts, tokens)
+    return _Prepared(tuple(zip(launches, few, strict=True)), counted)
 
 
 def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             rows_of_x(),
             words_of_weights(),
             words_of_weights(),
-            *[Int64(0)] * 9,
+            *[Int64(0)] * 10,
             *[Int32(1)] * 5,
             Int64(8),
             *[Int32(1)] * 9,
@@ -77,6 +77,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         codes_scale: Int64,
         block_scales: Int64,
         row_scale: Int64,
+        counter: Int64,
         tokens: Int32,
         experts: Int32,
         k_blocks: Int32,
@@ -102,8 +103,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         self.kernel(
             atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
             global_scale, x_at, token_scale, row_weight, out, offsets, codes_scale, block_scales,
-            row_scale, tokens, experts, k_blocks, row_tiles, row_blocks, token_stride, scales_each,
-            cut0, cut1, cut2, scale_rows, sixteen, above, most, beside, limit,
+            row_scale, counter, tokens, experts, k_blocks, row_tiles, row_blocks, token_stride,
+            scales_each, cut0, cut1, cut2, scale_rows, sixteen, above, most, beside, limit,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -133,6 +134,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         codes_scale: Int64,
         block_scales: Int64,
         row_scale: Int64,
+        counter: Int64,
         tokens: Int32,
         experts: Int32,
         k_blocks: Int32,
@@ -172,6 +174,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             block_scales: Address of their scale bytes, ``[tokens, rows / 32]`` or swizzled by
                 expert, likewise.
             row_scale: Address of their rows' global scales, float32 ``[tokens]``, likewise.
+            counter: Address of the int32 that counts the tiles that blocks have taken, 0 before the
+                launch; or 0, and a block's tiles are every so many.
             tokens: Rows of X, all of them; 0 where rows of no expert are not this launch's to fill.
             experts: At most ``MOST_EXPERTS``.
             k_blocks: K / 64, a multiple of ``depth``.
@@ -232,7 +236,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     (x_tiles, codes_tiles, scales_tiles),
                     (shared_x, weights_at),
                     ring,
-                    (Int32(first), stride, order, lane),
+                    (Int32(first), stride, counter, order, lane),
                     (steps, row_tiles),
                 )
             else:
@@ -263,15 +267,20 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             scales_from = codes_from + Uint32(self.row_tiles * self.code_bytes)
             rooms = (codes_from, scales_from, scale_room)
             weights = self._weights_at(rooms, warp, lane, Uint32(sixteen))
-            stage, parity, tile, slot = Int32(0), Int32(0), Int32(first), slots
-            ahead = self._start(weights, full, tile < self._total(order))
-            while tile < self._total(order):
-                is_last = tile + stride >= self._total(order)
+            stage, parity, slot = Int32(0), Int32(0), slots
+            ahead = self._start(weights, full, cutlass.Boolean(True))
+            count = self._told(slot)[3]
+            while count > 0:
+                fetched = self._fetch(
+                    self._told(slot),
+                    (global_scale, scales_each, row_weight),
+                    (warp, lane, row_tiles, rules),
+                )
                 ahead, stage, parity, before = self._multiply_any(
                     (sums, products),
                     (weights, ahead),
                     (full, empty, stage, parity, slot),
-                    (steps, is_last, lane, Uint32(sixteen)),
+                    (steps, cutlass.Boolean(False), lane, Uint32(sixteen)),
                 )
                 # All of this anew, so that nothing made of it is kept, and spilled, while
                 # multiplying: the first entry of the table is 0, which the compiler cannot know.
@@ -285,17 +294,18 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 padded = start
                 if cutlass.const_expr(self.swizzled_out):
                     padded = start + padding_before(table, expert, lane)
-                of_expert = global_scale + Int64(expert) * scales_each * 4
-                own = self._own(row_block, warp)
-                factors = self._factors_of(own, (of_expert, lane, row_tiles, rules))
                 warpgroup.wait_group(0)
+                # All lanes have read the slot, which is written again after this stage's release.
+                cute.arch.sync_warp()
                 self._release(empty, before, lane)
+                own = self._own(row_block, warp)
+                factors = self._factors_among(fetched[0], lane)
                 places = (
                     turned,
                     token_scale + Int64(start) * 4,
                     out + Int64(start) * row_tiles * self.tile_bytes,
                     x_at + Int64(start) * token_stride * 2,
-                    row_weight + Int64(start) * 4,
+                    self._weights_among(fetched[1], lane),
                     (block_scales, padded)
                     if self.swizzled_out
                     else block_scales + Int64(start) * (row_tiles // 2),
@@ -311,20 +321,65 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     (Int32(0), warp, lane, thread, Int32(0)),
                     (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
-                tile += stride
+                count = self._told(slot)[3]
         if beside != 0:
             cute.arch.griddepcontrol_wait()
+
+    def _fetch(self, told: Value, places: Value, where: Value) -> Value:
+        """Global scales of the warp's rows and weights of the tile's tokens, a lane every 32nd.
+
+        Asked for before the products, so that no result waits for them.
+        """
+        expert, row_block, start, count = told
+        global_scale, scales_each, row_weight = places
+        warp, lane, row_tiles, (cut0, cut1, cut2, scale_rows) = where
+        of_expert = global_scale + Int64(expert) * scales_each * 4
+        of_rows = []
+        for first in range(0, 16 * self.tiles, 32):
+            row = (first + lane) % (16 * self.tiles)
+            row_tile = row_block * self.row_tiles + warp + row // 16 * self.mma_warps
+            at = cutlass.min(row_tile, row_tiles - 1) * 16 + row % 16
+            index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
+            index += scale_rows * (at - index)
+            of_rows.append(ptx.load_global_float(of_expert + Int64(index) * 4))
+        of_tokens = []
+        for first in range(0, self.token_block if self.row_weighted else 0, 32):
+            token = start + cutlass.min(first + lane, count - 1)
+            of_tokens.append(ptx.load_global_float(row_weight + Int64(token) * 4))
+        return of_rows, of_tokens
+
+    def _factors_among(self, of_rows: Value, lane: Value) -> list[Value]:
+        """Global scale times 2^7 of the lane's two rows of each tile."""
+        factors = []
+        for h in range(self.tiles):
+            rows = [h % 2 * 16 + half * 8 + lane // 4 for half in range(2)]
+            both = [cute.arch.shuffle_sync(of_rows[h // 2], row) for row in rows]
+            factors.append([one * Float32(128.0) for one in both])
+        return factors
+
+    def _weights_among(self, of_tokens: Value, lane: Value) -> list[Value]:
+        """What two tokens of each tile of 8 weigh, the lane's."""
+        count = self.token_block // 8 if self.row_weighted else 0
+        lanes = [[n % 4 * 8 + lane % 4 * 2 + i for i in range(2)] for n in range(count)]
+        return [
+            [cute.arch.shuffle_sync(of_tokens[n // 4], one) for one in two]
+            for n, two in enumerate(lanes)
+        ]
 
     @cute.jit
     def _copy(
         self, atoms: Value, wholes: Value, rooms: Value, ring: Value, walk: Value, sizes: Value
     ) -> None:
-        """A warp keeps the ring full, tile after tile, and says in a slot which tile it is."""
+        """A warp keeps the ring full, tile after tile, and says in a slot which tile it is.
+
+        After the last one comes a stage of nothing, whose tile has no rows.
+        """
         shared_x, weights_at = rooms
         full_at, full, empty, slots = ring
-        tile, stride, order, lane = walk
+        first, stride, counter, order, lane = walk
         steps, row_tiles = sizes
         stage, parity, slot = Int32(0), Int32(1), slots
+        tile = self._following(first - stride, stride, counter, lane)
         boxes = self.token_block // self.box  # of a block of 64 columns
         room = self._x_stages(shared_x)
         while tile < self._total(order):
@@ -358,7 +413,22 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 if stage == self.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
-            tile += stride
+            tile = self._following(tile, stride, counter, lane)
+        ptx.wait(empty + Uint32(stage * 8), parity)
+        if lane == 0:
+            ptx.store_shared4(slot, [Uint32(0)] * 4)
+            ptx.arrive(full + Uint32(stage * 8))
+
+    @cute.jit
+    def _following(self, tile: Value, stride: Value, counter: Value, lane: Value) -> Value:
+        """The tile that the block takes after one."""
+        following = tile + stride
+        if counter != 0:
+            taken = Int32(0)
+            if lane == 0:
+                taken = Int32(ptx.take_number(counter))
+            following = cute.arch.shuffle_sync(taken, 0)
+        return following
 
     def _room_for_scales(self, smem: Value) -> Value:
         """Where warps leave what their lanes share of expanded scales: nowhere."""
@@ -426,18 +496,12 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
         return find_tile(tile, order, self.token_block)
 
-    def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
-        """Outputs of SwiGLU, two tokens of each tile of 8, times what their tokens weigh."""
+    def _weighted(self, values: Value, places: Value, first: int) -> Value:
+        """As there."""
         if not self.row_weighted:
             return values
-        weighted = []
-        for n, pair in enumerate(values):
-            row = []
-            for i, value in enumerate(pair):
-                token = cutlass.min(begin + (n * 8 + i), tokens - 1)
-                row.append(value * ptx.load_global_float(places[4] + Int64(token) * 4))
-            weighted.append(row)
-        return weighted
+        each = zip(values, places[4][first : first + len(values)], strict=True)
+        return [[value * weight for value, weight in zip(*two, strict=True)] for two in each]
 
     @cute.jit
     def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
@@ -445,8 +509,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         token, row, rows = where
         if cutlass.const_expr(self.quantized_out):
             # Of a line that is not there, what another lane has.
-            words, scale = ptx.load_shared(at, 4), ptx.load_global_float(places[6])
+            words, scale = self._eight(at), ptx.load_global_float(places[6])
             store_coded(words, (places[2], places[5], scale), where, there)
         elif there:
-            words = ptx.load_shared(at, 4)
+            words = self._eight(at)
             ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)

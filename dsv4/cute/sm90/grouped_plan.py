@@ -35,6 +35,8 @@ SLOTS = 14  # of what tiles are, more than there are stages
 # more rows than those for far fewer do.
 _SHARED_FROM, _FAR, _WHOLE_FROM = 0.5, 5.0, 144.0
 _FAR_FEWER = (16, 32, 64)
+# Rows on average from which blocks take tiles as they are done, up to ``_WHOLE_FROM``.
+_COUNTED_FROM = 48.0
 EVERY = 2**31 - 1
 _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 16 * SLOTS
 
@@ -99,7 +101,9 @@ class GroupedPlan(ManyPlan):
         most = self.tiles * self.token_block == 256
         spills = most and (self.float32_out or (self.row_scaled and self.tiles == 4))
         whole = self.tiles > 1 and self.tiles * self.depth % 4 == 0
-        return self.warpgroups == 2 and whole and not spills
+        # Of three warpgroups the assembler follows one loop alone.
+        fits = self.warpgroups == 2 or (self.warpgroups == 3 and not self.narrow)
+        return fits and whole and not spills
 
     @property
     def scale_room_bytes(self) -> int:
@@ -232,6 +236,9 @@ _LADDER = _Ladder(
     _HEAVY,
     (_HEAVY[1], *_WIDEST),
 )
+# Where rows have no scales, registers hold more: shared scales of three warpgroups, more sums.
+_UNSCALED = {72: _Shape(72, (), 3, 2), 80: _Shape(80, (), 3, 2), 144: _Shape(144, (136,), 2, 2)}
+_LADDER_UNSCALED = _LADDER._replace(steps=dict(sorted({**_LADDER.steps, **_UNSCALED}.items())))
 # Where storing float32 results, or coding them, takes more registers.
 _LADDER_OF_MORE = _LADDER._replace(
     steps={
@@ -262,7 +269,9 @@ _LADDER_SCALED = _Ladder(
 def _ladder(wanted: Experts) -> _Ladder:
     if wanted.row_scaled and wanted.swiglu:
         return _LADDER_SCALED
-    return _LADDER_OF_MORE if wanted.float32_out or wanted.quantized_out else _LADDER
+    if wanted.float32_out or wanted.quantized_out:
+        return _LADDER_OF_MORE
+    return _LADDER if wanted.row_scaled else _LADDER_UNSCALED
 
 
 class Share(NamedTuple):
@@ -313,6 +322,14 @@ def _shares(wanted: Experts, tokens: int, arch: str) -> tuple[Share, ...]:
     else:
         plan = _plan(wanted, ladder.above[above > 16])
     return (Share(plan, above, EVERY), *reversed(found))
+
+
+def counts_tiles(wanted: Experts, tokens: int) -> bool:
+    """Whether blocks take tiles as they are done, by counters, not every so many.
+
+    Where there are many launches, blocks begin at times that differ by whole tiles.
+    """
+    return _COUNTED_FROM < counted_as(tokens) / wanted.experts <= _WHOLE_FROM
 
 
 def _steps(mean: float, far: float, ladder: _Ladder) -> list[int]:

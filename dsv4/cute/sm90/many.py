@@ -33,7 +33,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute import _ptx as ptx
 from dsv4.cute._tiles import place
-from dsv4.cute._turning import turn
+from dsv4.cute._turning import outputs_in_order, turn, turn_outputs
 from dsv4.cute.sm90._activate import activated, output_row
 from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
@@ -688,9 +688,11 @@ class ManyKernel(ManyPlan):
         begin = token_tile * self.token_block
         if cutlass.const_expr(self.blocks > 1):
             begin += rank * (self.own_tiles * 8)
-        if cute.arch.vote_any_sync(self._any_infinite(fragments)):
-            flags = self._infinite(x, begin, (tokens, token_stride, k_blocks), lane)
-            fragments = self._without(fragments, flags, lane)
+        # SwiGLU of what is infinite is NaN whatever the input held.
+        if cutlass.const_expr(not self.swiglu):  # noqa: SIM102 - one is known to the compiler
+            if cute.arch.vote_any_sync(self._any_infinite(fragments)):
+                flags = self._infinite(x, begin, (tokens, token_stride, k_blocks), lane)
+                fragments = self._without(fragments, flags, lane)
         for chunk in cutlass.range_constexpr(0, self.own_tiles, self.turned_tiles):
             start, count = begin + chunk * 8, min(self.turned_tiles, self.own_tiles - chunk)
             scale = self._token_factors(token_scale, start + lane % 4 * 2, count, tokens, groups)
@@ -703,7 +705,7 @@ class ManyKernel(ManyPlan):
             ]
             if cutlass.const_expr(self.swiglu):
                 values = [activated(four, limit, lane) for four in values]
-                values = self._weighted(values, places, start + lane % 4 * 2, tokens)
+                values = self._weighted(values, places, chunk)
             if cutlass.const_expr(self.float32_out):
                 self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
             else:
@@ -714,8 +716,8 @@ class ManyKernel(ManyPlan):
                     (tokens, row_tiles, h * self._turns + chunk // self.turned_tiles),
                 )
 
-    def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
-        """Outputs of SwiGLU, two tokens of each tile of 8, times what their tokens weigh."""
+    def _weighted(self, values: Value, places: Value, first: int) -> Value:
+        """Outputs of SwiGLU, from that tile of 8 tokens on, times what their tokens weigh."""
         return values
 
     @property
@@ -725,12 +727,15 @@ class ManyKernel(ManyPlan):
 
     @cute.jit
     def _any_infinite(self, fragments: Value) -> Value:
-        """Whether one of the lane's sums is infinite."""
-        strange = cutlass.Boolean(False)
-        for four in fragments:
-            for value in four:
-                strange = strange | (ptx.absolute(value) == Float32(_INFINITY))
-        return strange
+        """Whether one of the lane's sums is infinite.
+
+        By the largest, in four chains: that waits less than for a predicate after the other.
+        """
+        most = [ptx.absolute(value) for value in fragments[0]]
+        for four in fragments[1:]:
+            most = [ptx.maximum(one, ptx.absolute(v)) for one, v in zip(most, four, strict=True)]
+        most = [ptx.maximum(*two) for two in zip(most[:2], most[2:], strict=True)]
+        return ptx.maximum(*most) == Float32(_INFINITY)
 
     @cute.jit
     def _token_factors(
@@ -802,8 +807,11 @@ class ManyKernel(ManyPlan):
         # Of two rooms, the one before last has been read when all have written to the last.
         if cutlass.const_expr(self.rooms == 1 or turns == 0):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-        for n in cutlass.range_constexpr(count):
-            turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
+        if cutlass.const_expr(self.swiglu):
+            turn_outputs(values, room, LINE, warp % 4, lane)
+        else:
+            for n in cutlass.range_constexpr(count):
+                turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         vectors = self.tile_outputs * 4 // 8  # of 8 results, of a line
         for i in cutlass.range_constexpr(-(-count * 8 * vectors // 128)):
@@ -818,10 +826,15 @@ class ManyKernel(ManyPlan):
             at = room + Uint32(line * LINE + vector * 16)
             self._write_eight(at, places, (token, row, rows), there)
 
+    def _eight(self, at: Value) -> Value:
+        """Eight results of a token, in order."""
+        words = ptx.load_shared(at, 4)
+        return outputs_in_order(words) if self.swiglu else words
+
     @cute.jit
     def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
         """Eight results of a token from shared memory, if they are there; all lanes together."""
         token, row, rows = where
         if there:
-            words = ptx.load_shared(at, 4)
+            words = self._eight(at)
             ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)
