@@ -503,7 +503,7 @@ class TestKernel:
         scale = torch.tensor([1.0, 1.3, 1.999], dtype=torch.float64).mul(2.0**exponent)
         check_codes(x, weight, offsets, None, scale.float().cuda(), row_weight=row_weight)
 
-    @pytest.mark.parametrize("tokens", [12, 400])
+    @pytest.mark.parametrize("tokens", [12, 400, 1000])
     def test_one_graph_serves_any_routing(self, tokens):
         weight = weights_of(0, 16, 512, 512, "cuda", "rows")
         x, offsets = sorted_rows(0, [tokens] + [0] * 15, 0, 512, "cuda")
