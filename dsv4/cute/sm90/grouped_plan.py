@@ -121,6 +121,11 @@ class GroupedPlan(ManyPlan):
         return math.gcd(*self.sizes)
 
     @property
+    def piece(self) -> int:
+        """As there."""
+        return 2
+
+    @property
     def rooms(self) -> int:
         """As there; one, so that there is room for stages."""
         return 1

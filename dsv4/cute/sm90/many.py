@@ -8,11 +8,11 @@
 * That warp asks for the weights of the first stages before the kernel before has ended, for X after
   it. Another one has the first columns of X, and global scales, brought to the level-2 cache.
 * Two to four warpgroups multiply. A warp has one tile of 16 rows or two, which share what waiting
-  and addresses cost. It expands 32 columns while the tensor cores multiply the ones before: two
-  sets of left operands, used in turn.
+  and addresses cost. It expands 32 or 64 columns while the tensor cores multiply the ones before:
+  two sets of left operands, used in turn.
 * Or the blocks of a cluster share K, for one tile, some maybe a stage more than others. Each writes
-  its sums of some tokens to the block that owns these, where stages have been, and that adds them,
-  ranks in ascending order.
+  its sums of some tokens to the block that owns these, to a room for them or, where that would
+  leave too few stages, where stages have been, and that adds them, ranks in ascending order.
 * Results are turned in shared memory, so that lines of 128 bytes are stored.
 
 The bits of a token depend on the plan, not on the other tokens. A result that is infinite is looked
@@ -40,7 +40,7 @@ from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
 CODE_BYTES, SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
-PIECE = 2  # steps of 16 columns that are multiplied at a time
+PIECE = 2  # as ``ManyPlan.piece``, of routed experts
 _READY, _BEHIND, _ALL = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
@@ -247,6 +247,9 @@ class ManyKernel(ManyPlan):
         )
         weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
         turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        room = Uint32(shared_x.iterator.toint())
+        if cutlass.const_expr(self.apart):
+            room = Uint32(smem.allocate_array(cutlass.Uint8, self.apart_bytes).toint())
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages + 2)
         full = Uint32(full_at.toint())
         empty = full + 8 * self.stages
@@ -286,7 +289,7 @@ class ManyKernel(ManyPlan):
             slice_ = mma.get_slice(thread)
             shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * PIECE))
+            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * self.piece))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             product = (*self._products(mma, sums, shared_x, thread)[0], left, words)
@@ -319,7 +322,7 @@ class ManyKernel(ManyPlan):
                 self._release(empty, before, lane)
                 group = row_block // group_blocks
                 self._store_each(
-                    (self._gathered(sums, shared_x, gather, (rank, thread)), own, factors),
+                    (self._gathered(sums, room, gather, (rank, thread)), own, factors),
                     (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
                     (token_tile, warp, lane, thread, rank),
                     # Tokens after those of the tile are another's.
@@ -490,7 +493,20 @@ class ManyKernel(ManyPlan):
                 ptx.expect_bytes(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
 
     @cute.jit
-    def _gathered(self, sums: Value, shared_x: Value, gather: Value, who: Value) -> Value:
+    def _wait_for_room(self, gather: Value, thread: Value) -> None:
+        """Until sums may be sent to the other blocks."""
+        if cutlass.const_expr(self.apart):
+            self._wait_cluster()
+        else:
+            # When all warps of all blocks have read their last stage, sums may lie there.
+            cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
+            self._wait_cluster()
+            if thread < self.blocks:
+                ptx.arrive_remote(ptx.remote(gather + Uint32(8), Int32(thread)))
+            ptx.wait(gather + Uint32(8), Int32(0))
+
+    @cute.jit
+    def _gathered(self, sums: Value, room: Value, gather: Value, who: Value) -> Value:
         """The block's share of the sums: of each tile of rows, four values per 8 tokens."""
         count = self.token_block // 8
         if cutlass.const_expr(self.blocks == 1):
@@ -498,13 +514,8 @@ class ManyKernel(ManyPlan):
         rank, thread = who
         line = 16 * 32 * self.mma_warps
         part = self.own_tiles * self.tiles * line
-        room = Uint32(shared_x.iterator.toint()) + Uint32(thread * 16)
-        # When all warps of all blocks have read their last stage, sums may lie where stages did.
-        cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
-        self._wait_cluster()
-        if thread < self.blocks:
-            ptx.arrive_remote(ptx.remote(gather + Uint32(8), Int32(thread)))
-        ptx.wait(gather + Uint32(8), Int32(0))
+        room += Uint32(thread * 16)
+        self._wait_for_room(gather, thread)
         mine = room + Uint32(rank * part)
         for owner in cutlass.range_constexpr(self.blocks):
             first, end = owner * self.own_tiles, min((owner + 1) * self.own_tiles, count)
@@ -594,14 +605,14 @@ class ManyKernel(ManyPlan):
             if following == self.stages:
                 following = Int32(0)
                 later = parity ^ 1
-            for piece in cutlass.range_constexpr(4 * self.depth // PIECE):
-                u, start = piece * PIECE // 4, piece * PIECE % 4
+            for piece in cutlass.range_constexpr(4 * self.depth // self.piece):
+                u, start = divmod(piece * self.piece, 4)
                 for h in cutlass.range_constexpr(self.tiles):
                     turn = (piece * self.tiles + h) % 2
                     place = u % self.ahead * self.tiles + h
                     self._expand_some(words[turn], ahead[place], start, sixteen)
                     warpgroup.fence()
-                    for k in cutlass.range_constexpr(PIECE):
+                    for k in cutlass.range_constexpr(self.piece):
                         cute.gemm(
                             mma,
                             sums[h],
@@ -610,7 +621,7 @@ class ManyKernel(ManyPlan):
                             sums[h],
                         )
                     warpgroup.commit_group()
-                    if cutlass.const_expr(start + PIECE == 4):
+                    if cutlass.const_expr(start + self.piece == 4):
                         # Of the block of 64 columns so many further on, maybe the next stage's.
                         if cutlass.const_expr(u + self.ahead == self.depth and h == 0):  # noqa: SIM102
                             if not (is_last and step + 1 == steps):
@@ -652,7 +663,7 @@ class ManyKernel(ManyPlan):
 
     def _expand_some(self, words: Value, loaded: list[Value], start: int, sixteen: Value) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
-        for k in range(PIECE):
+        for k in range(self.piece):
             both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
             for i, word in enumerate(fragment(loaded[start + k], both)):
                 words[k * 4 + i] = word

@@ -12,22 +12,18 @@ _PRIMED_BYTES = 36 * 1024
 # Of a thread that multiplies, and of one that copies, by warpgroups.
 _REGISTERS = {2: 232, 3: 152, 4: 112}
 _COPY_REGISTERS = {2: 40, 3: 40, 4: 32}
-_RESIDENT = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}  # clusters on an H200, by blocks
+_PROCESSORS = 132
+_RESIDENT = {1: _PROCESSORS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}  # clusters on an H200, by blocks
 LINE = 144  # bytes from one token's 64 rows to the next where results are turned, padded
-# Tokens of a tile, warpgroups, tiles of 16 rows of a warp, and blocks of 64 columns of a stage:
+# Warpgroups, tiles of 16 rows of a warp, blocks of 64 columns of a stage, and tokens of a tile:
 # those that are the fastest somewhere.
 _SHAPES = (
-    (32, 2, 1, 2),
-    (32, 2, 2, 2),
-    (32, 4, 2, 2),
-    (64, 2, 1, 2),
-    (64, 4, 1, 2),
-    (96, 2, 1, 2),
-    (128, 2, 1, 2),
-    (128, 2, 2, 2),
-    (128, 3, 1, 2),
-    (192, 2, 1, 1),
-    (256, 2, 1, 1),
+    (2, 1, 2, (32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144)),
+    (2, 1, 1, (152, 160, 176, 192, 208, 224, 240, 256)),
+    (2, 2, 2, (128,)),
+    (3, 1, 2, (80, 96, 112, 128)),
+    (4, 1, 2, (32, 48, 64, 96)),
+    (4, 2, 2, (32, 64)),
 )
 
 
@@ -89,6 +85,17 @@ class ManyPlan:
         return self.depth if self.tiles == 1 else 1
 
     @property
+    def piece(self) -> int:
+        """Steps of 16 columns that are expanded, and then multiplied, at a time: 2 or 4.
+
+        With 4 a warp waits half as often, and has twice the registers of operands. With more tokens
+        the tensor cores are the bound.
+        """
+        few = self.token_block <= 32 and not (self.float32_out and self.row_scaled)
+        fits = self.warpgroups < 4 or self.tiles == 1 or few
+        return 4 if self.depth == 2 and self.token_block <= 96 and fits else 2
+
+    @property
     def x_bytes(self) -> int:
         """Bytes of 64 columns of a tile's X."""
         return self.token_block * 128
@@ -120,6 +127,15 @@ class ManyPlan:
         return self.blocks * own * 8 * self.rows * 4
 
     @property
+    def apart(self) -> bool:
+        """Whether these sums have a room of their own: if enough stages are left beside it.
+
+        Else they lie where stages have been, and are sent when all blocks have read these.
+        """
+        least = 3 if self.warpgroups == 2 else 4
+        return self.blocks > 1 and self._stages_in(self.exchanged_bytes) >= least
+
+    @property
     def beside_bytes(self) -> int:
         """Shared memory beside stages and results: barriers of sums that blocks exchange."""
         return 16
@@ -142,9 +158,18 @@ class ManyPlan:
 
     @property
     def stages(self) -> int:
-        """Stages of X and the weights; sums of other blocks lie in the same room afterwards."""
-        room = _SHARED_ROOM - 1024 - self.turned_bytes - self.beside_bytes
+        """Stages of X and the weights."""
+        return self._stages_in(self.apart_bytes)
+
+    def _stages_in(self, taken: int) -> int:
+        """Stages that fit beside so many bytes and what every configuration has."""
+        room = _SHARED_ROOM - 1024 - self.turned_bytes - self.beside_bytes - taken
         return min(_MOST_STAGES, room // self.stage_bytes)
+
+    @property
+    def apart_bytes(self) -> int:
+        """Room for other blocks' sums beside the stages."""
+        return self.exchanged_bytes if self.apart else 0
 
     @property
     def primed(self) -> int:
@@ -177,7 +202,8 @@ class ManyPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; 1024 to begin at a multiple of it."""
-        return 1024 + self.stages * self.stage_bytes + self.turned_bytes + self.beside_bytes
+        stages = self.stages * self.stage_bytes
+        return 1024 + stages + self.turned_bytes + self.beside_bytes + self.apart_bytes
 
 
 def many_plan(
@@ -216,16 +242,19 @@ def candidates(
     """Every configuration that can multiply; arguments as in ``many_plan``."""
     if columns % 128:
         return
-    for shape, blocks in itertools.product(_SHAPES, _RESIDENT):
-        token_block, warpgroups, tiles, depth = shape
+    shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
+    for (warpgroups, tiles, depth, token_block), blocks in itertools.product(shapes, _RESIDENT):
         plan = ManyPlan(
             token_block, warpgroups, blocks, depth, float32_out, row_scaled, tiles=tiles
         )
         whole = rows == group_rows or group_rows % plan.rows == 0
         steps = columns // 64 // depth
-        if not whole or steps < blocks or token_block > 2 * max(tokens, 16):
+        # What registers do not hold beside the sums.
+        spills = plan.rows == 512 and token_block > 32 and (float32_out or row_scaled)
+        if spills or not whole or steps < blocks or token_block > 2 * max(tokens, 16):
             continue
-        if blocks == 1 or plan.exchanged_bytes <= plan.stages * (plan.stage_bytes - 16):
+        stages = plan.stages * (plan.stage_bytes - 16)
+        if blocks == 1 or plan.apart or plan.exchanged_bytes <= stages:
             yield plan
 
 
@@ -236,14 +265,18 @@ def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> fl
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
     rounds = -(-tiles // _RESIDENT[plan.blocks])
-    steps = -(-columns // 64 // plan.blocks)
+    steps = -(-columns // 64 // plan.depth // plan.blocks) * plan.depth
     results = plan.token_block * plan.rows / 64
-    tile = 1470 + steps * step_cycles(plan, min(1.0, tiles * plan.blocks / 132)) + 9.19 * results
-    tile += 1900 * (plan.tiles - 1)
+    active = min(1.0, tiles * plan.blocks / _PROCESSORS)
+    # More warpgroups hide more of a tile's start and end.
+    ends = (706 + 4.09 * results / plan.blocks) * (2 / plan.warpgroups) ** 0.53
+    tile = ends + steps * step_cycles(plan, active) + 318 * (plan.tiles - 1)
+    tile += 25.5 * results * (plan.blocks - 1) / plan.blocks
+    cycles = 1250 + rounds * tile
     if plan.blocks > 1:
-        tile += 640 + 12.3 * results * (plan.blocks - 1) / plan.blocks + 5470
-        return 9100 - 5470 + rounds * tile
-    return 9100 + rounds * tile
+        cycles += 6470 * (rounds - 1)
+    # The next kernel's blocks begin beside this one's, if they find a processor that is free.
+    return cycles - 1350 if 2 * tiles * plan.blocks <= _PROCESSORS else cycles
 
 
 def step_cycles(plan: ManyPlan, active: float) -> float:
@@ -258,8 +291,9 @@ def step_cycles(plan: ManyPlan, active: float) -> float:
     """
     units = plan.rows // 64
     busy = max(
-        units * (107 + 1.14 * plan.token_block),
-        units * 2.08 * plan.token_block,
-        280 + 1.59 * plan.token_block,
+        units * (103 + 1.19 * plan.token_block),
+        units * 2.1 * plan.token_block,
+        257 + 1.47 * plan.token_block,
     )
-    return busy + active * (0.00415 * plan.x_bytes + 0.00376 * 36 * plan.rows)
+    busy += 13.9 * (2 - plan.depth)  # what a stage costs, spread over its blocks
+    return busy + active * (0.00221 * plan.x_bytes + 0.0146 * 36 * plan.rows)
