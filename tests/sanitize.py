@@ -20,7 +20,7 @@ from dsv4.bench.problem import Draw
 from dsv4.cute._driver import Kernel
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.ops.indexer import indexer_select
-from tests.test_indexer_cute import Coded, apart
+from tests.test_indexer_cute import Coded, apart, chosen, rows_of
 
 SIZES = (
     ("tiny", 1),
@@ -72,12 +72,17 @@ def long_rows() -> int:
     """Select from rows of MXFP4 keys that no case of the bench has, scales far apart in half."""
     index_scores_plan._MANY = 0
     for share in (0.0, 0.02):
-        for entries in (9000, 16500):
-            case = Coded(2, entries, 0, device="cuda")
+        for tokens, entries in ((2, 9000), (2, 16500), (140, 300)):
+            case = Coded(tokens, entries, 0, device="cuda")
             apart(case, share)
-            indexer_select(**case.arguments(512), backend="cute")
+            indexer_select(**case.arguments(256), backend="cute")
+    # Rows that eight and four blocks share, and one has.
+    for tokens, group in ((1, 16), (16, 16), (2, 8), (31, 8)):
+        for kind in ("normal", "blocks"):
+            scores = rows_of(kind, 0, tokens, 20000).cuda()
+            chosen(scores, torch.full((tokens,), 19999), 512, group)
     torch.cuda.synchronize()
-    return 4
+    return 14
 
 
 def sizes_of(text: str) -> list[tuple[str, int]]:

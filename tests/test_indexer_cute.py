@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.cute.sm90 import index_scores_plan
-from dsv4.cute.sm90.index_choice_plan import ChoicePlan, is_long
-from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
+from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
+from dsv4.cute.sm90.index_scores_plan import multiplies, plans
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, QuantizedTensor
 from dsv4.ops.indexer import indexer_select
@@ -56,34 +56,46 @@ def wide(x, multiple):
     return torch.nn.functional.pad(x, (0, -x.shape[1] % multiple), value=-1)
 
 
+def chosen(scores, visible, k, group):
+    """What the kernel chooses of ``scores`` on a GPU; what is not visible is garbage to it."""
+    from dsv4.cute.indexer import choose
+
+    (tokens, width), visible = scores.shape, visible.to(scores.device)
+    shown = torch.arange(width, device=scores.device) < visible.unsqueeze(1)
+    keys = torch.where(shown, keys_of(scores), -1)
+    maxima = keys.new_empty(tokens, 4)
+    if group:
+        signed = torch.where(shown, keys ^ -0x80000000, -(2**31))
+        padded = torch.nn.functional.pad(signed, (0, -width % group), value=-(2**31))
+        maxima = wide(padded.unflatten(1, (-1, group)).amax(-1) ^ -0x80000000, 4)
+    out = torch.full((tokens, k), -7, device=scores.device)
+    choose(wide(keys, 4), maxima, visible, out, width, group)
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(
-    st.sampled_from([9000, 16385, 32768, 70001, 262144]),
+    st.sampled_from(
+        [(4, 9000), (4, 16385), (16, 32768), (31, 32768), (65, 20000), (5, 70001), (4, 262144)]
+    ),
     st.sampled_from([1, 37, 512, 1024]),
     st.sampled_from([0, 8, 16]),
     st.sampled_from([torch.int32, torch.int64]),
     seeds(),
 )
-def test_a_choice_is_what_a_sort_takes(kind, width, k, group, dtype, seed):
-    """Of as many as are visible, whatever lies behind them; the first of equal ones."""
-    from dsv4.cute.indexer import choose
+def test_a_choice_is_what_a_sort_takes(kind, shape, k, group, dtype, seed):
+    """Of as many as are visible, whatever lies behind them; the first of equal ones.
 
-    device = torch.device("cuda")
-    scores = rows_of(kind, seed, 4, width).to(device)
-    visible = torch.randint(0, width + 1, (4,), generator=generator(seed + 1))
+    Rows are as many as one block, four or eight have each.
+    """
+    tokens, width = shape
+    scores = rows_of(kind, seed, tokens, width).cuda()
+    visible = torch.randint(0, width + 1, (tokens,), generator=generator(seed + 1))
     visible[0], visible[1] = width, min(width, k + seed % 3)
-    shown = torch.arange(width, device=device) < visible.to(device).unsqueeze(1)
-    keys = torch.where(shown, keys_of(scores), -1)
-    maxima = keys.new_empty(4, 4)
-    if group:
-        signed = torch.where(shown, keys ^ -0x80000000, -(2**31))
-        padded = torch.nn.functional.pad(signed, (0, -width % group), value=-(2**31))
-        maxima = wide(padded.unflatten(1, (-1, group)).amax(-1) ^ -0x80000000, 4)
-    out = torch.full((4, k), -7, device=device)
-    choose(wide(keys, 4), maxima, visible.to(dtype).to(device), out, width, group)
-    for t in range(4):
+    out = chosen(scores, visible.to(dtype), k, group)
+    for t in range(tokens):
         order = scores[t, : visible[t]].sort(descending=True, stable=True).indices
         best = order[:k].sort().values
         assert_bitwise(out[t, : best.numel()], best)
@@ -200,6 +212,7 @@ def check_scores(case, tokens):
     seeds(),
 )
 @example(3, 640, 64, 64, 0.0, 0)
+@example(140, 300, 64, 64, 0.02, 1)
 def test_scores_of_integers(tokens, entries, heads, page, share, seed):
     case = Coded(tokens, entries, seed, heads, page, "cuda")
     case.visible = torch.randint(2, max(3, entries + 1), (tokens,), generator=case.gen)
@@ -301,7 +314,14 @@ def test_which_rows_are_long():
     assert not is_long(1 << 20, 1025)
 
 
-@pytest.mark.parametrize("plan", [ChoicePlan(8), ChoicePlan(16), *map(ScoresPlan, (0, 8, 16))])
+def test_few_rows_are_shared_by_blocks():
+    """By as many as the GPU has room for; each of the tests of a choice has some of them."""
+    found = [choice_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
+    assert [plan.blocks for plan in found] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
+    assert set(plans()) >= {*found, choice_plan(1, 0)}
+
+
+@pytest.mark.parametrize("plan", plans(), ids=repr)
 def test_kernels_compile(plan, tmp_path):
     """Without a stack, and with registers for as many blocks as they count on."""
     pytest.importorskip("cutlass")
@@ -318,7 +338,7 @@ def test_kernels_compile(plan, tmp_path):
 
 
 def test_sums_are_subnormal():
-    """A sum of integers at its largest; its product with a weight is not."""
+    """A sum of integers at its largest; as it counts it is at most 1 and not subnormal."""
     pytest.importorskip("cutlass")
     from dsv4.cute.sm90 import index_scores as kernel
 
@@ -327,7 +347,11 @@ def test_sums_are_subnormal():
     assert largest < 1 << 23
     sums = torch.tensor([1, largest], dtype=torch.int32).view(torch.float32).double()
     assert sums.tolist() == [2.0**-149, largest * 2.0**-149]
-    assert sums[0] * kernel._WEIGHT / 2 >= torch.finfo(torch.float32).tiny
+    counted = sums * 2.0**127
+    assert counted.tolist() == [kernel._UNIT, largest * kernel._UNIT]
+    assert counted[1] <= 1
+    negative = torch.tensor([-1, -largest], dtype=torch.int32).view(torch.float32)
+    assert bool(negative.isnan().all())
 
 
 def test_a_further_step_takes_the_middle_away():

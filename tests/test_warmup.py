@@ -245,7 +245,7 @@ HEADS = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
 class TestIndexer:
     def test_the_published_models_have_it(self):
         plans = index_scores_plan.plans()
-        assert len(plans) == len(set(plans)) == 5
+        assert len(plans) == len(set(plans)) == 12
         for config in (dsv4.ModelConfig.flash(), dsv4.ModelConfig.pro()):
             assert _warmup.indexers(config) == [_warmup.Indexer()]
             found = kernel_plans(_warmup.every_call(config), 64)

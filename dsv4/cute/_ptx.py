@@ -148,6 +148,11 @@ def multiply_add(a: Value, b: Value, c: Value) -> Value:
     return assembly("mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], [a, b, c])
 
 
+def high_product(a: Value, b: Value) -> Value:
+    """The upper 32 bits of a product."""
+    return assembly("mul.hi.u32 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])
+
+
 def rotated(word: Value, bits: int) -> Value:
     """The word rotated to the right."""
     return assembly(f"shf.r.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {bits};", [Uint32], [word])
@@ -218,6 +223,16 @@ def store_remote4(address: Value, values: Sequence[Value], barrier: Value, offse
         (),
         [address, *values, barrier],
     )
+
+
+def store_cluster4(address: Value, words: Sequence[Value]) -> None:
+    """Four 32-bit words to a cluster-wide address of shared memory."""
+    assembly(f"st.shared::cluster.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
+
+
+def store_cluster(address: Value, word: Value) -> None:
+    """One 32-bit word to a cluster-wide address of shared memory."""
+    assembly("st.shared::cluster.u32 [{$r0}], {$r1};", (), [address, word])
 
 
 def copy_bulk(target: Value, source: Value, count: Any, barrier: Value) -> None:
@@ -713,9 +728,12 @@ def lowest_bit(low: Value, high: Value) -> Value:
 
 
 def add_positive(bits: Value, factor: Value, total: Value) -> Value:
-    """The sum of a total and a factor times an integer, if that is positive, times 2^-149."""
+    """The sum of a total and a factor times an integer, if that is positive, times 2^-22.
+
+    Bits of negative ones are those of NaN, which a saturating product makes 0.
+    """
     return assembly(
-        "{ .reg .s32 t; .reg .f32 f; max.s32 t, {$r0}, 0; mov.b32 f, t; "
+        "{ .reg .f32 f; mov.b32 f, {$r0}; mul.rn.sat.f32 f, f, 0f7F000000; "
         "fma.rn.f32 {$w0}, f, {$r1}, {$r2}; }",
         [Float32],
         [bits, factor, total],

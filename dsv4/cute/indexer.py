@@ -12,15 +12,15 @@ import torch
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters
 from dsv4.cute._launch import loaded, stream_of
-from dsv4.cute.sm90.index_choice_plan import ChoicePlan, is_long
+from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
 from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
 from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
 _CHOOSE = Parameters(*"qqqq", *"iiiiiii")
 _CHOOSE_PACKED = struct.Struct("@4q7i")
-_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii")
-_SCORE_PACKED = struct.Struct("@11q13i")
+_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii", "I")
+_SCORE_PACKED = struct.Struct("@11q13iI")
 _WHOLE = 16384  # entries up to which a row is looked at without groups
 _GROUP = 8  # entries per group, or twice as many
 _LONG = 131072  # entries from which groups are the larger ones
@@ -99,9 +99,10 @@ def choose(
         _WHOLE if group else capacity,
     )
     with torch.cuda.device(out.device):
-        kernel = loaded(ChoicePlan(group or _GROUP), HOPPER)
+        plan = choice_plan(tokens, group)
+        kernel = loaded(plan, HOPPER)
         kernel.prepare(out.device.index)
-        kernel.launch(tokens, stream_of(out.device.index), _CHOOSE, packed)
+        kernel.launch(tokens * plan.blocks, stream_of(out.device.index), _CHOOSE, packed)
 
 
 def score(
@@ -119,11 +120,15 @@ def score(
     """As ``dsv4.triton.indexer.launch_scores``, of what ``index_scores_plan.multiplies`` takes."""
     assert query_scales is not None
     tokens, heads, _ = q.shape
-    plan = ScoresPlan(group)
     query_scales = query_scales.contiguous()
-    pairs = -(-keys.capacity // _PAIR)
-    splits = max(1, plan.resident * multiprocessors(q.device) // tokens)
-    splits = min(splits if pairs < _MANY * splits else 2 * splits, pairs)
+    pairs, all_ = -(-keys.capacity // _PAIR), multiprocessors(q.device)
+    # Queries are shared where blocks that take a whole multiprocessor leave few without one.
+    shared = 10 * tokens * (all_ // tokens) >= 9 * all_
+    plan = ScoresPlan(group, 4 if shared else 1)
+    splits = max(1, plan.resident * all_ // tokens)
+    if plan.warpgroups == 1 and pairs >= _MANY * splits:
+        splits *= 2
+    splits = min(splits, -(-pairs // plan.warpgroups))
     packed = _SCORE_PACKED.pack(
         q.data_ptr(),
         query_scales.data_ptr(),
@@ -149,6 +154,8 @@ def score(
         sequences.element_size(),
         visible.element_size(),
         1 << 16,
+        # The upper half of this times twice a block's number is its token, without a division.
+        (1 << 31) // splits + 1,
     )
     with torch.cuda.device(q.device):
         kernel = loaded(plan, HOPPER)

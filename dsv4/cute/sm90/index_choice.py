@@ -25,13 +25,17 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90.index_choice_plan import CANDIDATES, ChoicePlan
+from dsv4.cute.sm90.index_choice_plan import CANDIDATES, PARTS, ChoicePlan
 
 Value = Any
-_THREADS = ChoicePlan.threads
-_WARPS = _THREADS // 32
 _APART = CANDIDATES * 4  # bytes from positions to keys
+_TOTALS = 128  # bytes of a number of each warp
 _UNKNOWN = 1 << 30  # a number of keys that reach a threshold
+
+
+def _bits(number: int) -> int:
+    """Of which power of two a number is: of integers that may be negative, quotients take more."""
+    return number.bit_length() - 1
 
 
 class ChoiceKernel(ChoicePlan):
@@ -63,7 +67,11 @@ class ChoiceKernel(ChoicePlan):
             scores, maxima, visible, out, score_stride, maxima_stride, visible_bytes, capacity, k,
             slack, direct,
         ).launch(
-            grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared_bytes, stream=stream
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            cluster=[self.blocks, 1, 1],
         )  # fmt: skip
 
     @cute.kernel
@@ -96,64 +104,85 @@ class ChoiceKernel(ChoicePlan):
             slack: By how many keys more than k a threshold may be reached.
             direct: Entries up to which a row is looked at without groups.
         """
-        thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        counts = self._room(smem, _THREADS * 4)
-        classes = self._room(smem, 2 * _THREADS * 4)
-        listed = self._room(smem, CANDIDATES * 4)
-        ids = self._room(smem, 2 * CANDIDATES * 4)
-        keys = ids + Uint32(_APART)
-        totals = self._room(smem, 2 * _WARPS * 4)
-        tops = self._room(smem, _WARPS * 8)
-        found = self._room(smem, 16)
-        lane = thread % 32
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        room = (counts, (classes, tops), totals, found, thread, lane, warp)
+        lists, room = self._rooms(smem)
+        thread = room[4]
         cute.arch.griddepcontrol_launch_dependents()
-        ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
+        self._clear(room[0], thread)
         cute.arch.griddepcontrol_wait()
         shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
         shown = cutlass.min(shown, capacity)
         row = out + Int64(token) * k * 8
         if shown <= k:
-            if thread < k:
-                value = Int64(-1)
-                if thread < shown:
-                    value = Int64(thread)
-                ptx.store_global_int64(row + Int64(thread) * 8, value)
+            self._all(row, shown, k, thread)
         else:
             start = scores + Int64(token) * score_stride * 4
-            through, vectors = Uint32(0), (shown + 3) // 4
-            least, top = Uint32(0), Uint32(0)
-            if shown > direct:
-                number = (shown + self.group - 1) // self.group
-                groups = (
-                    maxima + Int64(token) * maxima_stride * 4,
-                    Uint32(0),
-                    number,
-                    (number + 3) // 4,
-                )
-                least, top = self._least(groups, k, slack, room)
-                kept = self._gather(groups, least - 1, (listed, 0), room)
-                if kept <= CANDIDATES:
-                    through, vectors = listed, kept * (self.group // 4)
-                else:
-                    least, top = self._least((start, through, shown, vectors), k, slack, room)
+            groups = self._groups(maxima + Int64(token) * maxima_stride * 4, shown)
+            self._alone((start, shown), groups, direct, (k, slack, row), lists, room)
+
+    def _rooms(self, smem: Value) -> Value:
+        """Addresses of what is in shared memory: lists of groups and entries, and all else."""
+        thread, _, _ = cute.arch.thread_idx()
+        counts = self._room(smem, PARTS * 4)
+        classes = self._room(smem, self.classes * 4)
+        listed = self._room(smem, CANDIDATES * 4)
+        ids = self._room(smem, 2 * CANDIDATES * 4)
+        totals = self._room(smem, 2 * _TOTALS)
+        tops = self._room(smem, 2 * _TOTALS)
+        found = self._room(smem, 16)
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        room = (counts, (classes, tops), totals, found, thread, thread & 31, warp)
+        return (listed, ids), room
+
+    @cute.jit
+    def _all(self, row: Value, shown: Value, k: Value, thread: Value) -> None:
+        """Store all positions that are seen, at most k, then -1."""
+        for place in cutlass.range(thread, k, self.threads, unroll=1):
+            value = Int64(-1)
+            if place < shown:
+                value = Int64(place)
+            ptx.store_global_int64(row + Int64(place) * 8, value)
+
+    def _groups(self, start: Value, shown: Value) -> Value:
+        """The maxima of so many entries, as a source of ``_vector``."""
+        number = (shown + self.group - 1) >> _bits(self.group)
+        return start, Uint32(0), number, (number + 3) >> 2
+
+    @cute.jit
+    def _alone(
+        self, keys_of: Value, groups: Value, direct: Value, wanted: Value, lists: Value, room: Value
+    ) -> None:
+        """Choose from a row of more than k by this block."""
+        # One by one: the compiler would not see that names of nested tuples change in branches.
+        start, shown = keys_of
+        k, slack, row = wanted
+        listed, ids = lists
+        keys = ids + Uint32(_APART)
+        through, vectors = Uint32(0), (shown + 3) >> 2
+        least, top = Uint32(0), Uint32(0)
+        if shown > direct:
+            least, top = self._least(groups, k, slack, room)
+            kept = self._gather(groups, least - 1, (listed, 0), room)
+            if kept <= CANDIDATES:
+                through, vectors = listed, kept * (self.group // 4)
             else:
                 least, top = self._least((start, through, shown, vectors), k, slack, room)
-            source = (start, through, shown, vectors)
+        else:
+            least, top = self._least((start, through, shown, vectors), k, slack, room)
+        source = (start, through, shown, vectors)
+        kept = self._gather(source, least - 1, (ids, _APART), room)
+        if (kept > CANDIDATES) & (through != Uint32(0)):
+            least, top = self._least(source, k, slack, room)
             kept = self._gather(source, least - 1, (ids, _APART), room)
-            if (kept > CANDIDATES) & (through != Uint32(0)):
-                least, top = self._least(source, k, slack, room)
-                kept = self._gather(source, least - 1, (ids, _APART), room)
-            names = Uint32(0)
-            if kept <= CANDIDATES:
-                start, through, names = ptx.generic(keys), Uint32(0), ids
-                shown, vectors = kept, (kept + 3) // 4
-            source = (start, through, shown, vectors)
-            bound, wanted = self._bound(source, least, top, kept, k, room)
-            self._choose(source, bound, wanted, (row, names), room)
+        names = Uint32(0)
+        if kept <= CANDIDATES:
+            start, through, names = ptx.generic(keys), Uint32(0), ids
+            shown, vectors = kept, (kept + 3) >> 2
+        source = (start, through, shown, vectors)
+        bound, equal = self._bound(source, least, top, kept, k, room)
+        none = (Int32(0), Int32(0))
+        self._choose(source, bound, equal, (row, names, Int32(0)), none, room)
 
     def _room(self, smem: Value, size: int) -> Value:
         """Address of so many bytes of shared memory."""
@@ -164,14 +193,17 @@ class ChoiceKernel(ChoicePlan):
         """Four neighbouring keys and the position of the first; 0 where there is none.
 
         A source is an address, a list of groups in shared memory or 0, the positions there are,
-        and the number of vectors. Positions are those of the row, or of the maxima.
+        and the number of vectors. Positions are those of the row, or of the maxima. Or it is an
+        address in shared memory where all vectors are whole, which have no positions.
         """
         start, through, limit, vectors = source
+        if cutlass.const_expr(limit is None):
+            return ptx.load_shared(start + Uint32(number * 16), 4), number
         first = number * 4
         if (through != Uint32(0)) & (number < vectors):
             part = self.group // 4
-            group = ptx.load_shared_int(through + Uint32(number // part * 4))
-            first = group * self.group + number % part * 4
+            group = ptx.load_shared_int(through + Uint32((number >> _bits(part)) * 4))
+            first = group * self.group + (number & part - 1) * 4
         there = Int32(0)
         if (number < vectors) & (first < limit):
             there = limit - first
@@ -181,23 +213,29 @@ class ChoiceKernel(ChoicePlan):
     def _least(self, source: Value, k: Value, slack: Value, room: Value) -> Value:
         """A threshold above 0 that at least k keys reach, if there are so many; the highest key."""
         _, (classes, tops), _, _, thread, lane, warp = room
-        high, other = Uint32(0), Uint32(0)
-        for number in cutlass.range(thread, source[3], _THREADS, unroll=4):
+        a, b, c, d = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
+        # All that a thread has of 4096 vectors at once.
+        for number in cutlass.range(thread, source[3], self.threads, unroll=4096 // self.threads):
             four, _ = self._vector(source, number)
-            high = cutlass.max(high, cutlass.max(four[0], four[1]))
-            other = cutlass.max(other, cutlass.max(four[2], four[3]))
-        ptx.store_shared2(classes + Uint32(thread * 8), (high, other))
-        top = ptx.highest_of_warp(cutlass.max(high, other))
-        low = ptx.lowest_of_warp(cutlass.min(high, other))
+            a, b = cutlass.max(a, four[0]), cutlass.max(b, four[1])
+            c, d = cutlass.max(c, four[2]), cutlass.max(d, four[3])
+        high, other = cutlass.max(a, b), cutlass.max(c, d)
+        low = cutlass.min(high, other)
+        if cutlass.const_expr(self.classes == 4 * self.threads):
+            ptx.store_shared4(classes + Uint32(thread * 16), (a, b, c, d))
+            low = cutlass.min(cutlass.min(a, b), cutlass.min(c, d))
+        else:
+            ptx.store_shared2(classes + Uint32(thread * 8), (high, other))
+        top, low = ptx.highest_of_warp(cutlass.max(high, other)), ptx.lowest_of_warp(low)
         if lane == 0:
             ptx.store_shared2(tops + Uint32(warp * 8), (top, low))
         cute.arch.sync_threads()
-        both = ptx.load_shared(tops + Uint32(lane * 8), 2)
+        both = ptx.load_shared(tops + Uint32((lane & self.warps - 1) * 8), 2)
         top, low = ptx.highest_of_warp(both[0]), ptx.lowest_of_warp(both[1])
         reached = Int32(_UNKNOWN)
         if low > Uint32(0):
-            reached = Int32(2 * _THREADS)
-        dealt = (ptx.generic(classes), Uint32(0), Int32(2 * _THREADS), Int32(_THREADS // 2))
+            reached = Int32(self.classes)
+        dealt = (classes, None, None, Int32(self.classes // 4))
         low = cutlass.max(low, Uint32(1))
         low, _, _ = self._search(dealt, (low, top, reached), k, slack, room)
         return low, top
@@ -228,14 +266,15 @@ class ChoiceKernel(ChoicePlan):
         while (top > low) & (reached - k > slack):
             span = top - low
             shift = cutlass.max(Int32(22) - Int32(cute.arch.clz(Int32(span))), Int32(0))
-            for number in cutlass.range(thread, source[3], _THREADS, unroll=2):
+            for number in cutlass.range(thread, source[3], self.threads, unroll=2):
                 four, _ = self._vector(source, number)
                 for i in cutlass.range_constexpr(4):
                     # But for the lowest part, where equal keys mostly are: the others tell.
                     ptx.count_part(counts, four[i] - low, span, shift)
             cute.arch.sync_threads()
-            mine = ptx.load_shared_int(counts + Uint32(thread * 4))
-            ptx.store_shared_int(counts + Uint32(thread * 4), Int32(0))
+            own = self._counted(counts, thread)
+            self._clear(counts, thread)
+            mine = sum(own[1:], own[0])
             upto = mine
             for step in cutlass.range_constexpr(5):
                 more = cute.arch.shuffle_sync_down(upto, 1 << step)
@@ -244,12 +283,12 @@ class ChoiceKernel(ChoicePlan):
             if lane == 0:
                 ptx.store_shared_int(totals + Uint32(warp * 4), upto)
             cute.arch.sync_threads()
-            total = ptx.load_shared_int(totals + Uint32(lane * 4))
+            total = self._total(totals, lane)
             if lane <= warp:
                 total = Int32(0)
             upto += ptx.sum_of_warp(total) + above
             if (upto - mine < k) & (upto >= k):
-                ptx.store_shared4(found, (thread, upto - mine, upto, Int32(0)))
+                self._find(own, upto - mine, k, thread, found)
             if (thread == 0) & (upto < k):
                 ptx.store_shared4(found, (thread, upto, reached, Int32(0)))
             cute.arch.sync_threads()
@@ -258,6 +297,43 @@ class ChoiceKernel(ChoicePlan):
             top = low + cutlass.min(top - low, (Uint32(1) << Uint32(shift)) - 1)
             above, reached = Int32(four[1]), Int32(four[2])
         return low, above, reached
+
+    def _clear(self, counts: Value, thread: Value) -> None:
+        """Make a thread's counts 0."""
+        each = PARTS // self.threads
+        at = counts + Uint32(thread * (4 * each))
+        if each == 1:
+            ptx.store_shared_int(at, Int32(0))
+        elif each == 2:
+            ptx.store_shared2(at, [Uint32(0)] * 2)
+        else:
+            ptx.store_shared4(at, [Uint32(0)] * 4)
+
+    def _counted(self, counts: Value, thread: Value) -> Value:
+        """A thread's counts."""
+        each = PARTS // self.threads
+        at = counts + Uint32(thread * (4 * each))
+        if each == 1:
+            return [ptx.load_shared_int(at)]
+        return [Int32(one) for one in ptx.load_shared(at, each)]
+
+    @cute.jit
+    def _find(self, own: Value, above: Value, k: Value, thread: Value, found: Value) -> None:
+        """Store which of a thread's parts holds the k-th, and how many are above and with it."""
+        each = PARTS // self.threads
+        for i in cutlass.range_constexpr(each - 1, -1, -1):
+            upto = above + own[i]
+            if (above < k) & (upto >= k):
+                ptx.store_shared4(found, (thread * each + i, above, upto, Int32(0)))
+            above = upto
+
+    @cute.jit
+    def _total(self, totals: Value, lane: Value) -> Value:
+        """A warp's number, that of the lane; 0 if there is none."""
+        total = ptx.load_shared_int(totals + Uint32((lane & self.warps - 1) * 4))
+        if lane >= self.warps:
+            total = Int32(0)
+        return total
 
     @cute.jit
     def _upto(self, mine: Value, lane: Value) -> Value:
@@ -279,7 +355,7 @@ class ChoiceKernel(ChoicePlan):
         if lane == 31:
             ptx.store_shared_int(totals + Uint32(warp * 4), total)
         cute.arch.sync_threads()
-        total = ptx.load_shared_int(totals + Uint32(lane * 4))
+        total = self._total(totals, lane)
         less = total
         if lane >= warp:
             less = Int32(0)
@@ -295,10 +371,8 @@ class ChoiceKernel(ChoicePlan):
         names, apart = to
         _, _, totals, _, _, lane, warp = room
         kept = Int32(0)
-        # Vectors of a thread between two barriers. Four take all registers, so that a next kernel's
-        # blocks find no room beside this one; two take more steps. Rows of many are of few tokens.
-        each = self.group // 4
-        for base in cutlass.range(0, source[3], each * _THREADS, unroll=1):
+        each = self.each
+        for base in cutlass.range(0, source[3], each * self.threads, unroll=1):
             number = base + warp * (each * 32)
             keys, firsts = [Uint32(0)] * (4 * each), [Int32(0)] * each
             # A byte for each of the thread's vectors: 32 of them have at most 128 keys.
@@ -323,20 +397,23 @@ class ChoiceKernel(ChoicePlan):
                     place += Uint32(counts[i] * 4)
             kept += total
             # A warp may still read the numbers of this step while another stores the next.
-            totals = totals ^ Uint32(_WARPS * 4)
+            totals = totals ^ Uint32(_TOTALS)
         cute.arch.sync_threads()
         return kept
 
     @cute.jit
-    def _choose(self, source: Value, bound: Value, wanted: Value, to: Value, room: Value) -> None:
+    def _choose(
+        self, source: Value, bound: Value, wanted: Value, to: Value, others: Value, room: Value
+    ) -> None:
         """Store the positions of keys above the bound and of the first that equal it.
 
-        ``to``: where to, and the address of their names in shared memory, 0 if they have none.
+        ``to``: where to, the address of their names in shared memory, 0 if they have none, and the
+        position of the first name. ``others``: how many of either kind others store before them.
         """
-        row, names = to
+        row, names, origin = to
         _, _, totals, _, thread, lane, warp = room
-        above, equal = Int32(0), Int32(0)
-        for base in cutlass.range(0, source[3], _THREADS, unroll=1):
+        above, equal = others
+        for base in cutlass.range(0, source[3], self.threads, unroll=1):
             four, first = self._vector(source, base + thread)
             # 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
             flag = Int32(wanted > 0) << 16
@@ -353,8 +430,8 @@ class ChoiceKernel(ChoicePlan):
                         if names != Uint32(0):
                             name = ptx.load_shared_int(names + Uint32(name * 4))
                         place = over + cutlass.min(same, wanted)
-                        ptx.store_global_int64(row + Int64(place) * 8, Int64(name))
+                        ptx.store_global_int64(row + Int64(place) * 8, Int64(origin + name))
                     over += flags[e] & 1
                     same += flags[e] >> 16
             above, equal = above + (total & 0xFFFF), equal + (total >> 16)
-            totals = totals ^ Uint32(_WARPS * 4)
+            totals = totals ^ Uint32(_TOTALS)

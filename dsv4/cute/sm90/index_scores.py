@@ -12,13 +12,16 @@ multiplies its 16 keys again, groups with scales within 2^3 at a time, and adds 
   operand. A further step of the tensor cores takes away what 48 adds to a head's sums.
 * The tensor cores multiply a block while the codes of the next are expanded and those of the one
   after are on their way. Other warpgroups of the multiprocessor have them meanwhile.
-* The bits of a positive sum are those of a subnormal float32 number: it needs no conversion.
+* The bits of a positive sum are those of a subnormal float32 number, those of a negative one NaN: a
+  saturating product converts the one and makes the other 0, and leaves the logic pipe alone.
 * The logic pipe takes an instruction every other cycle and has most of them, so tables and
   addresses are products. Shifts are not: upper halves of products take more time.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import cutlass
@@ -37,9 +40,9 @@ _WEIGHTS = 80  # bytes of a lane's weights and a gap, so that four lanes use all
 _MIDDLE = 48  # what is added to a key's integers, at most 48 in magnitude
 _SAME = 0xF0F0F030  # four left bytes of the further step: 5, 5, 5 and 1 times _MIDDLE
 _UNITS = 24 * 5  # of a step's 32 such bytes, without those that are _MIDDLE
-_WEIGHT = 2.0**100  # by which weights are multiplied, so that products are not subnormal
-# Of sums: integers count as 2^-149 and are 2^7 times their values; weights are halved.
-_DOWN = 2.0 ** (149 - 7 + 1) / _WEIGHT
+_UNIT = 2.0**-22  # what an integer counts as in a head's sum, at most 1
+# Of sums: integers are 2^7 times their values; weights are halved.
+_DOWN = 2.0 ** (-7 + 1) / _UNIT
 
 
 class ScoresKernel(ScoresPlan):
@@ -47,7 +50,7 @@ class ScoresKernel(ScoresPlan):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        sizes = [Int32(1)] * 13
+        sizes = [Int32(1)] * 14
         return cute.compile(
             self, *[Int64(0)] * 9, *[Int64(0)] * 2, *sizes, CUstream(0), options=options
         )
@@ -79,13 +82,14 @@ class ScoresKernel(ScoresPlan):
         sequence_bytes: Int32,
         visible_bytes: Int32,
         half: Int32,
+        inverse: Int32,
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         self.kernel_(
             q, q_scales, weights, keys, table, sequences, visible, scores, maxima, token_stride,
             head_stride, page_stride, table_stride, score_stride, maxima_stride, heads, capacity, k,
-            page_shift, splits, table_bytes, sequence_bytes, visible_bytes, half,
+            page_shift, splits, table_bytes, sequence_bytes, visible_bytes, half, inverse,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -122,13 +126,18 @@ class ScoresKernel(ScoresPlan):
         sequence_bytes: Int32,
         visible_bytes: Int32,
         half: Int32,
+        inverse: Int32,
     ) -> None:
-        """A warpgroup for every (token, part)."""
+        """A block for every (token, ``splits`` of it), of whose parts each warpgroup has one."""
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
-        token, part = number // splits, number % splits
-        lane = thread % 32
-        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        token = Int32(ptx.high_product(Uint32(2 * number), Uint32(inverse)))
+        part = number - token * splits
+        if cutlass.const_expr(self.warpgroups > 1):
+            part = part * self.warpgroups + (warp >> 2)
+            warp = warp & 3
         mma, more = self._product(), self._product()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
@@ -139,15 +148,17 @@ class ScoresKernel(ScoresPlan):
             smem.allocate_tensor(Int8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for _ in range(2)
         )
-        told, plain, exponents, windows, left_bytes = (
+        told, plain, exponents, windows, left_bytes, tables = (
             Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
-            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8, 16)
+            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8, 16, 64)
         )
         cute.arch.griddepcontrol_launch_dependents()
         if thread < 2:
             ptx.store_shared_int(windows + Uint32(thread * 4), Int32(0))
         if thread < 4:
             ptx.store_shared_int(left_bytes + Uint32(thread * 4), Int32(_SAME - (1 << 32)))
+        if thread < 3:
+            ptx.store_shared4(tables + Uint32(thread * 16), self._tables(thread, Uint32(half)))
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
@@ -156,16 +167,15 @@ class ScoresKernel(ScoresPlan):
         sequence = cutlass.max(sequence, Int32(0))
         if end > k:
             pages = table + Int64(sequence) * table_stride * table_bytes
-            count = (end + _BLOCK - 1) // _BLOCK
-            first = Int64(warp * 16 + lane // 4)
-            starts = (
-                keys + first * _LINE + lane % 4 * 16,
-                keys + (Int64(_LINE) << page_shift) + first * 4,
-            )
+            count = (end + _BLOCK - 1) >> 6
+            first = warp * 16 + lane // 4
+            # Within a page.
+            starts = (first * _LINE + lane % 4 * 16, (_LINE << page_shift) + first * 4)
             # A block's codes and scales. The compiler would make shifts of products with constants.
-            sizes = (half >> 4, half >> 8)
-            where = (starts, sizes, (pages, table_bytes, page_stride), page_shift - 6, count - 1)
-            block, step = 2 * part, 2 * splits
+            sizes = (half >> 4, half >> 8, half >> 16)
+            pool = (pages, table_bytes, keys, page_stride)
+            where = (starts, sizes, pool, page_shift - 6, count - 1)
+            block, step = 2 * part, 2 * self.warpgroups * splits
             page = self._page(where, block)
             of_head = Int64(token) * heads
             asked = self._ask(
@@ -180,7 +190,7 @@ class ScoresKernel(ScoresPlan):
             weight, down = self._queries(
                 asked, (*rooms, told, plain, exponents, windows), (thread, lane), Uint32(half)
             )
-            slice_ = mma.get_slice(thread)
+            slice_ = mma.get_slice(thread % 128)
             right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, less)]
             left_shape = slice_.partition_shape_A((_BLOCK, _DIMS))
             left = [mma.make_fragment_A(left_shape) for _ in range(2)]
@@ -191,7 +201,7 @@ class ScoresKernel(ScoresPlan):
             for i, word in enumerate(ptx.load_shared(left_bytes, 4)):
                 bytes_of[i] = word
             dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
-            own = (lane, Uint32(half))
+            own = (lane, tables)
             factors, least = self._expand(lines[0], words, own)
             self._multiply((mma, more), dots, (left[0], same), right)
             words = self._fetch(where, block + 1, page)
@@ -222,7 +232,9 @@ class ScoresKernel(ScoresPlan):
                 warpgroup.wait_group(0)
                 sums += self._sums(dots, weight)
                 self._multiply((mma, more), dots, (left[0], same), right)
-                self._store(sums, [*factors, *second], to, block, (warp, lane))
+                # Likewise: or the compiler puts parts of it between the steps of the products.
+                if half != 0:
+                    self._store(sums, [*factors, *second], to, block, (warp, lane))
                 factors = following
                 block += step
             warpgroup.wait_group(0)
@@ -258,17 +270,17 @@ class ScoresKernel(ScoresPlan):
 
     def _page(self, where: Value, block: Value) -> Value:
         """The page of a block, the last one's if there is none."""
-        _, _, (pages, table_bytes, _), bits, last = where
+        _, _, (pages, table_bytes, _, _), bits, last = where
         return ptx.load_global(ptx.place(pages, cutlass.min(block, last) >> bits, table_bytes))
 
     def _fetch(self, where: Value, block: Value, page: Value) -> Value:
         """The lane's codes of two keys, four words each, and their scales."""
-        starts, sizes, (_, _, page_stride), bits, last = where
+        starts, (*sizes, one), (_, _, keys, page_stride), bits, last = where
         within = cutlass.min(block, last) & ((1 << bits) - 1)
-        page = cutlass.max(Int32(page), Int32(0))
+        start = ptx.place(keys, cutlass.max(Int32(page), Int32(0)), page_stride)
         codes, scales = (
-            ptx.place(ptx.place(start, page, page_stride), within, size)
-            for start, size in zip(starts, sizes, strict=True)
+            ptx.place(start, within * size + first, one)
+            for first, size in zip(starts, sizes, strict=True)
         )
         return [
             *ptx.load_streamed(codes, 4),
@@ -285,11 +297,12 @@ class ScoresKernel(ScoresPlan):
 
         ``line``: 16 registers: by step, half of the word, key.
         """
-        lane, half = own
+        lane, room = own
         largests, shifts = [], []
         for h in cutlass.range_constexpr(2):
             shift, largest = self._shift(words[8 + h], lane % 4)
-            tables = self._tables(shift - 1, half)
+            at = room + Uint32(cutlass.max(shift - 1, Int32(0)) * 16)
+            tables = ptx.load_shared(at, 4)
             for i in cutlass.range_constexpr(4):
                 both = ptx.codes_from_tables(words[4 * h + i], tables)
                 line[4 * i + h], line[4 * i + 2 + h] = both
@@ -302,14 +315,14 @@ class ScoresKernel(ScoresPlan):
 
         Of the codes 0 to 3 and 4 to 7, and of the same with a sign.
         """
-        factor = (half >> 16) << Uint32(cutlass.max(shift, Int32(0)))
+        factor = (half >> 16) << Uint32(shift)
         fours = (0x03020100, 0x0C080604)
         both = (*fours, *(2**32 - four for four in fours))
         return [Uint32(0x01010101 * _MIDDLE) + Uint32(four) * factor for four in both]
 
     def _some(self, words: Value) -> Value:
         """Whether a code is not zero."""
-        return ((words[0] | words[1] | words[2] | words[3]) & Uint32(0x77777777)) != Uint32(0)
+        return (functools.reduce(operator.or_, words) & Uint32(0x77777777)) != Uint32(0)
 
     def _shift(self, scales: Value, group: Value) -> Value:
         """3 less what a group's scale is below the largest, as powers of two; and the largest."""
@@ -400,7 +413,7 @@ class ScoresKernel(ScoresPlan):
                     first += ptx.maximum(totals[4 * i + c], Float32(0.0)) * pair[c]
                     second += ptx.maximum(totals[4 * i + 2 + c], Float32(0.0)) * pair[c]
         # As integers count, of keys whose largest shift is less by one.
-        down = Float32(2.0**-149)
+        down = Float32(_UNIT)
         return first * Float32(0.5) * down, second * Float32(0.5) * down
 
     @cute.jit
@@ -440,13 +453,22 @@ class ScoresKernel(ScoresPlan):
 
     @cute.jit
     def _ask(self, q: Value, q_scales: Value, weights: Value, who: Value) -> Value:
-        """Half of a head's codes for each thread, its scales and weight; zeros if there is none."""
+        """A share of a head's codes for each thread, 2 or 8 words, its scales and weight.
+
+        Zeros if there is no such head.
+        """
         heads, head_stride, thread = who
-        head, side = thread // 2, thread % 2
-        words, scales, weight = [Uint32(0)] * 8, Uint32(0), Float32(0.0)
+        sharers = self.threads // _HEADS
+        head, side = thread // sharers, thread % sharers
+        count = _LINE // 4 // sharers
+        words, scales, weight = [Uint32(0)] * count, Uint32(0), Float32(0.0)
         if head < heads:
-            place = q + head * head_stride + Int64(side * 32)
-            words = [*ptx.load_streamed(place, 4), *ptx.load_streamed(place, 4, None, 16)]
+            place, each = q + head * head_stride + Int64(side * (4 * count)), min(4, count)
+            words = [
+                word
+                for first in range(0, count, each)
+                for word in ptx.load_streamed(place, each, None, 4 * first)
+            ]
             scales = ptx.load_global(q_scales + Int64(head) * 4)
             weight = ptx.load_global_float(weights + Int64(head) * 4)
         return words, scales, weight
@@ -460,33 +482,36 @@ class ScoresKernel(ScoresPlan):
         words, scales, weight = asked
         shared, less, told, plain, exponents, windows = rooms
         thread, lane = who
-        head, side = thread // 2, thread % 2
-        total, found = Int32(0), [Uint32(0)] * 2
-        for g in cutlass.range_constexpr(2):
-            shift, largest = self._shift(scales, side * 2 + g)
-            low, high = self._pools(shift)
-            bits = self._bits(shift, self._some(words[4 * g : 4 * g + 4]))
-            found = [one | bit for one, bit in zip(found, bits, strict=True)]
-            ptx.store_shared4(
-                plain + Uint32(head * _LINE + side * 32 + g * 16), words[4 * g : 4 * g + 4]
-            )
-            for i in cutlass.range_constexpr(4):
-                both = ptx.signed_codes(words[4 * g + i], low, high, half)
-                for h in cutlass.range_constexpr(2):
-                    total = ptx.sum_of_bytes(both[h], total)
-                    chunk = (2 * i + h) ^ (head % 8)
-                    at = shared + Uint32(head * _DIMS + chunk * 16 + (side * 2 + g) * 4)
-                    ptx.store_shared_int(at, Int32(both[h]))
-        found = [ptx.any_bits_of_warp(one) for one in found]
+        sharers = self.threads // _HEADS
+        head, side = thread // sharers, thread % sharers
+        total, bits = Int32(0), [Uint32(0)] * 2
+        for n, word in enumerate(words):
+            number = side * len(words) + n
+            group = number // 4
+            if cutlass.const_expr(n % 4 == 0):
+                shift, largest = self._shift(scales, group)
+                low, high = self._pools(shift)
+                bit = self._bits(shift, self._some(words[n : n + 4]))
+                bits = [one | more for one, more in zip(bits, bit, strict=True)]
+            ptx.store_shared_int(plain + Uint32(head * _LINE + number * 4), Int32(word))
+            both = ptx.signed_codes(word, low, high, half)
+            for h in cutlass.range_constexpr(2):
+                total = ptx.sum_of_bytes(both[h], total)
+                chunk = (number % 4 * 2 + h) ^ (head % 8)
+                at = shared + Uint32(head * _DIMS + chunk * 16 + group * 4)
+                ptx.store_shared_int(at, Int32(both[h]))
+        found = [ptx.any_bits_of_warp(one) for one in bits]
         if lane == 0:
             for i in cutlass.range_constexpr(2):
                 ptx.set_shared_bits(windows + Uint32(i * 4), found[i])
-        total += cute.arch.shuffle_sync_bfly(total, 1)
+        for step in cutlass.range_constexpr(sharers.bit_length() - 1):
+            total += cute.arch.shuffle_sync_bfly(total, 1 << step)
         most, rest = self._taken_away(total)
         words = [Uint32(most & 255) * Uint32(0x01010100)] * 4
         if side == 0:
             words = [words[0] | Uint32(rest & 255), *words[1:]]
-        ptx.store_shared4(less + Uint32(head * _DIMS + (side ^ (head % 8)) * 16), words)
+        if side < 2:
+            ptx.store_shared4(less + Uint32(head * _DIMS + (side ^ (head % 8)) * 16), words)
         weight = weight * ptx.e8m0(largest)
         if side == 0:
             ptx.store_shared_float(told + Uint32(head * 4), weight)
@@ -499,7 +524,7 @@ class ScoresKernel(ScoresPlan):
             top = cutlass.max(top, (two >> 23) & 255)
         top = cutlass.min(Int32(ptx.highest_of_warp(Uint32(top))), Int32(252))
         up = ptx.float_of(Uint32(253 - top) << Uint32(23))
-        weight = weight * up * Float32(_WEIGHT)
+        weight = weight * up
         # Where the lanes that need it find four in a row.
         cute.arch.sync_threads()
         if side == 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cute.sm90.index_choice_plan import ChoicePlan
+from dsv4.cute.sm90.index_choice_plan import ChoicePlan, SpreadPlan
 
 _HEADS, _BLOCK = 64, 64
 DIMS = 128  # of a key
@@ -19,22 +19,34 @@ class ScoresPlan:
 
     Attributes:
         group: Neighbouring entries whose highest score is kept, 8 or 16; 0: none.
-        resident: Blocks of threads for each multiprocessor.
+        warpgroups: Of a block, which share a token's queries, 1 or 4.
     """
 
     group: int
-    resident: int = 4
+    warpgroups: int
 
     kernel = "dsv4.cute.sm90.index_scores:ScoresKernel"
-    threads = 128
     blocks = 1
     # Queries as integers, what takes the middle away, queries as they are, scales and weights.
     shared_bytes = _HEADS * (2 * DIMS + DIMS // 2 + 4 + 4) + 2048
 
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * self.warpgroups
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor: four warpgroups take all registers."""
+        return 4 // self.warpgroups
+
 
 def plans() -> list[ChoicePlan | ScoresPlan]:
     """All kernels of the indexer, for ``dsv4.warmup``."""
-    return [*map(ChoicePlan, (8, 16)), *map(ScoresPlan, (0, 8, 16))]
+    scores = [ScoresPlan(group, warpgroups) for group in (0, 8, 16) for warpgroups in (1, 4)]
+    choices = [ChoicePlan(8, 1024), ChoicePlan(8, 512), ChoicePlan(16, 1024)]
+    spread = [SpreadPlan(group, 512, blocks) for group, blocks in ((8, 4), (16, 4), (16, 8))]
+    return [*choices, *spread, *scores]
 
 
 def multiplies(
