@@ -270,12 +270,20 @@ _LADDER_SCALED = _Ladder(
     (_HEAVY_SCALED[1], *_WIDEST),
 )
 
+# float32 results of scaled rows, whose 128 sums of a thread are too many.
+_LADDER_OF_MOST = _LADDER_OF_MORE._replace(
+    steps={**_LADDER_OF_MORE.steps, 128: _HEAVY_SCALED[1]},
+    above=(_HEAVY[0], _HEAVY_SCALED[1]),
+    whole=_LADDER_SCALED.whole,
+)
+
 
 def _ladder(wanted: Experts) -> _Ladder:
     if wanted.row_scaled and wanted.swiglu:
         return _LADDER_SCALED
     if wanted.float32_out or wanted.quantized_out:
-        return _LADDER_OF_MORE
+        most = wanted.float32_out and wanted.row_scaled
+        return _LADDER_OF_MOST if most else _LADDER_OF_MORE
     return _LADDER if wanted.row_scaled else _LADDER_UNSCALED
 
 
