@@ -25,7 +25,6 @@ _WHOLE = 16384  # entries up to which a row is looked at without groups
 _GROUP = 8  # entries per group, or twice as many
 _LONG = 131072  # entries from which groups are the larger ones
 _PAIR = 128  # entries that are scored at a time
-_MANY = 32  # such pairs of blocks of a token's part, from which on it becomes two
 
 
 def indexer_select(
@@ -122,12 +121,10 @@ def score(
     tokens, heads, _ = q.shape
     query_scales = query_scales.contiguous()
     pairs, all_ = -(-keys.capacity // _PAIR), multiprocessors(q.device)
-    # Queries are shared where blocks that take a whole multiprocessor leave few without one.
-    shared = 10 * tokens * (all_ // tokens) >= 9 * all_
-    plan = ScoresPlan(group, 4 if shared else 1)
+    # Blocks that take a whole multiprocessor must leave few without one.
+    whole = 10 * tokens * (all_ // tokens) >= 9 * all_
+    plan = ScoresPlan(group, 4 if whole else 2)
     splits = max(1, plan.resident * all_ // tokens)
-    if plan.warpgroups == 1 and pairs >= _MANY * splits:
-        splits *= 2
     splits = min(splits, -(-pairs // plan.warpgroups))
     packed = _SCORE_PACKED.pack(
         q.data_ptr(),

@@ -19,7 +19,7 @@ class ScoresPlan:
 
     Attributes:
         group: Neighbouring entries whose highest score is kept, 8 or 16; 0: none.
-        warpgroups: Of a block, which share a token's queries, 1 or 4.
+        warpgroups: Of a block, which share a token's queries, 2 or 4.
     """
 
     group: int
@@ -43,7 +43,7 @@ class ScoresPlan:
 
 def plans() -> list[ChoicePlan | ScoresPlan]:
     """All kernels of the indexer, for ``dsv4.warmup``."""
-    scores = [ScoresPlan(group, warpgroups) for group in (0, 8, 16) for warpgroups in (1, 4)]
+    scores = [ScoresPlan(group, warpgroups) for group in (0, 8, 16) for warpgroups in (2, 4)]
     choices = [ChoicePlan(8, 1024), ChoicePlan(8, 512), ChoicePlan(16, 1024)]
     spread = [SpreadPlan(group, 512, blocks) for group, blocks in ((8, 4), (16, 4), (16, 8))]
     return [*choices, *spread, *scores]
