@@ -234,10 +234,13 @@ def _finish_kernel(
         stored = narrow(total, out.dtype.element_ty)
         if NORM:
             wide = tl.where(inside, widen(stored), 0.0)
-            inverse = inverse_rms(_square_sum(wide), hidden, norm_eps)
+            if BLOCK >= 128:
+                inverse = spread(inverse_rms(_square_sum(wide), hidden, norm_eps), BLOCK)
+            else:
+                inverse = inverse_rms(tl.sum(wide * wide, 0), hidden, norm_eps)
             if not EARLY:
                 gain = tl.load(weight + column, mask=inside, other=0.0)
-            stored = narrow(widen(gain) * (wide * spread(inverse, BLOCK)), out.dtype.element_ty)
+            stored = narrow(widen(gain) * (wide * inverse), out.dtype.element_ty)
         tl.store(out + token * hidden + column, stored, mask=inside)
         if SCALE is not None:
             _quantize_row(stored, source, codes, scales, total_scale, token, hidden, SCALE, CONVERT)
