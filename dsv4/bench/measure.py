@@ -19,7 +19,7 @@ from dsv4.bench.rivals import rivals
 _MEMORY = 8 << 30  # bytes of inputs that timing may hold
 _MOST_COPIES = 8
 _SMALL = 1 << 30  # bytes within which small problems are copied more often
-_MOST_SMALL_COPIES = 32
+_MOST_SMALL_COPIES = 64  # as many as the empty node is timed of: a graph's launch costs as much
 _TOKENS_JUDGED = 16
 BACK_TO_BACK, RESTED = "back to back", "rested"
 
