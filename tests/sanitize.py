@@ -4,8 +4,11 @@
         --error-exitcode 9 python -m tests.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests.sanitize
 
-Operators may be named, and sizes: ``gemm --sizes tiny:5,flash:19``, to share the work out.
-Without caching, each tensor is an allocation of its own, so a step past its end is seen.
+Operators may be named, and sizes: ``gemm --sizes tiny:5,flash:19``, to share the work out; of
+``grouped_gemm*`` also rows an expert: ``--sizes none --rows 150,300``. The tool's option
+``--kernel-name kns=kernel_cutlass`` checks CuTeDSL's kernels alone. An operator has up to 41 of
+them, which a run without the tool compiles and keeps: under it that takes minutes. Without caching,
+each tensor is an allocation of its own, so a step past its end is seen.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ SIZES = (
     ("tiny", 1100),  # many, of kernels that take many rows
     ("flash", 130),  # many values, of those that take many of these
 )
+# An expert has them on average: of products of few rows, of each step, and of very many.
+ROWS = (1, 6, 8, 24, 40, 60, 80, 100, 150, 300)
 
 
-def main(ops: list[str], sizes: list[tuple[str, int]]) -> int:
+def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
     """Run the operators named, or all; the number of calls."""
     calls = 0
     for op in ops or list(MAKERS):
@@ -49,21 +54,22 @@ def main(ops: list[str], sizes: list[tuple[str, int]]) -> int:
         if op == "indexer_select":
             calls += long_rows()
         if op.startswith("grouped_gemm"):
-            calls += routed(op)
+            calls += routed(op, rows)
     return calls
 
 
-def routed(op: str) -> int:
-    """With 1 to 300 rows an expert, of whole tiles, by three blocks, so that each has many."""
+def routed(op: str, every: list[int]) -> int:
+    """With so many rows an expert, of whole tiles, by three blocks, so that each has many."""
     config = PRESETS["tiny"]().replace(hidden_size=1280, moe_intermediate_size=384)
     fitting, calls = Kernel.prepare, 0
     Kernel.prepare = lambda kernel, device: min(3, fitting(kernel, device))
-    for rows in (1, 6, 8, 24, 40, 60, 80, 100, 150, 300):
+    for rows in every:
         tokens = rows * config.n_routed_experts // config.num_experts_per_tok
         for case in MAKERS[op](config, tokens):
             case.build(Draw(rows, torch.device("cuda", 0))).run("cute")
             torch.cuda.synchronize()
             calls += 1
+        print(f"{op}, {rows} rows an expert", flush=True)
     Kernel.prepare = fitting
     return calls
 
@@ -87,13 +93,24 @@ def long_rows() -> int:
 
 def sizes_of(text: str) -> list[tuple[str, int]]:
     """Presets and numbers of tokens: ``tiny:5,flash:19``."""
-    pairs = [size.split(":") for size in text.split(",")]
+    pairs = [size.split(":") for size in listed(text)]
     return [(preset, int(tokens)) for preset, tokens in pairs]
+
+
+def rows_of_one(text: str) -> list[int]:
+    """Rows an expert: ``150,300``."""
+    return [int(rows) for rows in listed(text)]
+
+
+def listed(text: str) -> list[str]:
+    """What commas part; nothing of ``none``."""
+    return [] if text == "none" else text.split(",")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
+    parser.add_argument("--rows", type=rows_of_one, default=list(ROWS))
     arguments = parser.parse_args()
-    print(f"{main(arguments.ops, arguments.sizes)} calls")
+    print(f"{main(arguments.ops, arguments.sizes, arguments.rows)} calls")

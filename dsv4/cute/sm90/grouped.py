@@ -215,7 +215,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         table = (tiles_at, rows_at, experts)
         if warp == self.mma_warps and lane < self.stages:
             ptx.barrier_init(full + Uint32(lane * 8), 1)
-            ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
+            ptx.barrier_init(empty + Uint32(lane * 8), 32 * self.mma_warps)
             ptx.fence_barrier_init()
         if beside == 0:
             cute.arch.griddepcontrol_wait()
@@ -295,9 +295,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 if cutlass.const_expr(self.swizzled_out):
                     padded = start + padding_before(table, expert, lane)
                 warpgroup.wait_group(0)
-                # All lanes have read the slot, which is written again after this stage's release.
-                cute.arch.sync_warp()
-                self._release(empty, before, lane)
+                # Each lane for itself: it has read the slot, which is written again after this.
+                ptx.arrive(empty + Uint32(before * 8))
                 own = self._own(row_block, warp)
                 factors = self._factors_among(fetched[0], lane)
                 places = (
@@ -418,6 +417,12 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         if lane == 0:
             ptx.store_shared4(slot, [Uint32(0)] * 4)
             ptx.arrive(full + Uint32(stage * 8))
+
+    @cute.jit
+    def _release(self, empty: Value, stage: Value, lane: Value) -> None:
+        """As there; one lane stands for the 32 that each arrive at a tile's last stage."""
+        if lane == 0 and stage >= 0:
+            ptx.arrive(empty + Uint32(stage * 8), 32)
 
     @cute.jit
     def _following(self, tile: Value, stride: Value, counter: Value, lane: Value) -> Value:
