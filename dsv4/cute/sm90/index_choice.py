@@ -89,7 +89,7 @@ class ChoiceKernel(ChoicePlan):
         slack: Int32,
         direct: Int32,
     ) -> None:
-        """A block for every token.
+        """A block, or a cluster of ``blocks``, for every token.
 
         Args:
             scores: Address of keys, ``[tokens, score_stride]``; a row is aligned to 16 bytes.
@@ -104,22 +104,26 @@ class ChoiceKernel(ChoicePlan):
             slack: By how many keys more than k a threshold may be reached.
             direct: Entries up to which a row is looked at without groups.
         """
-        token, _, _ = cute.arch.block_idx()
-        smem = cutlass.memory.SmemAllocator()
-        lists, room = self._rooms(smem)
-        thread = room[4]
+        block, _, _ = cute.arch.block_idx()
+        token, rank = block >> _bits(self.blocks), block & self.blocks - 1
+        rooms = self._rooms(cutlass.memory.SmemAllocator())
+        room, thread = rooms[1], rooms[1][4]
         cute.arch.griddepcontrol_launch_dependents()
         self._clear(room[0], thread)
         cute.arch.griddepcontrol_wait()
         shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
         shown = cutlass.min(shown, capacity)
         row = out + Int64(token) * k * 8
-        if shown <= k:
+        start = scores + Int64(token) * score_stride * 4
+        highest = maxima + Int64(token) * maxima_stride * 4
+        if shown > k:
+            self._row((start, shown), highest, (k, slack, direct, row), rank, rooms)
+        elif rank == 0:
             self._all(row, shown, k, thread)
-        else:
-            start = scores + Int64(token) * score_stride * 4
-            groups = self._groups(maxima + Int64(token) * maxima_stride * 4, shown)
-            self._alone((start, shown), groups, direct, (k, slack, row), lists, room)
+
+    def _row(self, keys_of: Value, maxima: Value, wanted: Value, rank: Value, rooms: Value) -> None:
+        """Choose from a row of more than k."""
+        self._alone(keys_of, maxima, wanted, *rooms)
 
     def _rooms(self, smem: Value) -> Value:
         """Addresses of what is in shared memory: lists of groups and entries, and all else."""
@@ -151,13 +155,14 @@ class ChoiceKernel(ChoicePlan):
 
     @cute.jit
     def _alone(
-        self, keys_of: Value, groups: Value, direct: Value, wanted: Value, lists: Value, room: Value
+        self, keys_of: Value, maxima: Value, wanted: Value, lists: Value, room: Value
     ) -> None:
         """Choose from a row of more than k by this block."""
         # One by one: the compiler would not see that names of nested tuples change in branches.
         start, shown = keys_of
-        k, slack, row = wanted
+        k, slack, direct, row = wanted
         listed, ids = lists
+        groups = self._groups(maxima, shown)
         keys = ids + Uint32(_APART)
         through, vectors = Uint32(0), (shown + 3) >> 2
         least, top = Uint32(0), Uint32(0)

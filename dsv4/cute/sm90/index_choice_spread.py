@@ -27,60 +27,30 @@ Value = Any
 class SpreadKernel(SpreadPlan, ChoiceKernel):
     """See the module."""
 
-    @cute.kernel
-    def kernel_(
-        self,
-        scores: Int64,
-        maxima: Int64,
-        visible: Int64,
-        out: Int64,
-        score_stride: Int32,
-        maxima_stride: Int32,
-        visible_bytes: Int32,
-        capacity: Int32,
-        k: Int32,
-        slack: Int32,
-        direct: Int32,
-    ) -> None:
-        """A cluster for every token; arguments as ``ChoiceKernel.kernel_`` has them."""
-        cute.arch.cluster_arrive_relaxed()
-        block, _, _ = cute.arch.block_idx()
-        token, rank = block >> _bits(self.blocks), block & self.blocks - 1
-        smem = cutlass.memory.SmemAllocator()
-        lists, room = self._rooms(smem)
+    def _rooms(self, smem: Value) -> Value:
+        """And of all blocks' keys and how many they are."""
+        rooms = ChoiceKernel._rooms(self, smem)
         gathered = self._room(smem, self.blocks * SHARE * 4)
-        numbers = self._room(smem, self.blocks * 4)
-        thread = room[4]
-        cute.arch.griddepcontrol_launch_dependents()
-        self._clear(room[0], thread)
-        cute.arch.griddepcontrol_wait()
-        shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
-        shown = cutlass.min(shown, capacity)
-        row = out + Int64(token) * k * 8
-        start = scores + Int64(token) * score_stride * 4
-        highest = maxima + Int64(token) * maxima_stride * 4
-        # Before a block writes to another, that has to run.
-        cute.arch.cluster_wait()
-        wanted = (k, slack, row)
-        if shown <= k:
-            if rank == 0:
-                self._all(row, shown, k, thread)
-        else:
-            chosen = Int32(0)
-            if shown > direct:
-                share = (gathered, numbers, rank)
-                chosen = self._together((start, shown), highest, wanted, lists, share, room)
-            if (chosen == 0) & (rank == 0):
-                groups = self._groups(highest, shown)
-                self._alone((start, shown), groups, direct, wanted, lists, room)
+        return *rooms, (gathered, self._room(smem, self.blocks * 4))
+
+    @cute.jit
+    def _row(self, keys_of: Value, maxima: Value, wanted: Value, rank: Value, rooms: Value) -> None:
+        """Choose from a row of more than k, by all blocks or the first."""
+        lists, room, shared = rooms
+        chosen = Int32(0)
+        if keys_of[1] > wanted[2]:
+            chosen = self._together(keys_of, maxima, wanted, lists, (*shared, rank), room)
+        if (chosen == 0) & (rank == 0):
+            self._alone(keys_of, maxima, wanted, lists, room)
 
     @cute.jit
     def _together(
         self, keys_of: Value, maxima: Value, wanted: Value, lists: Value, share: Value, room: Value
     ) -> Value:
         """Choose from a row by all blocks; 0 if there are too many candidates."""
+        cute.arch.cluster_arrive_relaxed()
         start, shown = keys_of
-        k, slack, row = wanted
+        k, slack, _, row = wanted
         listed, ids = lists
         gathered, numbers, rank = share
         keys, thread = ids + Uint32(_APART), room[4]
@@ -98,6 +68,8 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
             source = (start + Int64(origin) * 4, listed, shown - origin, vectors)
             count = self._gather(source, least - 1, (ids, _APART), room)
         vectors = (count + 3) >> 2
+        # Before a block writes to another, that has to run.
+        cute.arch.cluster_wait()
         if count <= SHARE:
             for i in cutlass.range(thread, vectors, self.threads, unroll=1):
                 four = ptx.load_shared(keys + Uint32(i * 16), 4)
