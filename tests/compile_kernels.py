@@ -130,10 +130,16 @@ def _report(op: str, name: str, kernel) -> dict:
         "local": numbers["LOCAL"],
         "shared": kernel.metadata.shared,
         "threads": 32 * kernel.metadata.num_warps,
-        "waits": "griddepcontrol.wait" in kernel.asm["ptx"],
+        "waits": _waits(kernel.asm["ptx"]),
         "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
         "exchanges": _exchanges(kernel) if name in EXCHANGING else None,
     }
+
+
+def _waits(ptx: str) -> bool:
+    """Whether it waits for the kernel before it, and touches no memory in front of that."""
+    wait, touch = ptx.find("griddepcontrol.wait"), re.search(r"\b(ld|st|red|atom)\.global", ptx)
+    return 0 <= wait < (touch.start() if touch else len(ptx))
 
 
 def _exchanges(kernel) -> list[str]:

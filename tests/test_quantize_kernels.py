@@ -154,6 +154,31 @@ class TestBorders:
         assert not bool(wrong.any())
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("name", ["dynamic_scale", "fp8_block_scale"])
+    def test_every_mantissa_divided_by_a_constant(self, name):
+        """By 2688 and by 448, as one division; of numbers near the least scale, too."""
+        triton = pytest.importorskip("triton")
+        tl = triton.language
+        from dsv4.triton import _nvfp4
+
+        function = getattr(_nvfp4, name)
+        divisor = {"dynamic_scale": 2688.0, "fp8_block_scale": 448.0}[name]
+
+        @triton.jit
+        def kernel(out, exponent, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+            place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            x = (((exponent + 127) << 23) + place).to(tl.float32, bitcast=True)
+            tl.store(out + place, FUNCTION(x))
+
+        for exponent in (-127, -126, -119, -118, -117, -115, -61, -60, 0, 127):
+            got = torch.empty(1 << 23, device="cuda")
+            kernel[(1 << 13,)](got, exponent, function, BLOCK=1024)
+            bits = torch.arange(1 << 23, dtype=torch.int32) + ((exponent + 127) << 23)
+            x = bits.view(torch.float32)
+            want = torch.where(x == 0, 1.0, (x / divisor).clamp(min=2.0**-126))
+            assert_bitwise(got.cpu(), want, f"scales of 2^{exponent}")
+
+    @pytest.mark.gpu
     def test_every_bfloat16_at_every_border_of_e2m1(self):
         """Products within 5 ulp of ``x / border``, for every mantissa of x; and any products.
 

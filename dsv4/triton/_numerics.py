@@ -15,6 +15,20 @@ from triton import knobs
 from triton.language.extra import cuda as tl_cuda
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+# Warps of all programs up to which a kernel is small.
+_SMALL = tl.constexpr(320)
+
+
+@triton.jit
+def _let_next_begin_early():
+    """Let the next kernel become resident before this one's inputs are there, if this is small.
+
+    Kernels that wait pile up, and take the room in which programs would be spread evenly: those of
+    more warps become slower.
+    """
+    programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+    if programs * tl_cuda.num_warps() <= _SMALL:
+        tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -26,6 +40,26 @@ def wait_for_inputs(PDL: tl.constexpr):
     """
     if PDL:
         tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs_at(place, PDL: tl.constexpr):
+    """``wait_for_inputs`` of few rows, when the addresses ``place`` are known: that needs no input.
+
+    Behind the wait, their arithmetic would be in front of the first load. A condition on them that
+    always holds is what keeps the compiler from moving it there.
+    """
+    if PDL:
+        _let_next_begin_early()
+        tl.inline_asm_elementwise(
+            "{ .reg .pred any; setp.ne.s64 any, $1, -1; @any griddepcontrol.wait; mov.b32 $0, 0; }",
+            "=r,l",
+            [place.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
         tl_cuda.gdc_launch_dependents()
 
 

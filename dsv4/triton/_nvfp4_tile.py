@@ -1,8 +1,10 @@
 """Quantise what is in registers to NVFP4 and store it: a tile, or a row by chunks.
 
-One thread takes a block of 16, in two halves of 8 columns. So the maximum of a block needs no other
-thread, and codes and scales leave as they were made. ``Output`` is the launcher's side: every
-kernel that quantises takes its ``arguments`` and ``options``.
+Of many rows one thread takes a block of 16, in two halves of 8 columns. So the maximum of a block
+needs no other thread, and codes and scales leave as they were made. Of few rows (``quantize_tile``)
+two threads have a block, a piece of 8 columns each: a thread that is alone takes 3 to 7 cycles for
+an instruction, and half as many code 8 columns. ``Output`` is the launcher's side: every kernel
+that quantises takes its ``arguments`` and ``options``.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ _PARTS = tl.constexpr(2)
 # Blocks of a tile, a thread for each. Up to how many rows are few.
 _GROUPS = 128
 _FEW = 256
+# Rows of padding that a program clears.
+_BLANK = tl.constexpr(8)
 
 
 @triton.jit
@@ -50,6 +54,25 @@ def load_halves(x, stride, row, block, inside):
     first = tl.load(place, mask=inside[:, None], other=0.0)
     last = tl.load(place + 8, mask=inside[:, None], other=0.0)
     return widen(first), widen(last)
+
+
+@triton.jit
+def load_pieces(x, stride, row, piece, inside):
+    """Pieces ``piece [N]`` of 8 columns of rows ``row [N]``, as ``[N, 8]``; 0 where not inside."""
+    place = x + (row * stride + piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+    return tl.load(place, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def of_block(peak, PIECES: tl.constexpr):
+    """The largest of each PIECES neighbours of ``peak [N]``, a block's, for each of them.
+
+    As ``largest`` returns them, and compared as it does: NaN where one is NaN.
+    """
+    N: tl.constexpr = peak.shape[0] // PIECES
+    bits = tl.reshape(peak.to(tl.int32, bitcast=True), [N, PIECES])
+    each = tl.broadcast_to(tl.max(bits, 1)[:, None], [N, PIECES])
+    return tl.reshape(each, [N * PIECES]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -68,11 +91,38 @@ def store_scales(scales, bits, row, block, inside, rows, columns, SWIZZLED: tl.c
 
 
 @triton.jit
-def _row_scale(amax, ROWS: tl.constexpr):
-    """Dynamic global scale of each row of ``amax [ROWS * BLOCKS]``, and the same for each block."""
-    BLOCKS: tl.constexpr = amax.shape[0] // ROWS
-    scale = dynamic_scale(tl.max(tl.reshape(amax, [ROWS, BLOCKS]), 1))
-    return scale, tl.reshape(tl.broadcast_to(scale[:, None], [ROWS, BLOCKS]), [ROWS * BLOCKS])
+def row_peak(amax, ROWS: tl.constexpr):
+    """The largest of each row of ``amax [ROWS * N]``, numbers of 0 or more: ``[ROWS]``.
+
+    Of one row a scalar, with one barrier: a warp's is handed to all threads and each compares all
+    of them, where ``tl.max`` would let one warp do that and hand the result out behind a second.
+    """
+    N: tl.constexpr = amax.shape[0] // ROWS
+    bits = amax.to(tl.int32, bitcast=True)
+    if ROWS > 1:
+        peak = tl.max(tl.reshape(bits, [ROWS, N]), 1)
+    else:
+        if N > 32:
+            WARPS: tl.constexpr = N // 32
+            COPIES: tl.constexpr = max(1, 32 // WARPS)
+            parts = tl.max(tl.reshape(bits, [WARPS, 32]), 1)
+            bits = tl.broadcast_to(parts[None, :], [COPIES, WARPS])
+            bits = tl.reshape(bits, [COPIES * WARPS])
+        peak = tl.max(bits, 0)
+    return peak.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_of_all(numbers):
+    """The sum of int32 ``numbers [N]``, in every thread behind one barrier as in ``row_peak``."""
+    N: tl.constexpr = numbers.shape[0]
+    WARPS: tl.constexpr = max(1, N // 32)
+    COPIES: tl.constexpr = max(1, 32 // WARPS) if N > 32 else 1
+    if N > 32:
+        parts = tl.sum(tl.reshape(numbers, [WARPS, 32]), 1)
+        parts = tl.broadcast_to(parts[None, :], [COPIES, WARPS])
+        numbers = tl.reshape(parts, [COPIES * WARPS])
+    return tl.sum(numbers, 0) // COPIES
 
 
 @triton.jit
@@ -86,8 +136,7 @@ def tile_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def quantize_tile(
-    first,
-    last,
+    values,
     source,
     codes,
     scales,
@@ -106,38 +155,137 @@ def quantize_tile(
     PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
-    """Quantise and store this program's blocks, whose halves are float32 ``[ROWS * BLOCKS, 8]``.
+    """Quantise and store this program's blocks: ``values [ROWS * BLOCKS * 2, 8]``, of any float.
+
+    Two threads have a block, 8 columns each, so that a row that is alone has many.
 
     ``source`` holds the given global scales or ``parts`` partial maxima of each matrix; ``parts``
     is 0 where all matrices share one given scale. The other arguments are ``Output.arguments`` and
     ``Output.options``.
     """
-    matrix, row, block = tile_places(ROWS, BLOCKS)
-    inside = (row < rows) & (block < blocks)
+    matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
+    inside = (row < rows) & (piece < 2 * blocks)
     start = matrix * rows
-    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # One scale for the program is a scalar, of which it can ask once whether it is moderate.
+    ONE: tl.constexpr = ROWS == 1 or not PER_ROW
+    line = tl.program_id(0).to(tl.int64) * ROWS
+    if ROWS > 1:
+        line += tl.arange(0, ROWS)
+    amax, finite = finite_amax(of_block(largest(values), 2))
     if SOURCE == _GIVEN and PER_ROW:
-        scale = tl.load(source + start + row, mask=row < rows, other=1.0)
         each = tl.load(source + start + line, mask=line < rows, other=1.0)
     elif SOURCE == _GIVEN:
-        scale = tl.load(source + matrix * parts)
+        each = tl.load(source + matrix * parts)
     elif SOURCE == _PARTS:
         part = tl.arange(0, PARTS)
         peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
-        scale = dynamic_scale(tl.max(peaks, 0))
-    amax, finite = finite_amax(larger(largest(first), largest(last)))
-    if SOURCE == _TOKEN:
-        each, scale = _row_scale(amax, ROWS)
-    bits, product = block_scales(amax, finite, scale, WEIGHT)
-    first, last = e2m1_codes(first, product, CONVERT), e2m1_codes(last, product, CONVERT)
-    store_halves(codes + start * blocks * 8, row, blocks, block, first, last, inside)
-    scales += matrix * scale_rows * scale_columns
-    store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
+        each = dynamic_scale(tl.max(peaks, 0))
+    else:
+        each = dynamic_scale(row_peak(amax, ROWS))
     if tl.program_id(1) == 0:
         if PER_ROW:
             tl.store(total + start + line, each, mask=line < rows)
         elif tl.program_id(0) == 0:
-            tl.store(total + matrix, scale)
+            tl.store(total + matrix, each)
+    codes += start * blocks * 8
+    scales += matrix * scale_rows * scale_columns
+    if ONE:
+        if is_moderate(each):
+            code_tile(
+                values,
+                amax,
+                finite,
+                each,
+                codes,
+                scales,
+                row,
+                piece,
+                inside,
+                blocks,
+                scale_rows,
+                scale_columns,
+                WEIGHT,
+                SWIZZLED,
+                CONVERT,
+                True,
+            )
+        else:
+            code_tile(
+                values,
+                amax,
+                finite,
+                each,
+                codes,
+                scales,
+                row,
+                piece,
+                inside,
+                blocks,
+                scale_rows,
+                scale_columns,
+                WEIGHT,
+                SWIZZLED,
+                CONVERT,
+                False,
+            )
+    else:
+        spread = tl.broadcast_to(each[:, None], [ROWS, 2 * BLOCKS])
+        code_tile(
+            values,
+            amax,
+            finite,
+            tl.reshape(spread, [ROWS * 2 * BLOCKS]),
+            codes,
+            scales,
+            row,
+            piece,
+            inside,
+            blocks,
+            scale_rows,
+            scale_columns,
+            WEIGHT,
+            SWIZZLED,
+            CONVERT,
+            False,
+        )
+
+
+@triton.jit
+def code_tile(
+    values,
+    amax,
+    finite,
+    scale,
+    codes,
+    scales,
+    row,
+    piece,
+    inside,
+    blocks,
+    scale_rows,
+    scale_columns,
+    WEIGHT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    """Store codes and scales of ``values [N, 8]``, of whose blocks ``amax [N]`` is the largest.
+
+    ``piece [N]`` are the parts of 8 columns of rows ``row [N]`` that they are.
+    """
+    bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
+    packed = e2m1_codes(values, product, CONVERT, MODERATE)
+    store_pieces(codes, row, blocks, piece, packed, inside)
+    # Of the two threads that have a block, the first stores its scale.
+    block = tl.where(piece % 2 == 0, piece // 2, scale_columns)
+    store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
+
+
+@triton.jit
+def store_pieces(codes, row, blocks, piece, packed, inside):
+    """Codes ``[N, 4]`` of pieces ``piece [N]`` of 8 columns of rows ``row [N]``."""
+    place = codes + (row * (blocks * 8) + piece * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(place, packed, mask=inside[:, None])
 
 
 @triton.jit
@@ -183,6 +331,24 @@ def blank_scales(
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         place = scales + scale_offset(row, block, scale_columns, SWIZZLED)
         tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < scale_columns)
+
+
+@triton.jit
+def blank_tile(scales, rows, scale_rows, scale_columns, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Scales 0 in _BLANK rows that only the swizzled layout has, by a program past those of rows.
+
+    A program that found no row inside would compute as long as the others, and 127 of them start.
+    """
+    WORDS: tl.constexpr = max(1, BLOCKS // 4)
+    first = rows + (tl.program_id(0) - tl.cdiv(rows, ROWS)) * _BLANK
+    row = first + tl.arange(0, _BLANK)[:, None]
+    # Four scales are a word. The chunks of a row that other programs quantise are theirs here.
+    word = tl.program_id(1) * BLOCKS // 4 + tl.arange(0, WORDS)[None, :]
+    scales += tl.program_id(2).to(tl.int64) * scale_rows * scale_columns
+    place = scale_offset(row.to(tl.int64), 4 * word, scale_columns, True) // 4
+    inside = (row < scale_rows) & (4 * word < scale_columns)
+    words = scales.to(tl.pointer_type(tl.uint32))
+    tl.store(words + place, tl.zeros([_BLANK, WORDS], tl.uint32), mask=inside)
 
 
 @triton.jit
@@ -297,9 +463,10 @@ def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     return across, blocks // across if fits else 0
 
 
-def tile_warps(groups: int) -> int:
-    """Warps for that many blocks: one thread each, up to 16 warps."""
-    return min(16, max(1, groups // 32))
+def tile_warps(pieces: int) -> int:
+    """Warps for that many parts of rows: a thread for each, or two beyond 256, up to 16 warps."""
+    threads = pieces if pieces <= 256 else max(256, pieces // 2)
+    return min(16, max(1, threads // 32))
 
 
 def empty_scales(
@@ -397,7 +564,8 @@ class Output:
         rows, blocks, high, wide = self._sizes
         tall, across = tile_shape(blocks, self._per_token)
         count = self.codes.numel() // (rows * blocks * 8)
-        return triton.cdiv(high, tall), triton.cdiv(wide, across), count
+        tiles = triton.cdiv(rows, tall) + triton.cdiv(high - rows, _BLANK.value)
+        return tiles, triton.cdiv(wide, across), count
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -422,7 +590,7 @@ class Output:
     def options(self) -> dict[str, Any]:
         """The constants of ``quantize_tile`` and what every launch needs."""
         tall, across = tile_shape(self._sizes[1], self._per_token)
-        warps = tile_warps(tall * across)
+        warps = tile_warps(2 * tall * across)
         return {**self._constants, "ROWS": tall, "BLOCKS": across, "num_warps": warps}
 
     @property
@@ -445,5 +613,5 @@ class Output:
     def row_options(self) -> dict[str, Any]:
         """The constants of ``quantize_row`` and what every launch needs."""
         across, chunks = self._chunks
-        sizes = {"BLOCKS": across, "CHUNKS": chunks, "num_warps": tile_warps(across)}
+        sizes = {"BLOCKS": across, "CHUNKS": chunks, "num_warps": min(16, max(1, across // 32))}
         return {**self._constants, **sizes}

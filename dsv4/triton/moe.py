@@ -13,7 +13,7 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.ops.moe import check_ids
 from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import narrow, wait_for_inputs, wait_for_inputs_at, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
     dynamic_scale,
@@ -23,7 +23,16 @@ from dsv4.triton._nvfp4 import (
     larger,
     largest,
 )
-from dsv4.triton._nvfp4_tile import store_halves, store_scales
+from dsv4.triton._nvfp4_tile import (
+    load_pieces,
+    of_block,
+    row_peak,
+    store_halves,
+    store_pieces,
+    store_scales,
+    sum_of_all,
+    tile_warps,
+)
 
 _COUNTED = 4096  # slots up to which every slot is compared with every other
 _QUERIES = 8  # ranks of one program then
@@ -435,15 +444,15 @@ def _clear_part(
     start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
     end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0)
     tiles = (end - start + 127) // 128
-    passed = (tl.cumsum(tiles, 0) <= tile) & (expert < EXPERTS)
-    owner = tl.sum(passed.to(tl.int32), 0)  # EXPERTS, of a tile that no expert has
-    before = tl.sum(tl.where(passed, tiles, 0), 0)
-    rows = tl.sum(tl.where(expert == owner, end - start, 0), 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    # Rows that the tile's owner has from this tile on; 0 of a tile that no expert has.
+    own = (before <= tile) & (tile < before + tiles) & (expert < EXPERTS)
+    rows = sum_of_all(tl.where(own, end - start - (tile - before) * 128, 0).to(tl.int32))
     word = number % parts * _CLEARED + tl.arange(0, _CLEARED)
     row = word % 128 // 4 + word % 4 * 32
     place = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
     empty = tl.zeros([_CLEARED], tl.uint32)
-    tl.store(place, empty, mask=(word < WORDS) & (row >= rows - (tile - before) * 128))
+    tl.store(place, empty, mask=(word < WORDS) & (row >= rows))
 
 
 @triton.jit
@@ -487,6 +496,135 @@ def _store_row(
 
 
 @triton.jit
+def _code_few(
+    values,
+    amax,
+    finite,
+    scale,
+    codes,
+    scales,
+    places,
+    lines,
+    local,
+    padded,
+    piece,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
+    CONVERT: tl.constexpr,
+    MODERATE: tl.constexpr,
+):
+    """Codes and scale bytes of one token to rows ``places``, zeros to those from ``local`` on.
+
+    ``lines`` are the rows of their scales; PADDED, a row of no expert has none.
+    """
+    bits, product = block_scales(amax, finite, scale, False, MODERATE)
+    packed = e2m1_codes(values, product, CONVERT, MODERATE)
+    inside = piece < COLUMNS // 8
+    first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that have a block
+    for j in tl.static_range(SLOTS):
+        used = places[j] + tl.zeros_like(piece) < local
+        stored = tl.where(used[:, None], packed, 0).to(tl.uint8)
+        store_pieces(codes, places[j], COLUMNS // 16, piece, stored, inside)
+        line = lines[j] + tl.zeros_like(piece).to(tl.int64)
+        if PADDED:
+            line = tl.where(used, line, padded)  # where no scale is
+        store_scales(scales, bits, line, first, inside & used, padded, SCALE_COLUMNS, SWIZZLED)
+
+
+@triton.jit
+def _quantize_few(
+    x,
+    slots,
+    offsets,
+    given,
+    codes,
+    scales,
+    total,
+    padded,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    STATIC: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
+    PIECES: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    CONVERT: tl.constexpr,
+):
+    """A token at ``x`` to SLOTS rows, a thread for 8 columns: few tokens are spread over many."""
+    piece, expert = tl.arange(0, PIECES), tl.arange(0, EXPERT_BLOCK)
+    values = load_pieces(x, 0, piece * 0, piece, piece < COLUMNS // 8)
+    local = tl.load(offsets + EXPERTS)
+    if PADDED:
+        start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
+        end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
+    places, lines = (), ()
+    for j in tl.static_range(SLOTS):
+        row = tl.load(slots + j)
+        places += (row.to(tl.int64),)  # type: ignore[assignment]
+        if PADDED:
+            row += sum_of_all(tl.where(end <= row, (start - end) & 127, 0))
+        lines += (row.to(tl.int64),)  # type: ignore[assignment]
+    amax, finite = finite_amax(of_block(largest(values), 2))
+    if STATIC:
+        last = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
+        owner = sum_of_all((last <= places[0]).to(tl.int32))  # type: ignore[misc]
+        owner = tl.minimum(owner, EXPERTS - 1)
+        scale = tl.load(given + owner)
+    else:
+        scale = dynamic_scale(row_peak(amax, 1))
+    for j in tl.static_range(SLOTS):
+        place = places[j]  # type: ignore[misc, var-annotated]
+        tl.store(total + place, tl.where(place < local, scale, 1.0))
+    if is_moderate(scale):
+        _code_few(
+            values,
+            amax,
+            finite,
+            scale,
+            codes,
+            scales,
+            places,
+            lines,
+            local,
+            padded,
+            piece,
+            COLUMNS,
+            SCALE_COLUMNS,
+            SLOTS,
+            SWIZZLED,
+            PADDED,
+            CONVERT,
+            True,
+        )
+    else:
+        _code_few(
+            values,
+            amax,
+            finite,
+            scale,
+            codes,
+            scales,
+            places,
+            lines,
+            local,
+            padded,
+            piece,
+            COLUMNS,
+            SCALE_COLUMNS,
+            SLOTS,
+            SWIZZLED,
+            PADDED,
+            CONVERT,
+            False,
+        )
+
+
+@triton.jit
 def _clear_row(
     codes,
     scales,
@@ -508,6 +646,31 @@ def _clear_row(
         real = (block < COLUMNS // 16) & (line < count)
         store_halves(codes, line, COLUMNS // 16, block, empty, empty, real)
         store_scales(scales, nothing, line, block, real, padded, SCALE_COLUMNS, SWIZZLED)
+
+
+@triton.jit
+def _clear(
+    codes,
+    scales,
+    offsets,
+    number,
+    count,
+    padded,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Zeros in the padding rows of the scales, by program ``number`` past those of slots."""
+    if PADDED:
+        _clear_part(scales, offsets, number, 32 * SCALE_COLUMNS, EXPERTS, EXPERT_BLOCK)
+    else:
+        row, end = count + number, padded
+        _clear_row(codes, scales, row, count, end, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS)
 
 
 @triton.jit(do_not_specialize=["programs", "count", "padded"])
@@ -542,11 +705,52 @@ def _gather_quantize_kernel(
     Programs past the slots clear the padding rows of the scales. PADDED, these are in every
     expert's last tile, and a row of no expert has none.
     """
-    wait_for_inputs(PDL)
     program = tl.program_id(0).to(tl.int64)
-    if program < programs:
-        slots = rows + program * SLOTS
-        x += program * SLOTS // K * stride
+    slots = rows + program * SLOTS
+    x += program * SLOTS // K * stride
+    if CHUNKS == 1:
+        wait_for_inputs_at(x + tl.arange(0, 2 * BLOCKS) * 8, PDL)
+    else:
+        wait_for_inputs(PDL)
+    if program >= programs:
+        _clear(
+            codes,
+            scales,
+            offsets,
+            program - programs,
+            count,
+            padded,
+            COLUMNS,
+            SCALE_COLUMNS,
+            SWIZZLED,
+            PADDED,
+            EXPERTS,
+            EXPERT_BLOCK,
+            BLOCKS,
+            CHUNKS,
+        )
+    elif CHUNKS == 1:
+        _quantize_few(
+            x,
+            slots,
+            offsets,
+            given,
+            codes,
+            scales,
+            total,
+            padded,
+            COLUMNS,
+            SCALE_COLUMNS,
+            SLOTS,
+            EXPERTS,
+            STATIC,
+            SWIZZLED,
+            PADDED,
+            2 * BLOCKS,
+            EXPERT_BLOCK,
+            CONVERT,
+        )
+    else:
         halves = ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -628,15 +832,6 @@ def _gather_quantize_kernel(
                     BLOCKS,
                     CHUNKS,
                 )
-    else:
-        number = program - programs
-        if PADDED:
-            _clear_part(scales, offsets, number, 32 * SCALE_COLUMNS, EXPERTS, EXPERT_BLOCK)
-        else:
-            row = count + number
-            _clear_row(
-                codes, scales, row, count, padded, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS
-            )
 
 
 def _blocks(blocks: int, wide: int, programs: int) -> int:
@@ -701,7 +896,7 @@ def moe_gather_quantize(
             CHUNKS=triton.cdiv(wide, across),
             EXPERT_BLOCK=_launch.power_of_two(experts),
             CONVERT=_nvfp4.conversion(x),
-            num_warps=min(16, max(1, across // 32)),
+            num_warps=tile_warps(2 * across) if across >= wide else max(1, across // 32),
             **_launch.options(x),
         )
     return codes, scales, total

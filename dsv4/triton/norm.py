@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import narrow, wait_for_inputs, wait_for_inputs_at, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
     dynamic_scale,
@@ -21,7 +21,14 @@ from dsv4.triton._nvfp4 import (
     rounded,
     scale_offset,
 )
-from dsv4.triton._nvfp4_tile import Output
+from dsv4.triton._nvfp4_tile import (
+    Output,
+    code_tile,
+    load_pieces,
+    of_block,
+    row_peak,
+    tile_warps,
+)
 from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import load_angles, rotate_pairs
 
@@ -375,6 +382,89 @@ def _code_chunks(
 
 
 @triton.jit
+def _norm_quantize_few(
+    x,
+    weight,
+    source,
+    y,
+    codes,
+    scales,
+    total,
+    row,
+    rows,
+    scale_rows,
+    eps,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    TOKEN: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    PIECES: tl.constexpr,
+    CONVERT: tl.constexpr,
+):
+    """``_norm_quantize_row`` where rows are few, or a row that only the layout of the scales has.
+
+    A thread has 8 columns, two threads a block: a row that is alone has many.
+    """
+    piece = tl.arange(0, PIECES)
+    line = row + tl.zeros([PIECES], tl.int64)
+    inside = (piece < COLUMNS // 8) & (line < rows)
+    values = widen(load_pieces(x, 0, piece * 0, piece, inside))
+    factor = widen(load_pieces(weight, 0, piece * 0, piece, inside))
+    if not TOKEN:
+        shared = tl.load(source + (row if PER_ROW else 0), mask=row < rows, other=1.0)
+    square = tl.sum(values * values, 1)
+    if PIECES >= 64:
+        scale = spread(inverse_rms(shared_sum(square, 32), COLUMNS, eps), PIECES)[:, None]
+    else:
+        scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
+    normed = narrowed(factor * (values * scale), y.dtype.element_ty)
+    tl.store(y + (piece * 8)[:, None] + tl.arange(0, 8)[None, :], normed, mask=inside[:, None])
+    amax, finite = finite_amax(of_block(largest(normed), 2))
+    if TOKEN:
+        shared = dynamic_scale(row_peak(amax, 1))
+    tl.store(total + (row if PER_ROW else 0), shared, mask=(row < rows) & (PER_ROW | (row == 0)))
+    if is_moderate(shared):
+        code_tile(
+            normed,
+            amax,
+            finite,
+            shared,
+            codes,
+            scales,
+            line,
+            piece,
+            inside,
+            COLUMNS // 16,
+            scale_rows,
+            SCALE_COLUMNS,
+            False,
+            SWIZZLED,
+            CONVERT,
+            True,
+        )
+    else:
+        code_tile(
+            normed,
+            amax,
+            finite,
+            shared,
+            codes,
+            scales,
+            line,
+            piece,
+            inside,
+            COLUMNS // 16,
+            scale_rows,
+            SCALE_COLUMNS,
+            False,
+            SWIZZLED,
+            CONVERT,
+            False,
+        )
+
+
+@triton.jit
 def _norm_quantize_row(
     x,
     weight,
@@ -396,22 +486,15 @@ def _norm_quantize_row(
 ):
     """The norm of the row at ``x`` rounded to the dtype of ``y``, and that quantised."""
     halves = _load_chunks(x, COLUMNS, BLOCKS, CHUNKS)
-    # Where a row takes many registers, the weight waits until it is used: it is in the cache.
-    if CHUNKS == 1:
-        weights = _load_chunks(weight, COLUMNS, BLOCKS, CHUNKS)
     if not TOKEN:
         shared = tl.load(source + (row if PER_ROW else 0))
     square = tl.zeros([BLOCKS], tl.float32)
     for half in tl.static_range(2 * CHUNKS):
         wide = widen(halves[half])
         square += tl.sum(wide * wide, 1)
-    if CHUNKS == 1 and BLOCKS >= 128:
-        inverse = inverse_rms(shared_sum(square, 32), COLUMNS, eps)
-        scale = spread(inverse, BLOCKS)[:, None]
-    else:
-        scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
-    if CHUNKS > 1:
-        weights = _load_chunks(weight, COLUMNS, BLOCKS, CHUNKS)
+    scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
+    # A row takes many registers, so the weight waits until it is used: it is in the cache.
+    weights = _load_chunks(weight, COLUMNS, BLOCKS, CHUNKS)
     normed, peaks = _norm_chunks(halves, weights, scale, y, COLUMNS, BLOCKS, CHUNKS)
     if TOKEN:
         peak = tl.zeros([BLOCKS], tl.float32)
@@ -480,6 +563,29 @@ def _norm_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         prefetch_row(weight, COLUMNS, 16 * BLOCKS)
+    if CHUNKS == 1:
+        wait_for_inputs_at(x + row * stride + tl.arange(0, 2 * BLOCKS) * 8, PDL)
+        _norm_quantize_few(
+            x + row * stride,
+            weight,
+            source,
+            y + row * COLUMNS,
+            codes,
+            scales,
+            total,
+            row,
+            rows,
+            tl.num_programs(0),
+            eps,
+            COLUMNS,
+            SCALE_COLUMNS,
+            TOKEN,
+            PER_ROW,
+            SWIZZLED,
+            2 * BLOCKS,
+            CONVERT,
+        )
+        return
     wait_for_inputs(PDL)
     if row < rows:
         _norm_quantize_row(
@@ -509,7 +615,7 @@ def _norm_quantize_kernel(
 
 
 def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
-    """Blocks of a chunk, a thread each, and chunks of a row: one while there are few rows.
+    """Blocks of a chunk, and chunks of a row: one, of two threads a block, while rows are few.
 
     Many rows: several blocks to a thread, so that more programs, each at another step, share a
     multiprocessor; but a thread's blocks are in its registers.
@@ -518,11 +624,9 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     across = min(512, _launch.power_of_two(blocks))
     if rows >= _SOME // 8:
         across = min(across, max(_WIDE, least))
-    return {
-        "BLOCKS": across,
-        "CHUNKS": triton.cdiv(blocks, across),
-        "num_warps": max(1, across // 32),
-    }
+    chunks = triton.cdiv(blocks, across)
+    warps = max(1, across // 32) if chunks > 1 else tile_warps(2 * across)
+    return {"BLOCKS": across, "CHUNKS": chunks, "num_warps": warps}
 
 
 def rms_norm_quantize(

@@ -10,11 +10,12 @@ import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch, _rows
-from dsv4.triton._numerics import e4m3_bits, wait_for_inputs, widen
+from dsv4.triton._numerics import e4m3_bits, wait_for_inputs, wait_for_inputs_at, widen
 from dsv4.triton._nvfp4 import (
     conversion,
     divisor,
     finite_amax,
+    fp8_block_scale,
     larger,
     largest,
     scale_columns,
@@ -26,10 +27,14 @@ from dsv4.triton._nvfp4_tile import (
     are_many,
     as_bytes,
     blank_scales,
+    blank_tile,
     empty_scales,
     load_halves,
+    load_pieces,
+    of_block,
     quantize_row,
     quantize_tile,
+    store_pieces,
     store_scales,
     tile_places,
     tile_shape,
@@ -39,6 +44,9 @@ from dsv4.triton._nvfp4_tile import (
 # 6 * 2^-126 and 448 * 2^-126 as float32 bits: the least maxima that set a scale.
 _FLOOR_OF_6 = tl.constexpr(0x01C00000)
 _FLOOR_OF_448 = tl.constexpr(0x04E00000)
+
+# Programs beyond which blocks of few rows share one.
+_PROGRAMS = 264
 
 _TILE = tl.constexpr(128)
 _SIGN = tl.constexpr(-0x80000000)
@@ -67,31 +75,34 @@ def _nvfp4_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    matrix, row, block = tile_places(ROWS, BLOCKS)
-    inside = (row < rows) & (block < blocks)
-    first, last = load_halves(x + matrix * rows * stride, stride, row, block, inside)
-    quantize_tile(
-        first,
-        last,
-        source,
-        codes,
-        scales,
-        total,
-        rows,
-        blocks,
-        scale_rows,
-        scale_columns,
-        parts,
-        SOURCE,
-        PER_ROW,
-        WEIGHT,
-        SWIZZLED,
-        ROWS,
-        BLOCKS,
-        PARTS,
-        CONVERT,
-    )
+    if tl.program_id(0) * ROWS >= rows:
+        wait_for_inputs_at(scales, PDL)
+        blank_tile(scales, rows, scale_rows, scale_columns, ROWS, BLOCKS)
+    else:
+        matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
+        x += matrix * rows * stride
+        wait_for_inputs_at(x + (row * stride + piece * 8), PDL)
+        inside = (row < rows) & (piece < 2 * blocks)
+        quantize_tile(
+            load_pieces(x, stride, row, piece, inside),
+            source,
+            codes,
+            scales,
+            total,
+            rows,
+            blocks,
+            scale_rows,
+            scale_columns,
+            parts,
+            SOURCE,
+            PER_ROW,
+            WEIGHT,
+            SWIZZLED,
+            ROWS,
+            BLOCKS,
+            PARTS,
+            CONVERT,
+        )
 
 
 @triton.jit
@@ -283,6 +294,40 @@ def _mxfp4_kernel(
     store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
 
 
+@triton.jit
+def _mxfp4_few_kernel(
+    x,
+    codes,
+    scales,
+    stride,
+    rows,
+    blocks,
+    scale_rows,
+    scale_columns,
+    SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A thread takes 8 columns, a quarter of a block: few blocks have many threads."""
+    matrix, row, piece = tile_places(ROWS, 4 * BLOCKS)
+    block = piece // 4
+    line = matrix * rows + row
+    scales += matrix * scale_rows * scale_columns
+    # Of the four threads that have a block, the first stores its scale.
+    first = tl.where(piece % 4 == 0, block, scale_columns)
+    wait_for_inputs_at(x + (line * stride + piece * 8), PDL)
+    inside = (row < rows) & (block < blocks)
+    values = load_pieces(x, stride, line, piece, inside)
+    amax, finite = finite_amax(of_block(largest(values), 4))
+    byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+    packed = scaled_codes(values, _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
+    store_pieces(codes, line, 2 * blocks, piece, packed, inside)
+    bits = tl.where(finite, byte, 255)
+    store_scales(scales, bits, row, first, inside, scale_rows, scale_columns, SWIZZLED)
+
+
 def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
     *batch, rows, columns = x.shape
@@ -293,28 +338,38 @@ def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     matrix = _rows.as_rows(x)
     blocks, swizzled = columns // 32, layout == formats.SWIZZLED
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
-    tall, across = tile_shape(blocks, False)
-    tall *= 2 if are_many(rows) else 1
+    sizes = (matrix.stride(0), rows, blocks, high, wide)
+    many = are_many(rows)
+    tall, across = _mxfp4_tile(matrix.shape[0], blocks, many)
+    grid = (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
+    options = {
+        "SWIZZLED": swizzled,
+        "ROWS": tall,
+        "BLOCKS": across,
+        "CONVERT": conversion(x),
+        **_launch.options(x),
+    }
     with _launch.on(x):
-        _mxfp4_kernel[
-            (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
-        ](
-            matrix,
-            codes,
-            as_bytes(scales),
-            matrix.stride(0),
-            rows,
-            blocks,
-            high,
-            wide,
-            SWIZZLED=swizzled,
-            ROWS=tall,
-            BLOCKS=across,
-            CONVERT=conversion(x),
-            num_warps=tile_warps(tall * across),
-            **_launch.options(x),
-        )
+        if many:
+            warps = tile_warps(tall * across)
+            _mxfp4_kernel[grid](matrix, codes, as_bytes(scales), *sizes, num_warps=warps, **options)
+        else:
+            warps = max(1, tall * across // 8)
+            _mxfp4_few_kernel[grid](
+                matrix, codes, as_bytes(scales), *sizes, num_warps=warps, **options
+            )
     return codes, scales
+
+
+def _mxfp4_tile(rows: int, blocks: int, many: bool) -> tuple[int, int]:
+    """Rows and blocks of a program: of few rows, enough blocks that no multiprocessor has 3."""
+    if many:
+        tall, across = tile_shape(blocks, False)
+        return 2 * tall, across
+    groups = _launch.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
+    groups = min(128, max(8, groups))
+    across = min(groups, _launch.power_of_two(blocks))
+    return groups // across, across
 
 
 @triton.jit
@@ -341,23 +396,32 @@ def _load_tile(place, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def _fp8_block_kernel(
-    x, codes, scales, stride, rows, columns, WHOLE: tl.constexpr, PDL: tl.constexpr
+    x,
+    codes,
+    scales,
+    stride,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of 128 rows by 128 columns; what is not finite is looked for once.
 
-    It is read twice, because between the two it is as well kept by the cache as by registers, and
-    then more programs share a multiprocessor. WHOLE: no tile is ragged.
+    ROWS: fewer where the matrix has no more. A tile of 128 is read twice, because between the two
+    it is as well kept by the cache as by registers, and then more programs share a multiprocessor.
+    WHOLE: no tile is ragged.
     """
     wait_for_inputs(PDL)
     E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    first = tl.program_id(0) * _TILE
+    first = tl.program_id(0) * ROWS
     start = tl.program_id(2).to(tl.int64) * rows + first
-    row, column = tl.arange(0, _TILE)[:, None], tl.program_id(1) * _TILE
+    row, column = tl.arange(0, ROWS)[:, None], tl.program_id(1) * _TILE
     inside = (row < rows - first) & (tl.arange(0, _TILE)[None, :] < columns - column)
     x += start * stride + column
     place = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
     loaded = _load_tile(place, inside, WHOLE)
-    amax = largest(tl.reshape(loaded, [_TILE * _TILE], can_reorder=True))
+    amax = largest(tl.reshape(loaded, [ROWS * _TILE], can_reorder=True))
     if not amax < float("inf"):
         magnitude = tl.abs(widen(_load_tile(place, inside, WHOLE)))
         amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
@@ -366,12 +430,11 @@ def _fp8_block_kernel(
         stored = byte.to(tl.uint8)
         shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
     else:
-        stored = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-126)
-        stored = tl.where(amax == 0, 1.0, stored)
+        stored = fp8_block_scale(amax)
         shift, high, low = divisor(stored)
     tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
-    values = widen(_load_tile(place, inside, WHOLE))
+    values = widen(_load_tile(place, inside, WHOLE) if ROWS == _TILE else loaded)
     bits = _fp8_codes(values, shift, high, low, E8M0)
     codes += start * columns + column
     place = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
@@ -390,6 +453,8 @@ def quantize_fp8_block(
         return codes, scales
     matrix = _rows.as_rows(x)
     grid = (*tiles, matrix.shape[0] // rows)
+    tall = min(128, _launch.power_of_two(rows))
+    most = 16 if scale_dtype == torch.float32 else 8
     with _launch.on(x):
         _fp8_block_kernel[grid](
             matrix,
@@ -398,8 +463,9 @@ def quantize_fp8_block(
             matrix.stride(0),
             rows,
             columns,
-            WHOLE=rows % 128 == 0 and columns % 128 == 0,
-            num_warps=16 if scale_dtype == torch.float32 else 8,
+            ROWS=tall,
+            WHOLE=rows % tall == 0 and columns % 128 == 0,
+            num_warps=min(most, max(1, tall // 2)),
             **_launch.options(x),
         )
     return codes, scales

@@ -10,11 +10,12 @@ import triton.language as tl
 
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._angles import cos_sin
-from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import narrow, wait_for_inputs, wait_for_inputs_at, widen
 from dsv4.triton._nvfp4 import narrowed
 from dsv4.triton._nvfp4_tile import (
     Output,
     blank_scales,
+    blank_tile,
     quantize_row,
     quantize_tile,
     tile_places,
@@ -155,27 +156,25 @@ def _load_turned(
     x,
     cos,
     sin,
-    block,
+    column,
     inside,
-    HALF: tl.constexpr,
     DIM: tl.constexpr,
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """First (HALF 0) or last 8 columns of blocks of 16 of a token's heads, turned: ``[N, 8]``.
+    """8 columns from ``column [N]`` on, a multiple of 8, of a token's heads, turned: ``[N, 8]``.
 
-    In the dtype of ``x``. A block lies in one head, and pairs begin at even columns: DIM is a
-    multiple of 16, KEPT of 2.
+    In the dtype of ``x``. They lie in one head, and pairs begin at even columns: DIM is a multiple
+    of 16, KEPT of 2.
     """
     eight, four = tl.arange(0, 8)[None, :], tl.arange(0, 4)[None, :]
-    column = block[:, None] * 16 + HALF * 8 + eight
-    values = tl.load(x + column, mask=inside[:, None], other=0.0)
-    in_head = (block % (DIM // 16)).to(tl.int32)[:, None]
-    pair = in_head * 8 + (HALF * 4 - KEPT // 2) + four
+    values = tl.load(x + column[:, None] + eight, mask=inside[:, None], other=0.0)
+    in_head = (column % DIM).to(tl.int32)[:, None]
+    pair = in_head // 2 - KEPT // 2 + four
     c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
     turned = narrowed(rotate(widen(values), c, s), x.dtype.element_ty)
     # A zero's sign could change by a turn of 0.
-    return tl.where(in_head * 16 + HALF * 8 + eight >= KEPT, turned, values)
+    return tl.where(in_head + eight >= KEPT, turned, values)
 
 
 @triton.jit
@@ -208,34 +207,35 @@ def _rope_quantize_kernel(
     PDL: tl.constexpr,
 ):
     """Blocks of the groups (rows) of one token (matrix)."""
-    wait_for_inputs(PDL)
-    token, row, block = tile_places(ROWS, BLOCKS)
-    inside = (row < rows) & (block < blocks)
-    x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
-    block = row * blocks + block
-    first = _load_turned(x, cos, sin, block, inside, 0, DIM, KEPT, INVERSE)
-    last = _load_turned(x, cos, sin, block, inside, 1, DIM, KEPT, INVERSE)
-    quantize_tile(
-        widen(first),
-        widen(last),
-        source,
-        codes,
-        scales,
-        total,
-        rows,
-        blocks,
-        scale_rows,
-        scale_columns,
-        parts,
-        SOURCE,
-        PER_ROW,
-        WEIGHT,
-        SWIZZLED,
-        ROWS,
-        BLOCKS,
-        PARTS,
-        CONVERT,
-    )
+    if tl.program_id(0) * ROWS >= rows:
+        wait_for_inputs_at(scales, PDL)
+        blank_tile(scales, rows, scale_rows, scale_columns, ROWS, BLOCKS)
+    else:
+        token, row, piece = tile_places(ROWS, 2 * BLOCKS)
+        x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
+        column = (row * blocks * 2 + piece) * 8
+        wait_for_inputs_at(x + column, PDL)
+        inside = (row < rows) & (piece < 2 * blocks)
+        quantize_tile(
+            _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE),
+            source,
+            codes,
+            scales,
+            total,
+            rows,
+            blocks,
+            scale_rows,
+            scale_columns,
+            parts,
+            SOURCE,
+            PER_ROW,
+            WEIGHT,
+            SWIZZLED,
+            ROWS,
+            BLOCKS,
+            PARTS,
+            CONVERT,
+        )
 
 
 @triton.jit
@@ -297,8 +297,8 @@ def _rope_quantize_row_kernel(
             block = _kept_first(place, HEADS, KEPT // 16, DIM // 16)
             inside = block < blocks
             if (chunk + 1) * BLOCKS > HEADS * (KEPT // 16):
-                first = _load_turned(x, cos, sin, block, inside, 0, DIM, KEPT, INVERSE)
-                last = _load_turned(x, cos, sin, block, inside, 1, DIM, KEPT, INVERSE)
+                first = _load_turned(x, cos, sin, block * 16, inside, DIM, KEPT, INVERSE)
+                last = _load_turned(x, cos, sin, block * 16 + 8, inside, DIM, KEPT, INVERSE)
             else:
                 start = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
                 first, last = tl.load(start), tl.load(start + 8)

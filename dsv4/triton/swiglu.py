@@ -9,9 +9,16 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rows
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import narrowed, near_reciprocal, rounded
-from dsv4.triton._nvfp4_tile import Output, blank_scales, quantize_row, quantize_tile, tile_places
+from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, wait_for_inputs_at, widen
+from dsv4.triton._nvfp4 import narrowed, near_reciprocal
+from dsv4.triton._nvfp4_tile import (
+    Output,
+    blank_scales,
+    blank_tile,
+    quantize_row,
+    quantize_tile,
+    tile_places,
+)
 
 _PIECES = 128
 # Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would
@@ -179,42 +186,40 @@ def _swiglu_quantize_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    matrix, row, block = tile_places(ROWS, BLOCKS)
-    inside = (row < rows) & (block < blocks)
-    start = (matrix * rows + row) * stride
-    half = blocks * 16
-    gate, up = _load_pairs(x, start, block * 16, half, inside, INTERLEAVED)
-    gate_last, up_last = _load_pairs(x, start, block * 16 + 8, half, inside, INTERLEAVED)
-    if WEIGHTED:
-        factor = widen(tl.load(weight + matrix * rows + row, mask=inside, other=0.0))
-    first = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
-    last = _swiglu(gate_last, up_last, limit, CLAMPED, UNBOUNDED)
-    if WEIGHTED:
-        first, last = first * factor[:, None], last * factor[:, None]
-    first = rounded(first, x.dtype.element_ty)
-    last = rounded(last, x.dtype.element_ty)
-    quantize_tile(
-        first,
-        last,
-        source,
-        codes,
-        scales,
-        total,
-        rows,
-        blocks,
-        scale_rows,
-        scale_columns,
-        parts,
-        SOURCE,
-        PER_ROW,
-        WEIGHT,
-        SWIZZLED,
-        ROWS,
-        BLOCKS,
-        PARTS,
-        CONVERT,
-    )
+    if tl.program_id(0) * ROWS >= rows:
+        wait_for_inputs_at(scales, PDL)
+        blank_tile(scales, rows, scale_rows, scale_columns, ROWS, BLOCKS)
+    else:
+        matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
+        line = matrix * rows + row
+        wait_for_inputs_at(x + (line * stride + piece * 8), PDL)
+        inside = (row < rows) & (piece < 2 * blocks)
+        gate, up = _load_pairs(x, line * stride, piece * 8, blocks * 16, inside, INTERLEAVED)
+        if WEIGHTED:
+            factor = widen(tl.load(weight + line, mask=inside, other=0.0))
+        values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+        if WEIGHTED:
+            values = values * factor[:, None]
+        quantize_tile(
+            narrowed(values, x.dtype.element_ty),
+            source,
+            codes,
+            scales,
+            total,
+            rows,
+            blocks,
+            scale_rows,
+            scale_columns,
+            parts,
+            SOURCE,
+            PER_ROW,
+            WEIGHT,
+            SWIZZLED,
+            ROWS,
+            BLOCKS,
+            PARTS,
+            CONVERT,
+        )
 
 
 @triton.jit
