@@ -22,6 +22,7 @@ from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.index_choice_plan import is_long
 from dsv4.cute.sm90.index_scores_plan import multiplies
+from dsv4.cute.sm90.many_fp8_plan import fp8_plan
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.cute.sm100.dense_plan import STEP as _STAGE
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
@@ -96,7 +97,9 @@ _MOST_SEGMENTS = 4
 
 def cute_gemm(call: Call) -> str | None:
     """Why the CuTeDSL kernels cannot run a product, or None."""
-    x, codes, scales, global_scale, segments, _, layout = call.args[:7]
+    x, codes, scales, global_scale, segments, format, layout = call.args[:7]
+    if call.op == "gemm" and format == FP8_BLOCK.name:
+        return _cute_fp8(call)
     groups = call.args[9] if call.op == "gemm" else 1
     kind = (call.device, layout, x.dtype, call.args[-1], len(segments))
     objection = _no_cute_gemm(*kind, codes.shape, groups, x.shape[0])
@@ -106,6 +109,25 @@ def cute_gemm(call: Call) -> str | None:
         return "the global scales are not contiguous"
     if codes.data_ptr() % 16 or scales.data_ptr() % 16:
         return "the codes or scales do not begin at multiples of 16 bytes"
+    return None
+
+
+def _cute_fp8(call: Call) -> str | None:
+    """Why the CuTeDSL kernel for FP8 weights cannot run a product, or None."""
+    x, codes, scales, _, _, _, _, _, _, groups, out_dtype = call.args
+    elsewhere = _wrong_dtypes(x.dtype, out_dtype) or _not_hopper(call.device)
+    if elsewhere:
+        return elsewhere
+    product = Product(codes.shape[0], codes.shape[1], groups, False, False)
+    if fp8_plan(product, max(x.shape[0], 1)) is None:
+        return (
+            f"a group is {codes.shape[0] // groups} x {codes.shape[1]}, wanted multiples of "
+            "16 x 128, and of each of several groups rows by 128 or 192"
+        )
+    if codes.stride(0) % 16 or codes.stride(1) != 1 or codes.data_ptr() % 16:
+        return "rows of codes do not begin at multiples of 16 bytes"
+    if not scales.is_contiguous():
+        return "the scales are not contiguous"
     return None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from dsv4 import _steps, fragments
 from dsv4.config import ModelConfig
-from dsv4.cute import _images, gemm_nvfp4, grouped_nvfp4
+from dsv4.cute import _images, gemm_fp8, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
@@ -23,7 +23,7 @@ from dsv4.cute._architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.grouped_plan import Experts
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
+from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.integrations._swap import OutputHead
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.attention import DeepseekV4Attention
@@ -137,6 +137,24 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Fp8Product:
+    """What the kernels of a product with an FP8 weight depend on; see ``Product``."""
+
+    rows: int
+    columns: int
+    groups: int
+    activation: str
+    out_dtype: torch.dtype
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """Configurations of all kernels for up to that many tokens."""
+        if arch != HOPPER:
+            return []
+        kind = (self.activation, self.out_dtype)
+        return gemm_fp8.plans(self.rows, self.columns, self.groups, *kind, max_tokens)
+
+
+@dataclass(frozen=True)
 class GroupedProduct:
     """The same of packed routed experts.
 
@@ -183,7 +201,7 @@ class Indexer:
         return [] if arch != HOPPER else index_scores_plan.plans()
 
 
-Call = Product | GroupedProduct | Attention | Indexer
+Call = Product | Fp8Product | GroupedProduct | Attention | Indexer
 
 
 def warmup(
@@ -205,12 +223,12 @@ def warmup(
     inside the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
     ``~/.cache/dsv4/kernels``; those of another machine's GPU can be made by naming ``arch``.
 
-    Of a model, the NVFP4 layers count that are packed or can be, and none if its dtype is not
-    bfloat16; of a configuration, every linear layer and all routed experts that can be packed, as
-    if all were NVFP4 in a bfloat16 model. What is not packed yet counts as packed for the GPU: with
-    swizzled scales for Blackwell where activations are quantised, else in fragments. Attention
-    counts on Hopper if its cache holds FP8 entries by default, as DeepSeek's numerics want, of 512
-    dims with 64 rotated.
+    Of a model, the NVFP4 layers count that are packed or can be, on Hopper also those with FP8
+    weights, and none if its dtype is not bfloat16; of a configuration, every linear layer and all
+    routed experts that can be packed, as if all were NVFP4 in a bfloat16 model. What is not packed
+    yet counts as packed for the GPU: with swizzled scales for Blackwell where activations are
+    quantised, else in fragments. Attention counts on Hopper if its cache holds FP8 entries by
+    default, as DeepSeek's numerics want, of 512 dims with 64 rotated.
 
     Args:
         model: A module, a ``ModelConfig`` or transformers' configuration.
@@ -277,7 +295,7 @@ def kernel_plans(found: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> 
 def every_call(model: Any, arch: str = HOPPER) -> list[Call]:
     """Products of linear layers and of routed experts, the indexer, and attention."""
     dense, grouped = products(model, arch), grouped_products(model, arch)
-    return [*dense, *grouped, *indexers(model), *attentions(model)]
+    return [*dense, *fp8_products(model), *grouped, *indexers(model), *attentions(model)]
 
 
 def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
@@ -294,6 +312,26 @@ def products(model: Any, arch: str = HOPPER) -> list[Product]:
             return []
         return _products(model, arch, lambda layer: layer.format == NVFP4)
     return _products(_empty(model), arch, lambda layer: True)
+
+
+def fp8_products(model: Any) -> list[Fp8Product]:
+    """The products of a module's FP8 weights, each shape once; none of a configuration."""
+    if not isinstance(model, nn.Module) or _not_bfloat16(model):
+        return []
+    wide = {layer for parent in model.modules() for layer in _float32_results(parent)}
+    return list(
+        dict.fromkeys(
+            Fp8Product(
+                layer.out_features,
+                layer.in_features,
+                layer.groups,
+                layer.activation,
+                torch.float32 if layer in wide or isinstance(layer, OutputHead) else torch.bfloat16,
+            )
+            for layer in model.modules()
+            if isinstance(layer, Linear) and layer.format == FP8_BLOCK
+        )
+    )
 
 
 def grouped_products(model: Any, arch: str = HOPPER) -> list[GroupedProduct]:

@@ -36,6 +36,11 @@ def _e4m3_as_halves(word):
     return low & 0xFFFF | (high & 0xFFFF) << 16
 
 
+def _as_bfloat16(word):
+    """Of a float32's bits."""
+    return int(torch.tensor(float(number(word))).bfloat16().view(torch.int16)) & 0xFFFF
+
+
 def _fused(a, b, c):
     return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
 
@@ -68,6 +73,7 @@ _CONVERSIONS = {
         | _narrow(number(high), torch.float8_e5m2, 57344) << 8
     ),
     "cvt.rn.f16x2.e4m3x2": _e4m3_as_halves,
+    "cvt.rn.bf16x2.f32": lambda high, low: _as_bfloat16(low) | _as_bfloat16(high) << 16,
     "cvt.f32.f16": lambda a: bits(np.uint16(a & 0xFFFF).view(np.float16)),
     "cvt.u32.u16": lambda a: a & 0xFFFF,
 }

@@ -1,17 +1,18 @@
-"""The instructions by which epilogues make NVFP4 of results, run one by one on the CPU."""
+"""The instructions that make NVFP4 of results, and bfloat16 of E4M3, run one by one on the CPU."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies
-from tests import blackwell_emulator
+from tests import blackwell_emulator, ptx_machine
 
 CODES = blackwell_emulator.emulated_source(blackwell_emulator.Global(), "dsv4.cute.sm90._codes")
 _KINDS = [0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-133, 3e38, 6.0, 0.25, 0.75]
@@ -54,3 +55,19 @@ def test_they_give_the_references_bits(seed, scale_exponent, exponent, special):
         codes, byte = coded(values[0], scale)
         assert byte == int(want.scales.view(torch.uint8))
         assert codes.tolist() == want.codes[0].tolist()
+
+
+def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
+    """Exactly, in order, NaN as NaN; what is in the upper half of the word does not matter."""
+    ptx = pytest.importorskip("dsv4.cute._ptx")
+    monkeypatch.setattr(ptx, "assembly", ptx_machine.run)
+    codes = torch.arange(256, dtype=torch.uint8)
+    want = codes.view(torch.float8_e4m3fn).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    for low in range(256):
+        high = (low * 37 + 11) % 256
+        word = ptx.e4m3_to_bfloat16(0xABCD0000 | high << 8 | low)
+        found = np.array([word & 0xFFFF, word >> 16], np.uint16)
+        nan = (found & 0x7FFF) > 0x7F80
+        expected = want[[low, high]]
+        assert (nan == ((expected & 0x7FFF) > 0x7F80)).all()
+        assert (found[~nan] == expected[~nan]).all()

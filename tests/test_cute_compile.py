@@ -20,11 +20,12 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm, grouped_gemm
+from dsv4.cute import _images, gemm, gemm_fp8, grouped_gemm
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan, FewRingPlan, few_plan
 from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan
+from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
 from tests.machine_code import REGISTER_FILE, instructions_of, usage_of
@@ -63,6 +64,16 @@ def plans():
     """Every configuration that one of the matrices takes for up to 8192 tokens."""
     return {
         choose(Product(*matrix, *kind), tokens)
+        for matrix in MATRICES
+        for kind in itertools.product((False, True), repeat=2)
+        for tokens in token_counts(8192)
+    }
+
+
+def plans_of_fp8():
+    """Of FP8 weights, every configuration for up to 8192 tokens."""
+    return {
+        fp8_plan(Product(*matrix, *kind), tokens)
         for matrix in MATRICES
         for kind in itertools.product((False, True), repeat=2)
         for tokens in token_counts(8192)
@@ -226,6 +237,39 @@ def test_many_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (ManyFp8Plan,)), ids=named)
+def test_fp8_weights(batch, tmp_path):
+    def check(plan, image, numbers, instructions):
+        def count(name):
+            return sum(i.startswith(name) for i in instructions)
+
+        assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+        assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
+        # A product of 64 rows for each 16 columns. Two waits for operands that are expanded anew,
+        # one for the sums.
+        assert count("HGMMA") == 8
+        assert count("WARPGROUP.DEPBAR") == 3
+        # Codes and two blocks of X by tensor copies, once the kernel before has ended. A lane's
+        # pairs of codes, 32 in a stage beside the 16 of the start, by single loads.
+        assert count("UTMALDG.2D") == 3
+        assert count("LDS.U16") == count("F2FP.F16.E4M3.UNPACK") == 32 + 16
+        assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+        if not plan.float32_out:
+            assert count("STSM")
+            assert count("STG.E.128")
+        assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.blocks > 1)
+        # Sums are added when the next operands are expanded: no conversion among these products.
+        marks = {"FFMA": "F", "F2FP.F16.E4M3.UNPACK_B": "x"}
+        sums = "".join(marks.get(i, "") for i in instructions)
+        assert ("F" * (plan.token_block // 2)) in sums
+        assert not count("MEMBAR")
+
+    check_each(batch, tmp_path, check)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", batches(plans_of_experts(), (GroupedPlan,)), ids=named)
 def test_routed_experts(batch, tmp_path):
     def check(plan, image, numbers, instructions):
@@ -380,6 +424,7 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     [
         (choose(Product(6144, 7168, 1, False, False), 1), gemm.FEW_PARAMETERS),
         (ManyPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
+        (ManyFp8Plan(64, 2, 1, 2, False, False), gemm_fp8.PARAMETERS),
         (
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
             grouped_gemm.FEW_PARAMETERS,
@@ -393,7 +438,7 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
             grouped_gemm.PARAMETERS,
         ),
     ],
-    ids=["few", "many", "experts of few rows", "experts", "experts without shared scales"],
+    ids=["few", "many", "FP8", "experts of few rows", "experts", "experts without shared scales"],
 )
 def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
     """The bytes that are packed for a launch, against what the compiled kernel declares."""
@@ -428,6 +473,17 @@ def test_plans_of_many_tokens_fit_their_matrix():
                 assert 1 <= plan.primed <= plan.stages
             else:
                 assert tokens <= 16
+
+
+def test_plans_of_fp8_fit_their_matrix():
+    for rows, columns, groups in MATRICES:
+        for tokens in token_counts(8192):
+            plan = fp8_plan(Product(rows, columns, groups, False, False), tokens)
+            assert plan.stages >= 2
+            assert columns // 128 >= plan.blocks
+            assert groups == 1 or rows // groups % plan.rows == 0
+            ring = plan.stages * (2 * plan.x_bytes + plan.weight_bytes)
+            assert plan.blocks == 1 or plan.apart or ring >= plan.exchanged_bytes
 
 
 def test_plans_of_experts_fit_their_matrix():
@@ -473,7 +529,7 @@ def test_numbers_of_tokens_stand_for_others():
 
 
 @pytest.mark.parametrize(
-    "of_one_kind", [plans, plans_of_swiglu, plans_of_experts, plans_of_few_rows]
+    "of_one_kind", [plans, plans_of_fp8, plans_of_swiglu, plans_of_experts, plans_of_few_rows]
 )
 def test_resources(of_one_kind):
     """Of every plan, compiled or not."""

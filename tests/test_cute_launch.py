@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.cute import _driver, gemm, grouped_gemm
+from dsv4.cute import _driver, gemm, gemm_fp8, grouped_gemm
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan
 from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, Share
+from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
@@ -65,7 +66,7 @@ def driver(monkeypatch):
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "shares", one_share)
     monkeypatch.setattr(gemm, "choose", lambda *what: found.plan or choose(*what))
-    for module in (gemm, grouped_gemm):
+    for module in (gemm, gemm_fp8, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
@@ -169,6 +170,38 @@ def test_groups_and_scales_of_rows(driver, plan):
     # Blocks of rows, of a group's, stride of tokens and of groups, and the end.
     assert flat(values[-11:-7]) == [row_blocks, row_blocks // 16, 16 * 4096, 4096]
     assert flat(values[-4:]) == [1, 16, 16, math.inf]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.float8_e8m0fnu, 1)])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_fp8_weights(driver, monkeypatch, blocks, dtype, width):
+    """Two groups of rows whose codes lie apart, and activations with a scale each."""
+    plan = ManyFp8Plan(96, 2, blocks, 2, True, True)
+    monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *_: plan)
+    driver.kinds = gemm_fp8.PARAMETERS
+    x = torch.ones(300, 2, 512, dtype=torch.bfloat16)
+    codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
+    scales = torch.ones(8, 4).to(dtype)
+    out = gemm.gemm(
+        x, codes, scales, None, (), "fp8_block", "linear", "nvfp4", None, 2, torch.float32
+    )
+    assert (out.shape, out.dtype) == ((300, 2, 512), torch.float32)
+    [(grid, threads, stream, values)] = driver.launches
+    assert (grid, threads, stream) == (4 * 8 * blocks, 128 * 3, 77)
+    (x_at, of_x), (codes_at, of_codes) = driver.maps
+    assert (of_x, of_codes) == (
+        Matrix(300, 1024, 1024, 96),
+        Matrix(1024, 256, 320, 128),
+    )
+    assert codes_at == codes.data_ptr()
+    *most, token_scale, end = flat(values[:10])
+    assert most == [MAP, MAP, 300, 1024, 1024, 256, b"\0", codes_at, scales.data_ptr(), x_at]
+    assert token_scale
+    assert end == out.data_ptr()
+    assert flat(values[10:]) == [
+        *(300, 4, 1024 // 96, 8, 64, 8, 4),
+        *(1024, 512, 640, 2, 8, width),
+    ]
 
 
 def test_sixteen_tokens_at_a_time(driver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -15,9 +16,11 @@ import dsv4
 from dsv4 import _steps, _warmup, layers
 from dsv4._warmup import (
     Attention,
+    Fp8Product,
     GroupedProduct,
     Product,
     attentions,
+    fp8_products,
     grouped_products,
     kernel_plans,
     products,
@@ -330,6 +333,40 @@ def test_every_kind_of_product_is_found():
     assert Product(129280, 4096, 1, "bf16", float32) in found, "logits"
     w4a4 = products(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
     assert Product(32768, 1024, 1, "nvfp4", bfloat16) in w4a4
+
+
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
+    config = dsv4.ModelConfig.tiny(**WHOLE).replace(numerics=numerics)
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, layers.Linear):
+            module.to_format("fp8_block")
+    module, found = importlib.import_module("dsv4.ops.gemm"), []
+    run = module._gemm
+
+    def record(x, codes, scales, scale, segments, format, layout, activation, *rest):
+        assert format == "fp8_block"
+        found.append(Fp8Product(*codes.shape, rest[1], activation, rest[2]))
+        return run(x, codes, scales, scale, segments, format, layout, activation, *rest)
+
+    monkeypatch.setattr(module, "_gemm", record)
+    run_everything(model)
+    assert set(found) == set(fp8_products(model))
+    assert products(model) == []
+
+
+def test_fp8_kernels_are_hoppers_and_of_whole_blocks(compiled):
+    layer = layers.Linear(256, 160).to(torch.bfloat16)
+    layer.to_format("fp8_block")
+    [product] = fp8_products(layer)
+    plans = product.plans(300)
+    assert plans == list(dict.fromkeys(plans))
+    assert product.plans(300, "sm_100a") == []
+    assert dataclasses.replace(product, columns=192).plans(300) == []
+    dsv4.warmup(layer, arch="sm_90a", max_tokens=300, progress=False)
+    assert [plan for plan, _ in compiled] == plans
+    assert fp8_products(dsv4.ModelConfig.flash()) == []
 
 
 def test_what_is_not_packed_needs_no_kernel():

@@ -802,3 +802,31 @@ def append_if_above(place: Value, words: Sequence[Value], bound: Value, apart: i
         [Uint32],
         [place, *words, bound],
     )
+
+
+def load_shared_pair(address: Value, offset: int) -> Value:
+    """Two bytes from shared memory, in a word; ``offset``: see ``load_matrices4``."""
+    return assembly(f"ld.shared.u16 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], [address])
+
+
+def e4m3_to_bfloat16(pair: Value) -> Value:
+    """The two E4M3 codes in a word's lower half as a pair of bfloat16; NaN stays NaN.
+
+    Through float32: the conversion from float16 to bfloat16 has a sixteenth of its rate.
+    """
+    return assembly(
+        "{ .reg .b16 l, h, x, y; .reg .b32 d; .reg .f32 a, b; "
+        "mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 d, l; mov.b32 {x, y}, d; "
+        "cvt.f32.f16 a, x; cvt.f32.f16 b, y; cvt.rn.bf16x2.f32 {$w0}, b, a; }",
+        [Uint32],
+        [pair],
+    )
+
+
+def load_word_or_byte(address: Value, width: Value) -> Value:
+    """One 32-bit word where ``width`` is 4, else one byte, of global memory."""
+    code = (
+        "{ .reg .pred p; setp.eq.s32 p, {$r1}, 4; @p ld.global.u32 {$w0}, [{$r0}]; "
+        "@!p ld.global.u8 {$w0}, [{$r0}]; }"
+    )
+    return assembly(code, [Uint32], [address, width])

@@ -1,4 +1,4 @@
-"""CuTeDSL products with NVFP4 weights in the layout ``"fragments_16x64"``."""
+"""CuTeDSL products with NVFP4 weights in the layout ``"fragments_16x64"``, or FP8 ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from dsv4.cute import gemm_fp8
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
 from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
+from dsv4.formats import FP8_BLOCK
 from dsv4.ops.quantize import bfloat16_operand
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
@@ -52,9 +54,11 @@ def gemm(
 ) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
-    16 bytes and whose groups follow one another.
+    FP8 weights are ``gemm_fp8``'s. Nothing but the result is allocated for bfloat16 activations
+    whose rows begin at multiples of 16 bytes and whose groups follow one another.
     """
+    if format == FP8_BLOCK.name:
+        return gemm_fp8.gemm(x, codes, scales, activation, input_scale, groups, out_dtype)
     assert global_scale is not None
     rows, half = codes.shape
     product = (rows, 2 * half, groups, out_dtype == torch.float32, activation == "nvfp4", False)

@@ -12,8 +12,8 @@ _PRIMED_BYTES = 36 * 1024
 # Of a thread that multiplies, and of one that copies, by warpgroups.
 _REGISTERS = {2: 232, 3: 152, 4: 112}
 _COPY_REGISTERS = {2: 40, 3: 40, 4: 32}
-_PROCESSORS = 132
-_RESIDENT = {1: _PROCESSORS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}  # clusters on an H200, by blocks
+PROCESSORS = 132
+RESIDENT = {1: PROCESSORS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}  # clusters on an H200, by blocks
 LINE = 144  # bytes from one token's 64 rows to the next where results are turned, padded
 # Warpgroups, tiles of 16 rows of a warp, blocks of 64 columns of a stage, and tokens of a tile:
 # those that are the fastest somewhere.
@@ -243,7 +243,7 @@ def candidates(
     if columns % 128:
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
-    for (warpgroups, tiles, depth, token_block), blocks in itertools.product(shapes, _RESIDENT):
+    for (warpgroups, tiles, depth, token_block), blocks in itertools.product(shapes, RESIDENT):
         plan = ManyPlan(
             token_block, warpgroups, blocks, depth, float32_out, row_scaled, tiles=tiles
         )
@@ -264,10 +264,10 @@ def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> fl
     Its constants are fitted to times on an H200; it is there to rank configurations.
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // _RESIDENT[plan.blocks])
+    rounds = -(-tiles // RESIDENT[plan.blocks])
     steps = -(-columns // 64 // plan.depth // plan.blocks) * plan.depth
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.blocks / _PROCESSORS)
+    active = min(1.0, tiles * plan.blocks / PROCESSORS)
     # More warpgroups hide more of a tile's start and end.
     ends = (706 + 4.09 * results / plan.blocks) * (2 / plan.warpgroups) ** 0.53
     tile = ends + steps * step_cycles(plan, active) + 318 * (plan.tiles - 1)
@@ -276,7 +276,7 @@ def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> fl
     if plan.blocks > 1:
         cycles += 6470 * (rounds - 1)
     # The next kernel's blocks begin beside this one's, if they find a processor that is free.
-    return cycles - 1350 if 2 * tiles * plan.blocks <= _PROCESSORS else cycles
+    return cycles - 1350 if 2 * tiles * plan.blocks <= PROCESSORS else cycles
 
 
 def step_cycles(plan: ManyPlan, active: float) -> float:

@@ -1,0 +1,138 @@
+"""CuTeDSL product with an FP8 weight, one scale per 128 x 128 block, for many tokens on Hopper."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from threading import get_ident
+
+import torch
+
+from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute._launch import aligned, architecture, current_device, loaded, stream_of
+from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
+from dsv4.cute.sm90.plans import Product, token_counts
+from dsv4.ops.quantize import bfloat16_operand
+
+_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
+
+# Parameters of the kernel, in the order of ``ManyFp8Kernel.kernel``. Before the addresses come what
+# tensor copies need, the sizes of X and of pairs of codes, and a layout without any content.
+PARAMETERS = Parameters(*["128s"] * 2, *["2i"] * 2, "s", *"qqqqq", *"iiiiiii", *"qqq", *"iii")
+_BEFORE, _ADDRESSES, _AFTER = (
+    struct.Struct("@4is0q"),
+    struct.Struct("@5q"),
+    struct.Struct("@7i3q3i"),
+)
+
+
+def gemm(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    activation: str,
+    input_scale: torch.Tensor | None,
+    groups: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
+
+    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
+    16 bytes and whose groups follow one another.
+    """
+    tokens, rows = x.shape[0], codes.shape[0]
+    out = x.new_empty((*x.shape[:-1], rows // groups), dtype=out_dtype)
+    if not tokens:
+        return out
+    device = x.get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            return gemm(x, codes, scales, activation, input_scale, groups, out_dtype)
+    token_scale = 0
+    if activation == "nvfp4":
+        x, row_scale = bfloat16_operand(x, input_scale)
+        token_scale = row_scale.data_ptr()
+    x, start, token_stride = aligned(x, tokens)
+    kind = (out_dtype == torch.float32, activation == "nvfp4")
+    product = Product(rows, codes.shape[1], groups, *kind)
+    strides = (token_stride, codes.stride(0))
+    launch = _prepared(product, tokens, strides, scales.element_size(), device, get_ident())
+    at = codes.data_ptr()
+    launch(stream_of(device), start, at, at, scales.data_ptr(), start, token_scale, out.data_ptr())
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    product: Product,
+    tokens: int,
+    strides: tuple[int, int],
+    scale_bytes: int,
+    device: int,
+    thread: int,
+) -> Launch:
+    """Made once in every thread, because it takes longer than a launch."""
+    plan = fp8_plan(product, tokens)
+    assert plan is not None
+    kernel = loaded(plan, architecture(device))
+    return _launch(kernel, kernel.prepare(device), product, plan, tokens, strides, scale_bytes)
+
+
+def _launch(
+    kernel: Kernel,
+    resident: int,
+    product: Product,
+    plan: ManyFp8Plan,
+    tokens: int,
+    strides: tuple[int, int],
+    scale_bytes: int,
+) -> Launch:
+    rows, columns, groups, *_ = product
+    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
+    after = _AFTER.pack(
+        tokens,
+        token_tiles,
+        max(1, _SPAN // plan.token_block),
+        columns // 64,
+        rows // 16,
+        row_blocks,
+        max(1, row_blocks // groups),
+        strides[0],
+        0 if groups == 1 else columns,
+        strides[1],
+        groups,
+        -(-rows // 128),
+        scale_bytes,
+    )
+    tiles = token_tiles * row_blocks
+    blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
+    matrices = (
+        Matrix(tokens, columns * groups, strides[0], plan.token_block),
+        Matrix(rows, columns // 2, strides[1] // 2, plan.rows),
+    )
+    before = _BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
+    return Launch(kernel, blocks, PARAMETERS, before, _ADDRESSES, after, matrices)
+
+
+def plans(
+    rows: int,
+    columns: int,
+    groups: int,
+    activation: str,
+    out_dtype: torch.dtype,
+    max_tokens: int,
+) -> list[ManyFp8Plan]:
+    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
+
+    Args:
+        rows: N, of all groups.
+        columns: K; there are none unless it is a multiple of 128.
+        groups: Groups of rows with an input each.
+        activation: ``"bf16"`` or ``"nvfp4"``.
+        out_dtype: bfloat16 or float32.
+        max_tokens: At least 1.
+    """
+    kind = (out_dtype == torch.float32, activation == "nvfp4")
+    product = Product(rows, columns, groups, *kind)
+    found = (fp8_plan(product, tokens) for tokens in token_counts(max_tokens))
+    return list(dict.fromkeys(plan for plan in found if plan is not None))
