@@ -193,20 +193,11 @@ def _many(
         *rest,
     )
     tiles = token_tiles * row_blocks
-    blocks = plan.blocks * tiles if plan.blocks > 1 else fewest_blocks(tiles, resident)
+    blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
     of_x = Matrix(tokens, columns, rest[0], plan.token_block)
     matrices = (of_x, *packed_matrices(plan, product.rows // 16, product.columns // 64))
     before = _MANY_BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
     return Launch(kernel, blocks, MANY_PARAMETERS, before, _MANY_ADDRESSES, after, matrices)
-
-
-def fewest_blocks(tiles: int, resident: int) -> int:
-    """Blocks that take so many tiles in as few rounds as ``resident``, which run at a time.
-
-    The rest of the GPU is for what runs beside.
-    """
-    rounds = -(-tiles // resident)
-    return -(-tiles // rounds)
 
 
 def packed_matrices(plan: ManyPlan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:

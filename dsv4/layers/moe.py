@@ -13,16 +13,12 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
-# Tokens from which the shared expert leaves the router no room: it is started behind it, beside the
-# sort, which needs less.
-_FILLING = 1024
-
 
 class DeepseekV4SparseMoeBlock(nn.Module):
     """``sum over the chosen experts + shared expert`` (specification section 8).
 
-    On CUDA the shared expert runs on a stream of its own beside the routed experts and, of few
-    tokens, the router, in a captured graph, too.
+    On CUDA the shared expert runs on a stream of its own beside the router and the routed experts,
+    in a captured graph, too.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -45,10 +41,6 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         shape = hidden_states.shape
         flat = hidden_states.reshape(-1, shape[-1])
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
-        if flat.shape[0] < _FILLING:
-            shared = beside(self.shared_experts, flat)
-            _, weights, indices = self.gate(*arguments)
-        else:
-            _, weights, indices = self.gate(*arguments)
-            shared = beside(self.shared_experts, flat)
+        shared = beside(self.shared_experts, flat)
+        _, weights, indices = self.gate(*arguments)
         return self.experts(flat, indices, weights, shared).view(shape)

@@ -254,7 +254,7 @@ class ManyKernel(ManyPlan):
         full = Uint32(full_at.toint())
         empty = full + 8 * self.stages
         gather = empty + 8 * self.stages
-        self._let_next(first, stride, total)
+        cute.arch.griddepcontrol_launch_dependents()
 
         # The copying warp makes the barriers and waits for nobody of its block: weights come first.
         if warp >= self.mma_warps:
@@ -357,7 +357,6 @@ class ManyKernel(ManyPlan):
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
-            self._let_next(tile, stride, total)
             row_block, token_tile = place(tile, order, cutlass.min)
             weights = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
             column = (row_block // group_blocks * every + begin) * self.depth
@@ -380,16 +379,6 @@ class ManyKernel(ManyPlan):
                     stage = Int32(0)
                     parity = parity ^ 1
             tile += stride
-
-    @cute.jit
-    def _let_next(self, tile: Value, stride: Value, total: Value) -> None:
-        """Let the next kernel begin where a multiprocessor is free, if this is the last tile.
-
-        Not before: a multiprocessor that no block of this one has would be the next one's, which
-        waits, and not what runs beside.
-        """
-        if tile + stride >= total:
-            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def _prefetch(self, places: Value, walk: Value, sizes: Value) -> None:
