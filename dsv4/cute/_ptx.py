@@ -29,6 +29,11 @@ def _ins(first: int, count: int) -> str:
     return "{" + ", ".join(f"{{$r{i}}}" for i in range(first, first + count)) + "}"
 
 
+def anew(value: Value) -> Value:
+    """An integer as it is, of which the compiler computes nothing earlier, to keep until here."""
+    return assembly("mov.b32 {$w0}, {$r0};", [Int32], [value])
+
+
 def load_shared(address: Value, words: int, offset: int = 0) -> tuple[Value, ...]:
     """``words`` (2 or 4) 32-bit words from shared memory; ``offset``: see ``load_matrices4``."""
     code = f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"

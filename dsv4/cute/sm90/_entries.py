@@ -71,14 +71,19 @@ class Entries:
         block = part + group * parts
         found = self._ask(caches, sizes, block, lane)
         blocks = begin + (caches[1][4] + BLOCK - 1) // BLOCK
-        if scan == 1:
-            scanned = (info + Uint32(STAGES * INFO_BYTES), group, warp, lane)
-            blocks = self._used(caches, (token, begin, blocks), scanned)
+        every = (token, begin, blocks)
+        scanned = (info + Uint32(STAGES * INFO_BYTES), group, warp, lane)
+        # Of two groups, the first looks after it has asked for its codes, which are wanted first.
+        early = (group == 0) & (self.expanders > 1)
+        if (scan == 1) & (not early):
+            blocks = self._used(caches, every, scanned)
         slots, there = self._share(found, warp, lane)
         starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
         codes = self._load_codes(slots, starts)
         self._copy_codes(slots, starts, own)
         found = self._ask(caches, sizes, block + stride, lane)
+        if (scan == 1) & early:
+            blocks = self._used(caches, every, scanned)
         # Of a part without any block, the first is one of nothing.
         more = (group == 0) | (block < blocks)
         while more:
@@ -124,17 +129,19 @@ class Entries:
         """Those in shared memory, and tails."""
         place, tail = places
         ptx.wait_copies(0 if self.staged else 1)
-        count = self.held
-        step = 512 * self.expand_warps
-        for n, (h, g) in enumerate(self.pieces[count:]):
-            waiting = ptx.load_shared(own + Uint32(n * step), 4)
-            self._expand(waiting, self._byte(scales, h, g), to + place, h * 1024 + g * _COLUMNS)
-        if cutlass.const_expr(self.staged):
-            first = len(self.pieces) - count
-            for h in cutlass.range_constexpr(BLOCK // (8 * self.expand_warps)):
-                for c in cutlass.range_constexpr(2):
-                    words = ptx.load_shared(own + Uint32((first + 2 * h + c) * step), 4)
-                    ptx.store_shared4((to + tail) ^ Uint32(c * 64), words, h * 1024)
+        later, step = self.pieces[self.held :], 512 * self.expand_warps
+        rows = range(BLOCK // (8 * self.expand_warps)) if self.staged else ()
+        tails = [(h, c) for h in rows for c in range(2)]
+        # All before the first is stored, behind which the next would wait.
+        waiting = [
+            ptx.load_shared(own + Uint32(n * step), 4) for n in range(len(later) + len(tails))
+        ]
+        for n, (h, g) in enumerate(later):
+            skip = h * 1024 + g * _COLUMNS
+            self._expand(waiting[n], self._byte(scales, h, g), to + place, skip)
+        for n, (h, c) in enumerate(tails):
+            words = waiting[len(later) + n]
+            ptx.store_shared4((to + tail) ^ Uint32(c * 64), words, h * 1024)
 
     def _load_slot(self, row: Value, number: Value, width: Value) -> Value:
         """Both words of a slot, all ones beyond the end."""

@@ -5,7 +5,8 @@
 * Of two warpgroups, each computes the logits and softmax weights of the blocks of one stage, and
   has half of the dims of all results in its registers. So it multiplies its own weights from
   registers, and the other's from shared memory, with its half of the entries' dims: the tile that
-  the first product read, turned.
+  the first product read, turned. Between the other's weights and its own next logits no product is
+  waited for.
 * Blocks of threads stay and take (token, part, tile of heads) in turn. The entries of the next are
   expanded while the results of the last are stored.
 * ``together``, two blocks of a cluster have the odd and the even blocks of a tile's entries. At the
@@ -347,7 +348,8 @@ class AttentionKernel(Entries, AttentionPlan):
             ptx.wait_copies(0)
             ptx.fence_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
-            if cutlass.const_expr(not self.together):  # noqa: SIM102 - one is constant
+            # Of blocks of threads that have many; beside eight warps there is no register for it.
+            if cutlass.const_expr(self.expand_warps == 4):  # noqa: SIM102 - one is constant
                 if item + grid < items:
                     later, _, after = self._item(item + grid, tiles, splits)
                     self._prefetch(
@@ -359,41 +361,40 @@ class AttentionKernel(Entries, AttentionPlan):
             sums.fill(0.0)
             references = [-Float32(_INFINITY), -Float32(_INFINITY)]
             total = [Float32(0.0), Float32(0.0)]
-            more = cutlass.Boolean(True)
-            while more:
-                if stage == group:
-                    ptx.wait(full + Uint32(stage * 8), parity)
-                    ptx.fence_shared()
-                    self._score((logits_mma, logits, left, right), stage)
-                    low, high, *_ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
-                    warpgroup.wait_group(0)
-                    self._hide(logits, (low, high), lane)
-                    references, total, factors = self._weigh(
-                        logits, words, (references, total), scale
-                    )
-                    self._give(words, references, give_at, line, lane)
-                    ptx.fence_shared()
-                    ptx.arrive(ready + Uint32(stage * 8))
-                    self._rescale(sums, factors)
-                    self._add(own_mma, sums, weights, values, (group, stage))
-                else:
-                    ptx.wait(ready + Uint32(stage * 8), parity)
-                    ptx.fence_shared()
-                    references, total = self._follow(sums, references, total, line)
-                    self._add(other_mma, sums, given, values, (group, stage))
+            products = (logits_mma, own_mma, logits, left, right, words, weights, values, sums)
+            places = (info, full, empty, ready, arrived, give_at, line)
+            last = Uint32(0)
+            if group == stage:
+                references, total, last = self._own(
+                    products,
+                    places,
+                    (references, total),
+                    (stage, parity, group, lane),
+                    scale,
+                    False,
+                )
+                stage, parity = self._next(stage, parity)
+            while last == Uint32(0):
+                # Who has given the weights has fenced what the expanding warps have written.
+                ptx.wait(ready + Uint32(stage * 8), parity)
+                references, total = self._follow(sums, references, total, line)
                 _, _, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
-                more = last == Uint32(0)
-                if cutlass.const_expr(self.together):  # noqa: SIM102 - one is constant
-                    # The queries are not read any more: the other block may write there.
-                    if (lane == 0) & (last != Uint32(0)):
-                        peer = 1 - cute.arch.block_idx_in_cluster()
-                        ptx.arrive_remote(ptx.remote(arrived, peer))
-                warpgroup.wait_group(0)
-                self._release(empty, stage, lane)
-                stage += 1
-                if stage == STAGES:
-                    stage = Int32(0)
-                    parity = parity ^ 1
+                self._add(other_mma, sums, given, values, (group, stage))
+                stage, parity = self._next(stage, parity)
+                if last == Uint32(0):
+                    references, total, last = self._own(
+                        products,
+                        places,
+                        (references, total),
+                        (stage, parity, group, lane),
+                        scale,
+                        True,
+                    )
+                    stage, parity = self._next(stage, parity)
+                else:
+                    self._done_with_queries(arrived, last, lane)
+                    warpgroup.wait_group(0)
+                    self._release(empty, 1 - stage, lane)
             total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
             item = ptx.load_shared_int(kept)
             tile, rest, token = self._item(item, tiles, splits)
@@ -409,7 +410,7 @@ class AttentionKernel(Entries, AttentionPlan):
                     arrived,
                     (sinks, out, cos, tables),
                     (tile * HEADS, token, heads),
-                    (row, rank, group, lane),
+                    (row, rank, group, ptx.anew(lane)),
                 )
                 cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
@@ -431,6 +432,56 @@ class AttentionKernel(Entries, AttentionPlan):
                         (tile * HEADS + row, rest, heads, group, lane),
                     )
             item += grid
+
+    def _next(self, stage: Value, parity: Value) -> Value:
+        """Of the ring of two stages."""
+        return 1 - stage, parity ^ stage
+
+    @cute.jit
+    def _done_with_queries(self, arrived: Value, last: Value, lane: Value) -> None:
+        """After the last block, the other block of threads may write where the queries were."""
+        if cutlass.const_expr(self.together):  # noqa: SIM102 - one is constant
+            if (lane == 0) & (last != Uint32(0)):
+                peer = 1 - cute.arch.block_idx_in_cluster()
+                ptx.arrive_remote(ptx.remote(arrived, peer))
+
+    @cute.jit
+    def _own(
+        self,
+        products: Value,
+        places: Value,
+        state: Value,
+        where: Value,
+        scale: Value,
+        pending: bool,
+    ) -> Value:
+        """A block of entries whose weights are this warpgroup's.
+
+        ``pending``: the other's, of the stage before, are still being multiplied.
+        """
+        logits_mma, own_mma, logits, left, right, words, weights, values, sums = products
+        info, full, empty, ready, arrived, give_at, line = places
+        references, total = state
+        stage, parity, group, lane = where
+        ptx.wait(full + Uint32(stage * 8), parity)
+        ptx.fence_shared()
+        self._score((logits_mma, logits, left, right), stage)
+        if cutlass.const_expr(pending):
+            warpgroup.wait_group(1)
+            self._release(empty, 1 - stage, lane)
+        low, high, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+        warpgroup.wait_group(0)
+        self._done_with_queries(arrived, last, lane)
+        self._hide(logits, (low, high), lane)
+        references, total, factors = self._weigh(logits, words, (references, total), scale)
+        self._give(words, references, give_at, line, lane)
+        ptx.fence_shared()
+        ptx.arrive(ready + Uint32(stage * 8))
+        self._rescale(sums, factors)
+        self._add(own_mma, sums, weights, values, (group, stage))
+        warpgroup.wait_group(0)
+        self._release(empty, stage, lane)
+        return references, total, last
 
     def _item(self, item: Value, tiles: Value, splits: Value) -> Value:
         """Tile of heads, number among all tokens' parts, and token."""
