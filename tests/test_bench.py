@@ -15,7 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import dispatch, fragments
-from dsv4.bench import budgets, check, cli, environment, main_job, report, results, rivals, timing
+from dsv4.bench import (
+    budgets,
+    check,
+    cli,
+    environment,
+    main_job,
+    measure,
+    report,
+    results,
+    rivals,
+    timing,
+)
 from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
@@ -469,6 +480,23 @@ def test_rivals_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = tmp_path / "out.json"
     assert main(["run", "rope", "--repeat", "1", "--json", str(path)]) == 0
     assert set(json.loads(path.read_text())["rows"][0]["rivals"]) == {"sleepy"}
+
+
+def test_a_rival_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """However many inputs there are: a compiler takes seconds to refuse each of them."""
+    asked: list[str] = []
+    monkeypatch.setattr(measure, "_copies", lambda case, options, problem: [problem] * 3)
+    monkeypatch.setattr(rivals, "RIVALS", {})
+    rivals.register("rms_norm_pair", "able (note)")(
+        lambda problem: asked.append("able") or (lambda: None)
+    )
+    rivals.register("rms_norm_pair", "unable")(lambda problem: asked.append("unable"))
+    path = tmp_path / "out.json"
+    run = ["run", "rms_norm_pair", "--repeat", "1", "--json", str(path)]
+    assert main([*run, "--rivals", "able,unable"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert all(set(row["rivals"]) == {"able (note)"} for row in rows)
+    assert [asked.count(name) for name in ("able", "unable")] == [4 * len(rows), len(rows)]
 
 
 def test_table_without_rich_or_terminal_is_plain(capsys):

@@ -133,11 +133,13 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "rivals": {}}
     if taken.note:
         times["message"] = taken.note
-    prepared = [rivals(case.op, each, options.rivals) for each in problems]
-    for name in prepared[0]:
-        if not all(name in calls for calls in prepared):
+    able = rivals(case.op, problem, options.rivals)
+    # Who cannot do the first is not asked again: a compiler takes seconds to say so each time.
+    others = [rivals(case.op, each, tuple(able)) for each in problems[1:]]
+    for name, call in able.items():
+        if not all(name in calls for calls in others):
             continue  # it did not fit the memory as often as the problem does
-        calls = [calls[name] for calls in prepared]
+        calls = [call, *(calls[name] for calls in others)]
         taken = timing.measure(calls, options.device, options.repeat, options.rest)
         times["rivals"][name] = taken.us
     return times
