@@ -62,7 +62,7 @@ def test_what_bounds_a_product():
     assert more.us == pytest.approx(2 * full.us, rel=1e-3)
     one = predict(machine, wide._replace(tokens=1), tile._replace(tokens=8))
     assert one.bound == "memory"
-    assert one.us == pytest.approx(one.bytes / 7.26e6)
+    assert one.us == pytest.approx(one.bytes / (machine.read_tbs * 1e6))
     narrow = dataclasses.replace(machine, l2_bytes=10.0)
     alone, pair = (predict(narrow, wide, tile._replace(pair=pair)) for pair in (False, True))
     assert alone.bound == pair.bound == "level 2"

@@ -169,12 +169,12 @@ def of_plan(plan: Any) -> Tile:
     return Tile(plan.rows, plan.token_block, plan.blocks, 1, plan.depth, "bf16")
 
 
-H200 = Machine("H200", 132, 1.7, 4.355, {"bf16": 787.0}, 3.85, 2.62, 0.0, 0.0, 73.0, 36.4)
+H200 = Machine("H200", 132, 1.7, 4.45, {"bf16": 791.0}, 3.86, 2.6, 0.0, 0.0, 73.0, 36.8)
 # Memory: 8 TB/s times what the H200 reaches of its 4.8. Tensor cores: bfloat16 2250 TFLOP/s times
 # what the H200 reaches of its 989, NVFP4 what DeepGEMM's product of 8192^3 is published with. Level
 # 2: what that product asks of it at least, in tiles of 256 x 256 of two processors. Clock supposed.
 B200 = Machine(
-    "B200", 148, 1.85, 7.26, {"bf16": 1790.0, "nvfp4": 5702.0}, 3.85, 2.62, 0.0, 0.0, 73.0, 46.0
+    "B200", 148, 1.85, 7.42, {"bf16": 1800.0, "nvfp4": 5702.0}, 3.86, 2.6, 0.0, 0.0, 73.0, 46.0
 )
 # Published for a B200: N, K, tokens, TFLOP/s, of a product with quantised activations at hand.
 PUBLISHED = {

@@ -63,7 +63,7 @@ def gemm(
     rows, half = codes.shape
     product = (rows, 2 * half, groups, out_dtype == torch.float32, activation == "nvfp4", False)
     shape = (x.shape[0], rows) if groups == 1 else (x.shape[0], groups, rows // groups)
-    out = torch.empty(shape, dtype=out_dtype, device=x.device)
+    out = x.new_empty(shape, dtype=out_dtype)
     weight = (codes, scales, global_scale)
     return _product(product, x, weight, segments, input_scale, math.inf, out, shape[0])
 
@@ -85,7 +85,7 @@ def gemm_swiglu(
     assert global_scale is not None
     tokens, (rows, half) = x.shape[0], codes.shape
     product = (rows, 2 * half, 1, out_dtype == torch.float32, activation == "nvfp4", True)
-    out = torch.empty((tokens, rows // 2), dtype=out_dtype, device=x.device)
+    out = x.new_empty((tokens, rows // 2), dtype=out_dtype)
     weight, bound = (codes, scales, global_scale), math.inf if limit is None else limit
     return _product(product, x, weight, segments, input_scale, bound, out, tokens)
 

@@ -70,7 +70,7 @@ def grouped_gemm(
     kind = (out_dtype == torch.float32, scaled, False, False, False, False)
     wanted = (rows, columns, experts, *kind)
     if out is None:
-        out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+        out = x.new_empty((tokens, rows), dtype=out_dtype)
     parts = (weight, scales, global_scale, offsets)
     of_x = (input_scale, row_scale)
     _product(wanted, x, parts, tuple(segments), of_x, None, math.inf, (out,), settled)
@@ -104,7 +104,7 @@ def grouped_gemm_swiglu(
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
     if out is None:
-        out = torch.empty((tokens, rows // 2), dtype=out_dtype, device=x.device)
+        out = x.new_empty((tokens, rows // 2), dtype=out_dtype)
     parts = (weight, scales, global_scale, offsets)
     bound = math.inf if limit is None else limit
     of_x = (input_scale, row_scale)

@@ -48,7 +48,7 @@ def indexer_select(
     if not is_long(capacity, k):
         rest = (keys, sequence_of_token, visible, top_k, scorer)
         return select(q, query_scales, weights, *rest)
-    out = torch.empty((q.shape[0], k), dtype=torch.int64, device=q.device)
+    out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
     group = 0 if capacity <= _WHOLE else _GROUP if capacity < _LONG else 2 * _GROUP

@@ -76,8 +76,14 @@ def _is_ordinary(x: Any, weight: QuantizedTensor, backend: str) -> bool:
         and x.is_contiguous()
         and x.device == weight.codes.device
         and dispatch.is_free(backend)
-        and not (_is_grad_enabled() and any(part.requires_grad for part in _parts(weight)))
+        and not (_is_grad_enabled() and _wants_gradient(weight))
     )
+
+
+def _wants_gradient(weight: QuantizedTensor) -> bool:
+    scale = weight.global_scale
+    of_blocks = weight.codes.requires_grad or weight.scales.requires_grad
+    return of_blocks or (scale is not None and scale.requires_grad)
 
 
 def _parts(weight: QuantizedTensor) -> list[torch.Tensor]:
