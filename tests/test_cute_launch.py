@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4._leaving import leaving
 from dsv4.cute import _driver, gemm, gemm_fp8, grouped_gemm
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
@@ -31,6 +32,7 @@ class Driver:
 
     def __init__(self, kinds=None):
         self.kinds, self.launches, self.maps = kinds, [], []
+        self.early = []  # whether each launch's blocks may begin before the kernel in front ends
         self.arch, self.archs = HOPPER, []
         self.plan = None  # of a dense product, instead of what would be chosen
 
@@ -50,6 +52,9 @@ class Driver:
             for kind, pointer in zip(expected.kinds, pointers, strict=True)
         ]
         self.launches.append((config.grid[0], config.block[0], config.stream, values))
+        told = config.attributes[: config.attribute_count]
+        self.early.append(any(one.id == _driver._PROGRAMMATIC_LAUNCH for one in told))
+        assert any(one.id == _driver._CLUSTER_DIMENSION for one in told)
         return 0
 
 
@@ -149,6 +154,25 @@ def test_many_tokens(driver, plan):
         1024 // plan.token_block, 112, 384, tiles[1], tiles[1], 7168, 0, 1000, 2144, 2**31 - 1, 0,
         1, 16, math.inf,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("leave", [0, 20, 200])
+@pytest.mark.parametrize("plan", MANY, ids=repr)
+def test_many_tokens_leave_multiprocessors_to_others(driver, plan, leave):
+    driver.plan = plan
+    with leaving(leave):
+        _, _, [(inside, *_)] = launched(driver, 300)
+    _, _, [(outside, *_)] = launched(driver, 300)
+    assert driver.early == [leave == 0, True]
+    # A block of many takes tiles in turn, a cluster has one.
+    assert inside == (outside if plan.blocks > 1 else max(1, outside - leave))
+
+
+def test_few_tokens_leave_nothing(driver):
+    with leaving(20):
+        _, _, [(inside, *_)] = launched(driver, 5)
+    assert driver.launches[0][0] == inside
+    assert driver.early == [True]
 
 
 @pytest.mark.parametrize("plan", MANY, ids=repr)

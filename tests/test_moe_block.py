@@ -14,8 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4 import dispatch, layers
+from dsv4._leaving import left
 from dsv4.config import ModelConfig
-from dsv4.layers import _beside
+from dsv4.layers import _beside, moe
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -138,6 +139,41 @@ class TestOrder:
         with serially():
             assert_bitwise(with_two, module(x), "block")
 
+    def test_of_many_tokens_the_router_comes_first(self, said, monkeypatch):
+        monkeypatch.setattr(moe, "_FILLING", 3)
+        module = block("packed")
+        (x,) = inputs(1, module, 3)
+        said.clear()
+        with_two = module(x)
+        assert said[:4] == [
+            "route_topk on current",
+            "side waits for current",
+            "gemm_swiglu on side",
+            "gemm on side",
+        ]
+        with serially():
+            assert_bitwise(with_two, module(x), "block")
+        said.clear()
+        module(x[:, :2])
+        assert said[0] == "side waits for current"
+
+    def test_of_many_tokens_the_shared_expert_leaves_room(self, said, monkeypatch):
+        monkeypatch.setattr(moe, "_FILLING", 3)
+        module, run, asked = block("packed"), dispatch.run, {}
+
+        def record(op, args):
+            asked[op] = left()
+            return run(op, args)
+
+        monkeypatch.setattr(dispatch, "run", record)
+        (x,) = inputs(1, module, 3)
+        module(x)
+        room = {op for op, leave in asked.items() if leave}
+        assert room == {"gemm_swiglu", "gemm"}
+        assert len(asked) > len(room)
+        module(x[:, :2])
+        assert not any(asked.values())
+
     def test_in_a_graph_memory_is_used_again(self, said, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         module = block("packed")
@@ -161,7 +197,7 @@ class Slow(nn.Module):
 class TestOnGpu:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("layer", LAYERS)
-    @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+    @pytest.mark.parametrize("tokens", [0, 1, 7, 300, 4100])
     @torch.inference_mode()
     def test_gives_the_bits_of_the_serial_path(self, kind, layer, tokens):
         module = block(kind, layer).cuda()
@@ -224,7 +260,7 @@ class TestOnGpu:
             assert_bitwise(one, expected, f"turn {turn}")
 
     @pytest.mark.parametrize("layer", LAYERS)
-    @pytest.mark.parametrize("tokens", [1, 7, 300])
+    @pytest.mark.parametrize("tokens", [1, 7, 300, 4100])
     @torch.inference_mode()
     def test_a_captured_graph_takes_new_data(self, layer, tokens):
         if torch.cuda.get_device_capability() != (9, 0):

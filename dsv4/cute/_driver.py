@@ -154,10 +154,10 @@ class Kernel:
         _check(find(ctypes.byref(handle), library, image.name.encode()), f"finding {image.name}")
         self.handle = handle
         self._attributes = (_Attribute * 2)()
-        self._attributes[0].id = _PROGRAMMATIC_LAUNCH
-        self._attributes[0].value[0] = 1
-        self._attributes[1].id = _CLUSTER_DIMENSION
-        self._attributes[1].value[0:3] = (image.cluster, 1, 1)
+        self._attributes[0].id = _CLUSTER_DIMENSION
+        self._attributes[0].value[0:3] = (image.cluster, 1, 1)
+        self._attributes[1].id = _PROGRAMMATIC_LAUNCH  # the last, which a launch may leave out
+        self._attributes[1].value[0] = 1
         self._prepared: dict[int, int] = {}
 
     def prepare(self, device: int) -> int:
@@ -256,6 +256,10 @@ class Launch:
         self._config, pointers = kernel.config(blocks), kinds.pointers(self._buffer)
         self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
         self._start = _driver().cuLaunchKernelEx
+
+    def begin_late(self) -> None:
+        """Let no block begin before the kernel in front has ended."""
+        self._config.attribute_count = 1
 
     def __call__(self, stream: int, x: int, *addresses: int) -> None:
         """Launch on a stream of the GPU that the kernel was made ready on, the current one.

@@ -265,10 +265,9 @@ def prefetch_bulk(source: Value, count: Any) -> None:
     assembly("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", (), [source, Int32(count)])
 
 
-def arrive(barrier: Value, count: int = 1) -> None:
-    """Arrive, as often; what this thread read or wrote before comes before the phase ends."""
-    times = "" if count == 1 else f", {count}"
-    assembly(f"mbarrier.arrive.shared::cta.b64 _, [{{$r0}}]{times};", (), [barrier])
+def arrive(barrier: Value) -> None:
+    """Arrive; what this thread read or wrote before comes before the phase ends."""
+    assembly("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
 
 
 def arrive_counted(barrier: Value) -> Value:

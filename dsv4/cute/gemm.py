@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsv4._leaving import left
 from dsv4.cute import gemm_fp8
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
@@ -115,7 +116,7 @@ def _product(
     codes, scales, global_scale = weight
     places = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
     end, stream = out.data_ptr(), stream_of(device)
-    fixed = (tuple(segments), global_scale.numel(), limit, device, get_ident())
+    fixed = (tuple(segments), global_scale.numel(), limit, left(), device, get_ident())
     for launch, of_x, of_scale, of_out in _prepared(product, tokens, token_stride, *fixed):
         first = start + of_x
         launch(stream, first, *places, first, scale and scale + of_scale, end + of_out)
@@ -130,6 +131,7 @@ def _prepared(
     segments: tuple[int, ...],
     scales: int,
     limit: float,
+    leave: int,
     device: int,
     thread: int,
 ) -> tuple[tuple[Launch, int, int, int], ...]:
@@ -153,7 +155,10 @@ def _prepared(
         out_bytes = wanted.rows // (2 if wanted.swiglu else 1) * (4 if wanted.float32_out else 2)
         places = ((2 * n * token_stride, 4 * n * groups, n * out_bytes) for n in steps)
         return tuple((launch, *place) for launch, place in zip(few, places, strict=True))
-    return ((_many(kernel, resident, wanted, plan, tokens, rest), 0, 0, 0),)
+    launch = _many(kernel, max(1, resident - leave), wanted, plan, tokens, rest)
+    if leave:
+        launch.begin_late()
+    return ((launch, 0, 0, 0),)
 
 
 def _few(

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from dsv4._leaving import leaving
+
 Result = TypeVar("Result", bound="torch.Tensor | None")
 
 
@@ -20,7 +22,7 @@ def started(work: Callable[[torch.Tensor], Result], x: torch.Tensor) -> Callable
 
 
 def beside(
-    work: Callable[[torch.Tensor], Result], x: torch.Tensor
+    work: Callable[[torch.Tensor], Result], x: torch.Tensor, leave: int = 0
 ) -> Result | Callable[[], Result]:
     """Start ``work(x)`` on a stream beside the current one.
 
@@ -31,6 +33,7 @@ def beside(
     Args:
         work: A module, or another function that gives one tensor or None.
         x: Its input.
+        leave: Multiprocessors that its products of many tokens leave to the current stream.
 
     Returns:
         A function that lets the current stream wait for this work and gives the tensor. Where there
@@ -42,7 +45,7 @@ def beside(
     current = torch.cuda.current_stream(x.device)
     side = _stream(current.device_index, current.cuda_stream)
     side.wait_stream(current)
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), leaving(leave):
         out = work(x)
     ended = side.record_event()
 

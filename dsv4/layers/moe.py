@@ -13,12 +13,17 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
+# Tokens from which the shared expert would fill the GPU for as long as sorting and gathering rows
+# take several times over. It starts behind the router then, and leaves so many multiprocessors to
+# these, which memory bounds; the routed experts' blocks begin there and count the tiles they take.
+_FILLING, _LEFT = 4096, 20
+
 
 class DeepseekV4SparseMoeBlock(nn.Module):
     """``sum over the chosen experts + shared expert`` (specification section 8).
 
-    On CUDA the shared expert runs on a stream of its own beside the router and the routed experts,
-    in a captured graph, too.
+    On CUDA the shared expert runs on a stream of its own beside the routed experts and, of fewer
+    than 4096 tokens, the router, in a captured graph, too.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -41,6 +46,10 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         shape = hidden_states.shape
         flat = hidden_states.reshape(-1, shape[-1])
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
-        shared = beside(self.shared_experts, flat)
-        _, weights, indices = self.gate(*arguments)
+        if flat.shape[0] < _FILLING:
+            shared = beside(self.shared_experts, flat)
+            _, weights, indices = self.gate(*arguments)
+        else:
+            _, weights, indices = self.gate(*arguments)
+            shared = beside(self.shared_experts, flat, _LEFT)
         return self.experts(flat, indices, weights, shared).view(shape)

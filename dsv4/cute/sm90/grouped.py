@@ -191,7 +191,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             above: Rows above which an expert is this launch's.
             most: Rows up to which it is.
             beside: Not 0 where the kernel in front is a launch for the other experts, which has
-                waited for the operands: this one waits for it at the end alone.
+                waited for the operands: this one's first block waits for it, at its end alone.
             limit: The clamp's bound, where ``swiglu``.
         """
         thread, _, _ = cute.arch.thread_idx()
@@ -206,7 +206,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
         turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
         scale_room = self._room_for_scales(smem)
-        slots = Uint32(smem.allocate_array(cutlass.Uint8, 16 * SLOTS).toint())
+        slots = Uint32(smem.allocate_array(cutlass.Uint8, 24 * SLOTS).toint())
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
         full = Uint32(full_at.toint())
         empty = full + 8 * self.stages
@@ -215,7 +215,10 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         table = (tiles_at, rows_at, experts)
         if warp == self.mma_warps and lane < self.stages:
             ptx.barrier_init(full + Uint32(lane * 8), 1)
-            ptx.barrier_init(empty + Uint32(lane * 8), 32 * self.mma_warps)
+            ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
+            ptx.fence_barrier_init()
+        if warp == self.mma_warps and lane < SLOTS:
+            ptx.barrier_init(self._read(slots, slots + Uint32(lane * 16)), 32 * self.mma_warps)
             ptx.fence_barrier_init()
         if beside == 0:
             cute.arch.griddepcontrol_wait()
@@ -288,6 +291,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 lane = thread % 32
                 warp = cute.arch.make_warp_uniform(thread // 32)
                 expert, row_block, start, count = self._told(slot)
+                ptx.arrive(self._read(slots, slot))
                 slot += 16
                 if slot == slots + 16 * SLOTS:
                     slot = slots
@@ -295,8 +299,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 if cutlass.const_expr(self.swizzled_out):
                     padded = start + padding_before(table, expert, lane)
                 warpgroup.wait_group(0)
-                # Each lane for itself: it has read the slot, which is written again after this.
-                ptx.arrive(empty + Uint32(before * 8))
+                self._release(empty, before, lane)
                 own = self._own(row_block, warp)
                 factors = self._factors_among(fetched[0], lane)
                 places = (
@@ -321,7 +324,8 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
                 count = self._told(slot)[3]
-        if beside != 0:
+        # One block stands for the launch; the others' multiprocessors are for the next one's.
+        if beside != 0 and first == 0:
             cute.arch.griddepcontrol_wait()
 
     def _fetch(self, told: Value, places: Value, where: Value) -> Value:
@@ -377,18 +381,20 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         full_at, full, empty, slots = ring
         first, stride, counter, order, lane = walk
         steps, row_tiles = sizes
-        stage, parity, slot = Int32(0), Int32(1), slots
+        stage, parity, slot, again = Int32(0), Int32(1), slots, Int32(1)
         tile = self._following(first - stride, stride, counter, lane)
         boxes = self.token_block // self.box  # of a block of 64 columns
         room = self._x_stages(shared_x)
         while tile < self._total(order):
             expert, row_block, start, count = self._find(tile, order)
+            ptx.wait(self._read(slots, slot), again)
             if lane == 0:
                 words = [Uint32(one) for one in (expert, row_block, start, count)]
                 ptx.store_shared4(slot, words)
             slot += 16
             if slot == slots + 16 * SLOTS:
                 slot = slots
+                again = again ^ 1
             tokens = cute.domain_offset((start, 0), wholes[0])
             tiles = cute.local_tile(tokens, (self.box, 64), (None, None))
             to, source = self._pair(atoms[0], room, tiles)
@@ -414,15 +420,10 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     parity = parity ^ 1
             tile = self._following(tile, stride, counter, lane)
         ptx.wait(empty + Uint32(stage * 8), parity)
+        ptx.wait(self._read(slots, slot), again)
         if lane == 0:
             ptx.store_shared4(slot, [Uint32(0)] * 4)
             ptx.arrive(full + Uint32(stage * 8))
-
-    @cute.jit
-    def _release(self, empty: Value, stage: Value, lane: Value) -> None:
-        """As there; one lane stands for the 32 that each arrive at a tile's last stage."""
-        if lane == 0 and stage >= 0:
-            ptx.arrive(empty + Uint32(stage * 8), 32)
 
     @cute.jit
     def _following(self, tile: Value, stride: Value, counter: Value, lane: Value) -> Value:
@@ -451,6 +452,10 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         for one, following in itertools.pairwise(self.sizes):
             width += Int32(count > one) * (following - one)
         return width
+
+    def _read(self, slots: Value, slot: Value) -> Value:
+        """The barrier at which every lane that multiplies arrives when it has read the slot."""
+        return slots + Uint32(16 * SLOTS) + (slot - slots) // 2
 
     def _told(self, slot: Value) -> list[Value]:
         """What ``_find`` found, with the block's own block of rows."""

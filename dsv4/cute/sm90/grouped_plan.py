@@ -34,11 +34,11 @@ SLOTS = 14  # of what tiles are, more than there are stages
 # the average has an expert that has far more. Average from which one launch takes all that have
 # more rows than those for far fewer do.
 _SHARED_FROM, _FAR, _WHOLE_FROM = 0.5, 5.0, 144.0
-_FAR_FEWER = (16, 32, 64)
+_FAR_FEWER = (16, 32, 48, 64)
 # Rows on average from which blocks take tiles as they are done, up to ``_WHOLE_FROM``.
 _COUNTED_FROM = 48.0
 EVERY = 2**31 - 1
-_TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 16 * SLOTS
+_TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 24 * SLOTS  # a slot has a barrier
 
 
 class Experts(NamedTuple):
