@@ -119,7 +119,7 @@ def _cute_fp8(call: Call) -> str | None:
     if elsewhere:
         return elsewhere
     product = Product(codes.shape[0], codes.shape[1], groups, False, False)
-    if fp8_plan(product, max(x.shape[0], 1)) is None:
+    if fp8_plan(product, max(x.shape[0], 1), scales.dtype == torch.float8_e8m0fnu) is None:
         return (
             f"a group is {codes.shape[0] // groups} x {codes.shape[1]}, wanted multiples of "
             "16 x 128, and of each of several groups rows by 128 or 192"

@@ -145,12 +145,13 @@ class Fp8Product:
     groups: int
     activation: str
     out_dtype: torch.dtype
+    scale_dtype: torch.dtype
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens."""
         if arch != HOPPER:
             return []
-        kind = (self.activation, self.out_dtype)
+        kind = (self.activation, self.out_dtype, self.scale_dtype)
         return gemm_fp8.plans(self.rows, self.columns, self.groups, *kind, max_tokens)
 
 
@@ -327,11 +328,17 @@ def fp8_products(model: Any) -> list[Fp8Product]:
                 layer.groups,
                 layer.activation,
                 torch.float32 if layer in wide or isinstance(layer, OutputHead) else torch.bfloat16,
+                _scale_dtype(layer),
             )
             for layer in model.modules()
             if isinstance(layer, Linear) and layer.format == FP8_BLOCK
         )
     )
+
+
+def _scale_dtype(layer: Linear) -> torch.dtype:
+    assert layer.weight_scale is not None
+    return layer.weight_scale.dtype
 
 
 def grouped_products(model: Any, arch: str = HOPPER) -> list[GroupedProduct]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -31,9 +32,10 @@ def product(x, weight, **options):
 def configurations():
     """Each tile and number of blocks once."""
     found = {}
-    for tokens in (32, 64, 128, 256):
-        for plan in candidates(Product(592, 896, 1, False, False), tokens):
-            found.setdefault((plan.token_block, plan.rows, plan.blocks), plan)
+    for tokens, folded in itertools.product((32, 64, 128, 256), (False, True)):
+        for plan in candidates(Product(592, 896, 1, False, False), tokens, folded):
+            key = (plan.token_block, plan.rows, plan.blocks, plan.folded, plan.resident)
+            found.setdefault(key, plan)
     return list(found.values())
 
 
@@ -52,7 +54,8 @@ class TestValues:
         monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *_: plan)
         # What was prepared for one configuration must not serve another.
         monkeypatch.setattr(gemm_fp8, "_prepared", gemm_fp8._prepared.__wrapped__)
-        weight = weight_of(0, 592, 896, "cuda")
+        dtype = torch.float8_e8m0fnu if plan.folded else torch.float32
+        weight = weight_of(0, 592, 896, "cuda", dtype)
         for tokens in (1, plan.token_block - 3, 2 * plan.token_block + 5):
             x = bfloat16(tokens, (tokens, 896), "cuda")
             got = product(x, weight)
@@ -145,6 +148,27 @@ class TestValues:
         x = bfloat16(4, (65, 256), "cuda")
         want, budget = truth(x, weight)
         assert_within_budget(product(x, weight, out_dtype=torch.float32), want, budget, "product")
+
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(1, 300),
+        low=st.integers(0, 12),
+        high=st.integers(100, 250),
+    )
+    @example(0, 70, 0, 250)
+    def test_powers_of_two_that_do_not_fit_bfloat16(self, seed, tokens, low, high):
+        """Beside ordinary ones, in any order: the sums are shifted, and back."""
+        weight = weight_of(seed, 144, 1152, "cpu", torch.float8_e8m0fnu)
+        made = strategies.generator(seed)
+        some = torch.tensor([low, high, 127, low + 9, high - 4])
+        scales = some[torch.randint(0, 5, (2, 9), generator=made)].to(torch.uint8)
+        weight = dataclasses.replace(weight, scales=scales.view(torch.float8_e8m0fnu)).to("cuda")
+        # Large scales meet small inputs, or the sums would be infinite.
+        large = torch.exp2((127.0 - scales.amax(0).float()).clamp(max=100)).repeat_interleave(BLOCK)
+        x = (bfloat16(seed, (tokens, 1152), "cpu") * large).to(torch.bfloat16).to("cuda")
+        want, budget = truth(x, weight)
+        got = product(x, weight, out_dtype=torch.float32)
+        assert_within_budget(got, want, budget, "product")
 
     @pytest.mark.parametrize("value", [2.0**-126, 3e-30, 0.3, 3e30, 0.0])
     def test_extreme_float_scales(self, value):

@@ -347,7 +347,7 @@ def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
 
     def record(x, codes, scales, scale, segments, format, layout, activation, *rest):
         assert format == "fp8_block"
-        found.append(Fp8Product(*codes.shape, rest[1], activation, rest[2]))
+        found.append(Fp8Product(*codes.shape, rest[1], activation, rest[2], scales.dtype))
         return run(x, codes, scales, scale, segments, format, layout, activation, *rest)
 
     monkeypatch.setattr(module, "_gemm", record)

@@ -827,10 +827,12 @@ def e4m3_to_bfloat16(pair: Value) -> Value:
     )
 
 
-def load_word_or_byte(address: Value, width: Value) -> Value:
-    """One 32-bit word where ``width`` is 4, else one byte, of global memory."""
-    code = (
-        "{ .reg .pred p; setp.eq.s32 p, {$r1}, 4; @p ld.global.u32 {$w0}, [{$r0}]; "
-        "@!p ld.global.u8 {$w0}, [{$r0}]; }"
-    )
-    return assembly(code, [Uint32], [address, width])
+def load_byte(address: Value) -> Value:
+    """One byte of global memory, in a word."""
+    code = "{ .reg .b32 a; ld.global.u8 a, [{$r0}]; mov.b32 {$w0}, a; }"
+    return assembly(code, [Uint32], [address])
+
+
+def multiply_pair(a: Value, b: Value) -> Value:
+    """Two products of bfloat16, each rounded once."""
+    return assembly("mul.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])

@@ -18,11 +18,11 @@ _SPAN = 1024  # tokens that come one after another before the next rows: X of th
 
 # Parameters of the kernel, in the order of ``ManyFp8Kernel.kernel``. Before the addresses come what
 # tensor copies need, the sizes of X and of pairs of codes, and a layout without any content.
-PARAMETERS = Parameters(*["128s"] * 2, *["2i"] * 2, "s", *"qqqqq", *"iiiiiii", *"qqq", *"iii")
+PARAMETERS = Parameters(*["128s"] * 2, *["2i"] * 2, "s", *"qqqqq", *"iiiiiii", *"qqq", *"ii")
 _BEFORE, _ADDRESSES, _AFTER = (
     struct.Struct("@4is0q"),
     struct.Struct("@5q"),
-    struct.Struct("@7i3q3i"),
+    struct.Struct("@7i3q2i"),
 )
 
 
@@ -56,7 +56,8 @@ def gemm(
     kind = (out_dtype == torch.float32, activation == "nvfp4")
     product = Product(rows, codes.shape[1], groups, *kind)
     strides = (token_stride, codes.stride(0))
-    launch = _prepared(product, tokens, strides, scales.element_size(), device, get_ident())
+    folded = scales.dtype == torch.float8_e8m0fnu
+    launch = _prepared(product, tokens, strides, folded, device, get_ident())
     at = codes.data_ptr()
     launch(stream_of(device), start, at, at, scales.data_ptr(), start, token_scale, out.data_ptr())
     return out
@@ -67,15 +68,15 @@ def _prepared(
     product: Product,
     tokens: int,
     strides: tuple[int, int],
-    scale_bytes: int,
+    folded: bool,
     device: int,
     thread: int,
 ) -> Launch:
     """Made once in every thread, because it takes longer than a launch."""
-    plan = fp8_plan(product, tokens)
+    plan = fp8_plan(product, tokens, folded)
     assert plan is not None
     kernel = loaded(plan, architecture(device))
-    return _launch(kernel, kernel.prepare(device), product, plan, tokens, strides, scale_bytes)
+    return _launch(kernel, kernel.prepare(device), product, plan, tokens, strides)
 
 
 def _launch(
@@ -85,7 +86,6 @@ def _launch(
     plan: ManyFp8Plan,
     tokens: int,
     strides: tuple[int, int],
-    scale_bytes: int,
 ) -> Launch:
     rows, columns, groups, *_ = product
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
@@ -102,7 +102,6 @@ def _launch(
         strides[1],
         groups,
         -(-rows // 128),
-        scale_bytes,
     )
     tiles = token_tiles * row_blocks
     blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
@@ -120,6 +119,7 @@ def plans(
     groups: int,
     activation: str,
     out_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
     max_tokens: int,
 ) -> list[ManyFp8Plan]:
     """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
@@ -130,9 +130,11 @@ def plans(
         groups: Groups of rows with an input each.
         activation: ``"bf16"`` or ``"nvfp4"``.
         out_dtype: bfloat16 or float32.
+        scale_dtype: Of the weight: float8_e8m0fnu or float32.
         max_tokens: At least 1.
     """
     kind = (out_dtype == torch.float32, activation == "nvfp4")
     product = Product(rows, columns, groups, *kind)
-    found = (fp8_plan(product, tokens) for tokens in token_counts(max_tokens))
+    folded = scale_dtype == torch.float8_e8m0fnu
+    found = (fp8_plan(product, tokens, folded) for tokens in token_counts(max_tokens))
     return list(dict.fromkeys(plan for plan in found if plan is not None))

@@ -7,12 +7,13 @@
 * A lane's operands of 16 columns are four pairs of codes, a load each, because columns stand in X's
   order. Pieces of 16 bytes of a line are exchanged by the row's number, so that none of these loads
   waits for another's bank.
-* A pair becomes bfloat16, exactly, through float16 and float32; NaN stays NaN.
-* The tensor cores sum 128 columns in registers of their own. Times the block's scale these sums are
-  added in float32, in ascending order: the operands hold no scale, and no scale is rounded.
-* Pieces of 32 columns are expanded while the tensor cores multiply those before, the first two of
-  the next stage before this one's sums are waited for: so the tensor cores have work as soon as
-  these have been added.
+* A pair becomes bfloat16, exactly, through float16 and float32; NaN stays NaN. Pieces of 32 columns
+  are expanded while the tensor cores multiply the one before, from pairs loaded a piece earlier.
+* A float32 scale: the tensor cores sum 128 columns in registers of their own. Times the block's
+  scale these sums are added in float32, in ascending order: the operands hold no scale, and no
+  scale is rounded.
+* An E8M0 scale is a power of two: the operands are multiplied by it, exactly, and one set of sums
+  is enough (``FoldedFp8Kernel``).
 * Weights may be what the kernel before wrote. Nothing is read before its end, but the codes of the
   first stages are brought to the level-2 cache, which sees what is written since.
 """
@@ -35,7 +36,9 @@ from dsv4.cute.sm90.many_fp8_plan import BLOCK, ManyFp8Plan
 
 Value = Any
 _READY = 5  # a named barrier, after those of the warpgroups
-_PIECES, _EARLY = 4, 2  # of 32 columns, of a stage; expanded during the stage before
+_PIECES = 4  # of 32 columns, of a stage
+# Bytes of E8M0 scales with which every code is a normal bfloat16.
+_LOWEST, _HIGHEST = 10, 246
 
 
 class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
@@ -50,7 +53,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             *[Int64(0)] * 5,
             *[Int32(1)] * 7,
             *[Int64(8)] * 3,
-            *[Int32(1)] * 3,
+            *[Int32(1)] * 2,
             CUstream(0),
             options=options,
         )
@@ -77,7 +80,6 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         codes_stride: Int64,
         groups: Int32,
         scale_blocks: Int32,
-        scale_bytes: Int32,
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
@@ -92,14 +94,14 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             atom, codes_atom, x_tiles, codes_tiles, layout, mma, codes_at, scales, x_at,
             token_scale, out, tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks,
             group_blocks, token_stride, group_stride, codes_stride, groups, scale_blocks,
-            scale_bytes,
         ).launch(
             grid=[self.blocks, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.blocks, 1, 1],
             smem=self.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -128,7 +130,6 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         codes_stride: Int64,
         groups: Int32,
         scale_blocks: Int32,
-        scale_bytes: Int32,
     ) -> None:
         """See the module. What is not named here is as in ``ManyKernel.kernel``.
 
@@ -156,7 +157,6 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             codes_stride: Bytes between rows of codes.
             groups: Inputs of every token.
             scale_blocks: Rows of the weight / 128, rounded up.
-            scale_bytes: 4 for float32 scales, 1 for E8M0.
         """
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -190,7 +190,8 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(self.copy_registers)
+            if cutlass.const_expr(self.resident == 1):
+                cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
                 if lane < self.stages:
                     ptx.barrier_init(full + Uint32(lane * 8), 1)
@@ -217,17 +218,9 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             self._wait_cluster()
         else:
             self._arrive_cluster()
-            cute.arch.setmaxregister_increase(self.mma_registers)
-            slice_ = mma.get_slice(thread)
-            shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
-            sums, part = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * self.piece))
-            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(_PIECES)]
-            words = [cute.recast_tensor(one, Uint32) for one in left]
-            further, (part,), right = self._products(mma, [part], shared_x, thread)[0]
-            anew = self.product(self.token_block)
-            anew.set(warpgroup.Field.ACCUMULATE, False)
-            product = ((anew, further), sums, part, right, left, words)
+            if cutlass.const_expr(self.resident == 1):
+                cute.arch.setmaxregister_increase(self.mma_registers)
+            product = self._operands(mma, shared_x, thread)
             # Row lane // 4 of the warp's, its pieces of 16 bytes exchanged by that number.
             row = lane // 4
             weights = Uint32(shared_codes.iterator.toint())
@@ -236,24 +229,29 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             cute.arch.barrier(barrier_id=_READY, number_of_threads=self.threads)
             skewed = total > stride and steps > self.skew
             self._fall_behind(warp, skewed)
-            self._start_expanded(weights, words, full, tile < total)
+            cute.arch.griddepcontrol_wait()
+            strips = (scales + Int64(begin * self.scale_width), every, scale_blocks, warp)
+            scale = self._first_scale(self._strip(strips, place(tile, order, cutlass.min)[0]))
+            ahead = self._start_expanded((weights, product[-1]), scale, full, tile < total)
             while tile < total:
                 row_block, token_tile = place(tile, order, cutlass.min)
                 own = self._own(row_block, warp)
-                sums.fill(0.0)
-                scale_row = cutlass.min(own[0] // 8, scale_blocks - 1)
-                of_rows = scales + Int64(scale_row * every + begin) * scale_bytes
-                stage, parity = self._multiply_ring(
+                product[1].fill(0.0)
+                coming = place(cutlass.min(tile + stride, total - 1), order, cutlass.min)[0]
+                ahead, scale, stage, parity = self._multiply_ring(
                     product,
-                    weights,
+                    (weights, ahead, scale),
                     (full, empty, stage, parity),
-                    (steps, tile + stride >= total, lane, of_rows, scale_bytes),
+                    (
+                        steps, tile + stride >= total, lane,
+                        self._strip(strips, row_block), self._strip(strips, coming),
+                    ),
                     skewed and tile == first and warp < 4,
-                )
+                )  # fmt: skip
                 group = row_block // group_blocks
                 factors = [[Float32(1.0)] * 2]
                 self._store_each(
-                    (self._gathered([sums], room, gather, (rank, thread)), own, factors),
+                    (self._gathered([product[1]], room, gather, (rank, thread)), own, factors),
                     (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
                     (token_tile, warp, lane, thread, rank),
                     # Tokens after those of the tile are another's.
@@ -263,6 +261,28 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
                     ),
                 )  # fmt: skip
                 tile += stride
+
+    def _operands(self, mma: Value, shared_x: Value, thread: Value) -> tuple[Value, ...]:
+        """Products, sums of a tile and of a stage, both operands and the left one's words."""
+        slice_ = mma.get_slice(thread)
+        shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
+        sums = cute.make_rmem_tensor(shape, Float32)
+        part = sums if self.folded else cute.make_rmem_tensor(shape, Float32)
+        left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * self.piece))
+        left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
+        further, (part,), right = self._products(mma, [part], shared_x, thread)[0]
+        anew = further
+        if not self.folded:
+            anew = self.product(self.token_block)
+            anew.set(warpgroup.Field.ACCUMULATE, False)
+        words = [cute.recast_tensor(one, Uint32) for one in left]
+        return (anew, further), sums, part, right, left, words
+
+    def _strip(self, strips: Value, row_block: Value) -> Value:
+        """Address of the scale of this warp's rows and the block's first columns."""
+        scales, every, scale_blocks, warp = strips
+        row = cutlass.min(self._own(row_block, warp)[0] // 8, scale_blocks - 1)
+        return scales + Int64(row * every * self.scale_width)
 
     @cute.jit
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
@@ -325,75 +345,103 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             ptx.prefetch_bulk(start + row * stride + begin * BLOCK, count)
 
     @cute.jit
-    def _start_expanded(self, weights: Value, words: Value, full: Value, there: Value) -> None:
-        """Expand what the first stage begins with, once it is there."""
+    def _start_expanded(self, codes: Value, scale: Value, full: Value, there: Value) -> Value:
+        """Expand the first piece of the first stage, once it is there; the next piece's pairs."""
+        weights, words = codes
         if there:
             ptx.wait(full, Int32(0))
-        for piece in cutlass.range_constexpr(_EARLY):
-            self._expand(words[piece], weights, piece)
+        self._expand(words[0], self._pairs(weights, 0), scale)
+        return self._pairs(weights, 1)
 
-    def _expand(self, words: Value, stage_at: Value, piece: int) -> None:
-        """Left operands of a piece of 32 columns."""
-        first = piece * self.piece
-        pairs = []
-        for step in range(first, first + self.piece):
+    def _pairs(self, stage_at: Value, piece: int) -> list[Value]:
+        """The lane's pairs of codes of a piece, as its left operands follow one another."""
+        found = []
+        for step in range(piece * self.piece, (piece + 1) * self.piece):
             at = stage_at ^ Uint32(step * 16)
             for k, h in itertools.product(range(2), repeat=2):  # 8 columns, or rows, further on
-                pairs.append(ptx.load_shared_pair(at, k * 8 + h * 8 * BLOCK))
+                found.append(ptx.load_shared_pair(at, k * 8 + h * 8 * BLOCK))
+        return found
+
+    def _expand(self, words: Value, pairs: list[Value], scale: Value) -> None:
+        """Left operands of a piece; the scale is that of the sums."""
         for i, pair in enumerate(pairs):
             words[i] = ptx.e4m3_to_bfloat16(pair)
 
-    def _scale(self, address: Value, width: Value) -> Value:
-        """A block's: float32, or E8M0."""
-        word = ptx.load_word_or_byte(address, width)
-        return ptx.choose(width == 4, ptx.float_of(word), ptx.e8m0(word))
+    def _first_scale(self, address: Value) -> Value:
+        """Of a tile's first stage."""
+        return self._scale(address)
+
+    def _scale(self, address: Value) -> Value:
+        """A block's."""
+        return ptx.load_global_float(address)
 
     @cute.jit
     def _multiply_ring(
-        self, product: Value, weights: Value, ring: Value, rest: Value, leads: Value
+        self, product: Value, weight: Value, ring: Value, rest: Value, leads: Value
     ) -> Value:
-        """Add a tile's products to its sums, a stage's at a time.
+        """Add a tile's products to its sums.
 
-        While the tensor cores multiply two pieces the others are expanded, and then the first two
-        of the next stage: so they have work again as soon as their sums have been added.
-        ``leads``: as in ``ManyKernel``. Returns the ring's next stage and parity.
+        A piece is expanded while the tensor cores multiply the one before. ``leads``: as in
+        ``ManyKernel``. Returns, of the next tile, whose first piece is expanded, the pairs of the
+        second piece and the first scale, and the ring's next stage and parity.
         """
         _, sums, part, _, _, words = product
+        weights, ahead, scale = weight
         full, empty, stage, parity = ring
-        steps, is_last, lane, scales, scale_bytes = rest
+        steps, is_last, lane, scales, of_next = rest
         for step in cutlass.range(steps, unroll=1):
-            following, later = stage + 1, parity
-            if following == self.stages:
-                following = Int32(0)
-                later = parity ^ 1
-            here = weights + Uint32(stage * self.weight_bytes)
+            following, later = self._next_stage(stage, parity)
             more = not (is_last and step + 1 == steps)
-            scale = self._scale(scales + Int64(step) * scale_bytes, scale_bytes)
+            # A stage early: its way from memory is longer than a stage takes.
+            of_coming = self._scale(self._coming(scales, step + 1, steps, of_next))
             for piece in cutlass.range_constexpr(_PIECES):
-                if cutlass.const_expr(piece >= _EARLY):
-                    self._expand(words[piece], here, piece)
                 self._multiply(product, piece, stage)
-            coming = weights + Uint32(following * self.weight_bytes)
-            if more:
-                ptx.wait(full + Uint32(following * 8), later)
-            for piece in cutlass.range_constexpr(_EARLY):
-                warpgroup.wait_group(_PIECES - 1 - piece)
-                self._expand(words[piece], coming, piece)
-            # Again, or the compiler would have them expanded after the sums are there.
-            if more:
-                ptx.wait(full + Uint32(following * 8), later)
+                pairs = ahead
+                ahead = self._pairs_ahead(weights, piece, (stage, following, later), full, more)
+                warpgroup.wait_group(1)
+                self._expand(words[(piece + 1) % 2], pairs, scale)
             warpgroup.wait_group(0)
             self._release(empty, stage, lane)
             for i in cutlass.range_constexpr(cute.size(sums)):
                 sums[i] = ptx.multiply_add_float(part[i], scale, sums[i])
             self._let_follow(leads, step)
+            scale = of_coming
             stage = following
             parity = later
-        return stage, parity
+        return ahead, scale, stage, parity
+
+    @cute.jit
+    def _next_stage(self, stage: Value, parity: Value) -> Value:
+        """The stage after this one, and its parity."""
+        following = stage + 1
+        if following == self.stages:
+            following = Int32(0)
+            parity = parity ^ 1
+        return following, parity
+
+    @cute.jit
+    def _coming(self, scales: Value, step: Value, steps: Value, of_next: Value) -> Value:
+        """Address of a stage's scale, or of the next tile's first."""
+        at = scales + Int64(step * self.scale_width)
+        if step == steps:
+            at = of_next
+        return at
+
+    @cute.jit
+    def _pairs_ahead(
+        self, weights: Value, piece: int, stages: Value, full: Value, more: Value
+    ) -> Value:
+        """The pairs of two pieces further on, of the next stage when that is there."""
+        stage, following, later = stages
+        if cutlass.const_expr(piece + 2 == _PIECES):  # noqa: SIM102 - one is known to the compiler
+            if more:
+                ptx.wait(full + Uint32(following * 8), later)
+        at = stage if piece + 2 < _PIECES else following
+        return self._pairs(weights + Uint32(at * self.weight_bytes), (piece + 2) % _PIECES)
 
     @cute.jit
     def _multiply(self, product: Value, piece: int, stage: Value) -> None:
-        """Begin the product of an expanded piece; the stage's first one begins the sums anew."""
+        """Begin the product of an expanded piece; the stage's first one begins its sums anew."""
         (anew, further), _, part, right, left, _ = product
         warpgroup.fence()
         for k in cutlass.range_constexpr(self.piece):
@@ -401,8 +449,84 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             cute.gemm(
                 anew if piece == k == 0 else further,
                 part,
-                left[piece][None, None, k],
+                left[piece % 2][None, None, k],
                 right[None, None, column, self.depth * stage + u],
                 part,
             )
         warpgroup.commit_group()
+
+
+class FoldedFp8Kernel(ManyFp8Kernel):
+    """With E8M0 scales: the operands are multiplied by them.
+
+    What is summed is the result times a power of two. That is 1 unless a scale is so far from 1
+    that an operand would not be a normal bfloat16: then the sums are shifted so that it is.
+    """
+
+    def _first_scale(self, address: Value) -> Value:
+        """As ``_scale_after``, when nothing is summed yet."""
+        return self._scale_after(self._scale(address), Int32(0))
+
+    def _scale(self, address: Value) -> Value:
+        """A block's byte."""
+        return ptx.load_byte(address)
+
+    def _scale_after(self, byte: Value, shift: Value) -> Value:
+        """What operands are multiplied by, twice, and the power of two of their sums."""
+        good = cutlass.max(Int32(byte) - _HIGHEST, cutlass.min(Int32(byte) - _LOWEST, shift))
+        shift = Int32(ptx.choose_word(byte == 255, Uint32(shift), Uint32(good)))
+        moved = ptx.choose_word(byte == 255, byte, Uint32(Int32(byte) - shift))
+        return [ptx.e8m0_pair(moved), shift]
+
+    def _expand(self, words: Value, pairs: list[Value], scale: Value) -> None:
+        """Left operands of a piece."""
+        for i, pair in enumerate(pairs):
+            words[i] = ptx.multiply_pair(ptx.e4m3_to_bfloat16(pair), scale[0])
+
+    @cute.jit
+    def _multiply_ring(
+        self, product: Value, weight: Value, ring: Value, rest: Value, leads: Value
+    ) -> Value:
+        """As in ``ManyFp8Kernel``, but the tensor cores go on from stage to stage."""
+        _, sums, _, _, _, words = product
+        weights, ahead, scale = weight
+        full, empty, stage, parity = ring
+        steps, is_last, lane, scales, of_next = rest
+        before, shift = stage, scale[1]
+        for step in cutlass.range(steps, unroll=1):
+            following, later = self._next_stage(stage, parity)
+            more = not (is_last and step + 1 == steps)
+            byte = self._scale(self._coming(scales, step + 1, steps, of_next))
+            for piece in cutlass.range_constexpr(_PIECES):
+                self._multiply(product, piece, stage)
+                pairs = ahead
+                ahead = self._pairs_ahead(weights, piece, (stage, following, later), full, more)
+                if cutlass.const_expr(piece + 1 == _PIECES):
+                    if step + 1 == steps:
+                        scale = self._scale_after(byte, Int32(0))
+                    else:
+                        scale = self._scale_after(byte, shift)
+                        shift = self._shifted(sums, shift, scale[1])
+                warpgroup.wait_group(1)
+                if cutlass.const_expr(piece == 0):  # noqa: SIM102 - one is known to the compiler
+                    if step > 0:
+                        self._release(empty, before, lane)
+                self._expand(words[(piece + 1) % 2], pairs, scale)
+            self._let_follow(leads, step)
+            before = stage
+            stage = following
+            parity = later
+        warpgroup.wait_group(0)
+        self._release(empty, before, lane)
+        self._shifted(sums, shift, Int32(0))
+        return ahead, scale, stage, parity
+
+    @cute.jit
+    def _shifted(self, sums: Value, old: Value, new: Value) -> Value:
+        """Make the sums those of another power of two, which is returned."""
+        if old != new:
+            warpgroup.wait_group(0)
+            by = ptx.float_of(Uint32((old - new + 127) << 23))
+            for i in cutlass.range_constexpr(cute.size(sums)):
+                sums[i] = sums[i] * by
+        return new

@@ -6,26 +6,86 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4.cute.sm90.many_plan import PROCESSORS, RESIDENT, ManyPlan
 from dsv4.cute.sm90.plans import Product, counted_as
 
 BLOCK = 128  # rows, and columns, that share a scale
-# Warpgroups, and tokens of a tile: two sets of sums, and operands, are what registers hold.
+# Warpgroups, and tokens of a tile: what registers hold, of float32 scales two sets of sums.
 _SHAPES = (
     (2, (16, 32, 64, 96, 128, 160)),
     (4, (16, 32)),
 )
+_FOLDED_SHAPES = (
+    (2, (16, 32, 64, 96, 128, 160, 192, 256)),
+    (4, (16, 32, 64)),
+)
+
+
+class _Costs(NamedTuple):
+    """Cycles: of a launch, of a tile, and of a stage in it.
+
+    Attributes:
+        launch: Before the first tile.
+        tile: Of a tile, beside its stages and results.
+        expanding: Of a stage's instructions in a warpgroup.
+        multiplying: Of these, and of the tensor cores, for a token.
+        waiting: Of a warp's own way through a stage.
+        byte: Of a byte through the level-2 cache, with all multiprocessors at work.
+        exchanged: Of 64 results that go from block to block.
+    """
+
+    launch: float
+    tile: float
+    expanding: float
+    multiplying: float
+    waiting: float
+    byte: float
+    exchanged: float
+
+
+# By whether scales are folded, and blocks of a multiprocessor.
+_COSTS = {
+    (False, 1): _Costs(7230, 1420, 337, 3.75, 1040, 0.0122, 35.9),
+    (True, 1): _Costs(6910, 2520, 474, 3.34, 1270, 0.00947, 44.8),
+    (False, 2): _Costs(10600, 36.4, 285, 0.613, 711, 0.0498, 0.17),
+    (True, 2): _Costs(11800, 1590, 247, 0.499, 988, 0.0409, 0.0154),
+}
+_SHALLOW = 1.15  # times as long is a stage in a ring of two, where copies come late
+_SHARED_OF_TWO = 113 * 1024  # shared memory of each of two blocks of a multiprocessor
 
 
 @dataclass(frozen=True)
 class ManyFp8Plan(ManyPlan):
-    """One configuration: ``ManyPlan`` with a depth of 2, so that a stage has one scale."""
+    """One configuration: ``ManyPlan`` with a depth of 2, so that a stage has one scale.
+
+    Attributes:
+        folded: Whether scales are E8M0, which operands are multiplied by, else float32.
+        resident: Blocks of a multiprocessor, 1 or, of 2 warpgroups and 16 tokens, 2: then the next
+            kernel's blocks begin beside this one's.
+    """
+
+    folded: bool = False
+    resident: int = 1
 
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
-        return "dsv4.cute.sm90.many_fp8:ManyFp8Kernel"
+        name = "FoldedFp8Kernel" if self.folded else "ManyFp8Kernel"
+        return f"dsv4.cute.sm90.many_fp8:{name}"
+
+    @property
+    def scale_width(self) -> int:
+        """Bytes of a scale."""
+        return 1 if self.folded else 4
+
+    def _stages_in(self, taken: int) -> int:
+        """As in ``ManyPlan``, of the multiprocessor's half where there are two blocks."""
+        if self.resident == 1:
+            return super()._stages_in(taken)
+        room = _SHARED_OF_TWO - 1024 - self.turned_bytes - self.beside_bytes - taken
+        return room // self.stage_bytes
 
     @property
     def piece(self) -> int:
@@ -39,35 +99,43 @@ class ManyFp8Plan(ManyPlan):
 
 
 @functools.cache
-def fp8_plan(product: Product, tokens: int) -> ManyFp8Plan | None:
+def fp8_plan(product: Product, tokens: int, folded: bool) -> ManyFp8Plan | None:
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
 
     Args:
         product: Its columns a multiple of 128; no SwiGLU.
         tokens: At least 1.
+        folded: As in ``ManyFp8Plan``.
     """
     counted = counted_as(tokens)
     return min(
-        candidates(product, counted),
+        candidates(product, counted, folded),
         key=lambda plan: estimated_cycles(plan, product, counted),
         default=None,
     )
 
 
-def candidates(product: Product, tokens: int) -> Iterator[ManyFp8Plan]:
+def candidates(product: Product, tokens: int, folded: bool) -> Iterator[ManyFp8Plan]:
     """Every configuration that can multiply; arguments as in ``fp8_plan``."""
     group_rows, kind = product.rows // product.groups, (product.float32_out, product.row_scaled)
     if product.columns % BLOCK or group_rows % 16:
         return
-    shapes = ((shape[0], token_block) for shape in _SHAPES for token_block in shape[1])
-    for (warpgroups, token_block), blocks in itertools.product(shapes, RESIDENT):
-        plan = ManyFp8Plan(token_block, warpgroups, blocks, 2, *kind)
+    shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
+    for (warpgroups, token_block, resident), blocks in itertools.product(shapes, RESIDENT):
+        plan = ManyFp8Plan(
+            token_block, warpgroups, blocks, 2, *kind, folded=folded, resident=resident
+        )
         whole = product.groups == 1 or group_rows % plan.rows == 0
         if not whole or product.columns // BLOCK < blocks or token_block > 2 * max(tokens, 16):
             continue
         stages = plan.stages * (plan.stage_bytes - 16)
-        if blocks == 1 or plan.apart or plan.exchanged_bytes <= stages:
+        if plan.stages >= 2 and (blocks == 1 or plan.apart or plan.exchanged_bytes <= stages):
             yield plan
+
+
+def _shapes(folded: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Warpgroups, and tokens of a tile."""
+    return _FOLDED_SHAPES if folded else _SHAPES
 
 
 def estimated_cycles(plan: ManyFp8Plan, product: Product, tokens: int) -> float:
@@ -75,14 +143,20 @@ def estimated_cycles(plan: ManyFp8Plan, product: Product, tokens: int) -> float:
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
     """
+    costs = _COSTS[plan.folded, plan.resident]
     tiles = -(-product.rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // RESIDENT[plan.blocks])
+    rounds = -(-tiles // (RESIDENT[plan.blocks] * plan.resident))
     steps = -(-product.columns // BLOCK // plan.blocks)
     results = plan.token_block * plan.rows / 64
     active = min(1.0, tiles * plan.blocks / PROCESSORS)
-    busy = max(plan.warpgroups * (380 + 1.39 * plan.token_block), 896 + 0.64 * plan.token_block)
-    busy += active * 0.0101 * (plan.weight_bytes + 2 * plan.x_bytes)
-    tile = 2570 + 1.33 * results / plan.blocks + steps * busy
-    tile += 31.7 * results * (plan.blocks - 1) / plan.blocks
-    cycles = 2420 + rounds * tile
+    busy = max(
+        plan.warpgroups * (costs.expanding + costs.multiplying * plan.token_block),
+        costs.waiting + 0.64 * plan.token_block,
+    )
+    if plan.stages < 3:
+        busy *= _SHALLOW
+    busy += active * costs.byte * (plan.weight_bytes + 2 * plan.x_bytes)
+    tile = costs.tile + 1.33 * results / plan.blocks + steps * busy
+    tile += costs.exchanged * results * (plan.blocks - 1) / plan.blocks
+    cycles = costs.launch + rounds * tile
     return cycles + 9440 * (rounds - 1) if plan.blocks > 1 else cycles
