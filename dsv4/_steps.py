@@ -276,10 +276,10 @@ def _compiling_for(arch: str, found: Steps, on_kernel: Callable[[], None]) -> It
             on_kernel()
         return kernel
 
-    options = {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
+    options = {"launch_pdl": True, "enable_fp_fusion": True}
     replaced = [
         (JITFunction, "run", compiled),
-        (_launch, "options", lambda tensor: dict(options)),
+        (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
         (_launch, "multiprocessors", lambda device: _PROCESSORS[arch]),
         (_support, "_capability", lambda device: capability),

@@ -76,7 +76,11 @@ def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = compiled
-    _launch.options = lambda tensor: {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
+    _launch.options = lambda tensor, few=False: {
+        "PDL": 2 if few else 1,
+        "launch_pdl": True,
+        "enable_fp_fusion": True,
+    }
     _launch.multiprocessors = lambda device: _MULTIPROCESSORS[arch]
     _launch.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
@@ -137,9 +141,20 @@ def _report(op: str, name: str, kernel) -> dict:
 
 
 def _waits(ptx: str) -> bool:
-    """Whether it waits for the kernel before it, and touches no memory in front of that."""
-    wait, touch = ptx.find("griddepcontrol.wait"), re.search(r"\b(ld|st|red|atom)\.global", ptx)
-    return 0 <= wait < (touch.start() if touch else len(ptx))
+    """Whether every way through it waits for the kernel before, and touches no memory before it."""
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    begun, seen = [next(i for i, line in enumerate(lines) if line.startswith("{"))], set()
+    while begun:
+        i = begun.pop()
+        while i not in seen and "griddepcontrol.wait" not in lines[i]:
+            seen.add(i)
+            if re.search(r"\b(ld|st|red|atom)\.global|\bret;", lines[i]):
+                return False
+            jump = re.search(r"(@\S+\s+)?bra\S*\s+(\$\w+)", lines[i])
+            if jump:
+                begun.append(lines.index(jump[2] + ":"))
+            i = begun.pop() if jump and not jump[1] else i + 1
+    return True
 
 
 def _exchanges(kernel) -> list[str]:

@@ -32,6 +32,18 @@ def compiled(arch):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_a_wait_is_looked_for_along_every_way():
+    """Blocks need not lie in the order in which they run."""
+    from tests.compile_kernels import _waits
+
+    lines = ["{{", "bra.uni $L1;", "$L2: // in a loop", "st.global.b32 [%rd1], %r1;"]
+    lines += ["@%p1 bra $L1;", "ret;", "$L1:", "{}", "bra $L2;", "}}"]
+    way = "\n".join(lines)
+    assert _waits(way.format("griddepcontrol.wait;"))
+    assert not _waits(way.format("ld.param.b32 %r1, [a];"))
+    assert not _waits(way.format("@%p2 bra $L2;\ngriddepcontrol.wait;"))
+
+
 def assert_loads_come_first(kernels):
     """One trip to memory, then one barrier to a row that 16 warps share; the compiler's choice.
 

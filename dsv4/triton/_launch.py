@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_FEW_WARPS = 1024
+
 
 def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the tensor's device the current one: Triton launches there, on its current stream."""
@@ -16,18 +18,28 @@ def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def options(tensor: torch.Tensor) -> dict[str, Any]:
+def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:
     """Keyword arguments of every launch: programmatic dependent launch where the GPU has it.
 
     Contraction of ``a * b + c`` to one rounding is asked for, because its default differs between
     versions of Triton. ``PDL`` goes to the kernel, which must begin with ``wait_for_inputs(PDL)``;
     ``launch_pdl`` to the launcher. Without a GPU (the interpreter) or before Hopper: off.
+
+    Args:
+        tensor: One that the kernel takes.
+        few: Whether programs are few, of a kernel that has ``_numerics.once``. They then wait with
+            their addresses known (PDL is 2, not 1), which was slower where there were many.
     """
     if tensor.device.type != "cuda":
-        return {"PDL": False}
+        return {"PDL": 0}
     if _major(tensor.device) < 9:
-        return {"PDL": False, "enable_fp_fusion": True}
-    return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": True}
+        return {"PDL": 0, "enable_fp_fusion": True}
+    return {"PDL": 2 if few else 1, "launch_pdl": True, "enable_fp_fusion": True}
+
+
+def are_few(programs: int, warps: int) -> bool:
+    """Whether a kernel of so many programs of ``warps`` warps each has few."""
+    return programs * warps <= _FEW_WARPS
 
 
 def in_order(tensor: torch.Tensor) -> dict[str, Any]:

@@ -15,25 +15,13 @@ from triton import knobs
 from triton.language.extra import cuda as tl_cuda
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-# Warps of all programs up to which a kernel is small.
+# Warps of all programs up to which a kernel lets the next one in before its own inputs are there.
 _SMALL = tl.constexpr(320)
 
 
 @triton.jit
-def _let_next_begin_early():
-    """Let the next kernel become resident before this one's inputs are there, if this is small.
-
-    Kernels that wait pile up, and take the room in which programs would be spread evenly: those of
-    more warps become slower.
-    """
-    programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
-    if programs * tl_cuda.num_warps() <= _SMALL:
-        tl_cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """First statement of every kernel, before any load or store.
+    """First statement of every kernel, before any load or store; of those with ``once``, within it.
 
     With programmatic dependent launch the kernel is resident while the one before it still runs;
     here it waits until that one's stores can be seen, and lets the next one become resident.
@@ -44,23 +32,21 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def wait_for_inputs_at(place, PDL: tl.constexpr):
-    """``wait_for_inputs`` of few rows, when the addresses ``place`` are known: that needs no input.
+def once(PDL: tl.constexpr):
+    """1: of ``for _ in range(once(PDL))``, whose body begins with ``wait_for_inputs``.
 
-    Behind the wait, their arithmetic would be in front of the first load. A condition on them that
-    always holds is what keeps the compiler from moving it there.
+    Where programs are few (``_launch.options``) the compiler cannot know that it is 1. What does
+    not depend on inputs, the addresses above all, does not change from pass to pass, so it is
+    computed before the first, while the kernel has to wait. Kernels that wait pile up and take the
+    room in which programs would be spread evenly; so only a small one lets the next in before.
     """
-    if PDL:
-        _let_next_begin_early()
-        tl.inline_asm_elementwise(
-            "{ .reg .pred any; setp.ne.s64 any, $1, -1; @any griddepcontrol.wait; mov.b32 $0, 0; }",
-            "=r,l",
-            [place.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        tl_cuda.gdc_launch_dependents()
+    if PDL == 2:
+        programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+        if programs * tl_cuda.num_warps() <= _SMALL:
+            tl_cuda.gdc_launch_dependents()
+        return tl.where(tl.program_id(0) < tl.num_programs(0), 1, tl.num_programs(0))
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return 1
 
 
 @triton.jit

@@ -39,11 +39,12 @@ _GIVEN = tl.constexpr(0)
 _TOKEN = tl.constexpr(1)
 _PARTS = tl.constexpr(2)
 
-# Blocks of a tile, a thread for each. Up to how many rows are few.
+# Blocks of a tile, a thread for each. Rows that are few, and so few that a program is alone.
 _GROUPS = 128
 _FEW = 256
-# Rows of padding that a program clears.
-_BLANK = tl.constexpr(8)
+_ALONE = 8
+# Groups of 16 scales of padding that a program clears.
+_BLANK = tl.constexpr(256)
 
 
 @triton.jit
@@ -334,21 +335,22 @@ def blank_scales(
 
 
 @triton.jit
-def blank_tile(scales, rows, scale_rows, scale_columns, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Scales 0 in _BLANK rows that only the swizzled layout has, by a program past those of rows.
+def blank_tile(scales, rows, scale_rows, scale_columns, ROWS: tl.constexpr):
+    """Scales 0 in rows that only the swizzled layout has, by a program past those of rows.
 
-    A program that found no row inside would compute as long as the others, and 127 of them start.
+    They end the last 128 rows, whose scales lie together: 16 bytes are 4 blocks of 4 rows that are
+    32 apart. A program that found no row inside would compute as long as the others.
     """
-    WORDS: tl.constexpr = max(1, BLOCKS // 4)
-    first = rows + (tl.program_id(0) - tl.cdiv(rows, ROWS)) * _BLANK
-    row = first + tl.arange(0, _BLANK)[:, None]
-    # Four scales are a word. The chunks of a row that other programs quantise are theirs here.
-    word = tl.program_id(1) * BLOCKS // 4 + tl.arange(0, WORDS)[None, :]
-    scales += tl.program_id(2).to(tl.int64) * scale_rows * scale_columns
-    place = scale_offset(row.to(tl.int64), 4 * word, scale_columns, True) // 4
-    inside = (row < scale_rows) & (4 * word < scale_columns)
-    words = scales.to(tl.pointer_type(tl.uint32))
-    tl.store(words + place, tl.zeros([_BLANK, WORDS], tl.uint32), mask=inside)
+    number = (tl.program_id(0) - tl.cdiv(rows, ROWS)) * tl.num_programs(1) + tl.program_id(1)
+    group = number * _BLANK + tl.arange(0, _BLANK)[:, None]
+    of_group = tl.arange(0, 4)[None, :]
+    row, begun = group % 32, rows % 128
+    start = tl.program_id(2).to(tl.int64) * scale_rows + rows // 128 * 128
+    place = (scales + start * scale_columns).to(tl.pointer_type(tl.uint32)) + group * 4 + of_group
+    inside = group < 8 * scale_columns
+    nothing = tl.zeros([_BLANK, 4], tl.uint32)
+    tl.store(place, nothing, mask=inside & (row >= begun))
+    tl.store(place, nothing, mask=inside & (row < begun) & (row + 32 * of_group >= begun))
 
 
 @triton.jit
@@ -463,9 +465,12 @@ def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     return across, blocks // across if fits else 0
 
 
-def tile_warps(pieces: int) -> int:
-    """Warps for that many parts of rows: a thread for each, or two beyond 256, up to 16 warps."""
-    threads = pieces if pieces <= 256 else max(256, pieces // 2)
+def tile_warps(pieces: int, rows: int = _FEW) -> int:
+    """Warps for that many parts of rows: a thread for each, up to 16 warps.
+
+    Beyond 256 parts a thread has two, unless rows are so few that a program is alone.
+    """
+    threads = pieces if pieces <= 256 or rows <= _ALONE else max(256, pieces // 2)
     return min(16, max(1, threads // 32))
 
 
@@ -546,6 +551,11 @@ class Output:
         return self.dynamic and self.source is None
 
     @property
+    def _all_rows(self) -> int:
+        """Of all matrices; there must be a row."""
+        return self.codes.numel() // self.codes.shape[-1]
+
+    @property
     def _sizes(self) -> tuple[int, int, int, int]:
         rows, blocks = self.codes.shape[-2], self.codes.shape[-1] // 8
         swizzled = self.layout == formats.SWIZZLED
@@ -564,8 +574,9 @@ class Output:
         rows, blocks, high, wide = self._sizes
         tall, across = tile_shape(blocks, self._per_token)
         count = self.codes.numel() // (rows * blocks * 8)
-        tiles = triton.cdiv(rows, tall) + triton.cdiv(high - rows, _BLANK.value)
-        return tiles, triton.cdiv(wide, across), count
+        chunks = triton.cdiv(wide, across)
+        groups = 8 * wide if high > rows else 0
+        return triton.cdiv(rows, tall) + triton.cdiv(groups, _BLANK.value * chunks), chunks, count
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -583,14 +594,14 @@ class Output:
             "SWIZZLED": self.layout == formats.SWIZZLED,
             "PARTS": _launch.power_of_two(self._parts),
             "CONVERT": conversion(self.codes),
-            **_launch.options(self.codes),
+            **_launch.options(self.codes, few=self._all_rows <= _FEW // 2),
         }
 
     @property
     def options(self) -> dict[str, Any]:
         """The constants of ``quantize_tile`` and what every launch needs."""
         tall, across = tile_shape(self._sizes[1], self._per_token)
-        warps = tile_warps(2 * tall * across)
+        warps = tile_warps(2 * tall * across, self._all_rows)
         return {**self._constants, "ROWS": tall, "BLOCKS": across, "num_warps": warps}
 
     @property
@@ -601,7 +612,7 @@ class Output:
     @property
     def _chunks(self) -> tuple[int, int]:
         blocks = self.codes.shape[-1] // 8
-        return _chunks(blocks, self.codes.numel() // (blocks * 8), self.by_warp)
+        return _chunks(blocks, self._all_rows, self.by_warp)
 
     @property
     def row_grid(self) -> tuple[int, int, int]:

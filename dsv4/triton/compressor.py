@@ -24,7 +24,7 @@ from dsv4.triton._angles import cos_sin
 from dsv4.triton._entries import store_entries
 from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
 from dsv4.triton._index_entries import store_keys
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion
 from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import rotate
@@ -68,7 +68,9 @@ def _pool(kv, score, earlier_kv, earlier_score, RATIO: tl.constexpr, OVERLAP: tl
     if OVERLAP:
         weight = power((earlier_score - base) * _LOG2E, LESS)
         total, mean = total + weight, mean + weight * earlier_kv
-    return tl.sum(mean, 0) / tl.sum(total, 0)
+    # Side by side: warps hand both to each other at once.
+    mean, total = tl.split(tl.sum(tl.join(mean, total), 0))
+    return mean / total
 
 
 @triton.jit
@@ -168,6 +170,23 @@ def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCA
 
 
 @triton.jit
+def _before(
+    batch,
+    count,
+    b,
+    closed,
+    HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Closed windows of the entries before entry b, which closes ``closed``, and of all."""
+    if SCAN == 1:  # it is the only one
+        return closed * 0, closed
+    _, _, before, total = _locate(batch, count, b, HEADS, RATIO, SCAN)
+    return before, total
+
+
+@triton.jit
 def _entry(batch, b):
     """First token, start, end, state row of entry b; without tokens or as padding it ends at once,
     in row 0.
@@ -197,42 +216,49 @@ def _update_kernel(
     HEAD_WIDTH: tl.constexpr,
     TAIL_WIDTH: tl.constexpr,
     SCAN: tl.constexpr,
+    SEVERAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program per row of the output and slice of its channels, heads first."""
-    wait_for_inputs(PDL)
-    program = tl.program_id(0)
-    slot = tl.arange(0, SLOTS)[:, None]
-    heads = count * head_slices
-    if program < heads:
-        _head(
-            tokens,
-            state,
-            batch,
-            count,
-            out,
-            program // head_slices,
-            slot,
-            _channels(program % head_slices, HEAD_WIDTH),
-            RATIO,
-            OVERLAP,
-            CHANNELS,
-            SCAN,
-        )
-    else:
-        _tail(
-            tokens,
-            batch,
-            count,
-            out,
-            count + (program - heads) // tail_slices,
-            slot,
-            _channels((program - heads) % tail_slices, TAIL_WIDTH),
-            RATIO,
-            OVERLAP,
-            CHANNELS,
-            SCAN,
-        )
+    """A program per row of the output and slice of its channels, heads first.
+
+    SEVERAL: whether an entry may close more than one window; else there are no tails, and what is
+    left is a third to a half of the instructions.
+    """
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        program = tl.program_id(0)
+        slot = tl.arange(0, SLOTS)[:, None]
+        heads = count * head_slices
+        if SEVERAL and program >= heads:
+            _tail(
+                tokens,
+                batch,
+                count,
+                out,
+                count + (program - heads) // tail_slices,
+                slot,
+                _channels((program - heads) % tail_slices, TAIL_WIDTH),
+                RATIO,
+                OVERLAP,
+                CHANNELS,
+                SCAN,
+            )
+        else:
+            _head(
+                tokens,
+                state,
+                batch,
+                count,
+                out,
+                program // head_slices,
+                slot,
+                _channels(program % head_slices, HEAD_WIDTH),
+                RATIO,
+                OVERLAP,
+                CHANNELS,
+                SCAN,
+                SEVERAL,
+            )
 
 
 @triton.jit
@@ -249,6 +275,7 @@ def _head(
     OVERLAP: tl.constexpr,
     CHANNELS: tl.constexpr,
     SCAN: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
     """Pool the windows of entry b that its state has a part in, and overwrite that state."""
     EARLIER: tl.constexpr = RATIO if OVERLAP else 0
@@ -274,6 +301,7 @@ def _head(
             OVERLAP,
             CHANNELS,
             SCAN,
+            SEVERAL,
         )
     else:
         # A long window stays open: the new tokens alone are stored, a few at a time.
@@ -284,7 +312,7 @@ def _head(
                 column = channel + half * CHANNELS
                 k, s, a = _load_tokens(tokens, token, i, column, inside)
                 _store_state(kept, i + EARLIER, column, inside, widen(k), _score(s, a))
-        _, _, _, total = _locate(batch, count, b, 1 + OVERLAP, RATIO, SCAN)
+        _, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
         _clear_unused(out, b, total, slot, channel, CHANNELS)
 
 
@@ -303,6 +331,7 @@ def _renew(
     OVERLAP: tl.constexpr,
     CHANNELS: tl.constexpr,
     SCAN: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
     """Pool the windows that close and store the state, with the whole open window in registers."""
     EARLIER: tl.constexpr = RATIO if OVERLAP else 0
@@ -322,7 +351,7 @@ def _renew(
         x0, y0 = _load_state(kept, slot + EARLIER, channel, old)
         there = (slot < tl.where((closed > 0) & (window > 0), RATIO, 0)) & inside
         before = _load_state(kept, slot, channel, there)
-    _, _, place, total = _locate(batch, count, b, 1 + OVERLAP, RATIO, SCAN)
+    place, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, b, total, slot, channel, CHANNELS)
     if closed > 0:
         # The windows that follow hold new tokens alone; loaded before anything waits for a load.
@@ -331,8 +360,9 @@ def _renew(
         ka, sa, aa = _load_tokens(tokens, after, slot, own, begun)
         position = window * RATIO
         if OVERLAP:
-            later = (slot < tl.where(closed > 1, RATIO, 0)) & inside
             ka0, sa0, aa0 = _load_tokens(tokens, after, slot, channel, begun)
+        if OVERLAP and SEVERAL:
+            later = (slot < tl.where(closed > 1, RATIO, 0)) & inside
             kb, sb, ab = _load_tokens(tokens, after - RATIO, slot, own, later)
             kb0, sb0, ab0 = _load_tokens(tokens, after - RATIO, slot, channel, later)
             k1, s1, a1 = _load_tokens(tokens, token + RATIO, slot, own, later)
@@ -349,14 +379,18 @@ def _renew(
         if OVERLAP:
             _store_state(kept, slot + RATIO, channel, whole, widen(ka0), _score(sa0, aa0))
             # The window before is the one that was open, unless another has closed since.
-            kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
-            _store_state(kept, slot, own, whole, kb1, sb1)
-            kb1, sb1 = _merge(later, kb0, sb0, ab0, kv0, score0)
-            _store_state(kept, slot, channel, whole, kb1, sb1)
-            if closed > 1:
-                values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
-                position += RATIO
-                _store_row(out, place + 1, position, row, values, slot, channel, CHANNELS)
+            if SEVERAL:
+                kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
+                _store_state(kept, slot, own, whole, kb1, sb1)
+                kb1, sb1 = _merge(later, kb0, sb0, ab0, kv0, score0)
+                _store_state(kept, slot, channel, whole, kb1, sb1)
+                if closed > 1:
+                    values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
+                    position += RATIO
+                    _store_row(out, place + 1, position, row, values, slot, channel, CHANNELS)
+            else:
+                _store_state(kept, slot, own, whole, kv, score)
+                _store_state(kept, slot, channel, whole, kv0, score0)
     else:
         # The window stays open. A new sequence begins with a state of nothing but its tokens.
         fresh = (slot < tl.where((start == 0) & (end > 0), RATIO, 0)) & inside
@@ -481,8 +515,9 @@ def compressor_update(
         return pooled.zero_(), positions.fill_(-1), owners.fill_(-1)
     head, tail, warps = _tiles(_launch.power_of_two(ratio), channels, rows)
     heads, tails = triton.cdiv(channels, head), triton.cdiv(channels, tail)
+    programs, several = batch * heads + (rows - batch) * tails, rows > batch
     with _launch.on(kv):
-        _update_kernel[(batch * heads + (rows - batch) * tails,)](
+        _update_kernel[(programs,)](
             (*_with_stride(kv), *_with_stride(score), *_with_stride(ape)),
             (state, *state.stride()),
             (cu_seqlens.contiguous(), starts.contiguous(), sequences.contiguous()),
@@ -497,8 +532,9 @@ def compressor_update(
             HEAD_WIDTH=head,
             TAIL_WIDTH=tail,
             SCAN=min(_SCAN, _launch.power_of_two(batch)),
+            SEVERAL=several,
             num_warps=warps,
-            **_launch.options(kv),
+            **_launch.options(kv, few=not several and _launch.are_few(programs, warps)),
         )
     return pooled, positions, owners
 
@@ -661,30 +697,31 @@ def _windows_kernel(
     PDL: tl.constexpr,
 ):
     """A program per window and slice of channels. ``previous``: pointers, or None twice."""
-    wait_for_inputs(PDL)
-    row = (tl.program_id(0) // slices).to(tl.int64)
-    slot = tl.arange(0, SLOTS)[:, None]
-    channel = _channels(tl.program_id(0) % slices, WIDTH)
-    inside = channel < CHANNELS
-    own = channel + (CHANNELS if OVERLAP else 0)
-    k, s = _load_window(source, row * RATIO, slot, own, (slot < RATIO) & inside)
-    if OVERLAP:
-        # The window before: a neighbour, the one given, or absent.
-        first = row % windows == 0
-        inner = (slot < tl.where(first, 0, RATIO)) & inside
-        k0, s0 = _load_window(source, (row - 1) * RATIO, slot, channel, inner)
-        if previous is not None:
-            outer = (slot < tl.where(first, RATIO, 0)) & inside
-            strides = previous[0], CHANNELS, previous[1], CHANNELS
-            k1, s1 = _load_window(strides, row // windows * RATIO, slot, channel, outer)
-    kv, score = widen(k), widen(s)
-    kv0, score0 = kv, score
-    if OVERLAP:
-        kv0, score0 = widen(k0), widen(s0)
-        if previous is not None:
-            kv0, score0 = tl.where(outer, widen(k1), kv0), tl.where(outer, widen(s1), score0)
-    values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
-    _store_pooled(out + row * CHANNELS, values, slot, channel, CHANNELS)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        row = (tl.program_id(0) // slices).to(tl.int64)
+        slot = tl.arange(0, SLOTS)[:, None]
+        channel = _channels(tl.program_id(0) % slices, WIDTH)
+        inside = channel < CHANNELS
+        own = channel + (CHANNELS if OVERLAP else 0)
+        k, s = _load_window(source, row * RATIO, slot, own, (slot < RATIO) & inside)
+        if OVERLAP:
+            # The window before: a neighbour, the one given, or absent.
+            first = row % windows == 0
+            inner = (slot < tl.where(first, 0, RATIO)) & inside
+            k0, s0 = _load_window(source, (row - 1) * RATIO, slot, channel, inner)
+            if previous is not None:
+                outer = (slot < tl.where(first, RATIO, 0)) & inside
+                strides = previous[0], CHANNELS, previous[1], CHANNELS
+                k1, s1 = _load_window(strides, row // windows * RATIO, slot, channel, outer)
+        kv, score = widen(k), widen(s)
+        kv0, score0 = kv, score
+        if OVERLAP:
+            kv0, score0 = widen(k0), widen(s0)
+            if previous is not None:
+                kv0, score0 = tl.where(outer, widen(k1), kv0), tl.where(outer, widen(s1), score0)
+        values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
+        _store_pooled(out + row * CHANNELS, values, slot, channel, CHANNELS)
 
 
 def pool_windows(
@@ -719,6 +756,6 @@ def pool_windows(
             SLOTS=slots,
             WIDTH=width,
             num_warps=max(warps, width // 128),  # numbers of 4 bytes take more registers
-            **_launch.options(kv),
+            **_launch.options(kv, few=_launch.are_few(rows * slices, warps)),
         )
     return out

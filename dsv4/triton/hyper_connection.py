@@ -24,7 +24,7 @@ from dsv4.triton._mixing import (
     summed,
 )
 from dsv4.triton._mixing_product import Parts, parts_of, parts_of_few
-from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
     conversion,
@@ -59,18 +59,19 @@ def _post_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    token = (tl.program_id(0) // slices).to(tl.int64)
-    column = (tl.program_id(0) % slices) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
-    wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
-    place = token * 4 * hidden + column
-    x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
-    mixers = load_mixers(post, comb, token)
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    for k in tl.static_range(4):
-        mixed = mixed_stream(wide, x0, x1, x2, x3, mixers[k])
-        tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        token = (tl.program_id(0) // slices).to(tl.int64)
+        column = (tl.program_id(0) % slices) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < hidden
+        wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
+        place = token * 4 * hidden + column
+        x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
+        mixers = load_mixers(post, comb, token)
+        DTYPE: tl.constexpr = out.dtype.element_ty
+        for k in tl.static_range(4):
+            mixed = mixed_stream(wide, x0, x1, x2, x3, mixers[k])
+            tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
 
 
 def hc_post(
@@ -98,7 +99,7 @@ def hc_post(
             BLOCK=block,
             num_warps=warps,
             maxnreg=_REGISTERS,
-            **_launch.options(out),
+            **_launch.options(out, few=_launch.are_few(tokens * slices, warps)),
         )
     return out
 

@@ -15,7 +15,7 @@ from dsv4.triton._entries import (
     store_nope,
     store_rope,
 )
-from dsv4.triton._numerics import narrow, wait_for_inputs, widen
+from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed, rounded
 from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import load_angles, rotate
@@ -36,6 +36,10 @@ def _reading_tile(entries: int) -> dict[str, int]:
 
 def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
     return (triton.cdiv(entries, tile["ROWS"]),)
+
+
+def _are_few(entries: int, tile: dict[str, int]) -> bool:
+    return _launch.are_few(*_programs(entries, tile), tile["num_warps"])
 
 
 @triton.jit
@@ -70,15 +74,16 @@ def _write_kernel(
     ROPE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    first = tl.program_id(0) * ROWS
-    where = load_slots(slots, first, count, ROWS)
-    values = load_rows(entries, stride, first, count, NOPE, ROWS, BLOCK)
-    if ROPE > 0:
-        dim = tl.arange(0, ROPE_BLOCK)[None, :]
-        rope = load_rows(entries + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
-        store_rope(data, data_stride, where, rope, dim, NOPE, ROPE, PAGE_SIZE)
-    store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        first = tl.program_id(0) * ROWS
+        where = load_slots(slots, first, count, ROWS)
+        values = load_rows(entries, stride, first, count, NOPE, ROWS, BLOCK)
+        if ROPE > 0:
+            dim = tl.arange(0, ROPE_BLOCK)[None, :]
+            rope = load_rows(entries + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
+            store_rope(data, data_stride, where, rope, dim, NOPE, ROPE, PAGE_SIZE)
+        store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
 
 
 def write_kv(
@@ -110,7 +115,7 @@ def write_kv(
             BLOCK=_entries.block(head_dim),
             ROPE_BLOCK=_launch.power_of_two(rope_dim),
             **tile,
-            **_launch.options(data),
+            **_launch.options(data, few=_are_few(count, tile)),
         )
 
 
@@ -128,11 +133,12 @@ def _read_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    first = tl.program_id(0) * ROWS
-    where = load_slots(slots, first, count, ROWS)
-    values = load_entries(data, data_stride, where, NOPE, ROPE, PAGE_SIZE, BLOCK)
-    store_rows(out, first, count, values, NOPE + ROPE)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        first = tl.program_id(0) * ROWS
+        where = load_slots(slots, first, count, ROWS)
+        values = load_entries(data, data_stride, where, NOPE, ROPE, PAGE_SIZE, BLOCK)
+        store_rows(out, first, count, values, NOPE + ROPE)
 
 
 @triton.jit
@@ -174,7 +180,7 @@ def read_kv(
             PAGE_SIZE=page_size,
             BLOCK=_entries.block(head_dim),
             **tile,
-            **_launch.options(data),
+            **_launch.options(data, few=_are_few(count, tile)),
         )
     return out
 
@@ -191,14 +197,15 @@ def _round_trip_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    first = tl.program_id(0) * ROWS
-    values = widen(load_rows(x, stride, first, count, NOPE + ROPE, ROWS, BLOCK))
-    codes, scale = encode_groups(values, NOPE)
-    rope = widen(narrow(values, tl.bfloat16))
-    column = tl.arange(0, BLOCK)[None, :]
-    values = tl.where(column < NOPE, decode_groups(codes, scale), rope)
-    store_rows(out, first, count, values, NOPE + ROPE)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        first = tl.program_id(0) * ROWS
+        values = widen(load_rows(x, stride, first, count, NOPE + ROPE, ROWS, BLOCK))
+        codes, scale = encode_groups(values, NOPE)
+        rope = widen(narrow(values, tl.bfloat16))
+        column = tl.arange(0, BLOCK)[None, :]
+        values = tl.where(column < NOPE, decode_groups(codes, scale), rope)
+        store_rows(out, first, count, values, NOPE + ROPE)
 
 
 def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
@@ -219,7 +226,7 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
             ROPE=rope_dim,
             BLOCK=_entries.block(head_dim),
             **tile,
-            **_launch.options(x),
+            **_launch.options(x, few=_are_few(count, tile)),
         )
     return out
 
@@ -247,30 +254,31 @@ def _norm_rope_write_kernel(
 ):
     if tl.program_id(0) == 0:
         prefetch_row(weight, NOPE + ROPE, BLOCK)
-    wait_for_inputs(PDL)
     DTYPE: tl.constexpr = kv.dtype.element_ty
     first = tl.program_id(0) * ROWS
-    where = load_slots(slots, first, count, ROWS)
-    values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
-    factor = _load_weight(weight, NOPE, ROWS, BLOCK)
-    if ROPE > 0:
-        # The columns that turn once more, so that no other runs the rotation.
-        rope = load_rows(kv + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
-        rope_factor = _load_weight(weight + NOPE, ROPE, ROWS, ROPE_BLOCK)
-        row = (first + tl.arange(0, ROWS))[:, None]
-        pair = tl.arange(0, ROPE_BLOCK // 2)[None, :]
-        turning = (row < count) & (pair < ROPE // 2)
-        c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        where = load_slots(slots, first, count, ROWS)
+        values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
+        factor = _load_weight(weight, NOPE, ROWS, BLOCK)
+        if ROPE > 0:
+            # The columns that turn once more, so that no other runs the rotation.
+            rope = load_rows(kv + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
+            rope_factor = _load_weight(weight + NOPE, ROPE, ROWS, ROPE_BLOCK)
+            row = (first + tl.arange(0, ROWS))[:, None]
+            pair = tl.arange(0, ROPE_BLOCK // 2)[None, :]
+            turning = (row < count) & (pair < ROPE // 2)
+            c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
 
-    values = widen(values)
-    rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)[:, None]
-    values = narrowed(factor * (values * rms), DTYPE)
-    store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
-    if ROPE > 0:
-        turned = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
-        turned = narrowed(turned, DTYPE)
-        dim = tl.arange(0, ROPE_BLOCK)[None, :]
-        store_rope(data, data_stride, where, turned, dim, NOPE, ROPE, PAGE_SIZE)
+        values = widen(values)
+        rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)[:, None]
+        values = narrowed(factor * (values * rms), DTYPE)
+        store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
+        if ROPE > 0:
+            turned = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
+            turned = narrowed(turned, DTYPE)
+            dim = tl.arange(0, ROPE_BLOCK)[None, :]
+            store_rope(data, data_stride, where, turned, dim, NOPE, ROPE, PAGE_SIZE)
 
 
 @triton.jit
@@ -321,5 +329,5 @@ def norm_rope_write_kv(
             BLOCK=_entries.block(head_dim),
             ROPE_BLOCK=_launch.power_of_two(rotated),
             **tile,
-            **_launch.options(data),
+            **_launch.options(data, few=_are_few(count, tile)),
         )

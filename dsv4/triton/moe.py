@@ -13,7 +13,7 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.ops.moe import check_ids
 from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._numerics import narrow, wait_for_inputs, wait_for_inputs_at, widen
+from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
     dynamic_scale,
@@ -254,8 +254,8 @@ def _gather_kernel(
         place = places[j] * columns + column  # type: ignore[misc]
         tl.store(out + place, values, mask=column < columns)
         if WEIGHTED:
-            once = tl.program_id(0) % chunks == 0
-            tl.store(row_weight + places[j], tl.load(weights + first + j), mask=once)
+            alone = tl.program_id(0) % chunks == 0
+            tl.store(row_weight + places[j], tl.load(weights + first + j), mask=alone)
 
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -351,9 +351,9 @@ def _sort_kernel(
         inside = (place < K)[:, None] & (column < columns)[None, :]
         tl.store(line + column[None, :], values[None, :], mask=inside)
         # A number per slot: the interpreter takes no mask & a single condition.
-        once = place + program % chunks * QUERIES < K
-        tl.store(rows + query, rank, mask=once)
-        tl.store(row_weight + rank, tl.load(weights + query, mask=once), mask=once)
+        own = place + program % chunks * QUERIES < K
+        tl.store(rows + query, rank, mask=own)
+        tl.store(row_weight + rank, tl.load(weights + query, mask=own), mask=own)
     else:
         expert = (program - copying) * QUERIES + place
         rank = tl.sum((other[None, :] < (expert * slots)[:, None]).to(tl.int32), 1)
@@ -709,9 +709,48 @@ def _gather_quantize_kernel(
     slots = rows + program * SLOTS
     x += program * SLOTS // K * stride
     if CHUNKS == 1:
-        wait_for_inputs_at(x + tl.arange(0, 2 * BLOCKS) * 8, PDL)
-    else:
-        wait_for_inputs(PDL)
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            if program < programs:
+                _quantize_few(
+                    x,
+                    slots,
+                    offsets,
+                    given,
+                    codes,
+                    scales,
+                    total,
+                    padded,
+                    COLUMNS,
+                    SCALE_COLUMNS,
+                    SLOTS,
+                    EXPERTS,
+                    STATIC,
+                    SWIZZLED,
+                    PADDED,
+                    2 * BLOCKS,
+                    EXPERT_BLOCK,
+                    CONVERT,
+                )
+            else:
+                _clear(
+                    codes,
+                    scales,
+                    offsets,
+                    program - programs,
+                    count,
+                    padded,
+                    COLUMNS,
+                    SCALE_COLUMNS,
+                    SWIZZLED,
+                    PADDED,
+                    EXPERTS,
+                    EXPERT_BLOCK,
+                    BLOCKS,
+                    CHUNKS,
+                )
+        return
+    wait_for_inputs(PDL)
     if program >= programs:
         _clear(
             codes,
@@ -728,27 +767,6 @@ def _gather_quantize_kernel(
             EXPERT_BLOCK,
             BLOCKS,
             CHUNKS,
-        )
-    elif CHUNKS == 1:
-        _quantize_few(
-            x,
-            slots,
-            offsets,
-            given,
-            codes,
-            scales,
-            total,
-            padded,
-            COLUMNS,
-            SCALE_COLUMNS,
-            SLOTS,
-            EXPERTS,
-            STATIC,
-            SWIZZLED,
-            PADDED,
-            2 * BLOCKS,
-            EXPERT_BLOCK,
-            CONVERT,
         )
     else:
         halves = ()
@@ -871,8 +889,10 @@ def moe_gather_quantize(
     top_k = rows.shape[1]
     each = top_k if input_scale is None and x.shape[0] > _APART else 1
     across = _blocks(blocks, wide, count // each)
+    programs = count // each + clearing
+    warps = tile_warps(2 * across) if across >= wide else max(1, across // 32)
     with _launch.on(x):
-        _gather_quantize_kernel[(count // each + clearing,)](
+        _gather_quantize_kernel[(programs,)](
             source,
             rows,
             offsets.contiguous(),
@@ -896,8 +916,8 @@ def moe_gather_quantize(
             CHUNKS=triton.cdiv(wide, across),
             EXPERT_BLOCK=_launch.power_of_two(experts),
             CONVERT=_nvfp4.conversion(x),
-            num_warps=tile_warps(2 * across) if across >= wide else max(1, across // 32),
-            **_launch.options(x),
+            num_warps=warps,
+            **_launch.options(x, few=_launch.are_few(programs, warps)),
         )
     return codes, scales, total
 
@@ -922,23 +942,25 @@ def _combine_kernel(
     PDL: tl.constexpr,
 ):
     """BLOCK columns of a token. Compiled without contraction: a product is rounded, then added."""
-    wait_for_inputs(PDL)
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    local = tl.load(offsets + EXPERTS)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.range(0, K, loop_unroll_factor=min(K, 8)):
-        row = tl.load(rows + token * K + j).to(tl.int64)
-        # A condition per column: the interpreter takes a mask & a single one for no mask.
-        used = (row + tl.zeros([BLOCK], tl.int64)) < local
-        term = widen(tl.load(y + row * stride + column, mask=inside & used, other=0.0))
-        if WEIGHTED:
-            term *= widen(tl.load(weights + token * K + j))
-        total = tl.where(used, total + term, total)
-    if SHARED:
-        total += widen(tl.load(shared + token * shared_stride + column, mask=inside, other=0.0))
-    tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=inside)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        inside = column < columns
+        local = tl.load(offsets + EXPERTS)
+        total = tl.zeros([BLOCK], tl.float32)
+        for j in tl.range(0, K, loop_unroll_factor=min(K, 8)):
+            row = tl.load(rows + token * K + j).to(tl.int64)
+            # A condition per column: the interpreter takes a mask & a single one for no mask.
+            used = (row + tl.zeros([BLOCK], tl.int64)) < local
+            term = widen(tl.load(y + row * stride + column, mask=inside & used, other=0.0))
+            if WEIGHTED:
+                term *= widen(tl.load(weights + token * K + j))
+            total = tl.where(used, total + term, total)
+        if SHARED:
+            place = shared + token * shared_stride + column
+            total += widen(tl.load(place, mask=inside, other=0.0))
+        tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=inside)
 
 
 def moe_combine(
@@ -957,7 +979,7 @@ def moe_combine(
     y = _rows.as_rows(y)
     shared = None if shared is None else _rows.as_rows(shared)
     block, chunks = _chunks(tokens, columns, y.device)
-    options = _launch.options(y)
+    options = _launch.options(y, few=_launch.are_few(tokens * chunks, _warps(block)))
     if "enable_fp_fusion" in options:
         options["enable_fp_fusion"] = False
     with _launch.on(y):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._numerics import narrow, wait_for_inputs, wait_for_inputs_at, widen
+from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
     dynamic_scale,
@@ -121,9 +121,10 @@ def _rms_norm_kernel(
 ):
     if WEIGHTED and tl.program_id(0) == 0:
         prefetch_row(weight, columns, BLOCK)
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    _norm_rows(x, weight, out, stride, row, rows, columns, eps, WEIGHTED, BLOCK)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        _norm_rows(x, weight, out, stride, row, rows, columns, eps, WEIGHTED, BLOCK)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -134,9 +135,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     rows = _rows.as_rows(x)
     count, columns = rows.shape
     tile = _rows.tile(count, columns, x.element_size())
+    programs = triton.cdiv(count, tile["ROWS"])
     weight = None if weight is None else weight.contiguous()
     with _launch.on(x):
-        _rms_norm_kernel[(triton.cdiv(count, tile["ROWS"]),)](
+        _rms_norm_kernel[(programs,)](
             rows,
             weight,
             out,
@@ -147,7 +149,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
             WEIGHTED=weight is not None,
             BLOCK=_launch.power_of_two(columns),
             **tile,
-            **_launch.options(x),
+            **_launch.options(x, few=_launch.are_few(programs, tile["num_warps"])),
         )
     return out
 
@@ -174,13 +176,16 @@ def _pair_kernel(
     if tl.program_id(0) == 0:
         prefetch_row(first_weight, FIRST, FIRST_BLOCK)
         prefetch_row(second_weight, SECOND, SECOND_BLOCK)
-    wait_for_inputs(PDL)
-    row = (tl.program_id(0) // 2).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    if part == 0:
-        _norm_rows(x, first_weight, first, stride, row, rows, FIRST, eps, True, FIRST_BLOCK)
-    else:
-        x += FIRST
-        _norm_rows(x, second_weight, second, stride, row, rows, SECOND, eps, True, SECOND_BLOCK)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        row = (tl.program_id(0) // 2).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        if part == 0:
+            _norm_rows(x, first_weight, first, stride, row, rows, FIRST, eps, True, FIRST_BLOCK)
+        else:
+            x2 = x + FIRST
+            _norm_rows(
+                x2, second_weight, second, stride, row, rows, SECOND, eps, True, SECOND_BLOCK
+            )
 
 
 def rms_norm_pair(
@@ -193,8 +198,9 @@ def rms_norm_pair(
     if rows.shape[0] == 0 or x.shape[-1] == 0:
         return first, second
     tile = _rows.tile(rows.shape[0], max(widths), x.element_size())
+    programs = 2 * triton.cdiv(rows.shape[0], tile["ROWS"])
     with _launch.on(x):
-        _pair_kernel[(2 * triton.cdiv(rows.shape[0], tile["ROWS"]),)](
+        _pair_kernel[(programs,)](
             rows,
             first_weight.contiguous(),
             second_weight.contiguous(),
@@ -208,7 +214,7 @@ def rms_norm_pair(
             FIRST_BLOCK=_launch.power_of_two(widths[0]),
             SECOND_BLOCK=_launch.power_of_two(widths[1]),
             **tile,
-            **_launch.options(x),
+            **_launch.options(x, few=_launch.are_few(programs, tile["num_warps"])),
         )
     return first, second
 
@@ -235,27 +241,28 @@ def _head_kernel(
 
     Where KEPT is odd, the tile begins one column before the head, so that pairs begin at even ones.
     """
-    wait_for_inputs(PDL)
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    token = (head // heads).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :] - KEPT % 2
-    pair = tl.arange(0, BLOCK // 2)[None, :] - (KEPT + 1) // 2
-    inside = (head < count) & (column < KEPT + 2 * HALF)
-    if KEPT % 2:
-        inside = inside & (column >= 0)
-    place = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
-    loaded = tl.load(place, mask=inside, other=0.0)
-    turning = (head < count) & (pair >= 0) & (pair < HALF)
-    c, s = load_angles(cos, sin, token * table_stride, pair, turning, False)
-    values = widen(loaded)
-    scale = inverse_rms(tl.sum(values * values, 1), KEPT + 2 * HALF, eps)[:, None]
-    normed = rounded(values * scale, q.dtype.element_ty)
-    even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
-    first, second = rotate_pairs(even, odd, c, s)
-    # A turn of 0 would lose the sign of a zero.
-    turned = tl.join(tl.where(turning, first, even), tl.where(turning, second, odd))
-    turned = narrowed(tl.reshape(turned, [ROWS, BLOCK]), q.dtype.element_ty)
-    tl.store(place, turned, mask=inside)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        token = (head // heads).to(tl.int64)
+        column = tl.arange(0, BLOCK)[None, :] - KEPT % 2
+        pair = tl.arange(0, BLOCK // 2)[None, :] - (KEPT + 1) // 2
+        inside = (head < count) & (column < KEPT + 2 * HALF)
+        if KEPT % 2:
+            inside = inside & (column >= 0)
+        place = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
+        loaded = tl.load(place, mask=inside, other=0.0)
+        turning = (head < count) & (pair >= 0) & (pair < HALF)
+        c, s = load_angles(cos, sin, token * table_stride, pair, turning, False)
+        values = widen(loaded)
+        scale = inverse_rms(tl.sum(values * values, 1), KEPT + 2 * HALF, eps)[:, None]
+        normed = rounded(values * scale, q.dtype.element_ty)
+        even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
+        first, second = rotate_pairs(even, odd, c, s)
+        # A turn of 0 would lose the sign of a zero.
+        turned = tl.join(tl.where(turning, first, even), tl.where(turning, second, odd))
+        turned = narrowed(tl.reshape(turned, [ROWS, BLOCK]), q.dtype.element_ty)
+        tl.store(place, turned, mask=inside)
 
 
 def _head_tile(count: int, width: int) -> dict[str, int]:
@@ -281,8 +288,9 @@ def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: 
         cos, sin = cos.contiguous(), sin.contiguous()
     kept = columns - 2 * half
     tile = _head_tile(count, columns * q.element_size())
+    programs = triton.cdiv(count, tile["ROWS"])
     with _launch.on(q):
-        _head_kernel[(triton.cdiv(count, tile["ROWS"]),)](
+        _head_kernel[(programs,)](
             q,
             cos,
             sin,
@@ -296,7 +304,7 @@ def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: 
             HALF=half,
             BLOCK=_launch.power_of_two(max(2, columns + kept % 2)),
             **tile,
-            **_launch.options(q),
+            **_launch.options(q, few=_launch.are_few(programs, tile["num_warps"])),
         )
 
 
@@ -564,27 +572,28 @@ def _norm_quantize_kernel(
     if row == 0:
         prefetch_row(weight, COLUMNS, 16 * BLOCKS)
     if CHUNKS == 1:
-        wait_for_inputs_at(x + row * stride + tl.arange(0, 2 * BLOCKS) * 8, PDL)
-        _norm_quantize_few(
-            x + row * stride,
-            weight,
-            source,
-            y + row * COLUMNS,
-            codes,
-            scales,
-            total,
-            row,
-            rows,
-            tl.num_programs(0),
-            eps,
-            COLUMNS,
-            SCALE_COLUMNS,
-            TOKEN,
-            PER_ROW,
-            SWIZZLED,
-            2 * BLOCKS,
-            CONVERT,
-        )
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            _norm_quantize_few(
+                x + row * stride,
+                weight,
+                source,
+                y + row * COLUMNS,
+                codes,
+                scales,
+                total,
+                row,
+                rows,
+                tl.num_programs(0),
+                eps,
+                COLUMNS,
+                SCALE_COLUMNS,
+                TOKEN,
+                PER_ROW,
+                SWIZZLED,
+                2 * BLOCKS,
+                CONVERT,
+            )
         return
     wait_for_inputs(PDL)
     if row < rows:
@@ -625,7 +634,7 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     if rows >= _SOME // 8:
         across = min(across, max(_WIDE, least))
     chunks = triton.cdiv(blocks, across)
-    warps = max(1, across // 32) if chunks > 1 else tile_warps(2 * across)
+    warps = max(1, across // 32) if chunks > 1 else tile_warps(2 * across, rows)
     return {"BLOCKS": across, "CHUNKS": chunks, "num_warps": warps}
 
 
@@ -666,6 +675,6 @@ def rms_norm_quantize(
             SWIZZLED=swizzled,
             CONVERT=_nvfp4.conversion(x),
             **_quantize_tile(rows, wide),
-            **_launch.options(x),
+            **_launch.options(x, few=True),
         )
     return y, *out.tensors

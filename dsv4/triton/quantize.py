@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch, _rows
-from dsv4.triton._numerics import e4m3_bits, wait_for_inputs, wait_for_inputs_at, widen
+from dsv4.triton._numerics import e4m3_bits, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     conversion,
     divisor,
@@ -76,33 +77,35 @@ def _nvfp4_kernel(
     PDL: tl.constexpr,
 ):
     if tl.program_id(0) * ROWS >= rows:
-        wait_for_inputs_at(scales, PDL)
-        blank_tile(scales, rows, scale_rows, scale_columns, ROWS, BLOCKS)
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            blank_tile(scales, rows, scale_rows, scale_columns, ROWS)
     else:
         matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
         x += matrix * rows * stride
-        wait_for_inputs_at(x + (row * stride + piece * 8), PDL)
-        inside = (row < rows) & (piece < 2 * blocks)
-        quantize_tile(
-            load_pieces(x, stride, row, piece, inside),
-            source,
-            codes,
-            scales,
-            total,
-            rows,
-            blocks,
-            scale_rows,
-            scale_columns,
-            parts,
-            SOURCE,
-            PER_ROW,
-            WEIGHT,
-            SWIZZLED,
-            ROWS,
-            BLOCKS,
-            PARTS,
-            CONVERT,
-        )
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            inside = (row < rows) & (piece < 2 * blocks)
+            quantize_tile(
+                load_pieces(x, stride, row, piece, inside),
+                source,
+                codes,
+                scales,
+                total,
+                rows,
+                blocks,
+                scale_rows,
+                scale_columns,
+                parts,
+                SOURCE,
+                PER_ROW,
+                WEIGHT,
+                SWIZZLED,
+                ROWS,
+                BLOCKS,
+                PARTS,
+                CONVERT,
+            )
 
 
 @triton.jit
@@ -317,15 +320,16 @@ def _mxfp4_few_kernel(
     scales += matrix * scale_rows * scale_columns
     # Of the four threads that have a block, the first stores its scale.
     first = tl.where(piece % 4 == 0, block, scale_columns)
-    wait_for_inputs_at(x + (line * stride + piece * 8), PDL)
-    inside = (row < rows) & (block < blocks)
-    values = load_pieces(x, stride, line, piece, inside)
-    amax, finite = finite_amax(of_block(largest(values), 4))
-    byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
-    packed = scaled_codes(values, _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
-    store_pieces(codes, line, 2 * blocks, piece, packed, inside)
-    bits = tl.where(finite, byte, 255)
-    store_scales(scales, bits, row, first, inside, scale_rows, scale_columns, SWIZZLED)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        inside = (row < rows) & (block < blocks)
+        values = load_pieces(x, stride, line, piece, inside)
+        amax, finite = finite_amax(of_block(largest(values), 4))
+        byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+        packed = scaled_codes(values, _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
+        store_pieces(codes, line, 2 * blocks, piece, packed, inside)
+        bits = tl.where(finite, byte, 255)
+        store_scales(scales, bits, row, first, inside, scale_rows, scale_columns, SWIZZLED)
 
 
 def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +351,7 @@ def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
         "ROWS": tall,
         "BLOCKS": across,
         "CONVERT": conversion(x),
-        **_launch.options(x),
+        **_launch.options(x, few=True),
     }
     with _launch.on(x):
         if many:
@@ -412,33 +416,34 @@ def _fp8_block_kernel(
     it is as well kept by the cache as by registers, and then more programs share a multiprocessor.
     WHOLE: no tile is ragged.
     """
-    wait_for_inputs(PDL)
-    E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    first = tl.program_id(0) * ROWS
-    start = tl.program_id(2).to(tl.int64) * rows + first
-    row, column = tl.arange(0, ROWS)[:, None], tl.program_id(1) * _TILE
-    inside = (row < rows - first) & (tl.arange(0, _TILE)[None, :] < columns - column)
-    x += start * stride + column
-    place = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
-    loaded = _load_tile(place, inside, WHOLE)
-    amax = largest(tl.reshape(loaded, [ROWS * _TILE], can_reorder=True))
-    if not amax < float("inf"):
-        magnitude = tl.abs(widen(_load_tile(place, inside, WHOLE)))
-        amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
-    if E8M0:
-        byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
-        stored = byte.to(tl.uint8)
-        shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
-    else:
-        stored = fp8_block_scale(amax)
-        shift, high, low = divisor(stored)
-    tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
-    values = widen(_load_tile(place, inside, WHOLE) if ROWS == _TILE else loaded)
-    bits = _fp8_codes(values, shift, high, low, E8M0)
-    codes += start * columns + column
-    place = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
-    tl.store(place, bits, mask=None if WHOLE else inside)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        E8M0: tl.constexpr = scales.dtype.element_ty == tl.uint8
+        first = tl.program_id(0) * ROWS
+        start = tl.program_id(2).to(tl.int64) * rows + first
+        row, column = tl.arange(0, ROWS)[:, None], tl.program_id(1) * _TILE
+        inside = (row < rows - first) & (tl.arange(0, _TILE)[None, :] < columns - column)
+        x += start * stride + column
+        place = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
+        loaded = _load_tile(place, inside, WHOLE)
+        amax = largest(tl.reshape(loaded, [ROWS * _TILE], can_reorder=True))
+        if not amax < float("inf"):
+            magnitude = tl.abs(widen(_load_tile(place, inside, WHOLE)))
+            amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
+        if E8M0:
+            byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
+            stored = byte.to(tl.uint8)
+            shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
+        else:
+            stored = fp8_block_scale(amax)
+            shift, high, low = divisor(stored)
+        tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
+        values = widen(_load_tile(place, inside, WHOLE) if ROWS == _TILE else loaded)
+        bits = _fp8_codes(values, shift, high, low, E8M0)
+        codes += start * columns + column
+        place = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
+        tl.store(place, bits, mask=None if WHOLE else inside)
 
 
 def quantize_fp8_block(
@@ -455,6 +460,7 @@ def quantize_fp8_block(
     grid = (*tiles, matrix.shape[0] // rows)
     tall = min(128, _launch.power_of_two(rows))
     most = 16 if scale_dtype == torch.float32 else 8
+    warps = min(most, max(1, tall // 2))
     with _launch.on(x):
         _fp8_block_kernel[grid](
             matrix,
@@ -465,7 +471,7 @@ def quantize_fp8_block(
             columns,
             ROWS=tall,
             WHOLE=rows % tall == 0 and columns % 128 == 0,
-            num_warps=min(most, max(1, tall // 2)),
-            **_launch.options(x),
+            num_warps=warps,
+            **_launch.options(x, few=_launch.are_few(math.prod(grid), warps)),
         )
     return codes, scales

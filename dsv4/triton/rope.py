@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._angles import cos_sin
-from dsv4.triton._numerics import narrow, wait_for_inputs, wait_for_inputs_at, widen
+from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed
 from dsv4.triton._nvfp4_tile import (
     Output,
@@ -95,24 +95,25 @@ def _rope_kernel(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    inside = row < count
-    source = x + row.to(tl.int64) * stride
-    target = out + row.to(tl.int64) * (kept + 2 * half)
-    column, pair = tl.arange(0, 2 * HALF)[None, :], tl.arange(0, HALF)[None, :]
-    turning = inside & (column < 2 * half)
-    angles = inside & (pair < half)
-    start = (row // sharing).to(tl.int64) * table_stride
-    values = tl.load(source + kept + column, mask=turning, other=0.0)
-    c, s = load_angles(cos, sin, start, pair, angles, INVERSE)
-    if KEPT > 0:
-        left = tl.arange(0, KEPT)[None, :]
-        copied = inside & (left < kept)
-        same = tl.load(source + left, mask=copied)
-        tl.store(target + left, same, mask=copied)
-    turned = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
-    tl.store(target + kept + column, turned, mask=turning)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+        inside = row < count
+        source = x + row.to(tl.int64) * stride
+        target = out + row.to(tl.int64) * (kept + 2 * half)
+        column, pair = tl.arange(0, 2 * HALF)[None, :], tl.arange(0, HALF)[None, :]
+        turning = inside & (column < 2 * half)
+        angles = inside & (pair < half)
+        start = (row // sharing).to(tl.int64) * table_stride
+        values = tl.load(source + kept + column, mask=turning, other=0.0)
+        c, s = load_angles(cos, sin, start, pair, angles, INVERSE)
+        if KEPT > 0:
+            left = tl.arange(0, KEPT)[None, :]
+            copied = inside & (left < kept)
+            same = tl.load(source + left, mask=copied)
+            tl.store(target + left, same, mask=copied)
+        turned = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
+        tl.store(target + kept + column, turned, mask=turning)
 
 
 def _tile(rows: int) -> dict[str, int]:
@@ -146,7 +147,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
             KEPT=_launch.power_of_two(kept) if kept else 0,
             HALF=_launch.power_of_two(half),
             **tile,
-            **_launch.options(x),
+            **_launch.options(x, few=tile["ROWS"] == 1),
         )
     return out
 
@@ -208,34 +209,36 @@ def _rope_quantize_kernel(
 ):
     """Blocks of the groups (rows) of one token (matrix)."""
     if tl.program_id(0) * ROWS >= rows:
-        wait_for_inputs_at(scales, PDL)
-        blank_tile(scales, rows, scale_rows, scale_columns, ROWS, BLOCKS)
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            blank_tile(scales, rows, scale_rows, scale_columns, ROWS)
     else:
         token, row, piece = tile_places(ROWS, 2 * BLOCKS)
         x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
         column = (row * blocks * 2 + piece) * 8
-        wait_for_inputs_at(x + column, PDL)
-        inside = (row < rows) & (piece < 2 * blocks)
-        quantize_tile(
-            _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE),
-            source,
-            codes,
-            scales,
-            total,
-            rows,
-            blocks,
-            scale_rows,
-            scale_columns,
-            parts,
-            SOURCE,
-            PER_ROW,
-            WEIGHT,
-            SWIZZLED,
-            ROWS,
-            BLOCKS,
-            PARTS,
-            CONVERT,
-        )
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            inside = (row < rows) & (piece < 2 * blocks)
+            quantize_tile(
+                _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE),
+                source,
+                codes,
+                scales,
+                total,
+                rows,
+                blocks,
+                scale_rows,
+                scale_columns,
+                parts,
+                SOURCE,
+                PER_ROW,
+                WEIGHT,
+                SWIZZLED,
+                ROWS,
+                BLOCKS,
+                PARTS,
+                CONVERT,
+            )
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch
-from dsv4.triton._numerics import wait_for_inputs
+from dsv4.triton._numerics import once, wait_for_inputs
 
 _FEW = 1 << 16  # slots up to which a thread has one
 _NARROW = 128  # slots of a program then, else
@@ -35,30 +35,31 @@ def _slots_kernel(
     """A tile is ROWS tokens' slots, BLOCK of each, in one row: as a matrix, tables would be read in
     another layout than slots are stored in.
     """
-    wait_for_inputs(PDL)
-    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
-    i = tl.arange(0, ROWS * BLOCK)
-    token = i // BLOCK
-    column = (tl.program_id(0) % blocks) * BLOCK + i % BLOCK
-    inside = (token < tokens - first) & (column < width)
-    sequence = tl.load(sequences + first + token, mask=inside, other=-1).to(tl.int64)
-    place = first * width + (token * width + column)
-    # An entry of a sequence is a number of 64 bits; a negative one is too large without its sign.
-    if KIND == "entry":
-        entry = tl.load(numbers + place, mask=inside, other=-1).to(tl.int64)
-    else:
-        number = tl.load(numbers + first + token, mask=inside, other=-1).to(tl.int64)
-        if KIND == "prefix":
-            entry = tl.where(column < number, column, -1).to(tl.int64)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
+        i = tl.arange(0, ROWS * BLOCK)
+        token = i // BLOCK
+        column = (tl.program_id(0) % blocks) * BLOCK + i % BLOCK
+        inside = (token < tokens - first) & (column < width)
+        sequence = tl.load(sequences + first + token, mask=inside, other=-1).to(tl.int64)
+        place = first * width + (token * width + column)
+        # An entry of a sequence has 64 bits; a negative one is too large without its sign.
+        if KIND == "entry":
+            entry = tl.load(numbers + place, mask=inside, other=-1).to(tl.int64)
         else:
-            entry = _ring(number, width - 1 - column, RING)
-    entry = entry.to(tl.uint64, bitcast=True)
-    size = pages.to(tl.uint64) * PAGE_SIZE
-    found = inside & (sequence >= 0) & (entry < size)
-    page = table + sequence * stride + (entry // PAGE_SIZE).to(tl.int64)
-    page = tl.load(page, mask=found, other=0).to(tl.int64)
-    slots = page * PAGE_SIZE + (entry % PAGE_SIZE).to(tl.int64)
-    tl.store(out + place, tl.where(found, slots, -1), mask=inside)
+            number = tl.load(numbers + first + token, mask=inside, other=-1).to(tl.int64)
+            if KIND == "prefix":
+                entry = tl.where(column < number, column, -1).to(tl.int64)
+            else:
+                entry = _ring(number, width - 1 - column, RING)
+        entry = entry.to(tl.uint64, bitcast=True)
+        size = pages.to(tl.uint64) * PAGE_SIZE
+        found = inside & (sequence >= 0) & (entry < size)
+        page = table + sequence * stride + (entry // PAGE_SIZE).to(tl.int64)
+        page = tl.load(page, mask=found, other=0).to(tl.int64)
+        slots = page * PAGE_SIZE + (entry % PAGE_SIZE).to(tl.int64)
+        tl.store(out + place, tl.where(found, slots, -1), mask=inside)
 
 
 @triton.jit
@@ -88,9 +89,10 @@ def _launch_slots(
     block = min(tile, _launch.power_of_two(width))
     rows = min(tile // block, _launch.power_of_two(tokens))
     blocks = triton.cdiv(width, block)
+    programs = triton.cdiv(tokens, rows) * blocks
     table = table if table.stride(1) == 1 else table.contiguous()
     with _launch.on(out):
-        _slots_kernel[(triton.cdiv(tokens, rows) * blocks,)](
+        _slots_kernel[(programs,)](
             table,
             sequences.contiguous(),
             numbers.contiguous(),
@@ -106,7 +108,7 @@ def _launch_slots(
             ROWS=rows,
             BLOCK=block,
             num_warps=4,
-            **_launch.options(out),
+            **_launch.options(out, few=_launch.are_few(programs, 4)),
         )
     return out
 

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rows
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, wait_for_inputs_at, widen
+from dsv4.triton._numerics import (
+    INTERPRETED,
+    narrow,
+    once,
+    wait_for_inputs,
+    widen,
+)
 from dsv4.triton._nvfp4 import narrowed, near_reciprocal
 from dsv4.triton._nvfp4_tile import (
     Output,
@@ -142,19 +148,20 @@ def _swiglu_kernel(
     PDL: tl.constexpr,
 ):
     """ROWS rows by PIECES pieces of 8 outputs."""
-    wait_for_inputs(PDL)
-    _, row, piece = tile_places(ROWS, PIECES)
-    first = piece * 8
-    gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
-    if WEIGHTED:
-        factor = widen(tl.load(weight + row, mask=row < rows, other=0.0))
-    values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
-    if WEIGHTED:
-        values = values * factor[:, None]
-    column = first[:, None] + tl.arange(0, 8)[None, :]
-    inside = (row < rows)[:, None] & (column < half)
-    place = out + (row * half)[:, None] + column
-    tl.store(place, narrow(values, out.dtype.element_ty), mask=inside)
+    for _ in range(once(PDL)):
+        wait_for_inputs(PDL)
+        _, row, piece = tile_places(ROWS, PIECES)
+        first = piece * 8
+        gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
+        if WEIGHTED:
+            factor = widen(tl.load(weight + row, mask=row < rows, other=0.0))
+        values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+        if WEIGHTED:
+            values = values * factor[:, None]
+        column = first[:, None] + tl.arange(0, 8)[None, :]
+        inside = (row < rows)[:, None] & (column < half)
+        place = out + (row * half)[:, None] + column
+        tl.store(place, narrow(values, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -187,39 +194,41 @@ def _swiglu_quantize_kernel(
     PDL: tl.constexpr,
 ):
     if tl.program_id(0) * ROWS >= rows:
-        wait_for_inputs_at(scales, PDL)
-        blank_tile(scales, rows, scale_rows, scale_columns, ROWS, BLOCKS)
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            blank_tile(scales, rows, scale_rows, scale_columns, ROWS)
     else:
         matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
         line = matrix * rows + row
-        wait_for_inputs_at(x + (line * stride + piece * 8), PDL)
-        inside = (row < rows) & (piece < 2 * blocks)
-        gate, up = _load_pairs(x, line * stride, piece * 8, blocks * 16, inside, INTERLEAVED)
-        if WEIGHTED:
-            factor = widen(tl.load(weight + line, mask=inside, other=0.0))
-        values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
-        if WEIGHTED:
-            values = values * factor[:, None]
-        quantize_tile(
-            narrowed(values, x.dtype.element_ty),
-            source,
-            codes,
-            scales,
-            total,
-            rows,
-            blocks,
-            scale_rows,
-            scale_columns,
-            parts,
-            SOURCE,
-            PER_ROW,
-            WEIGHT,
-            SWIZZLED,
-            ROWS,
-            BLOCKS,
-            PARTS,
-            CONVERT,
-        )
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            inside = (row < rows) & (piece < 2 * blocks)
+            gate, up = _load_pairs(x, line * stride, piece * 8, blocks * 16, inside, INTERLEAVED)
+            if WEIGHTED:
+                factor = widen(tl.load(weight + line, mask=inside, other=0.0))
+            values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+            if WEIGHTED:
+                values = values * factor[:, None]
+            quantize_tile(
+                narrowed(values, x.dtype.element_ty),
+                source,
+                codes,
+                scales,
+                total,
+                rows,
+                blocks,
+                scale_rows,
+                scale_columns,
+                parts,
+                SOURCE,
+                PER_ROW,
+                WEIGHT,
+                SWIZZLED,
+                ROWS,
+                BLOCKS,
+                PARTS,
+                CONVERT,
+            )
 
 
 @triton.jit
@@ -336,8 +345,9 @@ def swiglu(
     pieces = _launch.power_of_two(triton.cdiv(half, 8))
     tall, across = max(1, _PIECES // pieces), min(_PIECES, pieces)
     bound, flags = _flags(limit, layout, row_weight)
+    grid = triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across)
     with _launch.on(x):
-        _swiglu_kernel[(triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across))](
+        _swiglu_kernel[grid](
             x,
             _flat(row_weight),
             out,
@@ -349,7 +359,7 @@ def swiglu(
             ROWS=tall,
             PIECES=across,
             num_warps=4,
-            **_launch.options(x),
+            **_launch.options(x, few=_launch.are_few(grid[0] * grid[1], 4)),
         )
     return out
 
