@@ -187,7 +187,7 @@ class ChoiceKernel(ChoicePlan):
         source = (start, through, shown, vectors)
         bound, equal = self._bound(source, least, top, kept, k, room)
         none = (Int32(0), Int32(0))
-        self._choose(source, bound, equal, (row, names, Int32(0)), none, room)
+        self._choose(source, bound, equal, (row, k, names, Int32(0)), none, room)
 
     def _room(self, smem: Value, size: int) -> Value:
         """Address of so many bytes of shared memory."""
@@ -371,38 +371,39 @@ class ChoiceKernel(ChoicePlan):
         """Copy positions of keys above the bound, and keys, in order; how many there are.
 
         ``to``: address of positions in shared memory, and how far behind it that of keys is; 0:
-        none. If not all fit there, not all of them are copied.
+        none. If not all fit there, not all of them are copied, nor counted.
         """
         names, apart = to
         _, _, totals, _, _, lane, warp = room
         kept = Int32(0)
         each = self.each
         for base in cutlass.range(0, source[3], each * self.threads, unroll=1):
-            number = base + warp * (each * 32)
-            keys, firsts = [Uint32(0)] * (4 * each), [Int32(0)] * each
-            # A byte for each of the thread's vectors: 32 of them have at most 128 keys.
-            mine = Int32(0)
-            # A warp without keys has nothing to count.
-            if number < source[3]:
-                parts = [self._vector(source, number + 32 * i + lane) for i in range(each)]
-                keys, firsts = [one for part in parts for one in part[0]], [x[1] for x in parts]
-                for i, one in enumerate(keys):
-                    mine = ptx.add_if_above(mine, one, bound, 1 << 8 * (i // 4))
-            upto = self._upto(mine, lane)
-            whole = Uint32(cute.arch.shuffle_sync(upto, 31))
-            counts = [Int32(ptx.byte_of(whole, i)) for i in range(each)]
-            before, total = self._before(sum(counts[1:], counts[0]), totals, (lane, warp))
-            if (mine != 0) & (kept + total <= CANDIDATES):
-                place = names + Uint32((kept + before) * 4)
-                for i in cutlass.range_constexpr(each):
-                    at = place + ptx.byte_of(Uint32(upto - mine), i) * 4
-                    for e in cutlass.range_constexpr(4):
-                        word = (firsts[i] + e, keys[4 * i + e])
-                        at = ptx.append_if_above(at, word, bound, apart)
-                    place += Uint32(counts[i] * 4)
-            kept += total
-            # A warp may still read the numbers of this step while another stores the next.
-            totals = totals ^ Uint32(_TOTALS)
+            if kept <= CANDIDATES:
+                number = base + warp * (each * 32)
+                keys, firsts = [Uint32(0)] * (4 * each), [Int32(0)] * each
+                # A byte for each of the thread's vectors: 32 of them have at most 128 keys.
+                mine = Int32(0)
+                # A warp without keys has nothing to count.
+                if number < source[3]:
+                    parts = [self._vector(source, number + 32 * i + lane) for i in range(each)]
+                    keys, firsts = [one for part in parts for one in part[0]], [x[1] for x in parts]
+                    for i, one in enumerate(keys):
+                        mine = ptx.add_if_above(mine, one, bound, 1 << 8 * (i // 4))
+                upto = self._upto(mine, lane)
+                whole = Uint32(cute.arch.shuffle_sync(upto, 31))
+                counts = [Int32(ptx.byte_of(whole, i)) for i in range(each)]
+                before, total = self._before(sum(counts[1:], counts[0]), totals, (lane, warp))
+                if (mine != 0) & (kept + total <= CANDIDATES):
+                    place = names + Uint32((kept + before) * 4)
+                    for i in cutlass.range_constexpr(each):
+                        at = place + ptx.byte_of(Uint32(upto - mine), i) * 4
+                        for e in cutlass.range_constexpr(4):
+                            word = (firsts[i] + e, keys[4 * i + e])
+                            at = ptx.append_if_above(at, word, bound, apart)
+                        place += Uint32(counts[i] * 4)
+                kept += total
+                # A warp may still read the numbers of this step while another stores the next.
+                totals = totals ^ Uint32(_TOTALS)
         cute.arch.sync_threads()
         return kept
 
@@ -412,31 +413,34 @@ class ChoiceKernel(ChoicePlan):
     ) -> None:
         """Store the positions of keys above the bound and of the first that equal it.
 
-        ``to``: where to, the address of their names in shared memory, 0 if they have none, and the
-        position of the first name. ``others``: how many of either kind others store before them.
+        ``to``: where to, how many of a row, the address of their names in shared memory, 0 if they
+        have none, and the position of the first name. ``others``: how many of either kind others
+        store before them.
         """
-        row, names, origin = to
+        row, k, names, origin = to
         _, _, totals, _, thread, lane, warp = room
         above, equal = others
         for base in cutlass.range(0, source[3], self.threads, unroll=1):
-            four, first = self._vector(source, base + thread)
-            # 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
-            flag = Int32(wanted > 0) << 16
-            flags = [Int32(one > bound) + Int32(one == bound) * flag for one in four]
-            mine = flags[0] + flags[1] + flags[2] + flags[3]
-            upto = self._upto(mine, lane)
-            before, total = self._before(upto, totals, (lane, warp))
-            before += upto - mine
-            over, same = above + (before & 0xFFFF), equal + (before >> 16)
-            if mine != 0:
-                for e in cutlass.range_constexpr(4):
-                    if (flags[e] == 1) | ((flags[e] > 1) & (same < wanted)):
-                        name = first + e
-                        if names != Uint32(0):
-                            name = ptx.load_shared_int(names + Uint32(name * 4))
-                        place = over + cutlass.min(same, wanted)
-                        ptx.store_global_int64(row + Int64(place) * 8, Int64(origin + name))
-                    over += flags[e] & 1
-                    same += flags[e] >> 16
-            above, equal = above + (total & 0xFFFF), equal + (total >> 16)
-            totals = totals ^ Uint32(_TOTALS)
+            # Until all are stored: where many are equal, they are soon.
+            if above + cutlass.min(equal, wanted) < k:
+                four, first = self._vector(source, base + thread)
+                # 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
+                flag = Int32(wanted > 0) << 16
+                flags = [Int32(one > bound) + Int32(one == bound) * flag for one in four]
+                mine = flags[0] + flags[1] + flags[2] + flags[3]
+                upto = self._upto(mine, lane)
+                before, total = self._before(upto, totals, (lane, warp))
+                before += upto - mine
+                over, same = above + (before & 0xFFFF), equal + (before >> 16)
+                if mine != 0:
+                    for e in cutlass.range_constexpr(4):
+                        if (flags[e] == 1) | ((flags[e] > 1) & (same < wanted)):
+                            name = first + e
+                            if names != Uint32(0):
+                                name = ptx.load_shared_int(names + Uint32(name * 4))
+                            place = over + cutlass.min(same, wanted)
+                            ptx.store_global_int64(row + Int64(place) * 8, Int64(origin + name))
+                        over += flags[e] & 1
+                        same += flags[e] >> 16
+                above, equal = above + (total & 0xFFFF), equal + (total >> 16)
+                totals = totals ^ Uint32(_TOTALS)

@@ -93,7 +93,7 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
             bound, equal = self._bound(all_, least, top, total, k, room)
             others = self._before_me(all_, bound, (peer, rank), room)
             mine = (ptx.generic(keys), Uint32(0), count, vectors)
-            self._choose(mine, bound, equal, (row, ids, origin), others, room)
+            self._choose(mine, bound, equal, (row, k, ids, origin), others, room)
         return fits
 
     @cute.jit
