@@ -213,6 +213,7 @@ def check_scores(case, tokens):
 )
 @example(3, 640, 64, 64, 0.0, 0)
 @example(140, 300, 64, 64, 0.02, 1)
+@example(70, 9000, 64, 64, 0.02, 2)
 def test_scores_of_integers(tokens, entries, heads, page, share, seed):
     case = Coded(tokens, entries, seed, heads, page, "cuda")
     case.visible = torch.randint(2, max(3, entries + 1), (tokens,), generator=case.gen)

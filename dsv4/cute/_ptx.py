@@ -45,6 +45,11 @@ def load_shared_int(address: Value) -> Value:
     return assembly("ld.shared.s32 {$w0}, [{$r0}];", [Int32], [address])
 
 
+def load_shared_word(address: Value, offset: int) -> Value:
+    """One 32-bit word from shared memory; ``offset``: see ``load_matrices4``."""
+    return assembly(f"ld.shared.u32 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], [address])
+
+
 def store_shared_int(address: Value, value: Value) -> None:
     """One 32-bit integer to shared memory."""
     assembly("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
@@ -550,6 +555,15 @@ def store_global(address: Value, word: Value) -> None:
     assembly("st.global.u32 [{$r0}], {$r1};", (), [address, word])
 
 
+def store_global_if(address: Value, word: Value, wanted: Value) -> None:
+    """One 32-bit word, if it is wanted."""
+    assembly(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.u32 [{$r0}], {$r1}; }",
+        (),
+        [address, word, Int32(wanted)],
+    )
+
+
 def store_global_byte(address: Value, word: Value) -> None:
     """The lowest byte of a word."""
     assembly(
@@ -745,20 +759,25 @@ def add_positive(bits: Value, factor: Value, total: Value) -> Value:
     )
 
 
-def codes_from_tables(word: Value, tables: Sequence[Value]) -> tuple[Value, ...]:
+def codes_from_tables(word: Value, tables: Sequence[Value], less: Value) -> tuple[Value, ...]:
     """Eight E2M1 codes as the bytes that they stand for, codes 0 to 3 and 4 to 7.
 
-    ``tables``: bytes, below 128, of the codes 0 to 3 and 4 to 7 without a sign, and with one.
+    ``tables``: bytes, below 128, of the codes 0 to 3 and 4 to 7 without a sign, and of 7 to 4 and
+    3 to 0 with one. ``less``: -1, of which the compiler must not know: as products the complements,
+    whose selectors have no sign where the codes have one, leave the logic pipe alone.
     """
     one = (
         "prmt.b32 p, {{$r1}}, {{$r2}}, {0}; prmt.b32 n, {{$r3}}, {{$r4}}, {1}; "
         "add.u32 {{$w{2}}}, p, n; "
     )
     return assembly(
-        "{ .reg .b32 x, y, z, p, n; xor.b32 x, {$r0}, 0x88888888; shr.u32 y, {$r0}, 16; "
-        "shr.u32 z, x, 16; " + one.format("{$r0}", "x", 0) + one.format("y", "z", 1) + "}",
+        "{ .reg .b32 x, y, z, p, n; mad.lo.u32 x, {$r0}, {$r5}, {$r5}; shr.u32 y, {$r0}, 16; "
+        "mad.lo.u32 z, y, {$r5}, {$r5}; "
+        + one.format("{$r0}", "x", 0)
+        + one.format("y", "z", 1)
+        + "}",
         [Uint32, Uint32],
-        [word, *tables],
+        [word, *tables, less],
     )
 
 

@@ -5,23 +5,26 @@ key or query, as far as that is at least 2^-2 (of a key) or 2^-3 (of a query). S
 in ``wgmma`` of 8-bit integers. Where a group that is not zero has a smaller scale, a warp
 multiplies its 16 keys again, groups with scales within 2^3 at a time, and adds these in float32.
 
-* A thread loads, of two keys, the 32 codes of a group from memory to the registers in which they
-  are the left operand: the order of the dims is another one, and queries are stored in that.
+* For each warpgroup a further warp has bulk copies bring its blocks to shared memory, ``stages``
+  ahead: registers have no room for as many bytes on their way as the memory's latency wants.
+* A thread takes, of two keys, the 32 codes of a group to the registers in which they are the left
+  operand: the order of the dims is another one, and queries are stored in that.
 * Bytes of keys have 48 added, so that they are positive: one byte permutation looks up those of
   positive codes, one those of negative codes, either 0 in place of the others, and their sum is the
   operand. A further step of the tensor cores takes away what 48 adds to a head's sums.
-* The tensor cores multiply a block while the codes of the next are expanded and those of the one
-  after are on their way. Other warpgroups of the multiprocessor have them meanwhile.
+* While products of a block are on their way, a warpgroup expands the codes of the next to other
+  registers; scores are stored meanwhile too, whose steps wait for one another.
 * The bits of a positive sum are those of a subnormal float32 number, those of a negative one NaN: a
   saturating product converts the one and makes the other 0, and leaves the logic pipe alone.
 * The logic pipe takes an instruction every other cycle and has most of them, so tables and
-  addresses are products. Shifts are not: upper halves of products take more time.
+  complements are products. Shifts are not: upper halves of products take more time.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cutlass
@@ -31,11 +34,13 @@ from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90.index_scores_plan import ScoresPlan
+from dsv4.cute.sm90.index_scores_plan import STAGE, ScoresPlan
 
 Value = Any
 _HEADS, _DIMS, _BLOCK = 64, 128, 64
 _LINE = 64  # bytes of a key's codes
+_COPYING = 32  # registers of a thread that copies
+_MEET = 1  # named barrier of the warps that multiply
 _WEIGHTS = 80  # bytes of a lane's weights and a gap, so that four lanes use all banks
 _MIDDLE = 48  # what is added to a key's integers, at most 48 in magnitude
 _SAME = 0xF0F0F030  # four left bytes of the further step: 5, 5, 5 and 1 times _MIDDLE
@@ -134,13 +139,12 @@ class ScoresKernel(ScoresPlan):
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
         token = Int32(ptx.high_product(Uint32(2 * number), Uint32(inverse)))
-        part = number - token * splits
-        if cutlass.const_expr(self.warpgroups > 1):
-            part = part * self.warpgroups + (warp >> 2)
-            warp = warp & 3
-        mma, more = self._product(), self._product()
+        part = (number - token * splits) * self.warpgroups
+        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+        mma, more, further = (self._product(left) for left in (registers, registers, memory))
         mma.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
+        further.set(warpgroup.Field.ACCUMULATE, True)
         smem = cutlass.memory.SmemAllocator()
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Int8)
         layout = cute.tile_to_shape(atom, (_HEADS, _DIMS), (0, 1))
@@ -148,18 +152,37 @@ class ScoresKernel(ScoresPlan):
             smem.allocate_tensor(Int8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for _ in range(2)
         )
-        told, plain, exponents, windows, left_bytes, tables = (
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, Uint8)
+        layout = cute.tile_to_shape(atom, (_BLOCK, 32), (0, 1))
+        flat = smem.allocate_tensor(Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        told, plain, exponents, windows, tables = (
             Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
-            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8, 16, 64)
+            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8, 64)
         )
+        ring = self._ring(smem)
         cute.arch.griddepcontrol_launch_dependents()
+        if thread == 0:
+            for i in cutlass.range_constexpr(self.warpgroups * self.stages):
+                ptx.barrier_init(ring[1] + 16 * i, 1)
+                ptx.barrier_init(ring[1] + (16 * i + 8), 128)
+            ptx.fence_barrier_init()
         if thread < 2:
             ptx.store_shared_int(windows + Uint32(thread * 4), Int32(0))
-        if thread < 4:
-            ptx.store_shared_int(left_bytes + Uint32(thread * 4), Int32(_SAME - (1 << 32)))
+        if thread < 128:
+            at = Uint32(flat.iterator.toint()) + Uint32(thread * 16)
+            ptx.store_shared4(at, [Uint32(_SAME)] * 4)
+            ptx.fence_shared()
+        if thread == 3:
+            ptx.store_shared_int(tables + 48, Int32(-1))
         if thread < 3:
             ptx.store_shared4(tables + Uint32(thread * 16), self._tables(thread, Uint32(half)))
         cute.arch.sync_threads()
+        # What is read first, one thing after another, is then in the level-2 cache.
+        if thread < heads:
+            ptx.prefetch(q + token * token_stride + thread * head_stride)
+        if thread == 0:
+            ptx.prefetch(visible + Int64(token) * visible_bytes)
+            ptx.prefetch(sequences + Int64(token) * sequence_bytes)
         cute.arch.griddepcontrol_wait()
         shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
         end = cutlass.min(shown, capacity)
@@ -168,91 +191,168 @@ class ScoresKernel(ScoresPlan):
         if end > k:
             pages = table + Int64(sequence) * table_stride * table_bytes
             count = (end + _BLOCK - 1) >> 6
-            first = warp * 16 + lane // 4
-            # Within a page.
-            starts = (first * _LINE + lane % 4 * 16, (_LINE << page_shift) + first * 4)
-            # A block's codes and scales. The compiler would make shifts of products with constants.
-            sizes = (half >> 4, half >> 8, half >> 16)
             pool = (pages, table_bytes, keys, page_stride)
-            where = (starts, sizes, pool, page_shift - 6, count - 1)
-            block, step = 2 * part, 2 * self.warpgroups * splits
-            page = self._page(where, block)
-            of_head = Int64(token) * heads
-            asked = self._ask(
-                q + token * token_stride,
-                q_scales + of_head * 4,
-                weights + of_head * 4,
-                (heads, head_stride, thread),
-            )
-            words = self._fetch(where, block, page)
-            page = self._page(where, block + 1)
-            rooms = (Uint32(one.iterator.toint()) for one in (shared, less))
-            weight, down = self._queries(
-                asked, (*rooms, told, plain, exponents, windows), (thread, lane), Uint32(half)
-            )
-            slice_ = mma.get_slice(thread % 128)
-            right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, less)]
-            left_shape = slice_.partition_shape_A((_BLOCK, _DIMS))
-            left = [mma.make_fragment_A(left_shape) for _ in range(2)]
-            lines = [cute.recast_tensor(one, Uint32) for one in left]
-            same = mma.make_fragment_A(slice_.partition_shape_A((_BLOCK, 32)))
-            # Loaded: a constant would be made anew between steps, which would then wait.
-            bytes_of = cute.recast_tensor(same, Uint32)
-            for i, word in enumerate(ptx.load_shared(left_bytes, 4)):
-                bytes_of[i] = word
-            dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
-            own = (lane, tables)
-            factors, least = self._expand(lines[0], words, own)
-            self._multiply((mma, more), dots, (left[0], same), right)
-            words = self._fetch(where, block + 1, page)
-            page = self._page(where, block + step)
-            to = (
-                scores + Int64(token) * score_stride * 4,
-                maxima + Int64(token) * maxima_stride * 4,
-                end,
-                down,
-            )
-            while block < count:
-                second, following, low = factors, factors, least
-                # Always: the compiler moves a wait to before what is independent of it, but not to
-                # before a branch, so these overlap with the products.
-                if half != 0:
-                    second, low = self._expand(lines[1], words, own)
-                    least = cutlass.min(least, low)
-                    words = self._fetch(where, block + step, page)
-                    page = self._page(where, block + step + 1)
+            keys_of = (pool, page_shift - 6, count - 1)
+            step = 2 * self.warpgroups * splits
+            if warp >= 4 * self.warpgroups:
+                cute.arch.setmaxregister_decrease(_COPYING)
+                group = warp - 4 * self.warpgroups
+                if group < self.warpgroups:
+                    blocks = (2 * (part + group), step, count)
+                    self._produce(self._stages(ring, group), keys_of, blocks, lane)
+            else:
+                cute.arch.setmaxregister_increase(self.registers)
+                group, warp = warp >> 2, warp & 3
+                mine, block = self._stages(ring, group), 2 * (part + group)
+                of_head = Int64(token) * heads
+                asked = self._ask(
+                    q + token * token_stride,
+                    q_scales + of_head * 4,
+                    weights + of_head * 4,
+                    (heads, head_stride, thread),
+                )
+                rooms = (Uint32(one.iterator.toint()) for one in (shared, less))
+                weight, down = self._queries(
+                    asked, (*rooms, told, plain, exponents, windows), (thread, lane), Uint32(half)
+                )
+                slice_ = mma.get_slice(thread % 128)
+                right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, less)]
+                left_shape = slice_.partition_shape_A((_BLOCK, _DIMS))
+                left, other = [mma.make_fragment_A(left_shape) for _ in range(2)]
+                line, other_line = (
+                    cute.recast_tensor(left, Uint32),
+                    cute.recast_tensor(other, Uint32),
+                )
+                same = further.make_fragment_A(further.get_slice(thread % 128).partition_A(flat))
+                dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
+                own = (lane, tables, Uint32(ptx.load_shared_int(tables + 48)))
+                products, taken = (mma, more, further), Int32(0)
+                self._arrived(mine, taken)
+                words = self._take(mine, taken, (warp, lane))
+                factors, least = self._expand(line, words, own)
+                self._multiply(products, dots, (left, same), right)
+                self._arrived(mine, taken + 1)
+                words = self._take(mine, taken + 1, (warp, lane))
+                second, low = self._expand(other_line, words, own)
+                least = cutlass.min(least, low)
+                to = (
+                    scores + Int64(token) * score_stride * 4,
+                    maxima + Int64(token) * maxima_stride * 4,
+                    end,
+                    down,
+                )
+                # The compiler moves a wait for products to before what is independent of it, and
+                # starts of products to among what follows, but neither past a branch: there is one
+                # on either side of where codes are expanded.
+                while block < count:
+                    warpgroup.wait_group(0)
+                    sums = self._sums(dots, weight)
+                    self._multiply(products, dots, (other, same), right)
+                    block += step
+                    following, after = factors, second
+                    if block < count:
+                        self._arrived(mine, taken + 2)
+                        words = self._take(mine, taken + 2, (warp, lane))
+                        following, low = self._expand(line, words, own)
+                        least = cutlass.min(least, low)
+                    warpgroup.wait_group(0)
+                    sums += self._sums(dots, weight)
+                    pair = (sums, (factors, second), to, block - step, (warp, lane))
+                    if block < count:
+                        self._multiply(products, dots, (left, same), right)
+                        self._arrived(mine, taken + 3)
+                        words = self._take(mine, taken + 3, (warp, lane))
+                        after, low = self._expand(other_line, words, own, self._storing(*pair))
+                        least = cutlass.min(least, low)
+                    else:
+                        self._store(*pair)
+                    factors, second = following, after
+                    taken += 2
                 warpgroup.wait_group(0)
-                sums = self._sums(dots, weight)
-                self._multiply((mma, more), dots, (left[1], same), right)
-                if half != 0:
-                    following, low = self._expand(lines[0], words, own)
-                    least = cutlass.min(least, low)
-                    words = self._fetch(where, block + step + 1, page)
-                    page = self._page(where, block + 2 * step)
-                warpgroup.wait_group(0)
-                sums += self._sums(dots, weight)
-                self._multiply((mma, more), dots, (left[0], same), right)
-                # Likewise: or the compiler puts parts of it between the steps of the products.
-                if half != 0:
-                    self._store(sums, [*factors, *second], to, block, (warp, lane))
-                factors = following
-                block += step
-            warpgroup.wait_group(0)
-            also = ptx.load_shared(windows, 2)
-            apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
-            if cute.arch.vote_any_sync(least < 0) | apart:
-                queries = (plain, exponents, also, Uint32(half))
-                blocks = (2 * part, step, count, apart)
-                self._correct(where, blocks, queries, weight, to, (warp, lane))
+                also = ptx.load_shared(windows, 2)
+                apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
+                if cute.arch.vote_any_sync(least < 0) | apart:
+                    queries = (plain, exponents, also, Uint32(half))
+                    again = (2 * (part + group), step, count, apart)
+                    self._correct(keys_of, again, queries, weight, to, (warp, lane))
 
-    def _product(self) -> cute.TiledMma:
-        """64 keys by 64 heads."""
+    def _ring(self, smem: Value) -> Value:
+        """Addresses of all stages, by warpgroup, and of their barriers.
+
+        Each has two: that of its bytes, and that of the threads that have read them.
+        """
+        count = self.warpgroups * self.stages
+        return tuple(
+            Uint32(smem.allocate_array(cutlass.Uint8, count * size, byte_alignment=128).toint())
+            for size in (STAGE, 16)
+        )
+
+    def _stages(self, ring: Value, group: Value) -> Value:
+        """The same of a warpgroup."""
+        return ring[0] + Uint32(group * (self.stages * STAGE)), ring[1] + Uint32(
+            group * (self.stages * 16)
+        )
+
+    @cute.jit
+    def _produce(self, mine: Value, keys_of: Value, blocks: Value, lane: Value) -> None:
+        """Copy a warpgroup's blocks to its stages; by a warp, each lane every 32nd block.
+
+        A warpgroup takes two blocks, even if it has none, and two for every further pair.
+        """
+        (_, _, keys, page_stride), bits, last = keys_of
+        first, step, count = blocks
+        stages, barriers = mine
+        place = Int32(0)
+        # Pages are known 32 blocks before.
+        page = self._page(keys_of, first + (lane >> 1) * step + (lane & 1))
+        while (place < 2) | (first + (place >> 1) * step < count):
+            block = first + ((place + lane) >> 1) * step + (lane & 1)
+            later = self._page(keys_of, block + 16 * step)
+            within = cutlass.min(block, last) & ((1 << bits) - 1)
+            start = ptx.place(keys, cutlass.max(Int32(page), Int32(0)), page_stride)
+            codes = start + Int64(within * (_BLOCK * _LINE))
+            scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(within * (_BLOCK * 4))
+            turn = Int32(0)
+            while (turn < 32) & ((place < 2) | (first + (place >> 1) * step < count)):
+                stage = place & self.stages - 1
+                room, full = stages + Uint32(stage * STAGE), barriers + Uint32(stage * 16)
+                ptx.wait(full + 8, ((place >> self.stages.bit_length() - 1) & 1) ^ 1)
+                if lane == turn:
+                    ptx.expect_bytes(full, STAGE)
+                    ptx.copy_bulk(room, codes, _BLOCK * _LINE, full)
+                    ptx.copy_bulk(room + _BLOCK * _LINE, scales, _BLOCK * 4, full)
+                turn += 1
+                place += 1
+            page = later
+
+    @cute.jit
+    def _arrived(self, mine: Value, place: Value) -> None:
+        """Wait for the bytes of the block at a place of the warpgroup's."""
+        full = mine[1] + Uint32((place & self.stages - 1) * 16)
+        ptx.wait(full, (place >> self.stages.bit_length() - 1) & 1)
+
+    def _take(self, mine: Value, place: Value, who: Value) -> Value:
+        """The lane's codes of two keys of the block, and scales."""
+        stages, barriers = mine
+        warp, lane = who
+        stage = place & self.stages - 1
+        at = stages + Uint32(stage * STAGE)
+        codes = at + Uint32(warp * (16 * _LINE) + lane * 16)
+        scales = at + Uint32(warp * (16 * 4) + lane // 4 * 4)
+        words = [*ptx.load_shared(codes, 4), *ptx.load_shared(codes, 4, 8 * _LINE)]
+        words += [ptx.load_shared_word(scales, _BLOCK * _LINE + i) for i in (0, 32)]
+        # Each lane for itself: it has read the stage, which is written again after this.
+        ptx.arrive(barriers + Uint32(stage * 16 + 8))
+        return words
+
+    def _product(self, left: Value) -> cute.TiledMma:
+        """64 keys by 64 heads; ``left``: where keys come from."""
         op = warpgroup.MmaI8Op(
             Uint8,
             Int8,
             Int32,
             (_BLOCK, _HEADS, 32),
-            warpgroup.OperandSource.RMEM,
+            left,
             OperandMajorMode.K,
             OperandMajorMode.K,
         )
@@ -265,23 +365,24 @@ class ScoresKernel(ScoresPlan):
         queries, less = right
         for i in range(4):
             cute.gemm(mma[i > 0], dots, codes[None, None, i], queries[None, None, i], dots)
-        cute.gemm(mma[1], dots, same[None, None, 0], less[None, None, 0], dots)
+        cute.gemm(mma[2], dots, same[None, None, 0], less[None, None, 0], dots)
         warpgroup.commit_group()
 
-    def _page(self, where: Value, block: Value) -> Value:
+    def _page(self, keys_of: Value, block: Value) -> Value:
         """The page of a block, the last one's if there is none."""
-        _, _, (pages, table_bytes, _, _), bits, last = where
+        (pages, table_bytes, _, _), bits, last = keys_of
         return ptx.load_global(ptx.place(pages, cutlass.min(block, last) >> bits, table_bytes))
 
-    def _fetch(self, where: Value, block: Value, page: Value) -> Value:
-        """The lane's codes of two keys, four words each, and their scales."""
-        starts, (*sizes, one), (_, _, keys, page_stride), bits, last = where
+    def _fetch(self, keys_of: Value, block: Value, who: Value) -> Value:
+        """What ``_take`` returns, from memory."""
+        (_, _, keys, page_stride), bits, last = keys_of
+        warp, lane = who
+        page = cutlass.max(Int32(self._page(keys_of, block)), Int32(0))
+        start = ptx.place(keys, page, page_stride)
         within = cutlass.min(block, last) & ((1 << bits) - 1)
-        start = ptx.place(keys, cutlass.max(Int32(page), Int32(0)), page_stride)
-        codes, scales = (
-            ptx.place(start, within * size + first, one)
-            for first, size in zip(starts, sizes, strict=True)
-        )
+        first = within * _BLOCK + warp * 16 + lane // 4
+        codes = start + Int64(first * _LINE + lane % 4 * 16)
+        scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(first * 4)
         return [
             *ptx.load_streamed(codes, 4),
             *ptx.load_streamed(codes, 4, None, 8 * _LINE),
@@ -289,36 +390,43 @@ class ScoresKernel(ScoresPlan):
             ptx.load_once(scales, 32),
         ]
 
-    @cute.jit
-    def _expand(self, line: Value, words: Value, own: Value) -> Value:
+    def _expand(self, line: Value, words: Value, own: Value, beside: Iterable[None] = ()) -> Value:
         """The left operands of four steps; what both keys' scores are to be multiplied by.
 
         And below 0 if one of the lane's groups has too small a scale.
 
-        ``line``: 16 registers: by step, half of the word, key.
+        ``line``: 16 registers: by step, half of the word, key. ``beside``: whose steps wait for one
+        another, and here for the codes of a word instead.
         """
-        lane, room = own
-        largests, shifts = [], []
-        for h in cutlass.range_constexpr(2):
+        (lane, room, less), steps = own, iter(beside)
+        largests, shifts, all_tables = [], [], []
+        for h in range(2):
             shift, largest = self._shift(words[8 + h], lane % 4)
             at = room + Uint32(cutlass.max(shift - 1, Int32(0)) * 16)
-            tables = ptx.load_shared(at, 4)
-            for i in cutlass.range_constexpr(4):
-                both = ptx.codes_from_tables(words[4 * h + i], tables)
-                line[4 * i + h], line[4 * i + 2 + h] = both
+            all_tables.append(ptx.load_shared(at, 4))
             largests.append(largest)
             shifts.append(shift - 1)
-        return largests, cutlass.min(*shifts)
+        for h, tables in enumerate(all_tables):
+            for i in range(4):
+                both = ptx.codes_from_tables(words[4 * h + i], tables, less)
+                line[4 * i + h], line[4 * i + 2 + h] = both
+                next(steps, None)
+        for _ in steps:
+            pass
+        return self._both(*largests), cutlass.min(*shifts)
+
+    def _both(self, first: Value, second: Value) -> Value:
+        """A byte of both keys, in a word."""
+        return Uint32(first) | (Uint32(second) << Uint32(16))
 
     def _tables(self, shift: Value, half: Value) -> Value:
         """Bytes that codes stand for, times a power of two, and _MIDDLE.
 
-        Of the codes 0 to 3 and 4 to 7, and of the same with a sign.
+        Of the codes 0 to 3 and 4 to 7, and of 7 to 4 and 3 to 0 with a sign.
         """
         factor = (half >> 16) << Uint32(shift)
-        fours = (0x03020100, 0x0C080604)
-        both = (*fours, *(2**32 - four for four in fours))
-        return [Uint32(0x01010101 * _MIDDLE) + Uint32(four) * factor for four in both]
+        fours = (0x03020100, 0x0C080604, 2**32 - 0x0406080C, 2**32 - 0x00010203)
+        return [Uint32(0x01010101 * _MIDDLE) + Uint32(four) * factor for four in fours]
 
     def _some(self, words: Value) -> Value:
         """Whether a code is not zero."""
@@ -369,21 +477,21 @@ class ScoresKernel(ScoresPlan):
 
     @cute.jit
     def _correct(
-        self, where: Value, blocks: Value, queries: Value, weight: Value, to: Value, who: Value
+        self, keys_of: Value, blocks: Value, queries: Value, weight: Value, to: Value, who: Value
     ) -> None:
         """Store scores of the warp's keys again, of blocks that integers do not hold."""
         first, step, count, apart = blocks
         scores, maxima, end, down = to
         for pair in cutlass.range(first, count, step, unroll=1):
             for block in cutlass.range(pair, cutlass.min(pair + 2, count), 1, unroll=1):
-                words = self._fetch(where, block, self._page(where, block))
+                words = self._fetch(keys_of, block, who)
                 shifts = [self._shift(words[8 + h], who[1] % 4)[0] - 1 for h in range(2)]
                 if cute.arch.vote_any_sync(self._is_far(words, shifts)) | apart:
                     sums = self._sums_apart(words, queries, weight, who[1])
-                    factors = [ptx.largest_byte(words[8 + h]) for h in range(2)]
+                    factors = self._both(*[ptx.largest_byte(words[8 + h]) for h in range(2)])
                     # Without a second block.
                     alone = (scores, maxima, cutlass.min(end, (block + 1) * _BLOCK), down)
-                    self._store([*sums, *sums], [*factors, *factors], alone, block, who)
+                    self._store([*sums, *sums], (factors, factors), alone, block, who)
 
     def _is_far(self, words: Value, shifts: Value) -> Value:
         """Whether one of the lane's groups has a shift below 0 and is not zero."""
@@ -458,7 +566,7 @@ class ScoresKernel(ScoresPlan):
         Zeros if there is no such head.
         """
         heads, head_stride, thread = who
-        sharers = self.threads // _HEADS
+        sharers = self.workers // _HEADS
         head, side = thread // sharers, thread % sharers
         count = _LINE // 4 // sharers
         words, scales, weight = [Uint32(0)] * count, Uint32(0), Float32(0.0)
@@ -482,7 +590,7 @@ class ScoresKernel(ScoresPlan):
         words, scales, weight = asked
         shared, less, told, plain, exponents, windows = rooms
         thread, lane = who
-        sharers = self.threads // _HEADS
+        sharers = self.workers // _HEADS
         head, side = thread // sharers, thread % sharers
         total, bits = Int32(0), [Uint32(0)] * 2
         for n, word in enumerate(words):
@@ -517,7 +625,7 @@ class ScoresKernel(ScoresPlan):
             ptx.store_shared_float(told + Uint32(head * 4), weight)
             ptx.store_shared_int(exponents + Uint32(head * 4), Int32(scales))
         ptx.fence_shared()
-        cute.arch.sync_threads()
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
         top = Int32(1)
         for i in cutlass.range_constexpr(2):
             two = ptx.load_shared_int(told + Uint32((lane + 32 * i) * 4))
@@ -526,10 +634,10 @@ class ScoresKernel(ScoresPlan):
         up = ptx.float_of(Uint32(253 - top) << Uint32(23))
         weight = weight * up
         # Where the lanes that need it find four in a row.
-        cute.arch.sync_threads()
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
         if side == 0:
             ptx.store_shared_float(told + Uint32(self._line_of(head)), weight)
-        cute.arch.sync_threads()
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
         return told + Uint32(lane % 4 * _WEIGHTS), ptx.float_of(Uint32(top) << Uint32(23))
 
     @staticmethod
@@ -552,17 +660,22 @@ class ScoresKernel(ScoresPlan):
         for n in range(8):
             if n % 2 == 0:
                 four = ptx.load_shared_float4(weight + n * 8)
-            for h in range(2):
-                for c in range(2):
-                    one = 2 * h + c
-                    sums[one] = ptx.add_positive(dots[4 * n + one], four[n % 2 * 2 + c], sums[one])
+            for one in range(4):
+                factor = four[n % 2 * 2 + one % 2]
+                sums[one] = ptx.add_positive(dots[4 * n + one], factor, sums[one])
         return [sums[0] + sums[1], sums[2] + sums[3]]
 
-    @cute.jit
     def _store(self, sums: Value, factors: Value, to: Value, block: Value, who: Value) -> None:
-        """Keys of the scores of two blocks, and their groups' maxima.
+        """Keys of the scores of two blocks, and their groups' maxima: all of ``_storing``."""
+        for _ in self._storing(sums, factors, to, block, who):
+            pass
 
-        ``sums`` and ``factors``: of both keys of a block, then of the next.
+    def _storing(
+        self, sums: Value, factors: Value, to: Value, block: Value, who: Value
+    ) -> Iterator[None]:
+        """Store keys of the scores of two blocks, and their groups' maxima, in steps.
+
+        ``sums``: of both keys of a block, then of the next. ``factors``: of a block, and the next.
         """
         scores, maxima, end, down = to
         warp, lane = who
@@ -570,22 +683,25 @@ class ScoresKernel(ScoresPlan):
         later, second = lane % 2 == 1, lane % 4 > 1
         kept = [ptx.choose(later, sums[2 + c], sums[c]) for c in range(2)]
         sent = [ptx.choose(later, sums[c], sums[2 + c]) for c in range(2)]
-        pair = [kept[c] + cute.arch.shuffle_sync_bfly(sent[c], 1) for c in range(2)]
+        sent = [cute.arch.shuffle_sync_bfly(one, 1) for one in sent]
+        yield
+        pair = [one + other for one, other in zip(kept, sent, strict=True)]
         total = ptx.choose(second, pair[1], pair[0])
-        total += cute.arch.shuffle_sync_bfly(ptx.choose(second, pair[0], pair[1]), 2)
-        byte = [ptx.choose_word(later, factors[2 + c], factors[c]) for c in range(2)]
-        factor = ptx.e8m0(ptx.choose_word(second, byte[1], byte[0]))
-        key = ptx.ordered(total * Float32(_DOWN) * down * factor)
+        other = cute.arch.shuffle_sync_bfly(ptx.choose(second, pair[0], pair[1]), 2)
+        both = ptx.choose_word(later, factors[1], factors[0])
+        factor = ptx.e8m0(ptx.byte_of(both, lane & 2))
+        yield
+        key = ptx.ordered((total + other) * Float32(_DOWN) * down * factor)
         entry = (block + lane % 2) * _BLOCK + warp * 16 + lane // 4 + lane % 4 // 2 * 8
-        if entry < end:
-            ptx.store_global(ptx.place(scores, entry, 4), key)
-        else:
-            key = Uint32(0)
-        if cutlass.const_expr(self.group > 0):
-            for step in cutlass.range_constexpr(3):
-                key = cutlass.max(key, ptx.from_lane(key, 4 << step))
-        if cutlass.const_expr(self.group == 16):
-            key = cutlass.max(key, ptx.from_lane(key, 2))
-        firsts = 4 if self.group == 8 else 2
-        if cutlass.const_expr(self.group > 0) and (lane < firsts) & (entry < end):
-            ptx.store_global(ptx.place(maxima, entry >> self.group.bit_length() - 1, 4), key)
+        seen = entry < end
+        ptx.store_global_if(ptx.place(scores, entry, 4), key, seen)
+        key = ptx.choose_word(seen, key, Uint32(0))
+        steps = {0: (), 8: (4, 8, 16), 16: (4, 8, 16, 2)}[self.group]
+        for step in steps:
+            other = ptx.from_lane(key, step)
+            yield
+            key = cutlass.max(key, other)
+        if steps:
+            firsts = 4 if self.group == 8 else 2
+            place = ptx.place(maxima, entry >> self.group.bit_length() - 1, 4)
+            ptx.store_global_if(place, key, (lane < firsts) & seen)

@@ -10,6 +10,7 @@ from dsv4.cute.sm90.index_choice_plan import ChoicePlan, SpreadPlan
 
 _HEADS, _BLOCK = 64, 64
 DIMS = 128  # of a key
+STAGE = _BLOCK * (DIMS // 2 + DIMS // 32)  # bytes of a block
 _MANY = 1 << 17  # entries of all tokens from which its beginning does not matter
 
 
@@ -27,17 +28,39 @@ class ScoresPlan:
 
     kernel = "dsv4.cute.sm90.index_scores:ScoresKernel"
     blocks = 1
-    # Queries as integers, what takes the middle away, queries as they are, scales and weights.
-    shared_bytes = _HEADS * (2 * DIMS + DIMS // 2 + 4 + 4) + 2048
 
     @property
-    def threads(self) -> int:
-        """Of a block."""
+    def stages(self) -> int:
+        """Blocks that a warpgroup has on their way, a power of two."""
+        return 4
+
+    @property
+    def workers(self) -> int:
+        """Threads of a block that multiply."""
         return 128 * self.warpgroups
 
     @property
+    def threads(self) -> int:
+        """Of a block: a further warpgroup copies keys, a warp for each that multiplies."""
+        return self.workers + 128
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies, when those of the others are given away."""
+        return {2: 104, 4: 112}[self.warpgroups]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries as integers, what takes the middle away, queries as they are, scales and weights.
+
+        And what the middle is multiplied with, and keys on their way.
+        """
+        queries = _HEADS * (2 * DIMS + DIMS // 2 + 4 + 4) + _BLOCK * 32 + 2048
+        return queries + self.warpgroups * self.stages * (STAGE + 16)
+
+    @property
     def resident(self) -> int:
-        """Blocks of a multiprocessor: four warpgroups take all registers."""
+        """Blocks of a multiprocessor: four warpgroups that multiply take all registers."""
         return 4 // self.warpgroups
 
 
