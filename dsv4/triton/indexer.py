@@ -342,9 +342,8 @@ def _launch_queries(
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
     tile = _query_tile(q)
-    programs = triton.cdiv(tokens * heads, tile["ROWS"])
     with _launch.on(q):
-        _queries_kernel[(programs,)](
+        _queries_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
             q,
             cos,
             sin,
@@ -358,7 +357,7 @@ def _launch_queries(
             HALF=half,
             ROTATE=rotate_quantize,
             **tile,
-            **_without_contraction(q, _launch.are_few(programs, tile["num_warps"])),
+            **_without_contraction(q, few=tokens * heads <= 1024),
         )
 
 
