@@ -428,7 +428,7 @@ def test_plans_are_those_of_the_product(arch, monkeypatch):
         product = (384, 256, groups, True, True, swiglu)
         for tokens in range(1, 301):
             with pytest.raises(StopError):
-                cute_gemm._prepared(product, tokens, 256 * groups, (), 1, 1.0, 0, 0)
+                cute_gemm._prepared(product, tokens, 256 * groups, (), 1, 1.0, 0, 0, 0)
         shape = (384, 256, groups, "nvfp4", torch.float32, 300)
         wanted = cute_gemm.plans(*shape, swiglu=swiglu, arch=arch)
         assert list(dict.fromkeys(taken)) == wanted
