@@ -135,7 +135,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     rows = _rows.as_rows(x)
     count, columns = rows.shape
     tile = _rows.tile(count, columns, x.element_size())
-    programs = triton.cdiv(count, tile["ROWS"])
+    programs, warps = triton.cdiv(count, tile["ROWS"]), tile["num_warps"]
+    # In a loop, the loads of a row that 16 warps share come apart, and it ends with a barrier.
+    few = warps < 16 and _launch.are_few(programs, warps)
     weight = None if weight is None else weight.contiguous()
     with _launch.on(x):
         _rms_norm_kernel[(programs,)](
@@ -149,7 +151,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
             WEIGHTED=weight is not None,
             BLOCK=_launch.power_of_two(columns),
             **tile,
-            **_launch.options(x, few=_launch.are_few(programs, tile["num_warps"])),
+            **_launch.options(x, few=few),
         )
     return out
 
