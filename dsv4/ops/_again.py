@@ -81,6 +81,7 @@ def _is_ordinary(x: Any, weight: QuantizedTensor, backend: str) -> bool:
 
 
 def _wants_gradient(weight: QuantizedTensor) -> bool:
+    """Asked at every call where gradients are on: a list of the parts would take longer."""
     scale = weight.global_scale
     of_blocks = weight.codes.requires_grad or weight.scales.requires_grad
     return of_blocks or (scale is not None and scale.requires_grad)
