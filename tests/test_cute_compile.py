@@ -81,25 +81,6 @@ def plans_of_fp8():
     }
 
 
-def apart_by_end(plans):
-    """Of each way in which results leave a kernel with FP8 weights, one."""
-    found = {}
-    for plan in sorted(plans, key=repr):
-        end = (plan.float32_out, plan.row_scaled, plan.folded, plan.blocks, plan.resident)
-        found.setdefault(end, plan)
-    return set(found.values())
-
-
-def fp8_batches():
-    """All with bfloat16 results of bfloat16 rows, others' ends; the rest takes long."""
-    every = plans_of_fp8()
-    plain = {plan for plan in every if not (plan.float32_out or plan.row_scaled)}
-    soon = plain | apart_by_end(every - plain)
-    yield from batches(soon, (ManyFp8Plan,))
-    for batch in batches(every - soon, (ManyFp8Plan,)):
-        yield pytest.param(batch, marks=pytest.mark.nightly)
-
-
 def plans_of_swiglu():
     """Interleaved gate and up."""
     return {
@@ -257,7 +238,7 @@ def test_many_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", fp8_batches(), ids=named)
+@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (ManyFp8Plan,)), ids=named)
 def test_fp8_weights(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -397,12 +378,10 @@ def plans_of_blackwell(arch):
 
 
 def blackwell_batches():
-    """All for sm_100a; for sm_103a, where they are the same instructions, most take long."""
+    """Each with its architecture."""
     for arch in ("sm_100a", "sm_103a"):
-        every = batches(plans_of_blackwell(arch), (FewPlan, FewRingPlan, GroupedFewPlan))
-        for i, batch in enumerate(every):
-            rare = arch == "sm_103a" and i % 4
-            yield pytest.param(arch, batch, marks=[pytest.mark.nightly] if rare else [])
+        for batch in batches(plans_of_blackwell(arch), (FewPlan, FewRingPlan, GroupedFewPlan)):
+            yield arch, batch
 
 
 @pytest.mark.slow
@@ -450,8 +429,8 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     [
         (choose(Product(6144, 7168, 1, False, False), 1), gemm.FEW_PARAMETERS),
         (ManyPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
-        (ManyFp8Plan(64, 2, 1, 2, False, False), gemm_fp8.PARAMETERS),
-        (ManyFp8Plan(64, 2, 1, 2, False, False, folded=True), gemm_fp8.PARAMETERS),
+        (ManyFp8Plan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
+        (ManyFp8Plan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),
         (
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
             grouped_gemm.FEW_PARAMETERS,
@@ -521,6 +500,13 @@ def test_plans_of_fp8_fit_their_matrix(folded):
             assert groups == 1 or rows // groups % plan.rows == 0
             ring = plan.stages * (2 * plan.x_bytes + plan.weight_bytes)
             assert plan.blocks == 1 or plan.apart or ring >= plan.exchanged_bytes
+
+
+def test_fp8_plans_are_those_of_both_kinds_of_activations():
+    for matrix, folded in itertools.product(MATRICES, (False, True)):
+        with_scales, without = (Product(*matrix, False, scaled) for scaled in (True, False))
+        for tokens in token_counts(8192):
+            assert fp8_plan(with_scales, tokens, folded) == fp8_plan(without, tokens, folded)
 
 
 def test_plans_of_experts_fit_their_matrix():

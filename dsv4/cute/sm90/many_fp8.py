@@ -143,7 +143,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             codes_at: Address of the codes.
             scales: Address of the block scales, ``[scale_blocks, K / 128]``.
             x_at: Address of X.
-            token_scale: Address of float32 ``[tokens, groups]``, where ``row_scaled``.
+            token_scale: Address of float32 ``[tokens, groups]``, 0 if tokens have no scales.
             out: Address of ``[tokens, rows]``.
             tokens: At least 1.
             token_tiles: Tiles of ``token_block`` tokens.
@@ -252,7 +252,10 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
                 factors = [[Float32(1.0)] * 2]
                 self._store_each(
                     (self._gathered([product[1]], room, gather, (rank, thread)), own, factors),
-                    (turned, token_scale + group * 4, out, x_at + group * group_stride * 2),
+                    (
+                        turned, (token_scale + group * 4, Int32(token_scale != 0)), out,
+                        x_at + group * group_stride * 2,
+                    ),
                     (token_tile, warp, lane, thread, rank),
                     # Tokens after those of the tile are another's.
                     (
@@ -289,6 +292,17 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         """This warp has read the stage."""
         if lane == 0:
             ptx.arrive(empty + Uint32(stage * 8))
+
+    def _token_factors(
+        self, token_scale: Value, begin: Value, count: int, tokens: Value, groups: Value
+    ) -> Value:
+        """As in ``ManyKernel``, but 1 if there are none: a kernel for both kinds of activations."""
+        address, there = token_scale
+        found = []
+        for n in range(2 * count):
+            token = cutlass.min(begin + n // 2 * 8 + n % 2, tokens - 1)
+            found.append(ptx.load_float_or_one(address + Int64(token) * groups * 4, there))
+        return found
 
     @cute.jit
     def _copy(self, atoms: Value, wholes: Value, rooms: Value, walk: Value, sizes: Value) -> None:

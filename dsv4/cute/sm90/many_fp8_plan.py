@@ -60,6 +60,8 @@ _SHARED_OF_TWO = 113 * 1024  # shared memory of each of two blocks of a multipro
 class ManyFp8Plan(ManyPlan):
     """One configuration: ``ManyPlan`` with a depth of 2, so that a stage has one scale.
 
+    ``row_scaled`` is True: whether tokens have scales the launch says, not the configuration.
+
     Attributes:
         folded: Whether scales are E8M0, which operands are multiplied by, else float32.
         resident: Blocks of a multiprocessor, 1 or, of 2 warpgroups and 16 tokens, 2: then the next
@@ -117,7 +119,7 @@ def fp8_plan(product: Product, tokens: int, folded: bool) -> ManyFp8Plan | None:
 
 def candidates(product: Product, tokens: int, folded: bool) -> Iterator[ManyFp8Plan]:
     """Every configuration that can multiply; arguments as in ``fp8_plan``."""
-    group_rows, kind = product.rows // product.groups, (product.float32_out, product.row_scaled)
+    group_rows, kind = product.rows // product.groups, (product.float32_out, True)
     if product.columns % BLOCK or group_rows % 16:
         return
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
