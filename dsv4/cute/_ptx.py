@@ -108,15 +108,6 @@ def load_global_float(address: Value) -> Value:
     return assembly("ld.global.f32 {$w0}, [{$r0}];", [Float32], [address])
 
 
-def load_float_or_one(address: Value, wanted: Value) -> Value:
-    """One float32, 1 and no load where ``wanted`` is 0."""
-    code = (
-        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.f32 {$w0}, 0f3F800000; "
-        "@p ld.global.f32 {$w0}, [{$r0}]; }"
-    )
-    return assembly(code, [Float32], [address, wanted])
-
-
 def store_global4(address: Value, words: Sequence[Value]) -> None:
     """Four 32-bit words to a 16-byte aligned address."""
     assembly(f"st.global.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])

@@ -706,14 +706,11 @@ class ManyKernel(ManyPlan):
                 fragments = self._without(fragments, flags, lane)
         for chunk in cutlass.range_constexpr(0, self.own_tiles, self.turned_tiles):
             start, count = begin + chunk * 8, min(self.turned_tiles, self.own_tiles - chunk)
-            scale = self._token_factors(token_scale, start + lane % 4 * 2, count, tokens, groups)
-            values = [
-                [
-                    fragments[chunk + n][i] * (factors[i // 2] * scale[2 * n + i % 2])
-                    for i in range(4)
-                ]
-                for n in range(count)
-            ]
+            values = self._scaled(
+                fragments[chunk : chunk + count],
+                factors,
+                (token_scale, start + lane % 4 * 2, tokens, groups),
+            )
             if cutlass.const_expr(self.swiglu):
                 values = [activated(four, limit, lane) for four in values]
                 values = self._weighted(values, places, chunk)
@@ -747,6 +744,15 @@ class ManyKernel(ManyPlan):
             most = [ptx.maximum(one, ptx.absolute(v)) for one, v in zip(most, four, strict=True)]
         most = [ptx.maximum(*two) for two in zip(most[:2], most[2:], strict=True)]
         return ptx.maximum(*most) == Float32(_INFINITY)
+
+    def _scaled(self, fragments: Value, factors: Value, of_tokens: Value) -> Value:
+        """Sums times the scales of their rows and, if these have any, of their tokens."""
+        token_scale, begin, tokens, groups = of_tokens
+        scale = self._token_factors(token_scale, begin, len(fragments), tokens, groups)
+        return [
+            [four[i] * (factors[i // 2] * scale[2 * n + i % 2]) for i in range(4)]
+            for n, four in enumerate(fragments)
+        ]
 
     @cute.jit
     def _token_factors(

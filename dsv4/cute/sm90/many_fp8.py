@@ -293,16 +293,15 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         if lane == 0:
             ptx.arrive(empty + Uint32(stage * 8))
 
-    def _token_factors(
-        self, token_scale: Value, begin: Value, count: int, tokens: Value, groups: Value
-    ) -> Value:
-        """As in ``ManyKernel``, but 1 if there are none: a kernel for both kinds of activations."""
+    @cute.jit
+    def _scaled(self, fragments: Value, factors: Value, of_tokens: Value) -> Value:
+        """Sums times the scales of their tokens, if there is an address: one kernel for both."""
+        token_scale, *rest = of_tokens
         address, there = token_scale
-        found = []
-        for n in range(2 * count):
-            token = cutlass.min(begin + n // 2 * 8 + n % 2, tokens - 1)
-            found.append(ptx.load_float_or_one(address + Int64(token) * groups * 4, there))
-        return found
+        values = [list(four) for four in fragments]
+        if there != 0:
+            values = ManyKernel._scaled(self, values, factors, (address, *rest))
+        return values
 
     @cute.jit
     def _copy(self, atoms: Value, wholes: Value, rooms: Value, walk: Value, sizes: Value) -> None:
