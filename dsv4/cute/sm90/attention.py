@@ -6,7 +6,7 @@
   has half of the dims of all results in its registers. So it multiplies its own weights from
   registers, and the other's from shared memory, with its half of the entries' dims: the tile that
   the first product read, turned. Between the other's weights and its own next logits no product is
-  waited for.
+  waited for: the other's stage is given back when a quarter of these logits' products are begun.
 * Blocks of threads stay and take (token, part, tile of heads) in turn. The entries of the next are
   expanded while the results of the last are stored.
 * ``together``, two blocks of a cluster have the odd and the even blocks of a tile's entries. At the
@@ -50,6 +50,7 @@ _SLACK = 8.0  # powers of two by which a logit may exceed its reference
 _INFINITY = float("inf")
 _MEET = 1  # named barrier of both warpgroups that multiply
 _CONSUMERS = 32 * CONSUMER_WARPS
+_BEGUN = 8  # steps of the next logits that keep the tensor cores busy while a stage is given back
 _PIECES = 4  # in which a warp gives its sums
 _GIVEN = DIMS // 2 * 16 * 4  # bytes of a warp's sums
 _ALL_THERE = 0xFFFFFFFF
@@ -465,10 +466,13 @@ class AttentionKernel(Entries, AttentionPlan):
         stage, parity, group, lane = where
         ptx.wait(full + Uint32(stage * 8), parity)
         ptx.fence_shared()
-        self._score((logits_mma, logits, left, right), stage)
+        tools = (logits_mma, logits, left, right)
+        warpgroup.fence()
+        self._score(tools, stage, 0, _BEGUN)
         if cutlass.const_expr(pending):
             warpgroup.wait_group(1)
             self._release(empty, 1 - stage, lane)
+        self._score(tools, stage, _BEGUN, DIMS // 16)
         low, high, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
         warpgroup.wait_group(0)
         self._done_with_queries(arrived, last, lane)
@@ -491,14 +495,13 @@ class AttentionKernel(Entries, AttentionPlan):
         return item % tiles, item // tiles, item // tiles // splits
 
     @cute.jit
-    def _score(self, tools: Value, stage: Value) -> None:
-        """Begin the product of queries and a stage."""
+    def _score(self, tools: Value, stage: Value, first: int, end: int) -> None:
+        """Begin a part of the product of queries and a stage."""
         mma, logits, left, right = tools
         # Of its own, as what is set within a branch is lost beyond it.
         mma = cute.make_tiled_mma(mma.op, (1, 1, 1))
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(DIMS // 16):
+        mma.set(warpgroup.Field.ACCUMULATE, first > 0)
+        for k in cutlass.range_constexpr(first, end):
             cute.gemm(mma, logits, left[None, None, k], right[None, None, k, stage], logits)
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
