@@ -21,14 +21,14 @@ pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
 from dsv4.cute import _images, gemm, gemm_fp8, grouped_gemm
-from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute._architectures import ARCHITECTURES, FAMILIES, HOPPER
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan, FewRingPlan, few_plan
 from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
-from tests.machine_code import REGISTER_FILE, instructions_of, usage_of
+from tests.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
 
 MOST_SHARED = 227 * 1024
 # N, K and groups of DeepSeek-V4's matrices, Pro then Flash (specification sections 1 and 4).
@@ -53,6 +53,8 @@ MATRICES = [
 ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
 TOP_K = 6
 _BATCH = 8
+# Those for few tokens, which Blackwell has, too.
+FEW = (FewPlan, FewRingPlan, GroupedFewPlan)
 
 
 def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
@@ -184,7 +186,7 @@ def codes_by_sixteen_bytes(plan, instructions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans(), (FewPlan, FewRingPlan)), ids=named)
+@pytest.mark.parametrize("batch", batches(plans(), FEW), ids=named)
 def test_few_tokens(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         assert numbers["STACK"] == numbers["LOCAL"] == 0
@@ -377,21 +379,10 @@ def plans_of_blackwell(arch):
     return list(dict.fromkeys(found))
 
 
-def blackwell_batches():
-    """Each with its architecture."""
-    for arch in ("sm_100a", "sm_103a"):
-        for batch in batches(plans_of_blackwell(arch), (FewPlan, FewRingPlan, GroupedFewPlan)):
-            yield arch, batch
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "batch"),
-    blackwell_batches(),
-    ids=lambda value: value if isinstance(value, str) else named(value),
-)
-def test_blackwell(arch, batch, tmp_path):
-    """The kernels of few tokens for another architecture: the same instructions, no spills."""
+@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), FEW), ids=named)
+def test_blackwell(batch, tmp_path):
+    """The kernels of few tokens for another family: the same instructions, no spills."""
 
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -408,7 +399,25 @@ def test_blackwell(arch, batch, tmp_path):
         assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
         assert bool(count("MUFU.EX2")) == plan.swiglu
 
-    check_each(batch, tmp_path, check, arch)
+    check_each(batch, tmp_path, check, "sm_100f")
+
+
+@pytest.mark.slow
+def test_one_image_is_for_all_of_blackwell():
+    """The machine code for the family is that for each of its architectures."""
+    every = plans_of_blackwell("sm_100a")
+    assert every == plans_of_blackwell("sm_103a")
+    assert {(type(plan), _images.target(plan, arch)) for plan in every for arch in FAMILIES} == {
+        (kind, "sm_100f") for kind in FEW
+    }
+    for kind in FEW:
+        plan = next(plan for plan in every if type(plan) is kind)
+        codes = {
+            machine_code(_images.compile_image(plan, arch).cubin) for arch in ("sm_100f", *FAMILIES)
+        }
+        assert len(codes) == 1
+        assert _images.target(plan, HOPPER) == HOPPER
+    assert _images.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])

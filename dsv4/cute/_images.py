@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from dsv4.cute._architectures import FAMILIES
 from dsv4.cute._driver import Image
 
 CACHE_VARIABLE = "DSV4_CACHE_DIR"
@@ -50,9 +51,15 @@ def _sources() -> str:
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()
 
 
+def target(plan: Any, arch: str) -> str:
+    """What a configuration is compiled for: ``arch``, or its family if the kernel is for that."""
+    return FAMILIES.get(arch, arch) if getattr(plan, "for_family", False) else arch
+
+
 def path(plan: Any, arch: str) -> Path:
     """The file of a configuration."""
-    what = [type(plan).__name__, dataclasses.asdict(plan), arch, compiler(), _sources()]
+    made_for = target(plan, arch)
+    what = [type(plan).__name__, dataclasses.asdict(plan), made_for, compiler(), _sources()]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     return folder() / f"{key}.cubin"
 
@@ -62,7 +69,7 @@ def image(plan: Any, arch: str) -> Image:
 
     Args:
         plan: A frozen dataclass with ``kernel`` (``"module:class"``), ``threads``, ``blocks`` and
-            ``shared_bytes``.
+            ``shared_bytes``, and ``for_family`` if one image is for a family of architectures.
         arch: One of ``_architectures.ARCHITECTURES``.
 
     Raises:
@@ -74,7 +81,7 @@ def image(plan: Any, arch: str) -> Image:
         return Image(cubin=cubin, **json.loads(head))
     except (FileNotFoundError, ValueError, TypeError):
         pass
-    made = compile_image(plan, arch)
+    made = compile_image(plan, target(plan, arch))
     _keep(file, made)
     return made
 

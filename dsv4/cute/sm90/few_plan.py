@@ -87,6 +87,11 @@ class FewPlan:
         return "dsv4.cute.sm90.few:FewKernel"
 
     @property
+    def for_family(self) -> bool:
+        """Whether one image is for all of Blackwell: its code is the same for each of them."""
+        return True
+
+    @property
     def tiles(self) -> int:
         """Tiles of 64 columns of a block's part of K."""
         return self.columns // 64 // self.blocks
