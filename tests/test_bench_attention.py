@@ -234,16 +234,29 @@ class Library:
         )
         return out.unsqueeze(1) * self.factor, None
 
+    def flash_mla_sparse_fwd(self, q, kv, indices, scale, dims, sink):
+        assert kv.dtype == torch.bfloat16
+        assert (indices.shape[-1] % 64, indices.dtype) == (0, torch.int32)
+        named = indices.squeeze(1).long()
+        entries = kv.squeeze(1).double()[named.clamp(min=0)]
+        logits = torch.einsum("thd,tnd->thn", q.double(), entries) * scale
+        logits = logits.masked_fill(named.unsqueeze(1) < 0, -torch.inf)
+        sinks = sink.double().view(1, -1, 1).expand(*logits.shape[:2], 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+        return torch.einsum("thn,tnd->thd", weights, entries).to(q.dtype) * self.factor, None, None
 
-def test_flash_mla_is_given_the_same_entries(monkeypatch):
+
+@pytest.mark.parametrize("prepare", [flash_mla._attention, flash_mla._prompts])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_flash_mla_is_given_the_same_entries(monkeypatch, prepare, tokens):
     monkeypatch.setattr(flash_mla, "_HEADS", (4,))
-    problem = next(attention.attention("tiny", 3)).build(Draw(0, CPU))
+    problem = next(attention.attention("tiny", tokens)).build(Draw(0, CPU))
     found = _prepare.captured(problem)
-    call = flash_mla._attention(Library(), *found.args)
+    call = prepare(Library(), *found.args)
     still = dataclasses.replace(problem, kwargs={"scale": problem.kwargs["scale"]})
     torch.testing.assert_close(call(), still.run("reference")[0])
     with pytest.raises(ValueError, match=r"off by 1\.0e-01"):
-        flash_mla._attention(Library(1.1), *found.args)
+        prepare(Library(1.1), *found.args)
     monkeypatch.setattr(flash_mla, "_HEADS", (64,))
     with pytest.raises(ValueError, match="of 4 heads"):
-        flash_mla._attention(Library(), *found.args)
+        prepare(Library(), *found.args)

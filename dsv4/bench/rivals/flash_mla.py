@@ -1,9 +1,9 @@
 """FlashMLA: DeepSeek's own kernels of sparse attention, of 64 and 128 heads.
 
-It reads the same entries from the same pages, both caches and the sink in one call, with slots of
-int32 in multiples of 64. What it plans by lengths it plans in its first call, before any timing.
-Written against its published interface; never run here. A result that is not this package's is
-refused.
+The kernel for decode reads the same entries from the same pages, both caches and the sink in one
+call, with slots of int32 in multiples of 64. What it plans by lengths it plans in its first call,
+before any timing. The kernel for prompts reads one tensor of bfloat16 entries, which is made
+before. A result that is not this package's is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
 
 MODULE, NAME = "flash_mla", "FlashMLA (no rotation)"
+PROMPTS = "FlashMLA prefill (entries in bfloat16; no rotation)"
 _HEADS = (64, 128)
 _BLOCK = 64  # slots come in multiples of it
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
@@ -33,11 +34,23 @@ def _indices(slots: torch.Tensor) -> torch.Tensor:
     return F.pad(slots, (0, missing), value=-1).to(torch.int32).unsqueeze(1).contiguous()
 
 
+def _refuse(entry_format: str, heads: int) -> None:
+    if entry_format != "fp8" or heads not in _HEADS:
+        raise ValueError(f"entries are {entry_format!r} of {heads} heads")
+
+
+def _checked(call: Call, args: tuple[Any, ...]) -> Call:
+    wanted = torch.ops.dsv4.sparse_attention.default(*args[:12], None, None, "auto")
+    error = float((call().float() - wanted.float()).norm() / wanted.float().norm())
+    if not error <= _TOLERANCE:
+        raise ValueError(f"off by {error:.1e}, left out")
+    return call
+
+
 def _attention(library: Any, *args: Any) -> Call:
     q, window, page, entry_format, slots, compressed, other_page, _, chosen, sink, *rest = args
     rope_dim, scale = rest[0], rest[1]
-    if entry_format != "fp8" or q.shape[1] not in _HEADS:
-        raise ValueError(f"entries are {entry_format!r} of {q.shape[1]} heads")
+    _refuse(entry_format, q.shape[1])
     plan, _ = library.get_mla_metadata()
     dims = q.shape[-1]
     extra: dict[str, Any] = {}
@@ -62,11 +75,35 @@ def _attention(library: Any, *args: Any) -> Call:
         )
         return out.squeeze(1)
 
-    wanted = torch.ops.dsv4.sparse_attention.default(*args[:12], None, None, "auto")
-    error = float((call().float() - wanted.float()).norm() / wanted.float().norm())
-    if not error <= _TOLERANCE:
-        raise ValueError(f"off by {error:.1e}, left out")
-    return call
+    return _checked(call, args)
 
 
-RIVALS: Table = {"sparse_attention": {NAME: FromLibrary(MODULE, _attention)}}
+def _prompts(library: Any, *args: Any) -> Call:
+    q, window, page, entry_format, slots, compressed, other_page, _, chosen, sink, *rest = args
+    rope_dim, scale = rest[0], rest[1]
+    _refuse(entry_format, q.shape[1])
+
+    def entries(data: torch.Tensor, size: int) -> torch.Tensor:
+        every = torch.arange(data.shape[0] * size, device=q.device)
+        sizes = (size, entry_format, q.shape[-1], rope_dim)
+        return torch.ops.dsv4.read_kv(data, *sizes, every, torch.bfloat16, "auto")
+
+    kv, named = entries(window, page), slots
+    if compressed is not None:
+        named = torch.cat([slots, torch.where(chosen < 0, chosen, chosen + kv.shape[0])], 1)
+        kv = torch.cat([kv, entries(compressed, other_page)])
+    kv, indices = kv.unsqueeze(1), _indices(named)
+
+    def call() -> torch.Tensor:
+        out, *_ = library.flash_mla_sparse_fwd(q, kv, indices, scale, q.shape[-1], sink.float())
+        return out
+
+    return _checked(call, args)
+
+
+RIVALS: Table = {
+    "sparse_attention": {
+        NAME: FromLibrary(MODULE, _attention),
+        PROMPTS: FromLibrary(MODULE, _prompts),
+    }
+}
