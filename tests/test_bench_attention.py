@@ -219,7 +219,7 @@ class Library:
             assert indices.shape[-1] % 64 == 0
             assert indices.dtype == torch.int32
             count, size, one, width = pages.shape
-            assert (one, width) == (1, 64 + 16 + 8)
+            assert (one, width, pages.stride(1)) == (1, 64 + 16 + 8, 64 + 16 + 8)
             data = pages.as_strided((count, pages.stride(0)), (pages.stride(0), 1))
             flat += [data, size, "fp8", indices.squeeze(1).long()]
         out = torch.ops.dsv4.sparse_attention.default(

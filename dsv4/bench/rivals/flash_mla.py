@@ -24,9 +24,8 @@ _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
 
 def _cache(data: torch.Tensor, size: int, dims: int, rope_dim: int) -> torch.Tensor:
     """Pages ``[P, size, 1, bytes of an entry]``, which lie together only a page at a time."""
-    entry = data.shape[1] // size
-    strides = (data.stride(0), entry, entry, 1)
-    return data.as_strided((data.shape[0], size, 1, dims + rope_dim + 8), strides)
+    entry = dims + rope_dim + 8
+    return data.as_strided((data.shape[0], size, 1, entry), (data.stride(0), entry, entry, 1))
 
 
 def _indices(slots: torch.Tensor) -> torch.Tensor:
