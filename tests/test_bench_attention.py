@@ -246,6 +246,13 @@ class Library:
         return torch.einsum("thn,tnd->thd", weights, entries).to(q.dtype) * self.factor, None, None
 
 
+def test_flash_mla_is_told_where_entries_of_padded_pages_are():
+    data = torch.arange(2 * 37440, dtype=torch.int32).view(2, 37440)
+    entries = flash_mla._cache(data, 64, 512, 64)
+    assert entries.shape == (2, 64, 1, 584)
+    assert entries[1, 63, 0, 583] == 37440 + 64 * 584 - 1
+
+
 @pytest.mark.parametrize("prepare", [flash_mla._attention, flash_mla._prompts])
 @pytest.mark.parametrize("tokens", [3, 70])
 def test_flash_mla_is_given_the_same_entries(monkeypatch, prepare, tokens):
