@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4._leaving import leaving
+from dsv4._nearly import nearly_done, when_nearly_done
 from dsv4.cute import _driver, gemm, gemm_fp8, grouped_gemm
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
@@ -436,6 +437,26 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
     start = counters.data_ptr()
     assert (counters.dtype, counters.shape) == (torch.int32, (len(launches),))
     assert places == [start + 4 * i for i in range(len(launches))]
+
+
+@pytest.mark.parametrize("tokens", [FEW, 192, 300, 460, 1000])
+def test_what_waits_for_the_end_is_called_before_the_fullest_launch(driver, monkeypatch, tokens):
+    """Once; before the first launch where blocks do not take tiles as they are done."""
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
+    called = []
+    with when_nearly_done(lambda: called.append(len(driver.launches))):
+        product(driver, grouped_gemm.grouped_gemm, x)
+        [before] = called
+        nearly_done()
+        product(driver, grouped_gemm.grouped_gemm, x)
+    assert called == [before]
+    if not grouped_plan.counts_tiles(product.wanted, tokens):
+        assert before == 0
+        return
+    share = product.shares[before]
+    assert share.above < tokens / EXPERTS <= share.most
+    assert before > 0
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ class TestOnCpu:
         assert_bitwise(found, expected, "experts")
         assert said[-2:] == ["shared", "moe_combine"]
 
-    def test_compiles_to_one_graph(self):
+    @pytest.mark.parametrize("filling", [4096, 3])
+    def test_compiles_to_one_graph(self, filling, monkeypatch):
+        monkeypatch.setattr(moe, "_FILLING", filling)
         module = block("packed")
         args = inputs(1, module, 5)
         torch._dynamo.reset()
@@ -139,23 +141,43 @@ class TestOrder:
         with serially():
             assert_bitwise(with_two, module(x), "block")
 
-    def test_of_many_tokens_the_router_comes_first(self, said, monkeypatch):
+    def test_of_many_tokens_the_second_product_of_the_shared_expert_waits(self, said, monkeypatch):
         monkeypatch.setattr(moe, "_FILLING", 3)
         module = block("packed")
         (x,) = inputs(1, module, 3)
         said.clear()
         with_two = module(x)
-        assert said[:4] == [
-            "route_topk on current",
+        assert said == [
             "side waits for current",
             "gemm_swiglu on side",
+            "route_topk on current",
+            "moe_sort on current",
+            "grouped_gemm_swiglu on current",
+            "side waits for current",
             "gemm on side",
+            "side ended",
+            "grouped_gemm on current",
+            "current waits for end 1 of side",
+            "memory kept for current",
+            "moe_combine on current",
         ]
         with serially():
             assert_bitwise(with_two, module(x), "block")
         said.clear()
         module(x[:, :2])
-        assert said[0] == "side waits for current"
+        assert said.count("side waits for current") == 1
+
+    @pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+    def test_a_shared_expert_that_is_watched_is_one(self, said, monkeypatch, hook):
+        monkeypatch.setattr(moe, "_FILLING", 3)
+        module, seen = block("packed"), []
+        (x,) = inputs(1, module, 3)
+        expected = module(x)
+        getattr(module.shared_experts, hook)(lambda *args: seen.append(args))
+        said.clear()
+        assert_bitwise(module(x), expected, "block")
+        assert len(seen) == 1
+        assert said[:3] == ["side waits for current", "gemm_swiglu on side", "gemm on side"]
 
     def test_of_many_tokens_the_shared_expert_leaves_room(self, said, monkeypatch):
         monkeypatch.setattr(moe, "_FILLING", 3)
@@ -168,8 +190,8 @@ class TestOrder:
         monkeypatch.setattr(dispatch, "run", record)
         (x,) = inputs(1, module, 3)
         module(x)
-        room = {op for op, leave in asked.items() if leave}
-        assert room == {"gemm_swiglu", "gemm"}
+        room = {op: leave for op, leave in asked.items() if leave}
+        assert room == {"gemm_swiglu": moe._LEFT[0], "gemm": moe._LEFT[1]}
         assert len(asked) > len(room)
         module(x[:, :2])
         assert not any(asked.values())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4._nearly import nearly_done
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Launch, Matrix, Parameters
 from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
@@ -206,6 +207,8 @@ def _product(
         numbers = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
         counters = numbers.data_ptr()
     for i, (launch, few) in enumerate(prepared.launches):
+        if i == prepared.fullest:
+            nearly_done()
         # The kernel for few rows has no counter.
         counter = () if few else (counters and counters + 4 * i,)
         launch(stream, *addresses, *counter)
@@ -222,10 +225,18 @@ def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Ten
 
 
 class _Prepared(NamedTuple):
-    """Launches, each with whether it is of the kernel for few rows; whether they count tiles."""
+    """The launches of a product.
+
+    Attributes:
+        launches: Each with whether it is of the kernel for few rows.
+        counted: Whether their blocks count tiles.
+        fullest: Where they do, the launch for experts of about as many rows as the average, behind
+            which there are few tiles; else the first.
+    """
 
     launches: tuple[tuple[Launch, bool], ...]
     counted: bool
+    fullest: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,7 +270,9 @@ def _prepared(
     )
     few = [isinstance(share.plan, GroupedFewPlan) for share in found]
     counted = len(found) > 1 and counts_tiles(experts, tokens)
-    return _Prepared(tuple(zip(launches, few, strict=True)), counted)
+    mean = tokens / experts.experts
+    fullest = next(i for i, share in enumerate(found) if share.above < mean)
+    return _Prepared(tuple(zip(launches, few, strict=True)), counted, fullest if counted else 0)
 
 
 def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:

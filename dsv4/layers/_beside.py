@@ -42,24 +42,65 @@ def beside(
     """
     if not possible(x):
         return work(x)
-    current = torch.cuda.current_stream(x.device)
-    side = _stream(current.device_index, current.cuda_stream)
+    current, side = _streams(x)
     side.wait_stream(current)
     with torch.cuda.stream(side), leaving(leave):
         out = work(x)
-    ended = side.record_event()
+    return functools.partial(_joined, current, side.record_event(), out)
 
-    def joined() -> Result:
-        current.wait_event(ended)
-        # The memory belongs to the second stream, which may be given it again once it is freed; the
-        # current one reads it still. While a graph is captured nobody else uses these streams, the
-        # second one waits for the current one before its next work, and marking the memory would
-        # keep it from being used again in the whole graph.
-        if out is not None and not torch.cuda.is_current_stream_capturing():
-            out.record_stream(current)
-        return out
 
-    return joined
+def beside_in_two(
+    first: Callable[[torch.Tensor], torch.Tensor],
+    second: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    leave: tuple[int, int],
+) -> tuple[Callable[[], None] | None, torch.Tensor | Callable[[], torch.Tensor]]:
+    """``beside`` of ``second(first(x))``, of which the second part waits to be let go.
+
+    Args:
+        first: As ``work``.
+        second: What follows it.
+        x: As there.
+        leave: As there, by each of them.
+
+    Returns:
+        A function that starts ``second``, once, behind what the current stream has been given when
+        it is called, None where there is no second stream; and what ``beside`` returns, not to be
+        called before.
+    """
+    if not possible(x):
+        return None, second(first(x))
+    current, side = _streams(x)
+    side.wait_stream(current)
+    with torch.cuda.stream(side), leaving(leave[0]):
+        inner: list[torch.Tensor] = [first(x)]
+    found: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def go_on() -> None:
+        side.wait_stream(current)
+        with torch.cuda.stream(side), leaving(leave[1]):
+            out = second(inner.pop())
+        found.append((side.record_event(), out))
+
+    return go_on, lambda: _joined(current, *found.pop())
+
+
+def _joined(current: torch.cuda.Stream, ended: torch.cuda.Event, out: Result) -> Result:
+    """What the second stream gave, after the current one's wait for it."""
+    current.wait_event(ended)
+    # The memory belongs to the second stream, which may be given it again once it is freed; the
+    # current one reads it still. While a graph is captured nobody else uses these streams, the
+    # second one waits for the current one before its next work, and marking the memory would
+    # keep it from being used again in the whole graph.
+    if out is not None and not torch.cuda.is_current_stream_capturing():
+        out.record_stream(current)
+    return out
+
+
+def _streams(x: torch.Tensor) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The current stream and its second one."""
+    current = torch.cuda.current_stream(x.device)
+    return current, _stream(current.device_index, current.cuda_stream)
 
 
 def possible(x: torch.Tensor) -> bool:

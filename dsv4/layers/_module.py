@@ -101,3 +101,8 @@ def refused_while_packed(tensor: str) -> str:
     """What loading says of a layer's ``tensor`` that is in another layout than files are."""
     wanted = "wanted an unpacked one: call dsv4.layers.unpack_ first"
     return f"{tensor}: the layer is packed, {wanted}"
+
+
+def hooked(*modules: nn.Module) -> bool:
+    """Whether someone watches a module, whose parts then must not be run without it."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from dsv4._nearly import when_nearly_done
 from dsv4.config import ModelConfig
 from dsv4.formats import LINEAR, SWIZZLED, QuantizedTensor
 from dsv4.layers._expert_weights import ExpertWeights
@@ -78,6 +80,7 @@ class DeepseekV4Experts(ExpertWeights):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         shared: torch.Tensor | Callable[[], torch.Tensor] | None = None,
+        nearly_done: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Sum of the chosen experts' outputs, of those held here, each times its weight.
 
@@ -89,6 +92,7 @@ class DeepseekV4Experts(ExpertWeights):
             top_k_weights: ``[T, k]``.
             shared: ``[T, H]``, the shared expert's output, added in float32 before rounding; or a
                 function that gives it, called when everything else is under way.
+            nearly_done: Called when the first product is nearly done, by the current stream.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -104,7 +108,8 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
-        inner = self._activated(rows, offsets, row_weight, room.inner)
+        with nullcontext() if nearly_done is None else when_nearly_done(nearly_done):
+            inner = self._activated(rows, offsets, row_weight, room.inner)
         if isinstance(inner, QuantizedTensor):
             down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
             out = grouped_gemm(inner, down, offsets, settled=True, out_dtype=dtype, out=room.rows)

@@ -8,16 +8,11 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers._module import FixedDtypeModule, empty_weight
+from dsv4.layers._module import FixedDtypeModule, empty_weight, hooked
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 
 Collapsed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _hooked(*modules: nn.Module) -> bool:
-    """Whether someone watches a module, which one launch for several would leave out."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 class DeepseekV4HyperConnection(FixedDtypeModule):
@@ -64,7 +59,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
 
     def collapse(self, streams: torch.Tensor, norm: DeepseekV4RMSNorm) -> Collapsed:
         """``forward``, with the norm that follows: post, comb and ``norm(collapsed)``."""
-        if norm.variance_epsilon != self.norm_eps or _hooked(self, norm):
+        if norm.variance_epsilon != self.norm_eps or hooked(self, norm):
             post, comb, collapsed = self(streams)
             return post, comb, norm(collapsed)
         normed, post, comb = hc_pre_norm(
@@ -82,7 +77,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         norm: DeepseekV4RMSNorm,
     ) -> tuple[torch.Tensor, Collapsed]:
         """``spread`` here, then ``following.collapse``: the new streams, and what that returns."""
-        if norm.variance_epsilon != following.norm_eps or _hooked(following, norm):
+        if norm.variance_epsilon != following.norm_eps or hooked(following, norm):
             streams = self.spread(output, streams, post, comb)
             return streams, following.collapse(streams, norm)
         post, comb = self._rounded(streams, post, comb)

@@ -39,8 +39,12 @@ class DeepseekV4MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H]`` to the same."""
+        return self.down_proj(self.inner(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H]`` to ``[..., I]``, what the down projection takes."""
         inner = joint_swiglu(self.gate_proj, self.up_proj, x, self.limit)
         if inner is None:
             gate_up = joint_linear([self.gate_proj, self.up_proj], x)
             inner = swiglu(gate_up, self.limit)
-        return self.down_proj(inner)
+        return inner

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers._beside import beside
+from dsv4.layers._beside import beside, beside_in_two
+from dsv4.layers._module import hooked
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
@@ -16,7 +17,7 @@ from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 # Tokens from which the shared expert would fill the GPU for as long as sorting and gathering rows
 # take several times over. It starts behind the router then, and leaves so many multiprocessors to
 # these, which memory bounds; the routed experts' blocks begin there and count the tiles they take.
-_FILLING, _LEFT = 4096, 20
+_FILLING, _LEFT = 4096, (44, 20)
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
@@ -49,7 +50,11 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         if flat.shape[0] < _FILLING:
             shared = beside(self.shared_experts, flat)
             _, weights, indices = self.gate(*arguments)
+            return self.experts(flat, indices, weights, shared).view(shape)
+        mlp, go_on = self.shared_experts, None
+        if type(mlp) is DeepseekV4MLP and not hooked(mlp):
+            go_on, shared = beside_in_two(mlp.inner, mlp.down_proj, flat, _LEFT)
         else:
-            _, weights, indices = self.gate(*arguments)
-            shared = beside(self.shared_experts, flat, _LEFT)
-        return self.experts(flat, indices, weights, shared).view(shape)
+            shared = beside(mlp, flat, _LEFT[0])
+        _, weights, indices = self.gate(*arguments)
+        return self.experts(flat, indices, weights, shared, go_on).view(shape)
