@@ -249,6 +249,29 @@ class TestOnGpu:
             with serially():
                 assert_bitwise(found, module(new), f"input {seed}")
 
+    @pytest.mark.parametrize("slow", ["input", "gate", "inner", "down_proj", "experts"])
+    @torch.inference_mode()
+    def test_whatever_takes_long_where_the_second_product_waits(self, slow, monkeypatch):
+        monkeypatch.setattr(moe, "_FILLING", 7)
+        module = block("packed").cuda()
+        (x,) = inputs(0, module, 7, "cuda")
+        mlp = module.shared_experts
+        news = [inputs(seed, module, 7, "cuda")[0] for seed in range(20)]
+        with serially():
+            expected = [module(new) for new in news]
+        holder = mlp if slow in ("inner", "down_proj") else module
+        if slow != "input":
+            taken = Slow(getattr(holder, slow))
+            setattr(holder, slow, taken.forward if slow == "inner" else taken)
+        for seed, new in enumerate(news):
+            torch.cuda.synchronize()
+            if slow == "input":
+                torch.cuda._sleep(5_000_000)
+            x.copy_(new)
+            found = module(x)
+            x.fill_(math.nan)  # on the current stream, after the block
+            assert_bitwise(found, expected[seed], f"input {seed}")
+
     @torch.inference_mode()
     def test_layers_after_each_other_and_no_pause(self):
         """Memory of the second stream is given again while the first one is behind."""
