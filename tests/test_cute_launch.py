@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4._counters import one_launch_of_zeros
 from dsv4._leaving import leaving
 from dsv4._nearly import nearly_done, when_nearly_done
 from dsv4.cute import _driver, gemm, gemm_fp8, grouped_gemm
@@ -437,6 +438,28 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
     start = counters.data_ptr()
     assert (counters.dtype, counters.shape) == (torch.int32, (len(launches),))
     assert places == [start + 4 * i for i in range(len(launches))]
+
+
+def test_products_together_have_one_tensor_of_counters(driver, monkeypatch):
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    product, x = Grouped(HIDDEN, INNER), torch.empty(300, INNER).bfloat16()
+    held, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
+    places = []
+    with one_launch_of_zeros():
+        for _ in range(2):
+            launches = product(driver, grouped_gemm.grouped_gemm, x)
+            places += [values["counter"] for *_, values in launches]
+        assert len(held) == 1
+        start, bytes_ = held[0].data_ptr(), held[0].nbytes
+        assert places == [start + 4 * i for i in range(2 * len(launches))]
+        while len(held) == 1:  # more than there are
+            launches = product(driver, grouped_gemm.grouped_gemm, x)
+            places = [values["counter"] for *_, values in launches]
+        assert places[0] == held[1].data_ptr()
+        assert not any(start <= place < start + bytes_ for place in places)
+    product(driver, grouped_gemm.grouped_gemm, x)
+    assert len(held) == 3
 
 
 @pytest.mark.parametrize("tokens", [FEW, 192, 300, 460, 1000])

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4._counters import zeros
 from dsv4._nearly import nearly_done
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Launch, Matrix, Parameters
@@ -62,8 +63,8 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
-    Nothing but the result, and at most 32 bytes for counters, is allocated for bfloat16 activations
-    whose rows begin at multiples of 16 bytes. Codes are expanded first.
+    Nothing but the result, and at most 128 bytes for counters, is allocated for bfloat16
+    activations whose rows begin at multiples of 16 bytes. Codes are expanded first.
     """
     x = _values(x, x_scales)
     (experts, rows, _), (tokens, columns) = weight.shape, x.shape
@@ -204,7 +205,7 @@ def _product(
     prepared = _prepared(wanted, tokens, token_stride, *fixed)
     counters = 0
     if prepared.counted:
-        numbers = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
+        numbers = zeros(len(prepared.launches), x.device)
         counters = numbers.data_ptr()
     for i, (launch, few) in enumerate(prepared.launches):
         if i == prepared.fullest:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsv4._counters import one_launch_of_zeros
 from dsv4._nearly import when_nearly_done
 from dsv4.config import ModelConfig
 from dsv4.formats import LINEAR, SWIZZLED, QuantizedTensor
@@ -101,6 +102,20 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if memory is reserved (``dsv4.layers.reserve_experts``), but for fewer
                 tokens, or for another dtype or device.
         """
+        given = (hidden_states, top_k_index, top_k_weights, shared)
+        if torch.compiler.is_compiling():
+            return self._forward(*given, nearly_done)
+        with one_launch_of_zeros():
+            return self._forward(*given, nearly_done)
+
+    def _forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        shared: torch.Tensor | Callable[[], torch.Tensor] | None,
+        nearly_done: Callable[[], None] | None,
+    ) -> torch.Tensor:
         room = self._room(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, places = self._sorted(
             hidden_states, top_k_index, top_k_weights, room.rows
