@@ -218,15 +218,19 @@ class _Ladder(NamedTuple):
         steps: Of launches for experts of at most so many rows.
         above: Of the launch for more rows than these take, where they take up to 16, and further.
         whole: For many more rows on average.
+        most: Where blocks take tiles as they are done, steps go up to here, however few rows an
+            expert has on average.
     """
 
     steps: dict[int, _Shape]
     above: tuple[_Shape, _Shape]
     whole: tuple[_Shape, ...]
+    most: int = 0
 
 
 _WIDEST = (_Shape(160, (128, 144), 2, 1, 1), _Shape(192, (), 2, 1, 1))
 _HEAVY = (_Shape(64, (48,), 3, 2), _Shape(128, (64, 96), 2, 2))
+_HEAVY_UNSCALED = (_HEAVY[0], _Shape(128, (32, 64, 96), 2, 2))
 _LADDER = _Ladder(
     {
         16: _Shape(16, (8,), 2, 4),
@@ -243,7 +247,12 @@ _LADDER = _Ladder(
 )
 # Where rows have no scales, registers hold more: shared scales of three warpgroups, more sums.
 _UNSCALED = {72: _Shape(72, (), 3, 2), 80: _Shape(80, (), 3, 2), 144: _Shape(144, (136,), 2, 2)}
-_LADDER_UNSCALED = _LADDER._replace(steps=dict(sorted({**_LADDER.steps, **_UNSCALED}.items())))
+_LADDER_UNSCALED = _Ladder(
+    dict(sorted({**_LADDER.steps, **_UNSCALED}.items())),
+    _HEAVY_UNSCALED,
+    (_HEAVY_UNSCALED[1], *_WIDEST),
+    144,
+)
 # Where storing float32 results, or coding them, takes more registers.
 _LADDER_OF_MORE = _LADDER._replace(
     steps={
@@ -351,6 +360,8 @@ def _steps(mean: float, far: float, ladder: _Ladder) -> list[int]:
     if mean > _WHOLE_FROM:
         return [most for most in steps if most in _FAR_FEWER]
     last = next((most for most in steps if most >= far), steps[-1])
+    if mean > _COUNTED_FROM:
+        last = max(last, ladder.most)
     near = mean - mean**0.5
     return [n for n in steps if n <= last and (n > near or n in _FAR_FEWER)]
 
