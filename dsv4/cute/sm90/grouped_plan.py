@@ -230,7 +230,6 @@ class _Ladder(NamedTuple):
 
 _WIDEST = (_Shape(160, (128, 144), 2, 1, 1), _Shape(192, (), 2, 1, 1))
 _HEAVY = (_Shape(64, (48,), 3, 2), _Shape(128, (64, 96), 2, 2))
-_HEAVY_UNSCALED = (_HEAVY[0], _Shape(128, (32, 64, 96), 2, 2))
 _LADDER = _Ladder(
     {
         16: _Shape(16, (8,), 2, 4),
@@ -247,11 +246,8 @@ _LADDER = _Ladder(
 )
 # Where rows have no scales, registers hold more: shared scales of three warpgroups, more sums.
 _UNSCALED = {72: _Shape(72, (), 3, 2), 80: _Shape(80, (), 3, 2), 144: _Shape(144, (136,), 2, 2)}
-_LADDER_UNSCALED = _Ladder(
-    dict(sorted({**_LADDER.steps, **_UNSCALED}.items())),
-    _HEAVY_UNSCALED,
-    (_HEAVY_UNSCALED[1], *_WIDEST),
-    144,
+_LADDER_UNSCALED = _LADDER._replace(
+    steps=dict(sorted({**_LADDER.steps, **_UNSCALED}.items())), most=144
 )
 # Where storing float32 results, or coding them, takes more registers.
 _LADDER_OF_MORE = _LADDER._replace(
