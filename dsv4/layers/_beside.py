@@ -53,7 +53,7 @@ def beside_in_two(
     first: Callable[[torch.Tensor], torch.Tensor],
     second: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
-    leave: tuple[int, int],
+    leave: int = 0,
 ) -> tuple[Callable[[], None] | None, torch.Tensor | Callable[[], torch.Tensor]]:
     """``beside`` of ``second(first(x))``, of which the second part waits to be let go.
 
@@ -61,7 +61,7 @@ def beside_in_two(
         first: As ``work``.
         second: What follows it.
         x: As there.
-        leave: As there, by each of them.
+        leave: As there.
 
     Returns:
         A function that starts ``second``, once, behind what the current stream has been given when
@@ -72,13 +72,13 @@ def beside_in_two(
         return None, second(first(x))
     current, side = _streams(x)
     side.wait_stream(current)
-    with torch.cuda.stream(side), leaving(leave[0]):
+    with torch.cuda.stream(side), leaving(leave):
         inner: list[torch.Tensor] = [first(x)]
     found: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
     def go_on() -> None:
         side.wait_stream(current)
-        with torch.cuda.stream(side), leaving(leave[1]):
+        with torch.cuda.stream(side), leaving(leave):
             out = second(inner.pop())
         found.append((side.record_event(), out))
 

@@ -17,7 +17,9 @@ from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 # Tokens from which the shared expert would fill the GPU for as long as sorting and gathering rows
 # take several times over. It starts behind the router then, and leaves so many multiprocessors to
 # these, which memory bounds; the routed experts' blocks begin there and count the tiles they take.
-_FILLING, _LEFT = 4096, (44, 20)
+# Its second product waits until the routed experts' first is nearly done, and fills what the last
+# tiles of that leave.
+_FILLING, _LEFT = 4096, 20
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
@@ -51,10 +53,10 @@ class DeepseekV4SparseMoeBlock(nn.Module):
             shared = beside(self.shared_experts, flat)
             _, weights, indices = self.gate(*arguments)
             return self.experts(flat, indices, weights, shared).view(shape)
+        _, weights, indices = self.gate(*arguments)
         mlp, go_on = self.shared_experts, None
         if type(mlp) is DeepseekV4MLP and not hooked(mlp):
             go_on, shared = beside_in_two(mlp.inner, mlp.down_proj, flat, _LEFT)
         else:
-            shared = beside(mlp, flat, _LEFT[0])
-        _, weights, indices = self.gate(*arguments)
+            shared = beside(mlp, flat, _LEFT)
         return self.experts(flat, indices, weights, shared, go_on).view(shape)
