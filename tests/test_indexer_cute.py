@@ -174,19 +174,25 @@ def apart(case, share):
         scales[none] = 1
 
 
-def check_scores(case, tokens):
-    """Against float64: equal if they are integers, else up to twice the error of nested sums."""
+def scored(case, group, calls):
+    """Scores and maxima of calls in a row, without anything between."""
     from dsv4.cute.indexer import score
     from dsv4.triton.indexer import Keys
 
     given = case.arguments(1)
-    keys = given["keys"]
+    keys, q = given["keys"], given["q"]
     wanted = Keys(keys.data, case.page, "index_mxfp4", given["page_table"])
-    scores = torch.full((case.tokens, case.entries), 7, dtype=torch.int32, device=case.device)
-    maxima = torch.full((case.tokens, -(-case.entries // 8)), 7, dtype=torch.int32).to(scores)
-    q = given["q"]
-    rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, 8)
-    score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+    widths = (case.entries, -(-case.entries // group))
+    found = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
+    for scores, maxima in zip(*found, strict=True):
+        rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, group)
+        score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+    return found
+
+
+def check_scores(case, tokens):
+    """Against float64: equal if they are integers, else up to twice the error of nested sums."""
+    scores, maxima = (one[0] for one in scored(case, 8, 1))
     for t in tokens:
         shown = int(case.visible[t])
         exact, sizes = case.exact(t)
@@ -225,6 +231,19 @@ def test_scores_of_integers(tokens, entries, heads, page, share, seed):
         case.weights = normal(seed, case.weights.shape) * 2.0 ** (seed % 40 - 20)
     if entries > 1:
         check_scores(case, range(tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", [262144, 200001])
+def test_scores_of_keys_near_at_hand(entries):
+    """Copies of keys that are in the level-2 cache take the least time; every call is right."""
+    case = Coded(1, entries, 0, device="cuda")
+    scores, maxima = scored(case, 16, 100)
+    right = keys_of(case.exact(0)[0].float())
+    highest = torch.nn.functional.pad(right ^ -0x80000000, (0, -entries % 16), value=-(2**31))
+    highest = highest.view(-1, 16).amax(1) ^ -0x80000000
+    for found, wanted in ((scores, right), (maxima, highest)):
+        assert_bitwise(found, wanted.cuda().expand_as(found))
 
 
 @pytest.fixture
