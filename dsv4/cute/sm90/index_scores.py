@@ -234,7 +234,7 @@ class ScoresKernel(ScoresPlan):
                 dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
                 own = (lane, Uint32(ptx.load_shared_int(windows + 8)))
                 products, taken = (mma, more, further), Int32(0)
-                reader = (warp, lane, own[1] + Uint32(1))
+                reader = (warp, lane, own[1] + Uint32(1))  # 0, which the compiler does not know
                 self._arrived(mine, taken)
                 words = self._take(mine, taken, reader)
                 factors, far = self._expand(line, words, own)
@@ -340,7 +340,7 @@ class ScoresKernel(ScoresPlan):
         ptx.wait(full, (place >> self.stages.bit_length() - 1) & 1)
 
     def _take(self, mine: Value, place: Value, who: Value) -> Value:
-        """The lane's codes of two keys of the block, and scales."""
+        """The lane's codes of two keys of the block, and scales; the stage is given back."""
         stages, barriers = mine
         warp, lane, none = who
         stage = place & self.stages - 1
@@ -349,10 +349,8 @@ class ScoresKernel(ScoresPlan):
         scales = at + Uint32(warp * (16 * 4) + lane // 4 * 4)
         words = [*ptx.load_shared(codes, 4), *ptx.load_shared(codes, 4, 8 * _LINE)]
         words += [ptx.load_shared_word(scales, _BLOCK * _LINE + i) for i in (0, 32)]
-        # Each lane for itself: it has read the stage, which is written again after this. A load is
-        # in order with the arrival, not with the copy that follows it: that may write what the load
-        # has still to read. So the arrival waits for the words, by a sum with a bit of each that is
-        # none.
+        # Each lane for itself: it has read the stage, which is copied to after this. Loads and
+        # an arrival are in order, the copy is not: by its address the arrival waits for the words.
         read = functools.reduce(operator.or_, (words[0], words[4], words[8], words[9]))
         ptx.arrive(barriers + Uint32(stage * 16 + 8) + (read & none))
         return words
