@@ -63,6 +63,29 @@ _WORDS = {
     "shr": lambda a, b: a >> b,
     "mov": lambda a: a,
 }
+
+
+def _permuted(a, b, selector):
+    """Bytes that the selector's nibbles name; of those with the highest bit, the sign alone."""
+    both = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+    nibbles = [selector >> 4 * i & 15 for i in range(4)]
+    found = (both[n] if n < 8 else 255 * (both[n & 7] >> 7) for n in nibbles)
+    return int.from_bytes(bytes(found), "little")
+
+
+def _larger_halves(a, b):
+    return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16
+
+
+_UNSIGNED = {
+    "prmt.b32": _permuted,
+    "max.u16x2": _larger_halves,
+    "max.u32": max,
+    "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
+    "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
+    "shr.u32": lambda a, b: a >> b,
+    "shf.r.wrap.b32": lambda low, high, bits: (high << 32 | low) >> (bits & 31) & 0xFFFFFFFF,
+}
 _CONVERSIONS = {
     "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: (
         _narrow(number(low), torch.float8_e4m3fn, 448)
@@ -84,10 +107,11 @@ _ORDERS = {"lt": lambda a, b: a < b, "gt": lambda a, b: a > b}
 def _parsed(code):
     """Names of instructions, and each one's operands; a pair of halves is a tuple."""
     code = re.sub(r"\{(\$[rw]\d+)\}", r"\1", code).strip()
-    assert code[0] == "{"
-    assert code[-1] == "}"
+    assert code.startswith("{") == code.endswith("}")
     found = []
-    for instruction in filter(None, map(str.strip, code[1:-1].split(";"))):
+    for instruction in filter(
+        None, map(str.strip, code.removeprefix("{").removesuffix("}").split(";"))
+    ):
         name, rest = instruction.split(None, 1)
         if name == ".reg":
             continue
@@ -128,6 +152,8 @@ class Machine:
             self.registers[target] = result and (not also or found[2])
         elif name.startswith("selp"):
             self.registers[target] = found[0] if found[2] else found[1]
+        elif name in _UNSIGNED:
+            self.registers[target] = _UNSIGNED[name](*found)
         elif name in _CONVERSIONS:
             self.registers[target] = _CONVERSIONS[name](*found)
         elif type_ == "f32":

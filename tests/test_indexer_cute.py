@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dsv4.ops.kv_cache import Pages
 from dsv4.pages import IndexLayout
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import generator, normal, seeds, small_integers
+from tests import ptx_machine
 
 HEADS, DIMS, PAGE = 64, 128, 64
 KINDS = ("normal", "integers", "rising", "equal", "zeros", "blocks", "outliers", "negative")
@@ -172,19 +174,25 @@ def apart(case, share):
         scales[none] = 1
 
 
-def check_scores(case, tokens):
-    """Against float64: equal if they are integers, else up to twice the error of nested sums."""
+def scored(case, group, calls):
+    """Scores and maxima of calls in a row, without anything between."""
     from dsv4.cute.indexer import score
     from dsv4.triton.indexer import Keys
 
     given = case.arguments(1)
-    keys = given["keys"]
+    keys, q = given["keys"], given["q"]
     wanted = Keys(keys.data, case.page, "index_mxfp4", given["page_table"])
-    scores = torch.full((case.tokens, case.entries), 7, dtype=torch.int32, device=case.device)
-    maxima = torch.full((case.tokens, -(-case.entries // 8)), 7, dtype=torch.int32).to(scores)
-    q = given["q"]
-    rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, 8)
-    score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+    widths = (case.entries, -(-case.entries // group))
+    found = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
+    for scores, maxima in zip(*found, strict=True):
+        rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, group)
+        score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+    return found
+
+
+def check_scores(case, tokens):
+    """Against float64: equal if they are integers, else up to twice the error of nested sums."""
+    scores, maxima = (one[0] for one in scored(case, 8, 1))
     for t in tokens:
         shown = int(case.visible[t])
         exact, sizes = case.exact(t)
@@ -223,6 +231,19 @@ def test_scores_of_integers(tokens, entries, heads, page, share, seed):
         case.weights = normal(seed, case.weights.shape) * 2.0 ** (seed % 40 - 20)
     if entries > 1:
         check_scores(case, range(tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", [262144, 200001])
+def test_scores_of_keys_near_at_hand(entries):
+    """Copies of keys that are in the level-2 cache take the least time; every call is right."""
+    case = Coded(1, entries, 0, device="cuda")
+    scores, maxima = scored(case, 16, 100)
+    right = keys_of(case.exact(0)[0].float())
+    highest = torch.nn.functional.pad(right ^ -0x80000000, (0, -entries % 16), value=-(2**31))
+    highest = highest.view(-1, 16).amax(1) ^ -0x80000000
+    for found, wanted in ((scores, right), (maxima, highest)):
+        assert_bitwise(found, wanted.cuda().expand_as(found))
 
 
 @pytest.fixture
@@ -355,6 +376,43 @@ def test_sums_are_subnormal():
     assert bool(negative.isnan().all())
 
 
+@pytest.mark.parametrize("distance", range(3))
+def test_codes_as_bytes(monkeypatch, distance):
+    """Of every code in every place: twice its value, times its group's scale, and the middle."""
+    pytest.importorskip("cutlass")
+    from dsv4.cute.sm90 import index_scores as kernel
+
+    monkeypatch.setattr(kernel, "Uint32", int)
+    monkeypatch.setattr(kernel.ptx, "assembly", ptx_machine.run)
+    tables = kernel.ScoresKernel(8, 4)._tables(kernel.ptx.halved(4, distance * 0x0101))
+    for word in range(0, 1 << 32, 0x01234567):
+        both = kernel.ptx.codes_from_tables(word, tables, 2**32 - 1)
+        codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
+        pairs = (codes[::2] | codes[1::2] << 4).view(1, -1)
+        exact = values(pairs.repeat(1, 4), torch.full((1, 1), 127))[0, :8]
+        wanted = kernel._MIDDLE + (2 * exact * 2 ** (2 - distance)).int()
+        found = b"".join(half.to_bytes(4, "little") for half in both)
+        assert list(found) == wanted.tolist()
+
+
+@given(st.tuples(*[st.integers(0, 255)] * 8), st.integers(0, 3))
+@example((0,) * 8, 0)
+@example((255, 0, 0, 0, 0, 0, 0, 255), 3)
+def test_distances_of_two_keys_scales(scales, group):
+    """Of one group below the largest of its key, in both bytes of a half; which are too large."""
+    pytest.importorskip("cutlass")
+    from dsv4.cute.sm90 import index_scores as kernel
+
+    words = [int.from_bytes(bytes(scales[i : i + 4]), "little") for i in (0, 4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel.ptx, "assembly", ptx_machine.run)
+        patch.setattr(kernel, "Uint32", int)
+        below = kernel.ptx.largest_bytes(*words) - kernel.ptx.bytes_of(*words, group)
+        distances = [max(scales[i : i + 4]) - scales[i + group] for i in (0, 4)]
+        assert below.to_bytes(4, "little") == bytes(d for d in distances for _ in range(2))
+        assert kernel.ScoresKernel(8, 4)._is_below(below) == (max(distances) > 2)
+
+
 def test_a_further_step_takes_the_middle_away():
     """For every sum that a head's integers have."""
     pytest.importorskip("cutlass")
@@ -368,3 +426,52 @@ def test_a_further_step_takes_the_middle_away():
         assert -128 <= min(right) <= max(right) <= 127
         step = sum(a * b for a, b in zip(left, right, strict=True))
         assert step + kernel._MIDDLE * total == 0
+
+
+def _instructions(ptx):
+    """Operation, what it writes and what it reads, of each in the order of the text."""
+    found = []
+    for text in re.split(r"[;\n]", ptx):
+        text = re.sub(r"^[\s{]*(\w+:\s+)?(@!?%?\w+\s+)?", "", text)
+        if not re.match(r"[a-z][\w.:]*\s+\S", text):
+            continue
+        operation, rest = text.split(None, 1)
+        stores = operation.startswith(("st.", "mbarrier.arrive", "red.", "bra", "wgmma"))
+        first = re.match(r"\{[^}]*\}|[^,]*", rest).group()
+        written = () if stores else tuple(re.findall(r"%[a-z]+\d+", first))
+        read = re.findall(r"%[a-z]+\d+", rest if stores else rest[len(first) :])
+        found.append((operation, written, tuple(read)))
+    return found
+
+
+@pytest.mark.parametrize("warpgroups", [2, 4])
+def test_arrivals_wait_for_what_was_read(tmp_path, monkeypatch, warpgroups):
+    """The copy that follows is in no order with loads under way: each arrival's address is of them.
+
+    Bytes of keys come by bulk copies, which other orders of memory operations do not bind.
+    """
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    from dsv4.cute.sm90.index_scores import ScoresKernel
+
+    options = f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}"
+    sources, loads, arrivals = {}, [], 0
+    for operation, written, read in _instructions(
+        ScoresKernel(16, warpgroups).compile(options).__ptx__
+    ):
+        sources |= dict.fromkeys(written, read)
+        if operation.startswith("mbarrier.try_wait"):
+            loads = []
+        elif operation.startswith("ld.shared"):
+            loads.append(set(written))
+        elif operation == "mbarrier.arrive.shared::cta.b64":
+            assert len(loads) == 4
+            left, reached = list(read), set()
+            while left:
+                one = left.pop()
+                if one not in reached:
+                    reached.add(one)
+                    left += sources.get(one, ())
+            assert all(load & reached for load in loads)
+            arrivals += 1
+    assert arrivals == 4

@@ -679,6 +679,38 @@ def largest_byte(word: Value) -> Value:
     )
 
 
+def largest_bytes(a: Value, b: Value) -> Value:
+    """The largest of four unsigned bytes, of two words, each in both bytes of a half."""
+    return assembly(
+        "{ .reg .b32 x, y, z; shl.b32 x, {$r0}, 8; max.u16x2 x, x, {$r0}; "
+        "shl.b32 y, {$r1}, 8; max.u16x2 y, y, {$r1}; prmt.b32 z, x, y, 0x5410; "
+        "prmt.b32 x, x, y, 0x7632; max.u16x2 x, x, z; prmt.b32 {$w0}, x, x, 0x3311; }",
+        [Uint32],
+        [a, b],
+    )
+
+
+def bytes_of(a: Value, b: Value, number: Value) -> Value:
+    """The same byte of two words, each in both bytes of a half."""
+    code = "{ .reg .b32 s; mad.lo.u32 s, {$r2}, 0x1111, 0x4400; prmt.b32 {$w0}, {$r0}, {$r1}, s; }"
+    return assembly(code, [Uint32], [a, b, number])
+
+
+def halved(number: Value, times: Value) -> Value:
+    """The number halved so many times, of which the lower five bits count."""
+    code = "{ .reg .b32 z; mov.b32 z, 0; shf.r.wrap.b32 {$w0}, {$r0}, z, {$r1}; }"
+    return assembly(code, [Uint32], [number, times])
+
+
+def highest_half(word: Value) -> Value:
+    """The higher one of a word's halves."""
+    return assembly(
+        "{ .reg .b32 l, h; and.b32 l, {$r0}, 0xFFFF; shr.u32 h, {$r0}, 16; max.u32 {$w0}, l, h; }",
+        [Uint32],
+        [word],
+    )
+
+
 def e8m0(byte: Value) -> Value:
     """``2^(byte - 127)``; NaN of 255."""
     return assembly(

@@ -19,8 +19,8 @@ from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
 _CHOOSE = Parameters(*"qqqq", *"iiiiiii")
 _CHOOSE_PACKED = struct.Struct("@4q7i")
-_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii", "I")
-_SCORE_PACKED = struct.Struct("@11q13iI")
+_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii", "I", "i")
+_SCORE_PACKED = struct.Struct("@11q13iIi")
 _WHOLE = 16384  # entries up to which a row is looked at without groups
 _GROUP = 8  # entries per group, or twice as many
 _LONG = 131072  # entries from which groups are the larger ones
@@ -153,6 +153,7 @@ def score(
         1 << 16,
         # The upper half of this times twice a block's number is its token, without a division.
         (1 << 31) // splits + 1,
+        keys.page_table.shape[0],
     )
     with torch.cuda.device(q.device):
         kernel = loaded(plan, HOPPER)

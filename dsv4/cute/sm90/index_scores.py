@@ -55,7 +55,7 @@ class ScoresKernel(ScoresPlan):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        sizes = [Int32(1)] * 14
+        sizes = [Int32(1)] * 15
         return cute.compile(
             self, *[Int64(0)] * 9, *[Int64(0)] * 2, *sizes, CUstream(0), options=options
         )
@@ -88,13 +88,14 @@ class ScoresKernel(ScoresPlan):
         visible_bytes: Int32,
         half: Int32,
         inverse: Int32,
+        rows: Int32,
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         self.kernel_(
             q, q_scales, weights, keys, table, sequences, visible, scores, maxima, token_stride,
             head_stride, page_stride, table_stride, score_stride, maxima_stride, heads, capacity, k,
-            page_shift, splits, table_bytes, sequence_bytes, visible_bytes, half, inverse,
+            page_shift, splits, table_bytes, sequence_bytes, visible_bytes, half, inverse, rows,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -132,6 +133,7 @@ class ScoresKernel(ScoresPlan):
         visible_bytes: Int32,
         half: Int32,
         inverse: Int32,
+        rows: Int32,
     ) -> None:
         """A block for every (token, ``splits`` of it), of whose parts each warpgroup has one."""
         thread, _, _ = cute.arch.thread_idx()
@@ -155,9 +157,9 @@ class ScoresKernel(ScoresPlan):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, Uint8)
         layout = cute.tile_to_shape(atom, (_BLOCK, 32), (0, 1))
         flat = smem.allocate_tensor(Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-        told, plain, exponents, windows, tables = (
+        told, plain, exponents, windows = (
             Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
-            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 8, 64)
+            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 12)
         )
         ring = self._ring(smem)
         cute.arch.griddepcontrol_launch_dependents()
@@ -172,10 +174,8 @@ class ScoresKernel(ScoresPlan):
             at = Uint32(flat.iterator.toint()) + Uint32(thread * 16)
             ptx.store_shared4(at, [Uint32(_SAME)] * 4)
             ptx.fence_shared()
-        if thread == 3:
-            ptx.store_shared_int(tables + 48, Int32(-1))
-        if thread < 3:
-            ptx.store_shared4(tables + Uint32(thread * 16), self._tables(thread, Uint32(half)))
+        if thread == 2:
+            ptx.store_shared_int(windows + 8, Int32(-1))
         cute.arch.sync_threads()
         # What is read first, one thing after another, is then in the level-2 cache.
         if thread < heads:
@@ -183,6 +183,14 @@ class ScoresKernel(ScoresPlan):
         if thread == 0:
             ptx.prefetch(visible + Int64(token) * visible_bytes)
             ptx.prefetch(sequences + Int64(token) * sequence_bytes)
+        step = 2 * self.warpgroups * splits
+        if warp >= self.workers // 32:
+            # As if the token's sequence had its number, which is often so.
+            row = table + Int64(cutlass.min(token, rows - 1)) * table_stride * table_bytes
+            bits = page_shift - 6
+            likely = (row, table_bytes, keys, page_stride), bits, (capacity - 1) >> 6
+            block = 2 * (part + warp - self.workers // 32) + (lane >> 1) * step + (lane & 1)
+            ptx.prefetch(self._place_of_page(likely, block))
         cute.arch.griddepcontrol_wait()
         shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
         end = cutlass.min(shown, capacity)
@@ -193,7 +201,6 @@ class ScoresKernel(ScoresPlan):
             count = (end + _BLOCK - 1) >> 6
             pool = (pages, table_bytes, keys, page_stride)
             keys_of = (pool, page_shift - 6, count - 1)
-            step = 2 * self.warpgroups * splits
             if warp >= 4 * self.warpgroups:
                 cute.arch.setmaxregister_decrease(_COPYING)
                 group = warp - 4 * self.warpgroups
@@ -225,16 +232,17 @@ class ScoresKernel(ScoresPlan):
                 )
                 same = further.make_fragment_A(further.get_slice(thread % 128).partition_A(flat))
                 dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
-                own = (lane, tables, Uint32(ptx.load_shared_int(tables + 48)))
+                own = (lane, Uint32(ptx.load_shared_int(windows + 8)))
                 products, taken = (mma, more, further), Int32(0)
+                reader = (warp, lane, own[1] + Uint32(1))  # 0, which the compiler does not know
                 self._arrived(mine, taken)
-                words = self._take(mine, taken, (warp, lane))
-                factors, least = self._expand(line, words, own)
+                words = self._take(mine, taken, reader)
+                factors, far = self._expand(line, words, own)
                 self._multiply(products, dots, (left, same), right)
                 self._arrived(mine, taken + 1)
-                words = self._take(mine, taken + 1, (warp, lane))
-                second, low = self._expand(other_line, words, own)
-                least = cutlass.min(least, low)
+                words = self._take(mine, taken + 1, reader)
+                second, below = self._expand(other_line, words, own)
+                far = ptx.larger_halves(far, below)
                 to = (
                     scores + Int64(token) * score_stride * 4,
                     maxima + Int64(token) * maxima_stride * 4,
@@ -252,18 +260,18 @@ class ScoresKernel(ScoresPlan):
                     following, after = factors, second
                     if block < count:
                         self._arrived(mine, taken + 2)
-                        words = self._take(mine, taken + 2, (warp, lane))
-                        following, low = self._expand(line, words, own)
-                        least = cutlass.min(least, low)
+                        words = self._take(mine, taken + 2, reader)
+                        following, below = self._expand(line, words, own)
+                        far = ptx.larger_halves(far, below)
                     warpgroup.wait_group(0)
                     sums += self._sums(dots, weight)
                     pair = (sums, (factors, second), to, block - step, (warp, lane))
                     if block < count:
                         self._multiply(products, dots, (left, same), right)
                         self._arrived(mine, taken + 3)
-                        words = self._take(mine, taken + 3, (warp, lane))
-                        after, low = self._expand(other_line, words, own, self._storing(*pair))
-                        least = cutlass.min(least, low)
+                        words = self._take(mine, taken + 3, reader)
+                        after, below = self._expand(other_line, words, own, self._storing(*pair))
+                        far = ptx.larger_halves(far, below)
                     else:
                         self._store(*pair)
                     factors, second = following, after
@@ -271,7 +279,7 @@ class ScoresKernel(ScoresPlan):
                 warpgroup.wait_group(0)
                 also = ptx.load_shared(windows, 2)
                 apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
-                if cute.arch.vote_any_sync(least < 0) | apart:
+                if cute.arch.vote_any_sync(self._is_below(far)) | apart:
                     queries = (plain, exponents, also, Uint32(half))
                     again = (2 * (part + group), step, count, apart)
                     self._correct(keys_of, again, queries, weight, to, (warp, lane))
@@ -332,17 +340,19 @@ class ScoresKernel(ScoresPlan):
         ptx.wait(full, (place >> self.stages.bit_length() - 1) & 1)
 
     def _take(self, mine: Value, place: Value, who: Value) -> Value:
-        """The lane's codes of two keys of the block, and scales."""
+        """The lane's codes of two keys of the block, and scales; the stage is given back."""
         stages, barriers = mine
-        warp, lane = who
+        warp, lane, none = who
         stage = place & self.stages - 1
         at = stages + Uint32(stage * STAGE)
         codes = at + Uint32(warp * (16 * _LINE) + lane * 16)
         scales = at + Uint32(warp * (16 * 4) + lane // 4 * 4)
         words = [*ptx.load_shared(codes, 4), *ptx.load_shared(codes, 4, 8 * _LINE)]
         words += [ptx.load_shared_word(scales, _BLOCK * _LINE + i) for i in (0, 32)]
-        # Each lane for itself: it has read the stage, which is written again after this.
-        ptx.arrive(barriers + Uint32(stage * 16 + 8))
+        # Each lane for itself: it has read the stage, which is copied to after this. Loads and
+        # an arrival are in order, the copy is not: by its address the arrival waits for the words.
+        read = functools.reduce(operator.or_, (words[0], words[4], words[8], words[9]))
+        ptx.arrive(barriers + Uint32(stage * 16 + 8) + (read & none))
         return words
 
     def _product(self, left: Value) -> cute.TiledMma:
@@ -370,8 +380,12 @@ class ScoresKernel(ScoresPlan):
 
     def _page(self, keys_of: Value, block: Value) -> Value:
         """The page of a block, the last one's if there is none."""
+        return ptx.load_global(self._place_of_page(keys_of, block))
+
+    def _place_of_page(self, keys_of: Value, block: Value) -> Value:
+        """Where the number of that page is."""
         (pages, table_bytes, _, _), bits, last = keys_of
-        return ptx.load_global(ptx.place(pages, cutlass.min(block, last) >> bits, table_bytes))
+        return ptx.place(pages, cutlass.min(block, last) >> bits, table_bytes)
 
     def _fetch(self, keys_of: Value, block: Value, who: Value) -> Value:
         """What ``_take`` returns, from memory."""
@@ -393,40 +407,42 @@ class ScoresKernel(ScoresPlan):
     def _expand(self, line: Value, words: Value, own: Value, beside: Iterable[None] = ()) -> Value:
         """The left operands of four steps; what both keys' scores are to be multiplied by.
 
-        And below 0 if one of the lane's groups has too small a scale.
+        And how far the scales of the lane's groups are below the largest of their keys, as powers
+        of two: of each key in a half of a word, in both bytes.
 
         ``line``: 16 registers: by step, half of the word, key. ``beside``: whose steps wait for one
         another, and here for the codes of a word instead.
         """
-        (lane, room, less), steps = own, iter(beside)
-        largests, shifts, all_tables = [], [], []
-        for h in range(2):
-            shift, largest = self._shift(words[8 + h], lane % 4)
-            at = room + Uint32(cutlass.max(shift - 1, Int32(0)) * 16)
-            all_tables.append(ptx.load_shared(at, 4))
-            largests.append(largest)
-            shifts.append(shift - 1)
-        for h, tables in enumerate(all_tables):
+        (lane, less), steps = own, iter(beside)
+        largest = ptx.largest_bytes(words[8], words[9])
+        below = largest - ptx.bytes_of(words[8], words[9], lane % 4)
+        for h, distance in enumerate((below, below >> 16)):
+            tables = self._tables(ptx.halved(Uint32(4), distance))
             for i in range(4):
                 both = ptx.codes_from_tables(words[4 * h + i], tables, less)
                 line[4 * i + h], line[4 * i + 2 + h] = both
                 next(steps, None)
         for _ in steps:
             pass
-        return self._both(*largests), cutlass.min(*shifts)
+        return largest, below
+
+    def _is_below(self, far: Value) -> Value:
+        """Whether one of two distances that ``_expand`` returns is too large for integers."""
+        return ptx.highest_half(far) > Uint32(0x02FF)
 
     def _both(self, first: Value, second: Value) -> Value:
         """A byte of both keys, in a word."""
         return Uint32(first) | (Uint32(second) << Uint32(16))
 
-    def _tables(self, shift: Value, half: Value) -> Value:
+    def _tables(self, factor: Value) -> Value:
         """Bytes that codes stand for, times a power of two, and _MIDDLE.
 
-        Of the codes 0 to 3 and 4 to 7, and of 7 to 4 and 3 to 0 with a sign.
+        Of the codes 0 to 3 and 4 to 7, and of 7 to 4 and 3 to 0 with a sign. Products, for the
+        logic pipe has more to do. Of a factor 0 all are _MIDDLE.
         """
-        factor = (half >> 16) << Uint32(shift)
         fours = (0x03020100, 0x0C080604, 2**32 - 0x0406080C, 2**32 - 0x00010203)
-        return [Uint32(0x01010101 * _MIDDLE) + Uint32(four) * factor for four in fours]
+        middle = Uint32(0x01010101 * _MIDDLE)
+        return [ptx.multiply_add(factor, Uint32(four), middle) for four in fours]
 
     def _some(self, words: Value) -> Value:
         """Whether a code is not zero."""
