@@ -14,7 +14,8 @@ import triton.language as tl
 from dsv4.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, widen
-from dsv4.triton._nvfp4 import rounded
+from dsv4.triton._nvfp4 import largest, rounded
+from dsv4.triton._nvfp4_tile import of_block
 
 GROUP_WIDTH = tl.constexpr(GROUP)
 # float32 bits of 1e-4, the smallest maximum a group is scaled by.
@@ -33,6 +34,16 @@ def page_stride(data: torch.Tensor) -> int:
 
 
 @triton.jit
+def group_scales(amax):
+    """E8M0 bytes (int32) and factors of groups, by the bits of their largest magnitudes."""
+    finite = amax < _INFINITY
+    scale = ((tl.maximum(amax, _FLOOR) + 0x1FFFFF) >> 23) - 8
+    scale = tl.where(finite, scale, 255)
+    factor = tl.where(finite, (254 - scale) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    return scale, factor
+
+
+@triton.jit
 def encode_groups(values, NOPE: tl.constexpr):
     """E4M3 codes of ``values [ROWS, BLOCK]`` (float32) and E8M0 bytes ``[ROWS, BLOCK / 64]``.
 
@@ -45,11 +56,7 @@ def encode_groups(values, NOPE: tl.constexpr):
     if NOPE // GROUP_WIDTH * GROUP_WIDTH != NOPE:  # a short last group
         values = tl.where(tl.arange(0, BLOCK)[None, :] < NOPE, values, 0.0)
     groups = tl.reshape(values, [ROWS, BLOCK // GROUP_WIDTH, GROUP_WIDTH])
-    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
-    finite = amax < _INFINITY
-    scale = ((tl.maximum(amax, _FLOOR) + 0x1FFFFF) >> 23) - 8
-    scale = tl.where(finite, scale, 255)
-    factor = tl.where(finite, (254 - scale) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    scale, factor = group_scales(tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2))
     # The factor of a group with a NaN or an Inf is NaN, and so are all its codes.
     return e4m3_bits(tl.reshape(groups * factor[:, :, None], [ROWS, BLOCK])), scale
 
@@ -159,6 +166,41 @@ def store_nope(
         place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
         stored = convert(values, data.dtype.element_ty)
         tl.store(place, stored, mask=written & (column < NOPE))
+
+
+@triton.jit
+def store_pieces(
+    data,
+    stride,
+    slot,
+    values,
+    piece,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """``store_nope`` of one entry's pieces ``piece [N]`` of 8 columns, ``values [N, 8]``.
+
+    A thread has a piece. NOPE is a multiple of 8, and so is N; ``slot [1]``.
+    """
+    column = (piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+    inside = (slot >= 0) & (piece < NOPE // 8)
+    if data.dtype.element_ty == tl.uint8:
+        GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
+        EACH: tl.constexpr = GROUP_WIDTH // 8
+        peak = tl.where(piece < NOPE // 8, largest(values), 0.0)
+        scale, factor = group_scales(of_block(peak, EACH).to(tl.int32, bitcast=True))
+        codes = e4m3_bits(widen(values) * factor[:, None])
+        place = data + data_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
+        tl.store(place, codes, mask=inside[:, None])
+        group = piece // EACH
+        scale = tl.where(group < GROUPS, scale, 0).to(tl.uint8)
+        place = data + tl.reshape(scale_start(slot, stride, NOPE, ROPE, PAGE_SIZE), [1]) + group
+        first = (piece % EACH == 0) & (group < (GROUPS + 7) // 8 * 8)
+        tl.store(place, scale, mask=first & (slot >= 0))
+    else:
+        place = data + plain_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
+        tl.store(place, convert(values, data.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit

@@ -65,6 +65,20 @@ def load_pieces(x, stride, row, piece, inside):
 
 
 @triton.jit
+def own_part(values, chunk, N: tl.constexpr):
+    """Of all M pieces of a row, ``[M, 8]``, the N of its part ``chunk``: ``[N, 8]``.
+
+    M is N times a power of two. Of N neighbours every thread has as many, so none are exchanged.
+    """
+    for _ in tl.static_range(16):
+        if values.shape[0] > N:
+            halves = tl.reshape(values, [2, values.shape[0] // 2, 8])
+            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+            values = tl.where((chunk & (low.shape[0] // N)) != 0, high, low)
+    return values
+
+
+@triton.jit
 def of_block(peak, PIECES: tl.constexpr):
     """The largest of each PIECES neighbours of ``peak [N]``, a block's, for each of them.
 

@@ -191,6 +191,10 @@ def _codes_kernel(
         strides = (token_stride, head_stride, cos_stride)
         tiles = _load_tiles(x, cos, sin, row, inside, strides, HEADS, D, HALF, WIDTH)
         weight = widen(tl.load(weights + row, mask=inside, other=0.0)) * weight_scale
+        # With few rows: stored last, it would be loaded last, a second trip to memory.
+        EARLY: tl.constexpr = FORMAT != "fp8" and TILES <= 2
+        if EARLY:
+            tl.store(folded + row, weight, mask=inside)
         if ROTATE:
             if TILED:
                 rotated = hadamard(_widened(tiles, TILES), TILES)
@@ -203,7 +207,8 @@ def _codes_kernel(
             weight *= _store_e4m3(codes, tiles, row, inside, D)
         else:
             _store_mxfp4(codes, scales, tiles, row, inside, D, CONVERT, TILED)
-        tl.store(folded + row, weight, mask=inside)
+        if not EARLY:
+            tl.store(folded + row, weight, mask=inside)
 
 
 @triton.jit
@@ -277,8 +282,6 @@ def quantize_index_queries(
     folded = q.new_empty((tokens, heads), dtype=torch.float32)
     if folded.numel():
         tile = _query_tile(q)
-        # To MXFP4, 1 and 8 tokens of 64 heads took 0.03 us more so, 64 took 0.4 less.
-        few = fp8 or tokens * heads > 1024
         with _launch.on(q):
             _codes_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
                 q,
@@ -300,7 +303,7 @@ def quantize_index_queries(
                 FORMAT=query_format,
                 CONVERT=conversion(q),
                 **tile,
-                **_without_contraction(q, few),
+                **_without_contraction(q, few=True),
             )
     if fp8:
         codes = codes.view(torch.float8_e4m3fn)

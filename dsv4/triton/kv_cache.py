@@ -7,20 +7,24 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _entries, _launch, _rotation, _rows
+from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._entries import (
     convert,
     decode_groups,
     encode_groups,
     load_entries,
     store_nope,
+    store_pieces,
     store_rope,
 )
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed, rounded
+from dsv4.triton._nvfp4_tile import load_pieces, own_part
 from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import load_angles, rotate
 from dsv4.triton.norm import inverse_rms
 
+_FEW = 128  # entries up to which programs share one
 _MANY = 1 << 16  # entries from which a program reads more of them
 
 
@@ -282,6 +286,79 @@ def _norm_rope_write_kernel(
 
 
 @triton.jit
+def _inverse_rms_of(pieces, COLUMNS: tl.constexpr, eps):
+    values = widen(pieces)
+    return inverse_rms(tl.sum(tl.sum(values * values, 1), 0), COLUMNS, eps)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm_rope_write_few_kernel(
+    data,
+    data_stride,
+    kv,
+    stride,
+    weight,
+    cos,
+    sin,
+    table_stride,
+    slots,
+    count,
+    eps,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SHARES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """SHARES programs to an entry, of one warp: the last has the columns that turn.
+
+    The others have 256 columns each, 8 to a thread. Each adds up the whole row for itself, so that
+    no warp waits for another.
+    """
+    if tl.program_id(0) == 0:
+        prefetch_row(weight, NOPE + ROPE, 8 * WHOLE)
+    N: tl.constexpr = 32
+    COLUMNS: tl.constexpr = NOPE + ROPE
+    DTYPE: tl.constexpr = kv.dtype.element_ty
+    row, part = (tl.program_id(0) // SHARES).to(tl.int64), tl.program_id(0) % SHARES
+    kv += row * stride
+    each = tl.arange(0, WHOLE)
+    if part < SHARES - 1:
+        piece = part * N + tl.arange(0, N)
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            loaded = load_pieces(kv, 0, each * 0, each, each < COLUMNS // 8)
+            factor = load_pieces(weight, 0, piece * 0, piece, piece < NOPE // 8)
+            slot = tl.load(slots + row)
+            here = arrival(factor, N) | arrival(slot, N)
+            loaded = once_here(loaded, here)
+            rms = _inverse_rms_of(loaded, COLUMNS, eps)
+            values = narrowed(widen(factor) * (widen(own_part(loaded, part, N)) * rms), DTYPE)
+            slot = slot.to(tl.int64) + tl.zeros([1], tl.int64)
+            store_pieces(data, data_stride, slot, values, piece, NOPE, ROPE, PAGE_SIZE)
+    else:
+        piece = tl.arange(0, N)
+        turns = piece < ROPE // 8
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            loaded = load_pieces(kv, 0, each * 0, each, each < COLUMNS // 8)
+            rope = load_pieces(kv + NOPE, 0, piece * 0, piece, turns)
+            factor = load_pieces(weight + NOPE, 0, piece * 0, piece, turns)
+            pair = (piece * 4)[:, None] + tl.arange(0, 4)[None, :]
+            c, s = load_angles(cos, sin, row * table_stride, pair, turns[:, None], False)
+            slot = tl.load(slots + row)
+            here = arrival(rope, N) | arrival(factor, N) | arrival(c, N) | arrival(s, N)
+            here |= arrival(slot, N)
+            rms = _inverse_rms_of(once_here(loaded, here), COLUMNS, eps)
+            turned = rotate(rounded(widen(factor) * (widen(rope) * rms), DTYPE), c, s)
+            slot = slot.to(tl.int64) + tl.zeros([1], tl.int64)
+            dim = (piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+            turned = narrowed(turned, DTYPE)
+            store_rope(data, data_stride, slot, turned, dim, NOPE, ROPE, PAGE_SIZE)
+
+
+@triton.jit
 def _load_weight(weight, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """One copy ``[ROWS, BLOCK]`` per row: held once, it would lie in other threads."""
     column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], [ROWS, BLOCK])
@@ -310,6 +387,30 @@ def norm_rope_write_kv(
     # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
     rotated = 2 * cos.shape[1]
     tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
+    if count <= _FEW and head_dim % 8 == 0 and rotated % 8 == 0:
+        shares = triton.cdiv(_entries.block(head_dim), 256) + 1
+        with _launch.on(data):
+            _norm_rope_write_few_kernel[(count * shares,)](
+                data,
+                _entries.page_stride(data),
+                kv,
+                kv.stride(0),
+                weight.contiguous(),
+                cos,
+                sin,
+                cos.stride(0),
+                slots.contiguous(),
+                count,
+                eps,
+                NOPE=head_dim - rotated,
+                ROPE=rotated,
+                PAGE_SIZE=page_size,
+                SHARES=shares,
+                WHOLE=_entries.block(head_dim) // 8,
+                num_warps=1,
+                **_launch.options(data, few=True),
+            )
+        return
     with _launch.on(data):
         _norm_rope_write_kernel[_programs(count, tile)](
             data,
