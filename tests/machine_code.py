@@ -52,6 +52,46 @@ def usage_of(image, file):
     return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
 
 
+def loads_before_wait(image, file):
+    """Loads of global memory that a thread may reach before it waits for the kernel in front.
+
+    Along every way. A load that the assembler moved there reads what that kernel has yet to write.
+    """
+    file.write_bytes(image.cubin)
+    return _before_wait(run("nvdisasm", "-c", file))
+
+
+_GLOBAL_LOAD = re.compile(r"(LDG|LD|LDGSTS|UBLKCP|UTMALDG|ATOMG?|REDG?)\.")
+
+
+def _before_wait(listing):
+    line = r"^(\.\S+):|/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z][^;]*?)\s*;"
+    labels, instructions = {}, []
+    for label, predicate, instruction in re.findall(line, listing, re.MULTILINE):
+        if label:
+            labels[label] = len(instructions)
+        else:
+            instructions.append((predicate, instruction))
+    seen, begun, found = set(), [0], []
+    while begun:
+        i = begun.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        predicate, instruction = instructions[i]
+        name = instruction.split()[0]
+        assert not name.startswith(("BRX", "JMP", "CALL", "RET")), instruction
+        if _GLOBAL_LOAD.match(instruction):
+            found.append(instruction)
+        if name.startswith("BRA"):
+            begun.append(labels[re.search(r"`\((\S+)\)", instruction)[1]])
+        # Some branches have their predicate as an operand.
+        always = not predicate and re.fullmatch(r"EXIT|BRA\S* `\(\S+\)", instruction)
+        if name != "ACQBULK" and not always:
+            begun.append(i + 1)
+    return found
+
+
 def parameters_of(text):
     """Offsets and sizes of the parameters that a kernel's PTX declares, and the end of all."""
     end, offsets, sizes = 0, [], []

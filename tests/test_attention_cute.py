@@ -534,6 +534,7 @@ def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
     pytest.importorskip("cutlass")
     triton = pytest.importorskip("triton")
     from dsv4.cute._images import compile_image
+    from tests.machine_code import loads_before_wait
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     for plan in launcher.plans():
@@ -548,6 +549,9 @@ def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
         usage = shown("cuobjdump", "-res-usage")
         numbers = {k: int(n) for k, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
         sass = shown("nvdisasm", "-c")
+        # Slots, entries and queries are written by the kernels in front.
+        assert not loads_before_wait(image, file)
+        assert ".CONSTANT" not in sass
         assert numbers["STACK"] == numbers["LOCAL"] == 0
         assert not re.search(r"\b(LDL|STL)\b", sass)
         assert image.shared_bytes <= 227 * 1024

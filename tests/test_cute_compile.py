@@ -167,10 +167,20 @@ def check_each(batch, folder, check, arch=HOPPER):
         numbers = usage_of(image, folder / "cubin")
         instructions = [line.split()[0] for line in listing]
         try:
+            assert_only_weights_come_early(plan, instructions)
             check(plan, image, numbers, instructions)
         except AssertionError as error:
             objections.append(f"{plan}: {error}")
     assert not objections, "\n".join(objections)
+
+
+def assert_only_weights_come_early(plan, instructions):
+    """Constant loads are of weights: the assembler may move them to before the wait."""
+    loads = [i for i in instructions if i.startswith("LDG")]
+    early = [i for i in instructions[: instructions.index("ACQBULK")] if i.startswith("LDG")]
+    assert all(".CONSTANT" in i for i in early)
+    if not isinstance(plan, FewPlan | GroupedFewPlan):
+        assert not any(".CONSTANT" in i for i in loads)
 
 
 def copies_of_x(plan):

@@ -354,13 +354,17 @@ def test_kernels_compile(plan, tmp_path):
     pytest.importorskip("triton")
     from dsv4.cute import _images
     from dsv4.cute._architectures import HOPPER
-    from tests.machine_code import REGISTER_FILE, usage_of
+    from tests.machine_code import REGISTER_FILE, loads_before_wait, run, usage_of
 
-    usage = usage_of(_images.compile_image(plan, HOPPER), tmp_path / "kernel.cubin")
+    image, file = _images.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
+    usage = usage_of(image, file)
     assert usage["STACK"] == usage["LOCAL"] == 0
     resident = getattr(plan, "resident", 1)
     assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
     assert plan.shared_bytes * resident <= 227 * 1024
+    # Keys, queries and scores are written by the kernels in front.
+    assert not loads_before_wait(image, file)
+    assert ".CONSTANT" not in run("nvdisasm", "-c", file)
 
 
 def test_sums_are_subnormal():

@@ -85,10 +85,13 @@ def load_global(address: Value) -> Value:
     return assembly("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
 
 
-def load_streamed(
+def load_weights(
     address: Value, words: int, wanted: Value | None = None, offset: int = 0
 ) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words that are read once and never written.
+    """``words`` (2 or 4) 32-bit words of weights, which no kernel beside this one writes.
+
+    The assembler may move such loads (``.nc``) to before the wait for the kernel in front, where
+    what that kernel writes would be read too early.
 
     Args:
         address: Of the first, less ``offset``.
@@ -101,6 +104,12 @@ def load_streamed(
         return assembly(code, [Uint32] * words, [address])
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p {code} }}"
     return assembly(code, [Uint32] * words, [address, wanted])
+
+
+def load_streamed(address: Value, words: int, offset: int = 0) -> tuple[Value, ...]:
+    """``words`` (2 or 4) 32-bit words that are read once; ``offset``: see ``load_matrices4``."""
+    code = f"ld.global.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
+    return assembly(code, [Uint32] * words, [address])
 
 
 def load_global_float(address: Value) -> Value:
@@ -382,7 +391,7 @@ def _load_or(
     default: str, words: int, address: Value, wanted: Value, offset: int
 ) -> tuple[Value, ...]:
     moves = " ".join(f"mov.u32 {{$w{i}}}, {default};" for i in range(words))
-    load = f"ld.global.nc.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
+    load = f"ld.global.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p {load} }}"
     return assembly(code, [Uint32] * words, [address, wanted])
 
@@ -644,8 +653,8 @@ def number_at(address: Value, width: Value) -> Value:
 
 
 def load_once(address: Value, offset: int) -> Value:
-    """A 32-bit word that is read once and never written; ``offset`` as in ``load_streamed``."""
-    code = f"ld.global.nc.L1::no_allocate.u32 {{$w0}}, [{{$r0}}+{offset}];"
+    """A 32-bit word that is read once; ``offset`` as in ``load_streamed``."""
+    code = f"ld.global.L1::no_allocate.u32 {{$w0}}, [{{$r0}}+{offset}];"
     return assembly(code, [Uint32], [address])
 
 

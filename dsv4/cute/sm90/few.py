@@ -281,8 +281,8 @@ class FewKernel(FewPlan):
         """The lane's 4 words of codes and 2 of scales of a tile; nothing where not ``wanted``."""
         codes, scales = at
         return [
-            *ptx.load_streamed(codes, 4, wanted, tile * _CODE_BYTES),
-            *ptx.load_streamed(scales, 2, wanted, tile * _SCALE_BYTES),
+            *ptx.load_weights(codes, 4, wanted, tile * _CODE_BYTES),
+            *ptx.load_weights(scales, 2, wanted, tile * _SCALE_BYTES),
         ]
 
     @cute.jit

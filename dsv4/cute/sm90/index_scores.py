@@ -399,7 +399,7 @@ class ScoresKernel(ScoresPlan):
         scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(first * 4)
         return [
             *ptx.load_streamed(codes, 4),
-            *ptx.load_streamed(codes, 4, None, 8 * _LINE),
+            *ptx.load_streamed(codes, 4, 8 * _LINE),
             ptx.load_once(scales, 0),
             ptx.load_once(scales, 32),
         ]
@@ -591,7 +591,7 @@ class ScoresKernel(ScoresPlan):
             words = [
                 word
                 for first in range(0, count, each)
-                for word in ptx.load_streamed(place, each, None, 4 * first)
+                for word in ptx.load_streamed(place, each, 4 * first)
             ]
             scales = ptx.load_global(q_scales + Int64(head) * 4)
             weight = ptx.load_global_float(weights + Int64(head) * 4)
