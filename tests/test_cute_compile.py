@@ -176,8 +176,8 @@ def check_each(batch, folder, check, arch=HOPPER):
 
 def assert_only_weights_come_early(plan, instructions):
     """Constant loads are of weights: the assembler may move them to before the wait."""
-    loads = [i for i in instructions if i.startswith("LDG")]
-    early = [i for i in instructions[: instructions.index("ACQBULK")] if i.startswith("LDG")]
+    loads = [i for i in instructions if i.startswith("LDG.")]
+    early = [i for i in instructions[: instructions.index("ACQBULK")] if i.startswith("LDG.")]
     assert all(".CONSTANT" in i for i in early)
     if not isinstance(plan, FewPlan | GroupedFewPlan):
         assert not any(".CONSTANT" in i for i in loads)
