@@ -35,7 +35,7 @@ _MULTIPROCESSORS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
 # Kernels of which the order of loads and exchanges between threads is reported.
-EXCHANGING = ("_rms_norm_kernel", "_post_kernel")
+EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
 SIZES = (("flash", 1), ("pro", 1), ("flash", 64), ("flash", 2048))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}

@@ -437,10 +437,17 @@ def swizzled_by_expert(q, offsets):
     layout=st.sampled_from(["linear", "swizzled_128x4", "swizzled_128x4_experts"]),
     static=st.booleans(),
     kind=st.sampled_from([0.0, 1.0, torch.nan, torch.inf]),
+    part=st.sampled_from([4, 128]),
 )
 @settings(max_examples=25)
-def test_gather_quantize_is_its_parts(device, routing, blocks, dtype, layout, static, kind):
-    """Codes, scales with their padding and global scales, bit for bit; a NaN is alone."""
+def test_gather_quantize_is_its_parts(
+    device, monkeypatch, routing, blocks, dtype, layout, static, kind, part
+):
+    """Codes, scales with their padding and global scales, bit for bit; a NaN is alone.
+
+    Also with rows that several programs share.
+    """
+    monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
     ids, experts, seed = routing
     x = fuzz.normal(seed, (ids.shape[0], 16 * blocks), dtype)
     if x.numel() and kind != 1.0:

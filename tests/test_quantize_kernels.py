@@ -13,7 +13,10 @@ from dsv4 import formats
 from dsv4.dispatch import use_backend
 from dsv4.elements import encode_e2m1, pack
 from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4
+from dsv4.ops.norm import rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.ops.rope import rope, rope_quantize
+from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 
@@ -228,16 +231,18 @@ class TestTiles:
         layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
         dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
         few=st.sampled_from([0, 256]),
+        part=st.sampled_from([16, 128]),
     )
     def test_nvfp4_equals_the_reference(
-        self, device, monkeypatch, draw, shape, scaling, layout, dtype, few
+        self, device, monkeypatch, draw, shape, scaling, layout, dtype, few, part
     ):
         """More rows and columns than a tile, and ragged ones; padding is zero, whatever was there.
 
         Memory that a kernel forgets to write is full of NaN here.
         """
-        # From how many rows on, other tiles.
+        # From how many rows on, other tiles; and of how many blocks on, rows are shared.
         monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
+        monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
         x = draw.build(shape, dtype, device)
         static = 0.01 if scaling == "static" else None
         arguments = {"scaling": scaling, "layout": layout, "global_scale": static}
@@ -327,3 +332,26 @@ def test_replays_of_a_graph(scaling, layout):
         want = quantize(x, **arguments)
         same(got, want)
         assert_bitwise(values, dequantize(want, torch.bfloat16), "value")
+
+
+@pytest.mark.parametrize("exponent", [-110, -8, 70])
+@pytest.mark.parametrize("scaling", ["static", "token"])
+def test_rows_of_several_chunks_at_any_scale(device, monkeypatch, exponent, scaling):
+    """Of many rows, chunks are written out for usual scales and a loop for others."""
+    monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", 0)
+    monkeypatch.setattr("dsv4.triton.norm._SOME", 0)
+    x = strategies.normal(exponent, (2, 2048), torch.float32) * 2.0 ** (exponent + 8)
+    scale = torch.full((1,), 2.0**exponent, device=device) if scaling == "static" else None
+    arguments = {"scaling": scaling, "global_scale": scale}
+    x = x.to(torch.bfloat16).to(device)
+    same(quantize(x, **arguments), by_reference(x, **arguments))
+    weight = torch.full((2048,), 2.0 ** (exponent + 8), dtype=torch.bfloat16, device=device)
+    normed, found = rms_norm_quantize(x, weight, **arguments)
+    same(found, by_reference(normed, **arguments))
+    heads = x.reshape(2, 16, 128)
+    cos, sin = (t.to(device) for t in torch.ones(2, 2, 8))
+    found = rope_quantize(heads, cos, sin, inverse=True, groups=2, **arguments)
+    turned = rope(heads, cos[:, None], sin[:, None], inverse=True).reshape(2, 2, 1024)
+    same(found, by_reference(turned, **arguments))
+    found = swiglu_quantize(x, None, **arguments)
+    same(found, by_reference(swiglu(x, None), **arguments))

@@ -351,6 +351,8 @@ def grouped_case(seed, tokens, heads, dims, half, dtype, device):
 class TestRopeQuantize:
     # heads, D, R/2, groups: rows of several heads, of one, of parts of one.
     SHAPES = ((4, 32, 4, 2), (2, 16, 8, 2), (3, 32, 3, 6), (2, 48, 5, 1), (4, 16, 1, 1))
+    # The same of 32 blocks and more, which several programs share: all turn, 16 of 64, 10 of 64.
+    SHAPES += ((16, 32, 16, 1), (9, 64, 8, 1), (8, 64, 5, 1))
 
     @settings(max_examples=30)
     @given(
@@ -361,10 +363,12 @@ class TestRopeQuantize:
         inverse=st.booleans(),
         scaling=st.sampled_from(["token", "tensor scale", "row scale"]),
         layout=st.sampled_from(["linear", "linear", "linear", "swizzled_128x4"]),
+        part=st.sampled_from([8, 128]),
     )
     def test_bits_are_those_of_the_parts(
-        self, device, draw, tokens, shape, dtype, inverse, scaling, layout
+        self, device, monkeypatch, draw, tokens, shape, dtype, inverse, scaling, layout, part
     ):
+        monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
         heads, dims, half, groups = shape
         x = draw.build((tokens, heads, dims), dtype, device)
         cos, sin = (t[:, 0] for t in tables_for(tokens, half, draw.seed, device))

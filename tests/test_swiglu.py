@@ -258,6 +258,7 @@ def test_large_and_small_gates(device, dtype, limit):
     rows=st.sampled_from([(1,), (3,), (2, 3)]),
     blocks=st.sampled_from([1, 3, 32]),
     few=st.sampled_from([0, 256]),
+    part=st.sampled_from([8, 128]),
     dtype=fuzz.float_dtypes(),
     layout=st.sampled_from(["concatenated", "interleaved"]),
     scale_layout=st.sampled_from((LINEAR, SWIZZLED)),
@@ -266,12 +267,24 @@ def test_large_and_small_gates(device, dtype, limit):
 )
 @settings(max_examples=20)
 def test_fused_quantisation_equals_its_parts(
-    device, monkeypatch, draw, rows, blocks, few, dtype, layout, scale_layout, static, weighted
+    device,
+    monkeypatch,
+    draw,
+    rows,
+    blocks,
+    few,
+    part,
+    dtype,
+    layout,
+    scale_layout,
+    static,
+    weighted,
 ):
     """Bit for bit, with NaN and infinities in the input, whatever implementation runs.
 
-    Also with the tiles that are meant for many rows.
+    Also with the tiles that are meant for many rows, and with rows that several programs share.
     """
+    monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
     monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
     x = draw.build((*rows, 32 * blocks), dtype, device)
     weight = fuzz.normal(draw.seed, rows).to(device) if weighted else None

@@ -56,6 +56,11 @@ def assert_loads_come_first(kernels):
     for kernel in norms:
         if kernel["exchanges"].count("LDG") == 2:
             assert kernel["exchanges"][:2] == ["LDG", "LDG"], kernel
+    shared = [k["exchanges"] for k in kernels if k["kernel"] == "_norm_quantize_few_kernel"]
+    assert shared
+    for exchanges in shared:
+        first = next(i for i, what in enumerate(exchanges) if what == "SHFL")
+        assert "LDG" not in exchanges[first:], exchanges
     posts = [k for k in kernels if k["kernel"] == "_post_kernel" and k["threads"] == 64]
     assert posts
     assert all(k["exchanges"] == ["LDG"] * 25 for k in posts)

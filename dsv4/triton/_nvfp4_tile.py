@@ -3,8 +3,10 @@
 Of many rows one thread takes a block of 16, in two halves of 8 columns. So the maximum of a block
 needs no other thread, and codes and scales leave as they were made. Of few rows (``quantize_tile``)
 two threads have a block, a piece of 8 columns each: a thread that is alone takes 3 to 7 cycles for
-an instruction, and half as many code 8 columns. ``Output`` is the launcher's side: every kernel
-that quantises takes its ``arguments`` and ``options``.
+an instruction, and half as many code 8 columns. And several programs share a long row: where its
+scale follows from it, or a norm is in front, each of them looks at all of the row, but it codes and
+stores its own part alone. ``Output`` is the launcher's side: every kernel that quantises takes its
+``arguments`` and ``options``.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ from dsv4.triton._nvfp4 import (
 
 # Where the global scale comes from: it is given, from the row, or from partial maxima of a matrix.
 _GIVEN = tl.constexpr(0)
-_TOKEN = tl.constexpr(1)
+TOKEN = tl.constexpr(1)
 _PARTS = tl.constexpr(2)
 
 # Blocks of a tile, a thread for each. Rows that are few, and so few that a program is alone.
 _GROUPS = 128
 _FEW = 256
 _ALONE = 8
-# Groups of 16 scales of padding that a program clears.
-_BLANK = tl.constexpr(256)
+
+# Rows up to which programs share one, and blocks that each of them codes.
+_SHARED = 64
+_PART = 128
 
 
 @triton.jit
@@ -62,20 +66,6 @@ def load_pieces(x, stride, row, piece, inside):
     """Pieces ``piece [N]`` of 8 columns of rows ``row [N]``, as ``[N, 8]``; 0 where not inside."""
     place = x + (row * stride + piece * 8)[:, None] + tl.arange(0, 8)[None, :]
     return tl.load(place, mask=inside[:, None], other=0.0)
-
-
-@triton.jit
-def own_part(values, chunk, N: tl.constexpr):
-    """Of all M pieces of a row, ``[M, 8]``, the N of its part ``chunk``: ``[N, 8]``.
-
-    M is N times a power of two. Of N neighbours every thread has as many, so none are exchanged.
-    """
-    for _ in tl.static_range(16):
-        if values.shape[0] > N:
-            halves = tl.reshape(values, [2, values.shape[0] // 2, 8])
-            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
-            values = tl.where((chunk & (low.shape[0] // N)) != 0, high, low)
-    return values
 
 
 @triton.jit
@@ -150,8 +140,62 @@ def tile_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def own_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """This program's matrix, and row and piece of each of its ROWS * BLOCKS * 2 pieces.
+
+    CHUNKS programs share ROWS rows. They follow one another, and so start at the same time.
+    """
+    group = tl.arange(0, ROWS * BLOCKS * 2)
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64) * ROWS + group // (2 * BLOCKS)
+    piece = tl.program_id(0) % CHUNKS * (2 * BLOCKS) + group % (2 * BLOCKS)
+    return tl.program_id(1).to(tl.int64), row, piece
+
+
+@triton.jit
+def loaded_places(
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """``own_places``; or of all WHOLE pieces of the row, where WHOLE is not 0."""
+    matrix, row, piece = own_places(ROWS, BLOCKS, CHUNKS)
+    if WHOLE > 0:
+        piece = tl.arange(0, WHOLE)
+        row = (tl.program_id(0) // CHUNKS).to(tl.int64) + piece * 0
+    return matrix, row, piece
+
+
+@triton.jit
+def own_part(values, chunk, N: tl.constexpr):
+    """Of all M pieces of a row, ``[M, 8]``, the N of its part ``chunk``: ``[N, 8]``.
+
+    M is N times a power of two. Of N neighbours every thread has as many, so none are exchanged.
+    """
+    for _ in tl.static_range(16):
+        if values.shape[0] > N:
+            halves = tl.reshape(values, [2, values.shape[0] // 2, 8])
+            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+            values = tl.where((chunk & (low.shape[0] // N)) != 0, high, low)
+    return values
+
+
+@triton.jit
+def block_peaks(values):
+    """The largest of each piece's block ``[M]``, of pieces ``[M, 8]``; 0 where it is not finite."""
+    return finite_amax(of_block(largest(values), 2))[0]
+
+
+@triton.jit
+def over_threads(peaks, N: tl.constexpr):
+    """The largest of every N-th of ``peaks [M]``, ``[N]``."""
+    if peaks.shape[0] == N:
+        return peaks
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.max(tl.reshape(peaks, [peaks.shape[0] // N, N]), 0)
+
+
+@triton.jit
 def quantize_tile(
     values,
+    peaks,
     source,
     codes,
     scales,
@@ -167,41 +211,51 @@ def quantize_tile(
     SWIZZLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
+    own=None,
 ):
     """Quantise and store this program's blocks: ``values [ROWS * BLOCKS * 2, 8]``, of any float.
 
-    Two threads have a block, 8 columns each, so that a row that is alone has many.
+    Two threads have a block, 8 columns each, so that a row that is alone has many. They are those
+    of ``own_places``, unless ``own`` says which pieces they are.
 
-    ``source`` holds the given global scales or ``parts`` partial maxima of each matrix; ``parts``
-    is 0 where all matrices share one given scale. The other arguments are ``Output.arguments`` and
-    ``Output.options``.
+    ``peaks`` are the ``block_peaks`` of whole rows, ROWS times any number, where the scale follows
+    from them; where it is given, it, or None if it has not been loaded. ``source`` holds the given
+    global scales or ``parts`` partial maxima of each matrix; ``parts`` is 0 where all matrices
+    share one given scale. The other arguments are ``Output.arguments`` and ``Output.options``.
     """
-    matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
+    matrix, row, piece = own_places(ROWS, BLOCKS, CHUNKS)
+    if own is not None:
+        piece = own
     inside = (row < rows) & (piece < 2 * blocks)
     start = matrix * rows
     # One scale for the program is a scalar, of which it can ask once whether it is moderate.
     ONE: tl.constexpr = ROWS == 1 or not PER_ROW
-    line = tl.program_id(0).to(tl.int64) * ROWS
+    line = (tl.program_id(0) // CHUNKS).to(tl.int64) * ROWS
     if ROWS > 1:
         line += tl.arange(0, ROWS)
     amax, finite = finite_amax(of_block(largest(values), 2))
     if SOURCE == _GIVEN and PER_ROW:
-        each = tl.load(source + start + line, mask=line < rows, other=1.0)
+        each = peaks
+        if peaks is None:
+            each = tl.load(source + start + line, mask=line < rows, other=1.0)
     elif SOURCE == _GIVEN:
-        each = tl.load(source + matrix * parts)
+        each = peaks
+        if peaks is None:
+            each = tl.load(source + matrix * parts)
     elif SOURCE == _PARTS:
         part = tl.arange(0, PARTS)
         peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
         each = dynamic_scale(tl.max(peaks, 0))
     else:
-        each = dynamic_scale(row_peak(amax, ROWS))
-    if tl.program_id(1) == 0:
-        if PER_ROW:
+        each = dynamic_scale(row_peak(over_threads(peaks, ROWS * BLOCKS * 2), ROWS))
+    if PER_ROW:
+        if tl.program_id(0) % CHUNKS == 0:
             tl.store(total + start + line, each, mask=line < rows)
-        elif tl.program_id(0) == 0:
-            tl.store(total + matrix, each)
+    elif tl.program_id(0) == 0:
+        tl.store(total + matrix, each)
     codes += start * blocks * 8
     scales += matrix * scale_rows * scale_columns
     if ONE:
@@ -349,20 +403,19 @@ def blank_scales(
 
 
 @triton.jit
-def blank_tile(scales, rows, scale_rows, scale_columns, ROWS: tl.constexpr):
-    """Scales 0 in rows that only the swizzled layout has, by a program past those of rows.
+def blank_tile(scales, rows, scale_rows, scale_columns, number, N: tl.constexpr):
+    """Scales 0 in rows that only the swizzled layout has, by program ``number`` past those of rows.
 
     They end the last 128 rows, whose scales lie together: 16 bytes are 4 blocks of 4 rows that are
     32 apart. A program that found no row inside would compute as long as the others.
     """
-    number = (tl.program_id(0) - tl.cdiv(rows, ROWS)) * tl.num_programs(1) + tl.program_id(1)
-    group = number * _BLANK + tl.arange(0, _BLANK)[:, None]
+    group = number * N + tl.arange(0, N)[:, None]
     of_group = tl.arange(0, 4)[None, :]
     row, begun = group % 32, rows % 128
-    start = tl.program_id(2).to(tl.int64) * scale_rows + rows // 128 * 128
+    start = tl.program_id(1).to(tl.int64) * scale_rows + rows // 128 * 128
     place = (scales + start * scale_columns).to(tl.pointer_type(tl.uint32)) + group * 4 + of_group
     inside = group < 8 * scale_columns
-    nothing = tl.zeros([_BLANK, 4], tl.uint32)
+    nothing = tl.zeros([N, 4], tl.uint32)
     tl.store(place, nothing, mask=inside & (row >= begun))
     tl.store(place, nothing, mask=inside & (row < begun) & (row + 32 * of_group >= begun))
 
@@ -466,6 +519,16 @@ def tile_shape(blocks: int, whole: bool) -> tuple[int, int]:
     return max(1, _GROUPS // wide), wide
 
 
+def shared_blocks(blocks: int, rows: int) -> int:
+    """Blocks of a row that a program codes; where rows are few, several programs share one.
+
+    A program has 8 warps then. With 4, which look at twice as much of the row each, it was as fast
+    with one or two rows and slower with more.
+    """
+    wide = _launch.power_of_two(blocks)
+    return min(wide, _PART) if rows <= _SHARED else wide
+
+
 def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     """Blocks of a chunk, and chunks of a program that takes one row: 0 where tiles do better.
 
@@ -518,6 +581,7 @@ class Output:
         weight: Whether block scales are those of weights.
         layout: Layout of ``scales``.
         by_warp: Whether ``quantize_row`` leaves a row to one warp.
+        normed: Whether rows have a norm in front, for which a program looks at all of its row.
     """
 
     codes: torch.Tensor
@@ -528,6 +592,7 @@ class Output:
     weight: bool
     layout: str
     by_warp: bool = False
+    normed: bool = False
 
     @staticmethod
     def empty(
@@ -583,14 +648,13 @@ class Output:
         return self.source.shape[-1] if self.dynamic else self.source.stride(-2)
 
     @property
-    def grid(self) -> tuple[int, int, int]:
+    def grid(self) -> tuple[int, int]:
         """Programs of a kernel that calls ``quantize_tile``; there must be a row."""
         rows, blocks, high, wide = self._sizes
-        tall, across = tile_shape(blocks, self._per_token)
+        tall, across, chunks = self._tile
         count = self.codes.numel() // (rows * blocks * 8)
-        chunks = triton.cdiv(wide, across)
         groups = 8 * wide if high > rows else 0
-        return triton.cdiv(rows, tall) + triton.cdiv(groups, _BLANK.value * chunks), chunks, count
+        return triton.cdiv(rows, tall) * chunks + triton.cdiv(groups, 2 * tall * across), count
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -600,7 +664,7 @@ class Output:
     @property
     def _constants(self) -> dict[str, Any]:
         per_row = self._per_token or (not self.dynamic and self.total.shape[-1] != 1)
-        kind = _GIVEN if not self.dynamic else _TOKEN if self._per_token else _PARTS
+        kind = _GIVEN if not self.dynamic else TOKEN if self._per_token else _PARTS
         return {
             "SOURCE": kind.value,
             "PER_ROW": per_row,
@@ -614,9 +678,32 @@ class Output:
     @property
     def options(self) -> dict[str, Any]:
         """The constants of ``quantize_tile`` and what every launch needs."""
-        tall, across = tile_shape(self._sizes[1], self._per_token)
+        tall, across, chunks = self._tile
+        sizes = {"ROWS": tall, "BLOCKS": across, "CHUNKS": chunks}
         warps = tile_warps(2 * tall * across, self._all_rows)
-        return {**self._constants, "ROWS": tall, "BLOCKS": across, "num_warps": warps}
+        return {**self._constants, **sizes, "num_warps": warps}
+
+    @property
+    def whole(self) -> int:
+        """Pieces of the row of which each program looks at all, not at its own alone; or 0."""
+        apart = self.normed or (self._per_token and self._shared)
+        return 2 * _launch.power_of_two(self._sizes[3]) if apart else 0
+
+    @property
+    def _shared(self) -> bool:
+        """Whether several programs share a row."""
+        wide = self._sizes[3]
+        return shared_blocks(wide, self._all_rows) < _launch.power_of_two(wide)
+
+    @property
+    def _tile(self) -> tuple[int, int, int]:
+        """Rows and blocks of a tile, and tiles that a row of scales has."""
+        _, blocks, _, wide = self._sizes
+        if self.normed or self._shared:
+            part = shared_blocks(wide, self._all_rows)
+            return 1, part, triton.cdiv(wide, part)
+        tall, across = tile_shape(blocks, self._per_token)
+        return tall, across, triton.cdiv(wide, across)
 
     @property
     def by_row(self) -> bool:

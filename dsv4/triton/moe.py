@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.ops.moe import check_ids
 from dsv4.triton import _launch, _nvfp4, _rows
+from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
@@ -24,9 +25,15 @@ from dsv4.triton._nvfp4 import (
     largest,
 )
 from dsv4.triton._nvfp4_tile import (
+    block_peaks,
     load_pieces,
+    loaded_places,
     of_block,
+    over_threads,
+    own_part,
+    own_places,
     row_peak,
+    shared_blocks,
     store_halves,
     store_pieces,
     store_scales,
@@ -40,7 +47,9 @@ _BLOCK = 256  # slots of one program beyond that
 _TOGETHER = 512  # slots up to which rows are sorted and copied by one launch
 _APART = 32  # tokens up to which every slot is quantised by a program of its own
 _FEW = 256  # programs that quantise, of which there are enough beyond that
-_CLEARED = tl.constexpr(4096)  # words that a program clears of experts' swizzled scales
+_CLEARED = 4096  # words that a program clears of experts' swizzled scales
+_CLEARED_BY_WARP = 512  # that a warp does, where rows are shared
+_CLEARING = 64  # blocks of a row that such a program codes
 
 
 @triton.jit
@@ -435,10 +444,19 @@ def _scale_row(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PADDED:
 
 @triton.jit
 def _clear_part(
-    scales, offsets, number, WORDS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+    scales,
+    offsets,
+    number,
+    WORDS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLEARED: tl.constexpr,
 ):
-    """Zeros behind an expert's rows in a part of a tile of 128 rows' scales, of WORDS words."""
-    parts: tl.constexpr = (WORDS + _CLEARED - 1) // _CLEARED
+    """Zeros behind an expert's rows in a part, of CLEARED words, of a tile of 128 rows' scales.
+
+    WORDS are in such a tile.
+    """
+    parts: tl.constexpr = (WORDS + CLEARED - 1) // CLEARED
     tile = number // parts
     expert = tl.arange(0, BLOCK)
     start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
@@ -448,10 +466,10 @@ def _clear_part(
     # Rows that the tile's owner has from this tile on; 0 of a tile that no expert has.
     own = (before <= tile) & (tile < before + tiles) & (expert < EXPERTS)
     rows = sum_of_all(tl.where(own, end - start - (tile - before) * 128, 0).to(tl.int32))
-    word = number % parts * _CLEARED + tl.arange(0, _CLEARED)
+    word = number % parts * CLEARED + tl.arange(0, CLEARED)
     row = word % 128 // 4 + word % 4 * 32
     place = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
-    empty = tl.zeros([_CLEARED], tl.uint32)
+    empty = tl.zeros([CLEARED], tl.uint32)
     tl.store(place, empty, mask=(word < WORDS) & (row >= rows))
 
 
@@ -551,13 +569,17 @@ def _quantize_few(
     STATIC: tl.constexpr,
     SWIZZLED: tl.constexpr,
     PADDED: tl.constexpr,
-    PIECES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
     """A token at ``x`` to SLOTS rows, a thread for 8 columns: few tokens are spread over many."""
-    piece, expert = tl.arange(0, PIECES), tl.arange(0, EXPERT_BLOCK)
-    values = load_pieces(x, 0, piece * 0, piece, piece < COLUMNS // 8)
+    expert = tl.arange(0, EXPERT_BLOCK)
+    _, _, piece = loaded_places(1, BLOCKS, CHUNKS, WHOLE)
+    _, _, own = own_places(1, BLOCKS, CHUNKS)
+    loaded = load_pieces(x, 0, piece * 0, piece, piece < COLUMNS // 8)
     local = tl.load(offsets + EXPERTS)
     if PADDED:
         start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
@@ -569,6 +591,9 @@ def _quantize_few(
         if PADDED:
             row += sum_of_all(tl.where(end <= row, (start - end) & 127, 0))
         lines += (row.to(tl.int64),)  # type: ignore[assignment]
+    if WHOLE > 4 * 2 * BLOCKS:
+        loaded = once_here(loaded, arrival(loaded, 2 * BLOCKS))
+    values = own_part(loaded, tl.program_id(0) % CHUNKS, 2 * BLOCKS)
     amax, finite = finite_amax(of_block(largest(values), 2))
     if STATIC:
         last = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
@@ -576,10 +601,14 @@ def _quantize_few(
         owner = tl.minimum(owner, EXPERTS - 1)
         scale = tl.load(given + owner)
     else:
-        scale = dynamic_scale(row_peak(amax, 1))
+        scale = dynamic_scale(row_peak(over_threads(block_peaks(loaded), 2 * BLOCKS), 1))
     for j in tl.static_range(SLOTS):
         place = places[j]  # type: ignore[misc, var-annotated]
-        tl.store(total + place, tl.where(place < local, scale, 1.0))
+        tl.store(
+            total + place,
+            tl.where(place < local, scale, 1.0),
+            mask=tl.program_id(0) % CHUNKS == 0,
+        )
     if is_moderate(scale):
         _code_few(
             values,
@@ -592,7 +621,7 @@ def _quantize_few(
             lines,
             local,
             padded,
-            piece,
+            own,
             COLUMNS,
             SCALE_COLUMNS,
             SLOTS,
@@ -613,7 +642,7 @@ def _quantize_few(
             lines,
             local,
             padded,
-            piece,
+            own,
             COLUMNS,
             SCALE_COLUMNS,
             SLOTS,
@@ -664,10 +693,11 @@ def _clear(
     EXPERT_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    CLEARED: tl.constexpr,
 ):
     """Zeros in the padding rows of the scales, by program ``number`` past those of slots."""
     if PADDED:
-        _clear_part(scales, offsets, number, 32 * SCALE_COLUMNS, EXPERTS, EXPERT_BLOCK)
+        _clear_part(scales, offsets, number, 32 * SCALE_COLUMNS, EXPERTS, EXPERT_BLOCK, CLEARED)
     else:
         row, end = count + number, padded
         _clear_row(codes, scales, row, count, end, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS)
@@ -696,6 +726,8 @@ def _gather_quantize_kernel(
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEARED: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
@@ -706,9 +738,12 @@ def _gather_quantize_kernel(
     expert's last tile, and a row of no expert has none.
     """
     program = tl.program_id(0).to(tl.int64)
+    if WHOLE > 0:
+        clear = program - programs * CHUNKS
+        program = program // CHUNKS
     slots = rows + program * SLOTS
     x += program * SLOTS // K * stride
-    if CHUNKS == 1:
+    if WHOLE > 0:
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
             if program < programs:
@@ -728,7 +763,9 @@ def _gather_quantize_kernel(
                     STATIC,
                     SWIZZLED,
                     PADDED,
-                    2 * BLOCKS,
+                    BLOCKS,
+                    CHUNKS,
+                    WHOLE,
                     EXPERT_BLOCK,
                     CONVERT,
                 )
@@ -737,7 +774,7 @@ def _gather_quantize_kernel(
                     codes,
                     scales,
                     offsets,
-                    program - programs,
+                    clear,
                     count,
                     padded,
                     COLUMNS,
@@ -748,6 +785,7 @@ def _gather_quantize_kernel(
                     EXPERT_BLOCK,
                     BLOCKS,
                     CHUNKS,
+                    CLEARED,
                 )
         return
     wait_for_inputs(PDL)
@@ -767,6 +805,7 @@ def _gather_quantize_kernel(
             EXPERT_BLOCK,
             BLOCKS,
             CHUNKS,
+            CLEARED,
         )
     else:
         halves = ()
@@ -852,14 +891,21 @@ def _gather_quantize_kernel(
                 )
 
 
-def _blocks(blocks: int, wide: int, programs: int) -> int:
-    """Blocks that a program takes at a time, a thread for each.
+def _gather_tile(blocks: int, wide: int, programs: int, by_expert: bool) -> dict[str, int]:
+    """Blocks of a chunk and chunks of a row; WHOLE: its pieces, where programs share it or are one.
 
-    Few programs are better spread over many threads; in many, a thread computes the common once.
+    Few programs are better spread over many threads; in many, a thread computes the common once,
+    and WHOLE is 0: each goes through its row chunk by chunk. Those that clear experts' scales are
+    as large as the others, and are best small.
     """
-    whole = _launch.power_of_two(wide)
+    row = _launch.power_of_two(wide)
     across = min(128, blocks & -blocks)
-    return across if programs > _FEW and across >= 32 and blocks // across <= 8 else whole
+    if programs > _FEW and 32 <= across < row and blocks // across <= 8:
+        warps = max(1, across // 32)
+        return {"BLOCKS": across, "CHUNKS": wide // across, "WHOLE": 0, "num_warps": warps}
+    across = min(row, _CLEARING) if by_expert else shared_blocks(wide, programs)
+    sizes = {"BLOCKS": across, "CHUNKS": triton.cdiv(wide, across), "WHOLE": 2 * row}
+    return {**sizes, "num_warps": tile_warps(2 * across)}
 
 
 def moe_gather_quantize(
@@ -874,11 +920,8 @@ def moe_gather_quantize(
     count, blocks, experts = rows.numel(), columns // 16, offsets.shape[0] - 1
     swizzled, by_expert = layout != formats.LINEAR, layout == formats.SWIZZLED_EXPERTS
     wide = _nvfp4.scale_columns(blocks, swizzled)
-    padded = _nvfp4.scale_rows(count, swizzled)
-    clearing = padded - count
-    if by_expert:
-        tiles = formats.expert_tiles(count, experts)
-        padded, clearing = 128 * tiles, tiles * triton.cdiv(32 * wide, _CLEARED.value)
+    tiles = formats.expert_tiles(count, experts)
+    padded = 128 * tiles if by_expert else _nvfp4.scale_rows(count, swizzled)
     codes = x.new_empty((count, columns // 2), dtype=torch.uint8)
     shape = (padded * wide,) if swizzled else (padded, wide)
     scales = x.new_empty(shape, dtype=torch.float8_e4m3fn)
@@ -888,9 +931,12 @@ def moe_gather_quantize(
     source, rows = _rows.as_rows(x), rows.contiguous()
     top_k = rows.shape[1]
     each = top_k if input_scale is None and x.shape[0] > _APART else 1
-    across = _blocks(blocks, wide, count // each)
-    programs = count // each + clearing
-    warps = tile_warps(2 * across) if across >= wide else max(1, across // 32)
+    tile = _gather_tile(blocks, wide, count // each, by_expert)
+    warps, cleared = tile["num_warps"], _CLEARED
+    programs = count // each
+    if tile["WHOLE"]:
+        programs, cleared = programs * tile["CHUNKS"], _CLEARED_BY_WARP * warps
+    programs += tiles * triton.cdiv(32 * wide, cleared) if by_expert else padded - count
     with _launch.on(x):
         _gather_quantize_kernel[(programs,)](
             source,
@@ -912,11 +958,10 @@ def moe_gather_quantize(
             STATIC=input_scale is not None,
             SWIZZLED=swizzled,
             PADDED=by_expert,
-            BLOCKS=across,
-            CHUNKS=triton.cdiv(wide, across),
+            CLEARED=cleared,
             EXPERT_BLOCK=_launch.power_of_two(experts),
             CONVERT=_nvfp4.conversion(x),
-            num_warps=warps,
+            **tile,
             **_launch.options(x, few=_launch.are_few(programs, warps)),
         )
     return codes, scales, total

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch, _nvfp4, _rows
+from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
@@ -22,11 +25,15 @@ from dsv4.triton._nvfp4 import (
     scale_offset,
 )
 from dsv4.triton._nvfp4_tile import (
+    TOKEN,
     Output,
-    code_tile,
+    blank_tile,
+    block_peaks,
     load_pieces,
-    of_block,
-    row_peak,
+    loaded_places,
+    own_part,
+    own_places,
+    quantize_tile,
     tile_warps,
 )
 from dsv4.triton._prefetch import prefetch_row
@@ -391,87 +398,101 @@ def _code_chunks(
         tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
 
 
-@triton.jit
-def _norm_quantize_few(
+@triton.jit(do_not_specialize=["rows"])
+def _norm_quantize_few_kernel(
     x,
     weight,
-    source,
     y,
+    stride,
+    eps,
+    source,
     codes,
     scales,
     total,
-    row,
     rows,
+    blocks,
     scale_rows,
-    eps,
+    scale_columns,
+    parts,
     COLUMNS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    TOKEN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
+    WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """``_norm_quantize_row`` where rows are few, or a row that only the layout of the scales has.
+    """CHUNKS programs to a row: each adds up its squares, and codes and stores a part of its norm.
 
-    A thread has 8 columns, two threads a block: a row that is alone has many.
+    A thread has 8 columns of that part, two threads a block.
     """
-    piece = tl.arange(0, PIECES)
-    line = row + tl.zeros([PIECES], tl.int64)
-    inside = (piece < COLUMNS // 8) & (line < rows)
-    values = widen(load_pieces(x, 0, piece * 0, piece, inside))
-    factor = widen(load_pieces(weight, 0, piece * 0, piece, inside))
-    if not TOKEN:
-        shared = tl.load(source + (row if PER_ROW else 0), mask=row < rows, other=1.0)
-    square = tl.sum(values * values, 1)
-    if PIECES >= 64:
-        scale = spread(inverse_rms(shared_sum(square, 32), COLUMNS, eps), PIECES)[:, None]
+    if tl.program_id(0) == 0:
+        prefetch_row(weight, COLUMNS, 8 * WHOLE)
+    number = tl.program_id(0) - rows * CHUNKS
+    if number >= 0:
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            blank_tile(scales, rows, scale_rows, scale_columns, number, 2 * BLOCKS)
     else:
-        scale = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
-    normed = narrowed(factor * (values * scale), y.dtype.element_ty)
-    tl.store(y + (piece * 8)[:, None] + tl.arange(0, 8)[None, :], normed, mask=inside[:, None])
-    amax, finite = finite_amax(of_block(largest(normed), 2))
-    if TOKEN:
-        shared = dynamic_scale(row_peak(amax, 1))
-    tl.store(total + (row if PER_ROW else 0), shared, mask=(row < rows) & (PER_ROW | (row == 0)))
-    if is_moderate(shared):
-        code_tile(
-            normed,
-            amax,
-            finite,
-            shared,
-            codes,
-            scales,
-            line,
-            piece,
-            inside,
-            COLUMNS // 16,
-            scale_rows,
-            SCALE_COLUMNS,
-            False,
-            SWIZZLED,
-            CONVERT,
-            True,
-        )
-    else:
-        code_tile(
-            normed,
-            amax,
-            finite,
-            shared,
-            codes,
-            scales,
-            line,
-            piece,
-            inside,
-            COLUMNS // 16,
-            scale_rows,
-            SCALE_COLUMNS,
-            False,
-            SWIZZLED,
-            CONVERT,
-            False,
-        )
+        N: tl.constexpr = 2 * BLOCKS
+        _, row, piece = loaded_places(1, BLOCKS, CHUNKS, WHOLE)
+        _, own_row, own_piece = own_places(1, BLOCKS, CHUNKS)
+        chunk = tl.program_id(0) % CHUNKS
+        own = own_piece < COLUMNS // 8
+        for _ in range(once(PDL)):
+            wait_for_inputs(PDL)
+            loaded = load_pieces(x, stride, row, piece, piece < COLUMNS // 8)
+            if SOURCE == TOKEN:
+                factor = load_pieces(weight, 0, piece * 0, piece, piece < COLUMNS // 8)
+            else:
+                factor = load_pieces(weight, 0, own_piece * 0, own_piece, own)
+            here = arrival(factor, N)
+            if SOURCE != TOKEN:
+                given = tl.load(source + (tl.program_id(0) // CHUNKS if PER_ROW else 0))
+                here |= arrival(given, N)
+            loaded = once_here(loaded, here)
+            values = widen(loaded)
+            square = tl.sum(values * values, 1)
+            if SOURCE != TOKEN:
+                values = widen(own_part(loaded, chunk, N))
+            if WHOLE >= 64:
+                rms = inverse_rms(shared_sum(square, 32), COLUMNS, eps)
+                rms = spread(rms, values.shape[0])[:, None]
+            else:
+                rms = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
+            normed = narrowed(widen(factor) * (values * rms), y.dtype.element_ty)
+            if SOURCE == TOKEN:
+                given = block_peaks(normed)
+                normed = own_part(normed, chunk, N)
+            place = y + (own_row * COLUMNS + own_piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+            tl.store(place, normed, mask=own[:, None])
+            quantize_tile(
+                normed,
+                given,
+                source,
+                codes,
+                scales,
+                total,
+                rows,
+                blocks,
+                scale_rows,
+                scale_columns,
+                parts,
+                SOURCE,
+                PER_ROW,
+                WEIGHT,
+                SWIZZLED,
+                ROWS,
+                BLOCKS,
+                CHUNKS,
+                PARTS,
+                CONVERT,
+            )
 
 
 @triton.jit
@@ -573,30 +594,6 @@ def _norm_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         prefetch_row(weight, COLUMNS, 16 * BLOCKS)
-    if CHUNKS == 1:
-        for _ in range(once(PDL)):
-            wait_for_inputs(PDL)
-            _norm_quantize_few(
-                x + row * stride,
-                weight,
-                source,
-                y + row * COLUMNS,
-                codes,
-                scales,
-                total,
-                row,
-                rows,
-                tl.num_programs(0),
-                eps,
-                COLUMNS,
-                SCALE_COLUMNS,
-                TOKEN,
-                PER_ROW,
-                SWIZZLED,
-                2 * BLOCKS,
-                CONVERT,
-            )
-        return
     wait_for_inputs(PDL)
     if row < rows:
         _norm_quantize_row(
@@ -658,7 +655,22 @@ def rms_norm_quantize(
     high = _nvfp4.scale_rows(rows, swizzled)
     wide = _nvfp4.scale_columns(columns // 16, swizzled)
     source = _rows.as_rows(x)
+    tile = _quantize_tile(rows, wide)
     with _launch.on(x):
+        if tile["CHUNKS"] == 1:
+            out = replace(out, normed=True)
+            _norm_quantize_few_kernel[out.grid](
+                source,
+                weight.contiguous(),
+                y,
+                source.stride(0),
+                eps,
+                *out.arguments,
+                COLUMNS=columns,
+                WHOLE=out.whole,
+                **{**out.options, **_launch.options(x, few=True)},
+            )
+            return y, *out.tensors
         _norm_quantize_kernel[(high,)](
             source,
             weight.contiguous(),
@@ -676,7 +688,7 @@ def rms_norm_quantize(
             PER_ROW=out.source is None or out.total.shape[0] != 1,
             SWIZZLED=swizzled,
             CONVERT=_nvfp4.conversion(x),
-            **_quantize_tile(rows, wide),
-            **_launch.options(x, few=True),
+            **tile,
+            **_launch.options(x),
         )
     return y, *out.tensors

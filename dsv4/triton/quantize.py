@@ -11,6 +11,7 @@ import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch, _rows
+from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._numerics import e4m3_bits, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     conversion,
@@ -24,15 +25,19 @@ from dsv4.triton._nvfp4 import (
     scaled_codes,
 )
 from dsv4.triton._nvfp4_tile import (
+    TOKEN,
     Output,
     are_many,
     as_bytes,
     blank_scales,
     blank_tile,
+    block_peaks,
     empty_scales,
     load_halves,
     load_pieces,
+    loaded_places,
     of_block,
+    own_part,
     quantize_row,
     quantize_tile,
     store_pieces,
@@ -72,22 +77,29 @@ def _nvfp4_kernel(
     SWIZZLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if tl.program_id(0) * ROWS >= rows:
+    number = tl.program_id(0) - tl.cdiv(rows, ROWS) * CHUNKS
+    if number >= 0:
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            blank_tile(scales, rows, scale_rows, scale_columns, ROWS)
+            blank_tile(scales, rows, scale_rows, scale_columns, number, ROWS * BLOCKS * 2)
     else:
-        matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
+        matrix, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
         x += matrix * rows * stride
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
             inside = (row < rows) & (piece < 2 * blocks)
+            values = load_pieces(x, stride, row, piece, inside)
+            if WHOLE > 4 * 2 * BLOCKS:
+                values = once_here(values, arrival(values, 2 * BLOCKS))
             quantize_tile(
-                load_pieces(x, stride, row, piece, inside),
+                own_part(values, tl.program_id(0) % CHUNKS, ROWS * BLOCKS * 2),
+                block_peaks(values) if SOURCE == TOKEN else None,
                 source,
                 codes,
                 scales,
@@ -103,6 +115,7 @@ def _nvfp4_kernel(
                 SWIZZLED,
                 ROWS,
                 BLOCKS,
+                CHUNKS,
                 PARTS,
                 CONVERT,
             )
@@ -211,7 +224,7 @@ def quantize_nvfp4(
         if out.by_row:
             _nvfp4_row_kernel[out.row_grid](*arguments, **out.row_options)
         else:
-            _nvfp4_kernel[out.grid](*arguments, **out.options)
+            _nvfp4_kernel[out.grid](*arguments, WHOLE=out.whole, **out.options)
     return out.tensors
 
 

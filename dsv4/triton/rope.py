@@ -10,15 +10,20 @@ import triton.language as tl
 
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._angles import cos_sin
+from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed
 from dsv4.triton._nvfp4_tile import (
+    TOKEN,
     Output,
     blank_scales,
     blank_tile,
+    block_peaks,
+    loaded_places,
+    own_part,
+    own_places,
     quantize_row,
     quantize_tile,
-    tile_places,
 )
 from dsv4.triton._rotation import load_angles, rotate
 
@@ -153,6 +158,38 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
 
 
 @triton.jit
+def _load_turning(
+    x,
+    cos,
+    sin,
+    column,
+    inside,
+    DIM: tl.constexpr,
+    KEPT: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """8 columns from ``column [N]`` on, a multiple of 8, of a token's heads, and their angles.
+
+    ``[N, 8]`` and twice ``[N, 4]``. They lie in one head, and pairs begin at even columns: DIM is a
+    multiple of 16, KEPT of 2.
+    """
+    place = x + column[:, None] + tl.arange(0, 8)[None, :]
+    values = tl.load(place, mask=inside[:, None], other=0.0)
+    pair = (column % DIM).to(tl.int32)[:, None] // 2 - KEPT // 2 + tl.arange(0, 4)[None, :]
+    c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
+    return values, c, s
+
+
+@triton.jit
+def _turned(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
+    """What ``_load_turning`` returned, turned, in its dtype: ``[N, 8]``."""
+    turned = narrowed(rotate(widen(values), c, s), values.dtype)
+    in_head = (column % DIM).to(tl.int32)[:, None]
+    # A zero's sign could change by a turn of 0.
+    return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, turned, values)
+
+
+@triton.jit
 def _load_turned(
     x,
     cos,
@@ -163,19 +200,79 @@ def _load_turned(
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """8 columns from ``column [N]`` on, a multiple of 8, of a token's heads, turned: ``[N, 8]``.
+    values, c, s = _load_turning(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+    return _turned(values, c, s, column, DIM, KEPT)
 
-    In the dtype of ``x``. They lie in one head, and pairs begin at even columns: DIM is a multiple
-    of 16, KEPT of 2.
+
+@triton.jit
+def _kept_first(place, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
+    """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
+
+    So most programs' chunks have blocks that do not turn, and no warp waits for a turn of few.
     """
-    eight, four = tl.arange(0, 8)[None, :], tl.arange(0, 4)[None, :]
-    values = tl.load(x + column[:, None] + eight, mask=inside[:, None], other=0.0)
-    in_head = (column % DIM).to(tl.int32)[:, None]
-    pair = in_head // 2 - KEPT // 2 + four
-    c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
-    turned = narrowed(rotate(widen(values), c, s), x.dtype.element_ty)
-    # A zero's sign could change by a turn of 0.
-    return tl.where(in_head + eight >= KEPT, turned, values)
+    if KEPT == 0 or KEPT == ALL:
+        return place
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        turned = place - heads * KEPT
+        kept = place // KEPT * ALL + place % KEPT
+        other = turned // (ALL - KEPT) * ALL + KEPT + turned % (ALL - KEPT)
+        return tl.where(turned < 0, kept, other)
+
+
+@triton.jit
+def _part_of_row(
+    x,
+    cos,
+    sin,
+    start,
+    pieces,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEPT: tl.constexpr,
+    INVERSE: tl.constexpr,
+    N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """N pieces of the row from column ``start`` on, which CHUNKS programs share.
+
+    Returns them turned, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
+    row. A chunk that has no columns that turn is not turned: see ``_kept_first``.
+    """
+    ALL: tl.constexpr = DIM // 16
+    FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # chunk that has columns that turn
+    here = tl.zeros([N], tl.int32)
+    numbers, loaded, cosines, sines = (), (), (), ()
+    for chunk in tl.static_range(CHUNKS):
+        place = chunk * N + tl.arange(0, N)
+        block = _kept_first(place // 2, HEADS, KEPT // 16, ALL)
+        number = tl.where(place // 2 < HEADS * ALL, 2 * block + place % 2, place)
+        column = start + number * 8
+        if chunk < FIRST:
+            inside = (number < pieces)[:, None]
+            values = tl.load(x + column[:, None] + tl.arange(0, 8)[None, :], mask=inside, other=0.0)
+        else:
+            values, c, s = _load_turning(x, cos, sin, column, number < pieces, DIM, KEPT, INVERSE)
+            here |= arrival(c, N) | arrival(s, N)
+            cosines += (c,)  # type: ignore[assignment]
+            sines += (s,)  # type: ignore[assignment]
+        here |= arrival(values, N)
+        numbers += (number,)  # type: ignore[assignment]
+        loaded += (values,)  # type: ignore[assignment]
+    part = tl.program_id(0) % CHUNKS
+    for chunk in tl.static_range(CHUNKS):
+        values = once_here(loaded[chunk], here)
+        if chunk >= FIRST:
+            column = start + numbers[chunk] * 8
+            c, s = cosines[chunk - FIRST], sines[chunk - FIRST]
+            values = _turned(values, c, s, column, DIM, KEPT)
+        peak = block_peaks(values)
+        if chunk == 0:
+            own, number, peaks = values, numbers[0], peak  # type: ignore[misc]
+        else:
+            own = tl.where(part == chunk, values, own)
+            number = tl.where(part == chunk, numbers[chunk], number)
+            peaks = tl.maximum(peaks, peak)
+    return own, number, peaks
 
 
 @triton.jit
@@ -194,6 +291,7 @@ def _rope_quantize_kernel(
     scale_rows,
     scale_columns,
     parts,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -203,24 +301,41 @@ def _rope_quantize_kernel(
     SWIZZLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Blocks of the groups (rows) of one token (matrix)."""
-    if tl.program_id(0) * ROWS >= rows:
+    """Blocks of the groups (rows) of one token (matrix); HEADS of a row, 0 of parts of heads."""
+    APART: tl.constexpr = WHOLE > 0 and HEADS > 0 and DIM % 16 == 0 and KEPT % 16 == 0
+    N: tl.constexpr = ROWS * BLOCKS * 2
+    number = tl.program_id(0) - tl.cdiv(rows, ROWS) * CHUNKS
+    if number >= 0:
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            blank_tile(scales, rows, scale_rows, scale_columns, ROWS)
+            blank_tile(scales, rows, scale_rows, scale_columns, number, N)
     else:
-        token, row, piece = tile_places(ROWS, 2 * BLOCKS)
+        token, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
+        _, _, own_piece = own_places(ROWS, BLOCKS, CHUNKS)
         x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
         column = (row * blocks * 2 + piece) * 8
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
             inside = (row < rows) & (piece < 2 * blocks)
+            if APART:
+                start = (tl.program_id(0) // CHUNKS).to(tl.int64) * blocks * 16
+                values, own, peaks = _part_of_row(
+                    x, cos, sin, start, 2 * blocks, HEADS, DIM, KEPT, INVERSE, N, CHUNKS
+                )
+            else:
+                values = _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+                peaks = block_peaks(values) if SOURCE == TOKEN else None
+                values = own_part(values, tl.program_id(0) % CHUNKS, N)
+                own = own_piece
             quantize_tile(
-                _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE),
+                values,
+                peaks,
                 source,
                 codes,
                 scales,
@@ -236,24 +351,11 @@ def _rope_quantize_kernel(
                 SWIZZLED,
                 ROWS,
                 BLOCKS,
+                CHUNKS,
                 PARTS,
                 CONVERT,
+                own,
             )
-
-
-@triton.jit
-def _kept_first(place, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
-    """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
-
-    So most programs' chunks have blocks that do not turn, and no warp waits for a turn of few.
-    """
-    if KEPT == 0 or KEPT == ALL:
-        return place
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        turned = place - heads * KEPT
-        kept = place // KEPT * ALL + place % KEPT
-        other = turned // (ALL - KEPT) * ALL + KEPT + turned % (ALL - KEPT)
-        return tl.where(turned < 0, kept, other)
 
 
 @triton.jit
@@ -362,6 +464,11 @@ def rope_quantize(
             )
         else:
             _rope_quantize_kernel[out.grid](
-                *arguments, **options, **out.options, maxnreg=_REGISTERS
+                *arguments,
+                HEADS=0 if columns % dims else columns // dims,
+                WHOLE=out.whole,
+                **options,
+                **out.options,
+                maxnreg=_REGISTERS,
             )
     return out.tensors

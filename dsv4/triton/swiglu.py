@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch, _rows
+from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._numerics import (
     INTERPRETED,
     narrow,
@@ -18,9 +19,13 @@ from dsv4.triton._numerics import (
 )
 from dsv4.triton._nvfp4 import narrowed, near_reciprocal
 from dsv4.triton._nvfp4_tile import (
+    TOKEN,
     Output,
     blank_scales,
     blank_tile,
+    block_peaks,
+    loaded_places,
+    own_part,
     quantize_row,
     quantize_tile,
     tile_places,
@@ -189,16 +194,19 @@ def _swiglu_quantize_kernel(
     SWIZZLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if tl.program_id(0) * ROWS >= rows:
+    number = tl.program_id(0) - tl.cdiv(rows, ROWS) * CHUNKS
+    if number >= 0:
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            blank_tile(scales, rows, scale_rows, scale_columns, ROWS)
+            blank_tile(scales, rows, scale_rows, scale_columns, number, ROWS * BLOCKS * 2)
     else:
-        matrix, row, piece = tile_places(ROWS, 2 * BLOCKS)
+        matrix, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
         line = matrix * rows + row
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
@@ -206,11 +214,15 @@ def _swiglu_quantize_kernel(
             gate, up = _load_pairs(x, line * stride, piece * 8, blocks * 16, inside, INTERLEAVED)
             if WEIGHTED:
                 factor = widen(tl.load(weight + line, mask=inside, other=0.0))
+            if WHOLE > 2 * 2 * BLOCKS:
+                gate = once_here(gate, arrival(gate, 2 * BLOCKS) | arrival(up, 2 * BLOCKS))
             values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
             if WEIGHTED:
                 values = values * factor[:, None]
+            values = narrowed(values, x.dtype.element_ty)
             quantize_tile(
-                narrowed(values, x.dtype.element_ty),
+                own_part(values, tl.program_id(0) % CHUNKS, ROWS * BLOCKS * 2),
+                block_peaks(values) if SOURCE == TOKEN else None,
                 source,
                 codes,
                 scales,
@@ -226,6 +238,7 @@ def _swiglu_quantize_kernel(
                 SWIZZLED,
                 ROWS,
                 BLOCKS,
+                CHUNKS,
                 PARTS,
                 CONVERT,
             )
@@ -388,6 +401,6 @@ def swiglu_quantize(
             _swiglu_quantize_row_kernel[out.row_grid](*arguments, **flags, **constants)
         else:
             _swiglu_quantize_kernel[out.grid](
-                *arguments, **flags, **out.options, maxnreg=_REGISTERS_OF_TILE
+                *arguments, WHOLE=out.whole, **flags, **out.options, maxnreg=_REGISTERS_OF_TILE
             )
     return out.tensors
