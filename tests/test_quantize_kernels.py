@@ -337,7 +337,7 @@ def test_replays_of_a_graph(scaling, layout):
 @pytest.mark.parametrize("exponent", [-110, -8, 70])
 @pytest.mark.parametrize("scaling", ["static", "token"])
 def test_rows_of_several_chunks_at_any_scale(device, monkeypatch, exponent, scaling):
-    """Of many rows, chunks are written out for usual scales and a loop for others."""
+    """Rows by the kernels of many rows, with scales of usual size and far from it."""
     monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", 0)
     monkeypatch.setattr("dsv4.triton.norm._SOME", 0)
     x = strategies.normal(exponent, (2, 2048), torch.float32) * 2.0 ** (exponent + 8)
