@@ -34,7 +34,6 @@ from dsv4.triton._nvfp4_tile import (
     own_part,
     own_places,
     quantize_tile,
-    tile_warps,
 )
 from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._rotation import load_angles, rotate_pairs
@@ -623,7 +622,7 @@ def _norm_quantize_kernel(
 
 
 def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
-    """Blocks of a chunk, and chunks of a row: one, of two threads a block, while rows are few.
+    """Blocks of a chunk, and chunks of a row; one while rows are few, which have their own kernel.
 
     Many rows: several blocks to a thread, so that more programs, each at another step, share a
     multiprocessor; but a thread's blocks are in its registers.
@@ -633,8 +632,7 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     if rows >= _SOME // 8:
         across = min(across, max(_WIDE, least))
     chunks = triton.cdiv(blocks, across)
-    warps = max(1, across // 32) if chunks > 1 else tile_warps(2 * across, rows)
-    return {"BLOCKS": across, "CHUNKS": chunks, "num_warps": warps}
+    return {"BLOCKS": across, "CHUNKS": chunks, "num_warps": max(1, across // 32)}
 
 
 def rms_norm_quantize(

@@ -200,6 +200,7 @@ def _load_turned(
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
+    """Those columns, turned: both of the above."""
     values, c, s = _load_turning(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
     return _turned(values, c, s, column, DIM, KEPT)
 
