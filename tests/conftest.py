@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import exact_interpreter
 import pytest
 import quick_interpreter
 import torch
@@ -51,9 +52,10 @@ _INTERPRETED_SHARE = 12 if _QUICK else 6
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter() -> None:
+def _interpreter() -> None:
     if not _HAS_GPU:
         quick_interpreter.install()
+        exact_interpreter.install()
 
 
 def _interpreted(item: pytest.Item) -> bool:

@@ -36,19 +36,19 @@ prmt.b32 sign, y, z, 0x6420; shr.b32 sign, sign, 4; prmt.b32 y, y, z, 0x7531;
 lop3.b32 sign, sign, y, 0x0F0F0F0F, 0xE4;
 """
 
-# After the words $1 to $4, four times each: high, low, coarse, least, cap, live. A byte of E5M2
+# After the words $1 to $4, of one block: high, low, coarse, least, cap, live. A byte of E5M2
 # is the sign (but for zeros), three zeros, the code, a zero.
 _DIVIDED = tl.constexpr(
     """{ .reg .b32 a, x, y, z, sign; .reg .b16 c, d; .reg .f32 low, high, m, back;
     .reg .f32 even0, even1, even2, even3, odd0, odd1, odd2, odd3;
-    neg.f32 back, $13;"""
+    neg.f32 back, $7;"""
     + _for_words("""
-    min.xorsign.abs.bf16x2 a, WORD, $21;
+    min.xorsign.abs.bf16x2 a, WORD, $9;
     shl.b32 x, a, 16; mov.b32 low, x; and.b32 y, a, 0xFFFF0000; mov.b32 high, y;
-    mul.rn.f32 even@, low, $9; fma.rn.f32 even@, low, $5, even@; abs.f32 m, low; max.f32 m, m, $17;
-    fma.rn.f32 even@, m, $13, even@; fma.rn.f32 even@, m, back, even@;
-    mul.rn.f32 odd@, high, $9; fma.rn.f32 odd@, high, $5, odd@; abs.f32 m, high; max.f32 m, m, $17;
-    fma.rn.f32 odd@, m, $13, odd@; fma.rn.f32 odd@, m, back, odd@;""")
+    mul.rn.f32 even@, low, $6; fma.rn.f32 even@, low, $5, even@; abs.f32 m, low; max.f32 m, m, $8;
+    fma.rn.f32 even@, m, $7, even@; fma.rn.f32 even@, m, back, even@;
+    mul.rn.f32 odd@, high, $6; fma.rn.f32 odd@, high, $5, odd@; abs.f32 m, high; max.f32 m, m, $8;
+    fma.rn.f32 odd@, m, $7, odd@; fma.rn.f32 odd@, m, back, odd@;""")
     + """
     cvt.rn.satfinite.e5m2x2.f32 c, even1, even0; cvt.rn.satfinite.e5m2x2.f32 d, even3, even2;
     mov.b32 x, {c, d};
@@ -56,7 +56,7 @@ _DIVIDED = tl.constexpr(
     mov.b32 y, {c, d};
     shr.b32 x, x, 1; shl.b32 y, y, 3; lop3.b32 x, x, y, 0x0F0F0F0F, 0xE4;"""
     + _SIGNS
-    + "lop3.b32 $0, sign, $25, x, 0xEA; }"
+    + "lop3.b32 $0, sign, $10, x, 0xEA; }"
 )
 
 # Rounded quotients q0 to q3 in units of 2^-126: there codes are bits 6 to 8 of a bfloat16, because
@@ -73,13 +73,13 @@ _CODES = """
     prmt.b32 n, x, a, 0x7632; prmt.b32 x, x, a, 0x5410;
     shl.b32 n, n, 4; add.u32 x, x, n;"""
 
-# After the words, four times each: factor, cap, live. The words are of one block.
+# After the words, of one block: factor, cap, live.
 _SCALED = tl.constexpr(
     _NUMBERS
-    + _for_words("fma.rn.bf16x2 a, WORD, $5, zero; abs.bf16x2 a, a; min.bf16x2 a, a, $9;" + _ROUND)
+    + _for_words("fma.rn.bf16x2 a, WORD, $5, zero; abs.bf16x2 a, a; min.bf16x2 a, a, $6;" + _ROUND)
     + _CODES
     + _SIGNS
-    + "lop3.b32 $0, sign, $13, x, 0xEA; }"
+    + "lop3.b32 $0, sign, $7, x, 0xEA; }"
 )
 
 # After the words a factor for each: they may be of different blocks, whose values do not saturate.
@@ -133,20 +133,55 @@ def _cut(x):
 
 
 @triton.jit
+def _fours(x):
+    """Of ``[..., 4 n]`` the first, second, third and fourth of every four, ``[..., n]`` each.
+
+    So one thread has all four, whichever had them before.
+    """
+    FOURS: tl.constexpr = x.shape[len(x.shape) - 1] // 4
+    even, odd = tl.split(tl.reshape(x, x.shape[:-1] + [FOURS, 2, 2]))  # noqa: RUF005
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _as_bytes(words):
+    """The bytes of ``words [..., n]``, uint8 ``[..., 4 n]``."""
+    COUNT: tl.constexpr = words.shape[len(words.shape) - 1]
+    even = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    odd = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
+    return tl.reshape(tl.join(even, odd), words.shape[:-1] + [4 * COUNT])  # noqa: RUF005
+
+
+@triton.jit
+def word_of(codes):
+    """The four bytes of ``codes [N, 4]`` as a word, ``[N]``."""
+    first, second, third, fourth = _fours(codes.to(tl.uint32))
+    word = first | (second << 8) | (third << 16) | (fourth << 24)
+    return tl.reshape(word, [codes.shape[0]])
+
+
+@triton.jit
 def divided_words(values, product, high, low):
     """Packed codes ``[..., n / 2]`` (uint8) of bfloat16 ``values [..., n] / product [...]``.
 
-    ``high + low`` is the reciprocal (``_nvfp4.divisor``) of a moderate product, or anything finite
-    where the product is 0, where the codes are 0. The quotient is clamped before it is computed, to
-    5.71 to 5.75, of which the code is that of 6. It is rounded by ``coarse * x``, exact in float32
-    and a multiple of 128 units of the rounding, where x counts as no less than ``least``: from 1 to
-    1.04 times what 1 as a quotient is. Off by a quarter it would round the same.
+    n is a multiple of 8. ``high + low`` is the reciprocal (``_nvfp4.divisor``) of a moderate
+    product, or anything finite where the product is 0, where the codes are 0. The quotient is
+    clamped before it is computed, to 5.71 to 5.75, of which the code is that of 6. It is rounded by
+    ``coarse * x``, exact in float32 and a multiple of 128 units of the rounding, where x counts as
+    no less than ``least``: from 1 to 1.04 times what 1 as a quotient is. Off by a quarter it would
+    round the same.
     """
-    return tl.inline_asm_elementwise(
+    a, b, c, d = _fours(words_of(values))
+    codes = tl.inline_asm_elementwise(
         _DIVIDED,
-        "=r,r,r,r,r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r",
+        "=r,r,r,r,r,f,f,f,f,r,r",
         [
-            words_of(values),
+            a,
+            b,
+            c,
+            d,
             tl.expand_dims(high * _UNIT, -1),
             tl.expand_dims(low * _UNIT, -1),
             tl.expand_dims(_cut(high * (_UNIT * 4194304.0)), -1),
@@ -154,31 +189,37 @@ def divided_words(values, product, high, low):
             tl.expand_dims(_twice(product * 5.75), -1),
             tl.expand_dims(_live(product), -1),
         ],
-        dtype=tl.uint8,
+        dtype=tl.uint32,
         is_pure=True,
-        pack=4,
+        pack=1,
     )
+    return _as_bytes(codes)
 
 
 @triton.jit
 def scaled_words(values, factor, bound):
     """Packed codes of bfloat16 ``values [..., n] * factor [...]``, a power of two.
 
-    ``bound`` is 6, or 0 where the codes must be 0.
+    n is a multiple of 8. ``bound`` is 6, or 0 where the codes must be 0.
     """
-    return tl.inline_asm_elementwise(
+    a, b, c, d = _fours(words_of(values))
+    codes = tl.inline_asm_elementwise(
         _SCALED,
-        "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        "=r,r,r,r,r,r,r,r",
         [
-            words_of(values),
+            a,
+            b,
+            c,
+            d,
             tl.expand_dims(_twice(factor), -1),
             tl.expand_dims(_twice(bound), -1),
             tl.expand_dims(_live(bound), -1),
         ],
-        dtype=tl.uint8,
+        dtype=tl.uint32,
         is_pure=True,
-        pack=4,
+        pack=1,
     )
+    return _as_bytes(codes)
 
 
 @triton.jit

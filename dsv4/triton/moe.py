@@ -35,11 +35,11 @@ from dsv4.triton._nvfp4_tile import (
     row_peak,
     shared_blocks,
     store_halves,
-    store_pieces,
     store_scales,
     sum_of_all,
     tile_warps,
 )
+from dsv4.triton._words import word_of
 
 _COUNTED = 4096  # slots up to which every slot is compared with every other
 _QUERIES = 8  # ranks of one program then
@@ -539,13 +539,13 @@ def _code_few(
     ``lines`` are the rows of their scales; PADDED, a row of no expert has none.
     """
     bits, product = block_scales(amax, finite, scale, False, MODERATE)
-    packed = e2m1_codes(values, product, CONVERT, MODERATE)
+    word = word_of(e2m1_codes(values, product, CONVERT, MODERATE))
     inside = piece < COLUMNS // 8
     first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that have a block
     for j in tl.static_range(SLOTS):
         used = places[j] + tl.zeros_like(piece) < local
-        stored = tl.where(used[:, None], packed, 0).to(tl.uint8)
-        store_pieces(codes, places[j], COLUMNS // 16, piece, stored, inside)
+        place = codes.to(tl.pointer_type(tl.uint32)) + places[j] * (COLUMNS // 8) + piece
+        tl.store(place, tl.where(used, word, 0), mask=inside)
         line = lines[j] + tl.zeros_like(piece).to(tl.int64)
         if PADDED:
             line = tl.where(used, line, padded)  # where no scale is

@@ -1,0 +1,741 @@
+"""Runs compiled kernels on the CPU: whole grids of threads, one PTX instruction after another.
+
+What Triton's interpreter cannot show is what the compiler makes of a kernel: which thread has which
+value, and instructions that are written out. Here the threads of a block step together, those whose
+next instruction comes first in the program; memory is the tensors' own, and an access outside them
+or outside shared memory is an error. Approximations of the hardware (``rcp.approx``,
+``ex2.approx``, ``rsqrt.approx``) are the nearest float32. Races are not seen: each instruction is
+done by all threads before the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tests.exact_interpreter import fma
+
+_WIDTHS = {"rs": 16, "r": 32, "rd": 64, "f": 32, "fd": 64}
+_SILENT = ("griddepcontrol", "bar", "barrier", "prefetch", "fence", "membar")
+_HINTS = re.compile(r"^(L1::\w+|L2::\w+|nc|volatile|relaxed|cta|gpu|weak|aligned)$")
+
+
+def _unsigned(bits: int) -> type:
+    return {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+
+
+def _kind(name: str) -> type:
+    """The numpy type of PTX's type; of pairs and of bfloat16 that of the bits."""
+    if name in ("bf16", "f16"):
+        return np.uint16
+    if name in ("bf16x2", "f16x2", "s16x2", "u16x2"):
+        return np.uint32
+    bits = int(name[1:])
+    if name[0] == "f":
+        return {32: np.float32, 64: np.float64}[bits]
+    return (
+        {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}[bits]
+        if name[0] == "s"
+        else (_unsigned(bits))
+    )
+
+
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+    return (
+        torch.from_numpy(x.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    )
+
+
+def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_byte(x: np.ndarray, kind: torch.dtype, most: float) -> np.ndarray:
+    """The nearest, ties to even, saturated; NaN is 0x7F."""
+    clamped = torch.from_numpy(np.where(np.isnan(x), 0, np.clip(x, -most, most)))
+    found = clamped.to(kind).view(torch.uint8).numpy()
+    return np.where(np.isnan(x), 0x7F, found).astype(np.uint16)
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
+
+
+def _paired(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return low.astype(np.uint32) | high.astype(np.uint32) << 16
+
+
+def _by_halves(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def both(*words):
+        halves = [_halves(w) for w in words]
+        return _paired(*(function(*(h[i] for h in halves)) for i in range(2)))
+
+    return both
+
+
+def _larger_bfloat16(a, b):
+    x, y = _from_bfloat16(a), _from_bfloat16(b)
+    return np.where(np.fmax(x, y) == x, a, b)
+
+
+def _smaller_bfloat16(a, b):
+    x, y = _from_bfloat16(a), _from_bfloat16(b)
+    return np.where(np.isnan(y) | (x <= y), a, b)
+
+
+def _smaller_magnitude(a, b):
+    """``min.xorsign.abs``: a NaN counts as nothing unless both are."""
+    return _smaller_bfloat16(a & 0x7FFF, b & 0x7FFF) | ((a ^ b) & 0x8000)
+
+
+def _fused_bfloat16(a, b, c):
+    """The product and sum are exact in float64 for all but sums of very different magnitude."""
+    x, y, z = (_from_bfloat16(v).astype(np.float64) for v in (a, b, c))
+    total = fma(_from_bfloat16(a), _from_bfloat16(b), _from_bfloat16(c))
+    exact = x * y + z
+    odd = _odd(total, exact)
+    return _to_bfloat16(odd)
+
+
+def _odd(near: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """``near``, or the float32 beside it with an odd last bit where ``exact`` is neither."""
+    lost = np.isfinite(near) & (near.astype(np.float64) != exact)
+    lost &= near.view(np.uint32) & 1 == 0
+    beside = np.nextafter(near, np.where(exact > near, np.inf, -np.inf).astype(np.float32))
+    return np.where(lost, beside, near)
+
+
+def _larger_or_nan(a, b):
+    return np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), np.fmax(a, b))
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """An integer in 64 bits."""
+    return x.astype(np.int64 if x.dtype.kind == "i" else np.uint64)
+
+
+def _high(a, b):
+    bits = 8 * a.dtype.itemsize
+    products = [int(x) * int(y) >> bits for x, y in zip(a, b, strict=True)]
+    return np.array([p & (1 << bits) - 1 for p in products], _unsigned(bits)).view(a.dtype)
+
+
+def _shift(left: bool) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    def shifted(a, b):
+        bits = 8 * a.dtype.itemsize
+        by = np.minimum(b.astype(np.int64), bits)
+        over = by >= bits
+        by = np.where(over, bits - 1, by).astype(a.dtype)
+        if left:
+            return np.where(over, 0, a << by).astype(a.dtype)
+        rest = a >> by
+        return (rest if a.dtype.kind == "i" else np.where(over, 0, rest)).astype(a.dtype)
+
+    return shifted
+
+
+def _divided(a, b):
+    if a.dtype.kind == "f":
+        return a / b
+    return np.trunc(a.astype(np.longdouble) / b.astype(np.longdouble)).astype(a.dtype)
+
+
+def _remainder(a, b):
+    return (a - _divided(a, b) * b).astype(a.dtype)
+
+
+_BINARY: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": _divided,
+    "rem": _remainder,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": _shift(left=True),
+    "shr": _shift(left=False),
+}
+_UNARY: dict[str, Callable[..., np.ndarray]] = {
+    "mov": lambda a: a,
+    "not": lambda a: ~a,
+    "neg": lambda a: -a,
+    "abs": np.abs,
+    "rcp": lambda a: np.float32(1) / a,
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda a: np.float32(1) / np.sqrt(a),
+}
+_ORDERS: dict[str, Callable[..., np.ndarray]] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+_OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
+    "max.s16x2": _by_halves(
+        lambda a, b: np.maximum(a.view(np.int16), b.view(np.int16)).view(np.uint16)
+    ),
+    "max.u16x2": _by_halves(np.maximum),
+    "add.s16x2": _by_halves(lambda a, b: a + b),
+    "max.bf16x2": _by_halves(_larger_bfloat16),
+    "min.bf16x2": _by_halves(_smaller_bfloat16),
+    "min.xorsign.abs.bf16x2": _by_halves(_smaller_magnitude),
+    "fma.rn.bf16x2": _by_halves(_fused_bfloat16),
+    "abs.bf16x2": lambda a: a & 0x7FFF7FFF,
+    "abs.bf16": lambda a: a & 0x7FFF,
+}
+
+
+def _permuted(a, b, selector):
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    found = np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = both >> (8 * (nibble & 7)).astype(np.uint64) & np.uint64(255)
+        byte = np.where(nibble & 8, np.where(byte & np.uint64(128), 255, 0), byte)
+        found |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return found
+
+
+def _looked_up(a, b, c, table):
+    """``lop3``: bit i of the table is the result for bits i of a, b and c, a the highest."""
+    found = np.zeros_like(a)
+    for i in range(8):
+        if int(table[0]) >> i & 1:
+            terms = (x if i >> shift & 1 else ~x for x, shift in ((a, 2), (b, 1), (c, 0)))
+            found |= functools.reduce(np.bitwise_and, terms)
+    return found
+
+
+def _field(a, start, length):
+    """``bfe``: bits from ``start`` on, of a signed number with the sign that they have."""
+    bits = 8 * a.dtype.itemsize
+    top = [min(bits, int(s) + int(n)) for s, n in zip(start, length, strict=True)]
+    assert all(t == int(s) + int(n) for t, s, n in zip(top, start, length, strict=True))
+    up = np.array([bits - t for t in top], a.dtype)
+    down = np.array([bits - int(n) for n in length], a.dtype)
+    return (a << up) >> down
+
+
+@dataclass
+class Instruction:
+    """One of a program: its name's parts, operands, and the predicate it depends on."""
+
+    name: str
+    operands: list
+    predicate: str | None = None
+    negated: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        return [part for part in self.name.split(".") if not _HINTS.match(part)]
+
+
+@dataclass
+class Program:
+    """Instructions, where labels stand among them, and how wide named registers are."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
+    parameters: list[tuple[str, str]] = field(default_factory=list)
+
+
+def parse(ptx: str) -> Program:
+    """The one kernel of a module."""
+    ptx = re.sub(r"//[^\n]*", "", ptx)
+    ptx = re.sub(r"^\s*\.(loc|file|section|pragma)\b[^\n]*$", "", ptx, flags=re.MULTILINE)
+    head = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)[^{]*\{", ptx, re.DOTALL)
+    assert head
+    program = Program()
+    for line in filter(None, map(str.strip, head[1].split(","))):
+        type_, name = line.split()[1].lstrip("."), line.split()[-1]
+        program.parameters.append((name, type_))
+    body, at = ptx[head.end() :], 0
+    scopes: list[dict[str, str]] = [{}]
+    opened = 0
+    statement = re.compile(r"\s*(?:(\{)|(\})|([$\w]+):(?!:)|([^;{}]*(?:\{[^}]*\}[^;{}]*)*);)")
+    while True:
+        found = statement.match(body, at)
+        if not found:
+            break
+        at = found.end()
+        if found[1]:
+            opened += 1
+            scopes.append({})
+        elif found[2]:
+            scopes.pop()
+            if not scopes:
+                break
+        elif found[3]:
+            program.labels[found[3]] = len(program.instructions)
+        elif found[4].strip():
+            _read(program, " ".join(found[4].split()), scopes, opened)
+    assert not scopes, body[at : at + 80]
+    return program
+
+
+def _read(program: Program, text: str, scopes: list[dict[str, str]], opened: int) -> None:
+    if text.startswith(".reg"):
+        type_, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
+        for name in map(str.strip, names.split(",")):
+            if "<" not in name:
+                scopes[-1][name] = f"{name}@{opened}"
+                program.widths[f"{name}@{opened}"] = 0 if type_ == "pred" else int(type_[1:])
+        return
+    if text.startswith("."):
+        assert text.startswith(".shared"), text
+        return
+
+    def known(name):
+        for scope in reversed(scopes):
+            if name in scope:
+                return scope[name]
+        return name
+
+    predicate = re.match(r"@(!?)\s*([%\w]+)\s+(.*)", text)
+    text = predicate[3] if predicate else text
+    name, _, rest = text.partition(" ")
+    operands = []
+    for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{}\[\]][^,{}\[\]]*", rest):
+        part = part.strip()
+        if part[0] == "{":
+            operands.append(tuple(known(p.strip()) for p in part[1:-1].split(",")))
+        elif part[0] == "[":
+            base, _, offset = part[1:-1].replace(" ", "").partition("+")
+            operands.append([known(base), int(offset or "0", 0)])
+        else:
+            operands.append(known(part))
+    program.instructions.append(
+        Instruction(
+            name,
+            operands,
+            known(predicate[2]) if predicate else None,
+            bool(predicate and predicate[1]),
+        )
+    )
+
+
+class Memory:
+    """The bytes of some tensors, by their addresses."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self.spans = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+                self.spans.append((storage.data_ptr(), storage.nbytes(), array))
+
+    def at(
+        self, addresses: np.ndarray, count: int
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """For each tensor of which some are: its bytes, which threads', and the places."""
+        found, left = [], np.ones(len(addresses), bool)
+        for start, size, array in self.spans:
+            inside = (addresses >= start) & (addresses + count <= start + size) & left
+            if inside.any():
+                found.append((array, inside, (addresses - start)[inside]))
+                left &= ~inside
+        if left.any():
+            raise IndexError(f"{count} bytes at {int(addresses[left][0]):#x}, outside every tensor")
+        return found
+
+
+class Block:
+    """A block of threads: its registers, all threads' at once, and its shared memory."""
+
+    def __init__(self, program: Program, threads: int, shared: int, memory: Memory, values: dict):
+        self.program, self.threads, self.memory, self.values = program, threads, memory, values
+        self.registers: dict[str, np.ndarray] = {}
+        self.shared = np.full(shared, 0xA5, np.uint8)
+        self.at = np.zeros(threads, np.int64)
+        self.lanes = np.arange(threads) % 32
+
+    def run(self) -> None:
+        """Until every thread has returned."""
+        end = len(self.program.instructions)
+        while True:
+            now = int(self.at.min())
+            if now >= end:
+                return
+            mask = self.at == now
+            with np.errstate(all="ignore"):
+                self.step(self.program.instructions[now], mask)
+            self.at[mask & (self.at == now)] += 1
+
+    def step(self, instruction: Instruction, mask: np.ndarray) -> None:
+        if instruction.predicate:
+            holds = self.predicate(instruction.predicate)
+            mask = mask & (holds != instruction.negated)
+        name = instruction.parts[0]
+        if name == "bra":
+            self.at[mask] = self.program.labels[instruction.operands[0]]
+        elif name in ("ret", "exit"):
+            self.at[mask] = len(self.program.instructions)
+        elif name in ("bar", "barrier") and instruction.parts[1] != "warp":
+            running = self.at < len(self.program.instructions)
+            if not (mask == running).all():
+                raise RuntimeError("some threads of the block do not come to its barrier")
+        elif name not in _SILENT and mask.any():
+            getattr(self, f"do_{name}", self.do_plain)(instruction, mask)
+
+    # What operands say.
+
+    def predicate(self, name: str) -> np.ndarray:
+        if name in ("true", "false", "1", "0", "-1"):
+            return np.full(self.threads, name in ("true", "1", "-1"))
+        return self.registers.get(name, np.zeros(self.threads, bool))
+
+    def bits(self, operand) -> np.ndarray:
+        """Of a register, a number or a special register, uint64."""
+        if isinstance(operand, tuple):
+            width = self.width(operand[0])
+            parts = [self.bits(part) << np.uint64(i * width) for i, part in enumerate(operand)]
+            return functools.reduce(np.bitwise_or, parts)
+        if operand in self.registers:
+            return self.registers[operand]
+        if operand in self.values:
+            return np.full(self.threads, self.values[operand], np.uint64)
+        if operand == "%tid.x":
+            return np.arange(self.threads, dtype=np.uint64)
+        if operand == "%laneid":
+            return self.lanes.astype(np.uint64)
+        if operand == "global_smem":
+            return np.zeros(self.threads, np.uint64)
+        if re.match(r"0[fF]", operand):
+            return np.full(self.threads, int(operand[2:], 16), np.uint64)
+        if re.match(r"0[dD]", operand):
+            return np.full(self.threads, int(operand[2:], 16), np.uint64)
+        if re.match(r"-?\d", operand):
+            number = int(operand.rstrip("U"), 0)
+            return np.full(self.threads, number & 0xFFFFFFFFFFFFFFFF, np.uint64)
+        # What nobody has written: the compiler reads it where no result depends on it.
+        assert re.match(r"%?\w+(@\d+)?$", operand), operand
+        return np.full(self.threads, 0x5A5A5A5A5A5A5A5A, np.uint64)
+
+    def read(self, operand, type_: str) -> np.ndarray:
+        kind = _kind(type_)
+        return self.bits(operand).astype(_unsigned(8 * np.dtype(kind).itemsize)).view(kind)
+
+    def width(self, name: str) -> int:
+        if name in self.program.widths:
+            return self.program.widths[name]
+        return _WIDTHS[re.match(r"%([a-z]+)", name)[1]]
+
+    def write(self, name, value: np.ndarray, mask: np.ndarray) -> None:
+        """``value`` by its type: signed ones get the sign in a wider register."""
+        if name == "_":
+            return
+        if isinstance(name, tuple):
+            size = self.width(next(part for part in name if part != "_"))
+            bits = value.view(_unsigned(8 * value.dtype.itemsize)).astype(np.uint64)
+            for i, part in enumerate(name):
+                self.write(part, bits >> np.uint64(i * size), mask)
+            return
+        if value.dtype == bool:
+            old = self.predicate(name)
+        else:
+            old = self.registers.get(name, np.zeros(self.threads, np.uint64))
+            if value.dtype.kind == "i":
+                value = value.astype(np.int64)
+            value = value.view(_unsigned(8 * value.dtype.itemsize)).astype(np.uint64)
+            width = self.width(name)
+            if width < 64:
+                value = value & np.uint64((1 << width) - 1)
+        self.registers[name] = value if mask.all() else np.where(mask, value, old)
+
+    # Instructions.
+
+    def do_plain(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        parts = instruction.parts
+        name, type_ = parts[0], parts[-1]
+        whole = ".".join(parts)
+        if type_ == "pred":
+            operands = [self.predicate(s) for s in sources]
+            found = ~operands[0] if name == "not" else (_BINARY | _UNARY)[name](*operands)
+        elif whole in _OF_PAIRS:
+            found = _OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
+        elif name in ("shl", "shr"):
+            found = _BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
+        elif name in ("min", "max"):
+            found = self.extreme(parts)(*(self.read(s, type_) for s in sources))
+        elif len(sources) == 1 and name in _UNARY:
+            found = _UNARY[name](self.read(sources[0], type_))
+        elif len(sources) == 2 and name in _BINARY and "hi" not in parts and "wide" not in parts:
+            found = _BINARY[name](*(self.read(s, type_) for s in sources))
+        else:
+            raise NotImplementedError(instruction.name)
+        self.write(target, found, mask)
+
+    def extreme(self, parts: list[str]) -> Callable[..., np.ndarray]:
+        name, type_ = parts[0], parts[-1]
+        if type_[0] != "f":
+            return np.maximum if name == "max" else np.minimum
+        if parts[1:-1] == ["NaN"]:
+            assert name == "max"
+            return _larger_or_nan
+        assert parts[1:-1] in ([], ["ftz"])
+        return np.fmax if name == "max" else np.fmin
+
+    def do_mul(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        parts = instruction.parts
+        a, b = (self.read(s, parts[-1]) for s in sources)
+        if parts[1] == "wide":
+            found = _wide(a) * _wide(b)
+        else:
+            found = _high(a, b) if parts[1] == "hi" else a * b
+        self.write(target, found, mask)
+
+    def do_mad(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        parts = instruction.parts
+        type_ = parts[-1]
+        a, b = (self.read(s, type_) for s in sources[:2])
+        wide = parts[1] == "wide"
+        assert wide or parts[1] == "lo"
+        c = self.read(sources[2], f"{type_[0]}{int(type_[1:]) * 2}" if wide else type_)
+        product = (_wide(a) * _wide(b)).astype(c.dtype) if wide else a * b
+        self.write(target, product + c, mask)
+
+    def do_fma(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        type_ = instruction.parts[-1]
+        values = [self.read(s, type_) for s in sources]
+        if type_ == "f64":
+            exact = [
+                math.fsum((float(a) * float(b), float(c))) for a, b, c in zip(*values, strict=True)
+            ]
+            found = np.array(
+                exact
+            )  # twice rounded: of arguments of angles, which take float32 of it
+        else:
+            found = fma(*values) if type_ == "f32" else _OF_PAIRS[f"fma.rn.{type_}"](*values)
+        self.write(target, found, mask)
+
+    def do_setp(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        _, order, *joined, type_ = instruction.parts
+        a, b = (self.read(s, type_) for s in sources[:2])
+        unordered = np.isnan(a) | np.isnan(b) if type_[0] == "f" else np.zeros(len(a), bool)
+        if order in ("nan", "num"):
+            found = unordered if order == "nan" else ~unordered
+        elif order in ("lo", "ls", "hi", "hs"):
+            found = _ORDERS[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[order]](a, b)
+        elif order in _ORDERS:
+            found = _ORDERS[order](a, b) & ~unordered
+        else:
+            assert order.endswith("u")
+            found = _ORDERS[order[:-1]](a, b) | unordered
+        if joined and joined != ["ftz"]:
+            found = _BINARY[joined[0]](found, self.predicate(sources[2]))
+        first, _, second = target.partition("|")
+        self.write(first, found, mask)
+        if second:
+            self.write(second, ~found, mask)
+
+    def do_selp(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, a, b, which = instruction.operands
+        a, b = (self.read(s, instruction.parts[-1]) for s in (a, b))
+        self.write(target, np.where(self.predicate(which), a, b), mask)
+
+    def do_mov(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, source = instruction.operands
+        if instruction.parts[-1] == "pred":
+            self.write(target, self.predicate(source), mask)
+        else:
+            self.write(target, self.bits(source), mask)
+
+    def do_cvt(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        parts = instruction.parts
+        to, of = parts[-2:]
+        if to in ("e4m3x2", "e5m2x2"):
+            kind, most = {
+                "e4m3x2": (torch.float8_e4m3fn, 448.0),
+                "e5m2x2": (torch.float8_e5m2, 57344.0),
+            }[to]
+            high, low = (_to_byte(self.read(s, "f32"), kind, most) for s in sources)
+            found = low | high << 8
+        elif to == "bf16x2":
+            high, low = (_to_bfloat16(self.read(s, "f32")) for s in sources)
+            found = _paired(low, high)
+        elif of == "e4m3x2":
+            pair = torch.from_numpy(self.read(sources[0], "u16").view(np.uint8).copy())
+            found = pair.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
+        elif of in ("f16", "bf16"):
+            word = self.read(sources[0], "u16")
+            found = (
+                word.view(np.float16).astype(np.float32) if of == "f16" else _from_bfloat16(word)
+            )
+        elif to == "bf16":
+            found = _to_bfloat16(self.read(sources[0], of))
+        elif to == "f16":
+            found = self.read(sources[0], of).astype(np.float16).view(np.uint16)
+        else:
+            found = self.read(sources[0], of)
+            if "rzi" in parts or "rni" in parts:
+                found = np.trunc(found) if "rzi" in parts else np.rint(found)
+            found = found.astype(_kind(to))
+        self.write(target, found, mask)
+
+    def do_prmt(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        self.write(target, _permuted(*(self.read(s, "u32") for s in sources)), mask)
+
+    def do_lop3(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, *sources = instruction.operands
+        self.write(target, _looked_up(*(self.read(s, "u32") for s in sources)), mask)
+
+    def do_bfe(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, a, *where = instruction.operands
+        values = self.read(a, instruction.parts[-1])
+        self.write(target, _field(values, *(self.read(w, "u32") for w in where)), mask)
+
+    def do_shfl(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, a, by, limit, _ = instruction.operands
+        mode = instruction.parts[2]
+        values, by = self.read(a, "u32"), self.read(by, "u32").astype(np.int64)
+        assert int(self.read(limit, "u32")[0]) == (0 if mode == "up" else 31)
+        assert mask.reshape(-1, 32).all(1)[mask.reshape(-1, 32).any(1)].all(), "a part of a warp"
+        lane = {"bfly": self.lanes ^ by, "idx": by & 31, "up": self.lanes - by}.get(mode)
+        lane = self.lanes + by if lane is None else lane
+        inside = (lane >= 0) & (lane < 32)
+        source = np.arange(self.threads) - self.lanes + np.where(inside, lane, self.lanes)
+        first, _, second = target.partition("|")
+        self.write(first, values[source], mask)
+        if second:
+            self.write(second, inside, mask)
+
+    def do_redux(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, a, _ = instruction.operands
+        how, type_ = instruction.parts[2:]
+        values = self.read(a, type_).reshape(-1, 32)
+        function = {"add": np.add, "max": np.maximum, "min": np.minimum}[how]
+        found = function.reduce(values, 1, dtype=values.dtype)
+        self.write(target, np.repeat(found, 32), mask)
+
+    def do_ld(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, (base, offset) = instruction.operands
+        _, space, *many, type_ = instruction.parts
+        kind = _kind(type_)
+        if space == "param":
+            self.write(target, self.read(base, type_), mask)
+            return
+        targets = target if isinstance(target, tuple) else (target,)
+        size = np.dtype(kind).itemsize
+        assert len(targets) == (int(many[0][1:]) if many else 1)
+        raw = self.load(space, base, offset, size * len(targets), mask)
+        for i, name in enumerate(targets):
+            found = np.ascontiguousarray(raw[:, i * size : (i + 1) * size]).view(kind)[:, 0]
+            self.write(name, found, mask)
+
+    def do_st(self, instruction: Instruction, mask: np.ndarray) -> None:
+        (base, offset), source = instruction.operands
+        _, space, *_, type_ = instruction.parts
+        sources = source if isinstance(source, tuple) else (source,)
+        kind = _kind(type_)
+        words = [self.read(s, type_).view(_unsigned(8 * np.dtype(kind).itemsize)) for s in sources]
+        raw = np.ascontiguousarray(np.stack(words, 1)).view(np.uint8)
+        self.store(space, base, offset, raw, mask)
+
+    def addresses(self, space: str, base, offset: int, mask: np.ndarray, size: int) -> np.ndarray:
+        found = (self.bits(base).astype(np.int64) + offset)[mask]
+        if (found % size).any():
+            raise IndexError(f"{size} bytes at {int(found[found % size != 0][0]):#x}, not aligned")
+        if space != "global" and ((found < 0) | (found + size > len(self.shared))).any():
+            raise IndexError(f"{size} bytes beyond the {len(self.shared)} of shared memory")
+        return found
+
+    def load(self, space: str, base, offset: int, size: int, mask: np.ndarray) -> np.ndarray:
+        places = self.addresses(space, base, offset, mask, size)
+        raw = np.zeros((self.threads, size), np.uint8)
+        span = np.arange(size)
+        if space == "global":
+            threads = np.flatnonzero(mask)
+            for array, which, starts in self.memory.at(places, size):
+                raw[threads[which]] = array[starts[:, None] + span]
+        else:
+            raw[mask] = self.shared[places[:, None] + span]
+        return raw
+
+    def store(self, space: str, base, offset: int, raw: np.ndarray, mask: np.ndarray) -> None:
+        size = raw.shape[1]
+        places, span = self.addresses(space, base, offset, mask, size), np.arange(size)
+        if space == "global":
+            for array, which, starts in self.memory.at(places, size):
+                array[starts[:, None] + span] = raw[mask][which]
+        else:
+            self.shared[places[:, None] + span] = raw[mask]
+
+    def do_stmatrix(self, instruction: Instruction, mask: np.ndarray) -> None:
+        (base, offset), source = instruction.operands
+        sources = source if isinstance(source, tuple) else (source,)
+        for i, rows in self.matrices(instruction, base, offset, len(sources), mask):
+            words = self.read(sources[i], "u32").reshape(-1, 32, 1)
+            halves = np.concatenate(_halves(words), 2).reshape(-1, 8, 8)
+            if "trans" in instruction.parts:
+                halves = halves.transpose(0, 2, 1)
+            raw = np.ascontiguousarray(halves).view(np.uint8).reshape(-1, 16)
+            self.shared[rows.reshape(-1, 1) + np.arange(16)] = raw
+
+    def do_ldmatrix(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, (base, offset) = instruction.operands
+        targets = target if isinstance(target, tuple) else (target,)
+        for i, rows in self.matrices(instruction, base, offset, len(targets), mask):
+            raw = self.shared[rows.reshape(-1, 1) + np.arange(16)]
+            halves = raw.view(np.uint16).reshape(-1, 8, 8)
+            if "trans" in instruction.parts:
+                halves = halves.transpose(0, 2, 1)
+            pairs = np.ascontiguousarray(halves).reshape(-1, 32, 2)
+            self.write(targets[i], _paired(pairs[..., 0], pairs[..., 1]).reshape(-1), mask)
+
+    def matrices(self, instruction: Instruction, base, offset: int, count: int, mask: np.ndarray):
+        """Each matrix's number and where its rows lie, of every warp ``[W, 8]``."""
+        assert {"m8n8", f"x{count}", "b16"} <= set(instruction.parts)
+        assert mask.all()
+        places = self.bits(base).astype(np.int64).reshape(-1, 32) + offset
+        for i in range(count):
+            rows = places[:, 8 * i : 8 * i + 8]
+            if (rows % 16).any() or (rows < 0).any() or (rows + 16 > len(self.shared)).any():
+                raise IndexError("a row of a matrix outside shared memory, or not aligned")
+            yield i, rows
+
+
+def launch(
+    ptx: str,
+    arguments: list[torch.Tensor | int | float],
+    grid: tuple[int, int, int],
+    threads: int,
+    shared: int,
+) -> None:
+    """Run a kernel's whole grid; ``arguments`` are its parameters, as many as are given."""
+    program = parse(ptx)
+    memory = Memory(a for a in arguments if isinstance(a, torch.Tensor))
+    values: dict[str, int] = {"%ntid.x": threads}
+    for (name, type_), argument in zip(program.parameters, arguments, strict=False):
+        if isinstance(argument, torch.Tensor):
+            values[name] = argument.data_ptr()
+        elif type_[0] == "f":
+            values[name] = int(np.array(argument, _kind(type_)).view(_unsigned(int(type_[1:]))))
+        else:
+            values[name] = int(argument) & (1 << int(type_[1:])) - 1
+    sizes = dict(zip("xyz", grid, strict=True))
+    values |= {f"%nctaid.{axis}": size for axis, size in sizes.items()}
+    for number in range(math.prod(grid)):
+        x, rest = number % grid[0], number // grid[0]
+        at = {"x": x, "y": rest % grid[1], "z": rest // grid[1]}
+        here = {f"%ctaid.{axis}": place for axis, place in at.items()}
+        Block(program, threads, shared, memory, values | here).run()
