@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import exact_interpreter
 import pytest
 import quick_interpreter
 import torch
@@ -14,7 +13,10 @@ from hypothesis import HealthCheck, Phase, settings
 from dsv4 import _support, dispatch
 
 _HAS_GPU = torch.cuda.is_available()
-if not _HAS_GPU:
+# Compute capability, 90 say, for which what the interpreter would run is compiled instead, and its
+# PTX run on the CPU by tests/ptx_grid.py.
+_COMPILED = os.environ.get("DSV4_TESTS_COMPILED")
+if not _HAS_GPU and not _COMPILED:
     # Before any kernel is imported: it decides whether kernels are compiled or interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -52,10 +54,13 @@ _INTERPRETED_SHARE = 12 if _QUICK else 6
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interpreter() -> None:
-    if not _HAS_GPU:
+def _quick_interpreter() -> None:
+    if _COMPILED:
+        from tests import run_compiled
+
+        run_compiled.install(int(_COMPILED))
+    elif not _HAS_GPU:
         quick_interpreter.install()
-        exact_interpreter.install()
 
 
 def _interpreted(item: pytest.Item) -> bool:
@@ -99,6 +104,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(rare)
     if _HAS_GPU:
         return
+    wrong = None if _COMPILED else quick_interpreter.departures()
+    if wrong:
+        other = pytest.mark.skip(reason=f"Triton's interpreter is too old: {wrong}")
+        for item in filter(_interpreted, items):
+            item.add_marker(other)
     skip = pytest.mark.skip(reason="needs a CUDA GPU; this machine has none")
     for item in items:
         if "gpu" in item.keywords:

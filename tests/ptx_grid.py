@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tests.exact_interpreter import fma
-
 _WIDTHS = {"rs": 16, "r": 32, "rd": 64, "f": 32, "fd": 64}
 _SILENT = ("griddepcontrol", "bar", "barrier", "prefetch", "fence", "membar")
 _HINTS = re.compile(r"^(L1::\w+|L2::\w+|nc|volatile|relaxed|cta|gpu|weak|aligned)$")
@@ -52,6 +50,10 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
     )
 
 
+def _to_float16(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16)
+
+
 def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -69,6 +71,23 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _paired(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low.astype(np.uint32) | high.astype(np.uint32) << 16
+
+
+def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """``x * y + z`` of float32 arrays, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd: of two neighbours, the one with an
+    odd last bit where it is neither. So the second rounding, to float32, sees on which side of a
+    tie it was.
+    """
+    product = x.astype(np.float64) * y
+    total = product + z
+    rest = total - product
+    error = (product - (total - rest)) + (z - rest)
+    even = total.view(np.int64) & 1 == 0
+    lost = np.isfinite(total) & even & (error != 0) & np.isfinite(error)
+    beside = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where(lost, beside, total).astype(np.float32)
 
 
 def _by_halves(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -172,6 +191,9 @@ _UNARY: dict[str, Callable[..., np.ndarray]] = {
     "lg2": np.log2,
     "sqrt": np.sqrt,
     "rsqrt": lambda a: np.float32(1) / np.sqrt(a),
+    "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
+    "brev": lambda a: np.array([int(f"{x:032b}"[::-1], 2) for x in a], np.uint32),
+    "clz": lambda a: np.array([32 - int(x).bit_length() for x in a], np.uint32),
 }
 _ORDERS: dict[str, Callable[..., np.ndarray]] = {
     "eq": lambda a, b: a == b,
@@ -569,8 +591,9 @@ class Block:
             }[to]
             high, low = (_to_byte(self.read(s, "f32"), kind, most) for s in sources)
             found = low | high << 8
-        elif to == "bf16x2":
-            high, low = (_to_bfloat16(self.read(s, "f32")) for s in sources)
+        elif to in ("bf16x2", "f16x2") and of == "f32":
+            narrow = _to_bfloat16 if to == "bf16x2" else _to_float16
+            high, low = (narrow(self.read(s, "f32")) for s in sources)
             found = _paired(low, high)
         elif of == "e4m3x2":
             pair = torch.from_numpy(self.read(sources[0], "u16").view(np.uint8).copy())
@@ -583,7 +606,7 @@ class Block:
         elif to == "bf16":
             found = _to_bfloat16(self.read(sources[0], of))
         elif to == "f16":
-            found = self.read(sources[0], of).astype(np.float16).view(np.uint16)
+            found = _to_float16(self.read(sources[0], of))
         else:
             found = self.read(sources[0], of)
             if "rzi" in parts or "rni" in parts:
@@ -650,6 +673,31 @@ class Block:
         words = [self.read(s, type_).view(_unsigned(8 * np.dtype(kind).itemsize)) for s in sources]
         raw = np.ascontiguousarray(np.stack(words, 1)).view(np.uint8)
         self.store(space, base, offset, raw, mask)
+
+    def do_atom(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """One thread after another, in their order."""
+        target, (base, offset), source, *more = instruction.operands
+        parts = instruction.parts
+        type_ = parts[-1]
+        kind = _kind(type_)
+        space = "global" if "global" in parts else "shared"
+        how = next(p for p in parts if p in ("add", "max", "min", "or", "and", "exch", "cas"))
+        given = [self.read(s, type_) for s in (source, *more)]
+        before = np.zeros(self.threads, kind)
+        for thread in np.flatnonzero(mask):
+            alone = np.arange(self.threads) == thread
+            old = self.load(space, base, offset, np.dtype(kind).itemsize, alone)[thread].view(kind)
+            new = [g[thread : thread + 1] for g in given]
+            if how == "cas":
+                found = np.where(old == new[0], new[1], old)
+            elif how == "exch":
+                found = new[0]
+            else:
+                found = {**_BINARY, "max": np.maximum, "min": np.minimum}[how](old, new[0])
+            before[thread] = old[0]
+            raw = np.tile(found.astype(kind).view(np.uint8), (self.threads, 1))
+            self.store(space, base, offset, raw, alone)
+        self.write(target, before, mask)
 
     def addresses(self, space: str, base, offset: int, mask: np.ndarray, size: int) -> np.ndarray:
         found = (self.bits(base).astype(np.int64) + offset)[mask]
