@@ -215,6 +215,8 @@ _OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
     "fma.rn.bf16x2": _by_halves(_fused_bfloat16),
     "abs.bf16x2": lambda a: a & 0x7FFF7FFF,
     "abs.bf16": lambda a: a & 0x7FFF,
+    "abs.f16x2": lambda a: a & 0x7FFF7FFF,
+    "abs.f16": lambda a: a & 0x7FFF,
 }
 
 
@@ -247,6 +249,13 @@ def _field(a, start, length):
     up = np.array([bits - t for t in top], a.dtype)
     down = np.array([bits - int(n) for n in length], a.dtype)
     return (a << up) >> down
+
+
+def _space(parts: list[str]) -> str:
+    """Where an instruction that loads or stores does so."""
+    return next(
+        p.split("::")[0] for p in parts if p.split("::")[0] in ("param", "shared", "global")
+    )
 
 
 @dataclass
@@ -443,17 +452,26 @@ class Block:
             number = int(operand.rstrip("U"), 0)
             return np.full(self.threads, number & 0xFFFFFFFFFFFFFFFF, np.uint64)
         # What nobody has written: the compiler reads it where no result depends on it.
-        assert re.match(r"%?\w+(@\d+)?$", operand), operand
-        return np.full(self.threads, 0x5A5A5A5A5A5A5A5A, np.uint64)
+        width = self.width(operand)
+        return np.full(self.threads, 0x5A5A5A5A5A5A5A5A >> 64 - width, np.uint64)
 
     def read(self, operand, type_: str) -> np.ndarray:
         kind = _kind(type_)
         return self.bits(operand).astype(_unsigned(8 * np.dtype(kind).itemsize)).view(kind)
 
+    def read_number(self, operand, type_: str) -> np.ndarray:
+        """``read``, of 16 bits too as what they say."""
+        bits = self.read(operand, type_)
+        if type_ == "bf16":
+            return _from_bfloat16(bits)
+        return bits.view(np.float16).astype(np.float32) if type_ == "f16" else bits
+
     def width(self, name: str) -> int:
         if name in self.program.widths:
             return self.program.widths[name]
-        return _WIDTHS[re.match(r"%([a-z]+)", name)[1]]
+        found = re.match(r"%([a-z]+)\d+$", name)
+        assert found, f"{name} is no register"
+        return _WIDTHS[found[1]]
 
     def write(self, name, value: np.ndarray, mask: np.ndarray) -> None:
         """``value`` by its type: signed ones get the sign in a wider register."""
@@ -480,6 +498,8 @@ class Block:
     # Instructions.
 
     def do_plain(self, instruction: Instruction, mask: np.ndarray) -> None:
+        if not instruction.operands:
+            raise NotImplementedError(instruction.name)
         target, *sources = instruction.operands
         parts = instruction.parts
         name, type_ = parts[0], parts[-1]
@@ -489,6 +509,8 @@ class Block:
             found = ~operands[0] if name == "not" else (_BINARY | _UNARY)[name](*operands)
         elif whole in _OF_PAIRS:
             found = _OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
+        elif type_.endswith("x2") or type_ in ("f16", "bf16"):
+            raise NotImplementedError(instruction.name)
         elif name in ("shl", "shr"):
             found = _BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
         elif name in ("min", "max"):
@@ -550,8 +572,8 @@ class Block:
     def do_setp(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
         _, order, *joined, type_ = instruction.parts
-        a, b = (self.read(s, type_) for s in sources[:2])
-        unordered = np.isnan(a) | np.isnan(b) if type_[0] == "f" else np.zeros(len(a), bool)
+        a, b = (self.read_number(s, type_) for s in sources[:2])
+        unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(len(a), bool)
         if order in ("nan", "num"):
             found = unordered if order == "nan" else ~unordered
         elif order in ("lo", "ls", "hi", "hs"):
@@ -622,6 +644,16 @@ class Block:
         target, *sources = instruction.operands
         self.write(target, _looked_up(*(self.read(s, "u32") for s in sources)), mask)
 
+    def do_shf(self, instruction: Instruction, mask: np.ndarray) -> None:
+        target, low, high, by = instruction.operands
+        assert instruction.parts[2:] == ["wrap", "b32"]
+        both = self.read(low, "u64") & np.uint64(0xFFFFFFFF) | self.read(high, "u64") << np.uint64(
+            32
+        )
+        by = self.read(by, "u64") & np.uint64(31)
+        found = both << by >> np.uint64(32) if instruction.parts[1] == "l" else both >> by
+        self.write(target, found.astype(np.uint32), mask)
+
     def do_bfe(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, a, *where = instruction.operands
         values = self.read(a, instruction.parts[-1])
@@ -652,14 +684,14 @@ class Block:
 
     def do_ld(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, (base, offset) = instruction.operands
-        _, space, *many, type_ = instruction.parts
+        type_ = instruction.parts[-1]
+        space = _space(instruction.parts)
         kind = _kind(type_)
         if space == "param":
             self.write(target, self.read(base, type_), mask)
             return
         targets = target if isinstance(target, tuple) else (target,)
         size = np.dtype(kind).itemsize
-        assert len(targets) == (int(many[0][1:]) if many else 1)
         raw = self.load(space, base, offset, size * len(targets), mask)
         for i, name in enumerate(targets):
             found = np.ascontiguousarray(raw[:, i * size : (i + 1) * size]).view(kind)[:, 0]
@@ -667,12 +699,57 @@ class Block:
 
     def do_st(self, instruction: Instruction, mask: np.ndarray) -> None:
         (base, offset), source = instruction.operands
-        _, space, *_, type_ = instruction.parts
+        type_ = instruction.parts[-1]
+        space = _space(instruction.parts)
         sources = source if isinstance(source, tuple) else (source,)
         kind = _kind(type_)
         words = [self.read(s, type_).view(_unsigned(8 * np.dtype(kind).itemsize)) for s in sources]
         raw = np.ascontiguousarray(np.stack(words, 1)).view(np.uint8)
         self.store(space, base, offset, raw, mask)
+
+    def do_cp(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """``cp.async``, done at once; bytes past those that are read become 0."""
+        assert instruction.parts[1] == "async"
+        if instruction.parts[2] in ("commit_group", "wait_group", "wait_all"):
+            return
+        (to, skip), (of, offset), size, *read = instruction.operands
+        count = int(size, 0)
+        given = self.read(read[0], "u32") if read else np.full(self.threads, count)
+        assert np.isin(given[mask], (0, count)).all()
+        raw = self.load("global", of, offset, count, mask & (given > 0))
+        self.store("shared", to, skip, raw, mask)
+
+    def do_mma(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """16 x 8 sums of 16 products, of bfloat16 or float16 in float32: ``d = a @ b + c``."""
+        parts = instruction.parts
+        assert parts[2:5] == ["m16n8k16", "row", "col"]
+        assert (parts[5], parts[8]) == ("f32", "f32")
+        assert mask.all()
+        d, *sources = instruction.operands
+        a, b = (self.fragment(s, parts[6]) for s in sources[:2])
+        c = np.stack([self.read(s, "f32").reshape(-1, 8, 4) for s in sources[2]], -1)
+        left = np.zeros((len(a), 16, 16))
+        for i in range(4):
+            rows, columns = (
+                slice(8 * (i % 2), 8 * (i % 2) + 8),
+                slice(8 * (i // 2), 8 * (i // 2) + 8),
+            )
+            left[:, rows, columns] = a[:, i]
+        right = np.concatenate([b[:, 0], b[:, 1]], 2)  # [W, column, 16]
+        sums = left @ right.transpose(0, 2, 1)
+        sums = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 8, 4, 4)
+        found = (sums + c).astype(np.float32).reshape(self.threads, 4)
+        for i, name in enumerate(d):
+            self.write(name, np.ascontiguousarray(found[:, i]), mask)
+
+    def fragment(self, names: tuple, type_: str) -> np.ndarray:
+        """Matrices of 8 x 8 whose rows four lanes have: ``[W, len(names), 8, 8]``."""
+        found = []
+        for name in names:
+            halves = np.stack(_halves(self.read(name, "u32")), -1).reshape(-1, 8, 8)
+            number = _from_bfloat16(halves) if type_ == "bf16" else halves.view(np.float16)
+            found.append(number.astype(np.float64))
+        return np.stack(found, 1)
 
     def do_atom(self, instruction: Instruction, mask: np.ndarray) -> None:
         """One thread after another, in their order."""
@@ -680,7 +757,7 @@ class Block:
         parts = instruction.parts
         type_ = parts[-1]
         kind = _kind(type_)
-        space = "global" if "global" in parts else "shared"
+        space = _space(parts)
         how = next(p for p in parts if p in ("add", "max", "min", "or", "and", "exch", "cas"))
         given = [self.read(s, type_) for s in (source, *more)]
         before = np.zeros(self.threads, kind)
