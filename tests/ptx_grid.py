@@ -65,6 +65,17 @@ def _to_byte(x: np.ndarray, kind: torch.dtype, most: float) -> np.ndarray:
     return np.where(np.isnan(x), 0x7F, found).astype(np.uint16)
 
 
+def _to_e2m1(x: np.ndarray) -> np.ndarray:
+    """Codes of the nearest, ties to even, saturated at 6; NaN is 6."""
+    magnitude = np.where(np.isnan(x), 6, np.abs(x))
+    borders = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    code = np.searchsorted(borders, magnitude)
+    tie = (magnitude == borders[np.minimum(code, 6)]) & (code % 2 == 1)
+    return (code + tie).astype(np.uint16) | np.where(np.signbit(x) & ~np.isnan(x), 8, 0).astype(
+        np.uint16
+    )
+
+
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
 
@@ -106,6 +117,13 @@ def _larger_bfloat16(a, b):
 def _smaller_bfloat16(a, b):
     x, y = _from_bfloat16(a), _from_bfloat16(b)
     return np.where(np.isnan(y) | (x <= y), a, b)
+
+
+def _larger_float16(a, b):
+    """``max.NaN``: 0x7FFF where one is NaN."""
+    x, y = a.view(np.float16), b.view(np.float16)
+    found = np.where(x >= y, a, b)
+    return np.where(np.isnan(x) | np.isnan(y), np.uint16(0x7FFF), found)
 
 
 def _smaller_magnitude(a, b):
@@ -209,6 +227,7 @@ _OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
     ),
     "max.u16x2": _by_halves(np.maximum),
     "add.s16x2": _by_halves(lambda a, b: a + b),
+    "max.NaN.f16x2": _by_halves(_larger_float16),
     "max.bf16x2": _by_halves(_larger_bfloat16),
     "min.bf16x2": _by_halves(_smaller_bfloat16),
     "min.xorsign.abs.bf16x2": _by_halves(_smaller_magnitude),
@@ -509,12 +528,16 @@ class Block:
             found = ~operands[0] if name == "not" else (_BINARY | _UNARY)[name](*operands)
         elif whole in _OF_PAIRS:
             found = _OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
+        elif type_ == "f32x2":
+            self.do_pairs(instruction, mask)
+            return
         elif type_.endswith("x2") or type_ in ("f16", "bf16"):
             raise NotImplementedError(instruction.name)
         elif name in ("shl", "shr"):
             found = _BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
         elif name in ("min", "max"):
-            found = self.extreme(parts)(*(self.read(s, type_) for s in sources))
+            # Of two, or of three on Blackwell.
+            found = functools.reduce(self.extreme(parts), (self.read(s, type_) for s in sources))
         elif len(sources) == 1 and name in _UNARY:
             found = _UNARY[name](self.read(sources[0], type_))
         elif len(sources) == 2 and name in _BINARY and "hi" not in parts and "wide" not in parts:
@@ -522,6 +545,20 @@ class Block:
         else:
             raise NotImplementedError(instruction.name)
         self.write(target, found, mask)
+
+    def do_pairs(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """Of two float32 in 64 bits."""
+        target, *sources = instruction.operands
+        functions: dict[str, Callable[..., np.ndarray]] = {"fma": fma, **_BINARY, **_UNARY}
+        words = [self.bits(s) for s in sources]
+        halves = [
+            functions[instruction.parts[0]](
+                *((w >> np.uint64(shift)).astype(np.uint32).view(np.float32) for w in words)
+            )
+            for shift in (0, 32)
+        ]
+        low, high = (h.view(np.uint32).astype(np.uint64) for h in halves)
+        self.write(target, low | high << np.uint64(32), mask)
 
     def extreme(self, parts: list[str]) -> Callable[..., np.ndarray]:
         name, type_ = parts[0], parts[-1]
@@ -536,6 +573,9 @@ class Block:
     def do_mul(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
         parts = instruction.parts
+        if parts[-1] == "f32x2":
+            self.do_pairs(instruction, mask)
+            return
         a, b = (self.read(s, parts[-1]) for s in sources)
         if parts[1] == "wide":
             found = _wide(a) * _wide(b)
@@ -557,6 +597,9 @@ class Block:
     def do_fma(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
         type_ = instruction.parts[-1]
+        if type_ == "f32x2":
+            self.do_pairs(instruction, mask)
+            return
         values = [self.read(s, type_) for s in sources]
         if type_ == "f64":
             exact = [
@@ -613,6 +656,9 @@ class Block:
             }[to]
             high, low = (_to_byte(self.read(s, "f32"), kind, most) for s in sources)
             found = low | high << 8
+        elif to == "e2m1x2":
+            high, low = (_to_e2m1(self.read(s, "f32")) for s in sources)
+            found = (low | high << 4).astype(np.uint8)
         elif to in ("bf16x2", "f16x2") and of == "f32":
             narrow = _to_bfloat16 if to == "bf16x2" else _to_float16
             high, low = (narrow(self.read(s, "f32")) for s in sources)
@@ -676,10 +722,15 @@ class Block:
 
     def do_redux(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, a, _ = instruction.operands
-        how, type_ = instruction.parts[2:]
+        how, *more, type_ = instruction.parts[2:]
         values = self.read(a, type_).reshape(-1, 32)
-        function = {"add": np.add, "max": np.maximum, "min": np.minimum}[how]
-        found = function.reduce(values, 1, dtype=values.dtype)
+        if "abs" in more:
+            values = np.abs(values)
+        if type_ == "f32":
+            function = self.extreme([how, *(m for m in more if m != "abs"), type_])
+        else:
+            function = {"add": np.add, "max": np.maximum, "min": np.minimum}[how]
+        found = functools.reduce(function, values.T)
         self.write(target, np.repeat(found, 32), mask)
 
     def do_ld(self, instruction: Instruction, mask: np.ndarray) -> None:
