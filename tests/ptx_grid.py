@@ -54,6 +54,10 @@ def _to_float16(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).view(np.uint16)
 
 
+def _from_float16(bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.float16).astype(np.float32)
+
+
 def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -126,18 +130,24 @@ def _larger_float16(a, b):
     return np.where(np.isnan(x) | np.isnan(y), np.uint16(0x7FFF), found)
 
 
+def _larger_magnitude(a, b):
+    """``max.xorsign.abs``, likewise."""
+    return _larger_bfloat16(a & 0x7FFF, b & 0x7FFF) | ((a ^ b) & 0x8000)
+
+
 def _smaller_magnitude(a, b):
     """``min.xorsign.abs``: a NaN counts as nothing unless both are."""
     return _smaller_bfloat16(a & 0x7FFF, b & 0x7FFF) | ((a ^ b) & 0x8000)
 
 
-def _fused_bfloat16(a, b, c):
-    """The product and sum are exact in float64 for all but sums of very different magnitude."""
-    x, y, z = (_from_bfloat16(v).astype(np.float64) for v in (a, b, c))
-    total = fma(_from_bfloat16(a), _from_bfloat16(b), _from_bfloat16(c))
-    exact = x * y + z
-    odd = _odd(total, exact)
-    return _to_bfloat16(odd)
+def _fused(widen: Callable[..., np.ndarray], narrow: Callable[..., np.ndarray]) -> Callable:
+    """``fma`` of 16 bits, rounded once: exact but for sums of very different magnitude."""
+
+    def fused(a, b, c):
+        x, y, z = map(widen, (a, b, c))
+        return narrow(_odd(fma(x, y, z), x.astype(np.float64) * y + z))
+
+    return fused
 
 
 def _odd(near: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -231,7 +241,11 @@ _OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
     "max.bf16x2": _by_halves(_larger_bfloat16),
     "min.bf16x2": _by_halves(_smaller_bfloat16),
     "min.xorsign.abs.bf16x2": _by_halves(_smaller_magnitude),
-    "fma.rn.bf16x2": _by_halves(_fused_bfloat16),
+    "max.xorsign.abs.bf16x2": _by_halves(_larger_magnitude),
+    "fma.rn.bf16": _fused(_from_bfloat16, _to_bfloat16),
+    "fma.rn.bf16x2": _by_halves(_fused(_from_bfloat16, _to_bfloat16)),
+    "fma.rn.f16": _fused(_from_float16, _to_float16),
+    "fma.rn.f16x2": _by_halves(_fused(_from_float16, _to_float16)),
     "abs.bf16x2": lambda a: a & 0x7FFF7FFF,
     "abs.bf16": lambda a: a & 0x7FFF,
     "abs.f16x2": lambda a: a & 0x7FFF7FFF,
@@ -483,7 +497,7 @@ class Block:
         bits = self.read(operand, type_)
         if type_ == "bf16":
             return _from_bfloat16(bits)
-        return bits.view(np.float16).astype(np.float32) if type_ == "f16" else bits
+        return _from_float16(bits) if type_ == "f16" else bits
 
     def width(self, name: str) -> int:
         if name in self.program.widths:
@@ -596,20 +610,25 @@ class Block:
 
     def do_fma(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
-        type_ = instruction.parts[-1]
+        *_, result, type_ = instruction.parts
+        name = f"fma.rn.{type_}"
         if type_ == "f32x2":
             self.do_pairs(instruction, mask)
             return
         values = [self.read(s, type_) for s in sources]
-        if type_ == "f64":
-            exact = [
-                math.fsum((float(a) * float(b), float(c))) for a, b, c in zip(*values, strict=True)
-            ]
-            found = np.array(
-                exact
-            )  # twice rounded: of arguments of angles, which take float32 of it
+        if result == "f32":  # of two factors of 16 bits, on Blackwell
+            factors = [self.read_number(s, type_) for s in sources[:2]]
+            found = fma(*factors, self.read(sources[2], "f32"))
+        elif type_ == "f64":
+            # Rounded twice: of the arguments of angles, of which float32 is taken.
+            terms = ((float(a) * float(b), float(c)) for a, b, c in zip(*values, strict=True))
+            found = np.array([math.fsum(both) for both in terms])
+        elif type_ == "f32":
+            found = fma(*values)
+        elif name in _OF_PAIRS:
+            found = _OF_PAIRS[name](*values)
         else:
-            found = fma(*values) if type_ == "f32" else _OF_PAIRS[f"fma.rn.{type_}"](*values)
+            raise NotImplementedError(instruction.name)
         self.write(target, found, mask)
 
     def do_setp(self, instruction: Instruction, mask: np.ndarray) -> None:
