@@ -3,9 +3,8 @@
 What Triton's interpreter cannot show is what the compiler makes of a kernel: which thread has which
 value, and instructions that are written out. Here the threads of a block step together, those whose
 next instruction comes first in the program; memory is the tensors' own, and an access outside them
-or outside shared memory is an error. Approximations of the hardware (``rcp.approx``,
-``ex2.approx``, ``rsqrt.approx``) are the nearest float32. Races are not seen: each instruction is
-done by all threads before the next.
+or outside shared memory is an error. Races are not seen: each instruction is done by all threads
+before the next.
 """
 
 from __future__ import annotations
@@ -14,380 +13,37 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from tests.ptx_arithmetic import (
+    BINARY,
+    OF_PAIRS,
+    ORDERS,
+    UNARY,
+    bit_field,
+    fma,
+    from_bfloat16,
+    from_float16,
+    halves_of,
+    high_product,
+    in_64_bits,
+    kind_of,
+    larger_or_nan,
+    looked_up,
+    paired,
+    permuted,
+    to_bfloat16,
+    to_byte,
+    to_e2m1,
+    to_float16,
+    unsigned,
+)
+from tests.ptx_program import Instruction, Program, parse, space_of
+
 _WIDTHS = {"rs": 16, "r": 32, "rd": 64, "f": 32, "fd": 64}
 _SILENT = ("griddepcontrol", "bar", "barrier", "prefetch", "fence", "membar")
-_HINTS = re.compile(r"^(L1::\w+|L2::\w+|nc|volatile|relaxed|cta|gpu|weak|aligned)$")
-
-
-def _unsigned(bits: int) -> type:
-    return {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
-
-
-def _kind(name: str) -> type:
-    """The numpy type of PTX's type; of pairs and of bfloat16 that of the bits."""
-    if name in ("bf16", "f16"):
-        return np.uint16
-    if name in ("bf16x2", "f16x2", "s16x2", "u16x2"):
-        return np.uint32
-    bits = int(name[1:])
-    if name[0] == "f":
-        return {32: np.float32, 64: np.float64}[bits]
-    return (
-        {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}[bits]
-        if name[0] == "s"
-        else (_unsigned(bits))
-    )
-
-
-def _to_bfloat16(x: np.ndarray) -> np.ndarray:
-    return (
-        torch.from_numpy(x.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    )
-
-
-def _to_float16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float16).view(np.uint16)
-
-
-def _from_float16(bits: np.ndarray) -> np.ndarray:
-    return bits.view(np.float16).astype(np.float32)
-
-
-def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_byte(x: np.ndarray, kind: torch.dtype, most: float) -> np.ndarray:
-    """The nearest, ties to even, saturated; NaN is 0x7F."""
-    clamped = torch.from_numpy(np.where(np.isnan(x), 0, np.clip(x, -most, most)))
-    found = clamped.to(kind).view(torch.uint8).numpy()
-    return np.where(np.isnan(x), 0x7F, found).astype(np.uint16)
-
-
-def _to_e2m1(x: np.ndarray) -> np.ndarray:
-    """Codes of the nearest, ties to even, saturated at 6; NaN is 6."""
-    magnitude = np.where(np.isnan(x), 6, np.abs(x))
-    borders = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
-    code = np.searchsorted(borders, magnitude)
-    tie = (magnitude == borders[np.minimum(code, 6)]) & (code % 2 == 1)
-    return (code + tie).astype(np.uint16) | np.where(np.signbit(x) & ~np.isnan(x), 8, 0).astype(
-        np.uint16
-    )
-
-
-def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
-
-
-def _paired(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return low.astype(np.uint32) | high.astype(np.uint32) << 16
-
-
-def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """``x * y + z`` of float32 arrays, rounded once.
-
-    The product is exact in float64. The sum is rounded to odd: of two neighbours, the one with an
-    odd last bit where it is neither. So the second rounding, to float32, sees on which side of a
-    tie it was.
-    """
-    product = x.astype(np.float64) * y
-    total = product + z
-    rest = total - product
-    error = (product - (total - rest)) + (z - rest)
-    even = total.view(np.int64) & 1 == 0
-    lost = np.isfinite(total) & even & (error != 0) & np.isfinite(error)
-    beside = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
-    return np.where(lost, beside, total).astype(np.float32)
-
-
-def _by_halves(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    def both(*words):
-        halves = [_halves(w) for w in words]
-        return _paired(*(function(*(h[i] for h in halves)) for i in range(2)))
-
-    return both
-
-
-def _larger_bfloat16(a, b):
-    x, y = _from_bfloat16(a), _from_bfloat16(b)
-    return np.where(np.fmax(x, y) == x, a, b)
-
-
-def _smaller_bfloat16(a, b):
-    x, y = _from_bfloat16(a), _from_bfloat16(b)
-    return np.where(np.isnan(y) | (x <= y), a, b)
-
-
-def _larger_float16(a, b):
-    """``max.NaN``: 0x7FFF where one is NaN."""
-    x, y = a.view(np.float16), b.view(np.float16)
-    found = np.where(x >= y, a, b)
-    return np.where(np.isnan(x) | np.isnan(y), np.uint16(0x7FFF), found)
-
-
-def _larger_magnitude(a, b):
-    """``max.xorsign.abs``, likewise."""
-    return _larger_bfloat16(a & 0x7FFF, b & 0x7FFF) | ((a ^ b) & 0x8000)
-
-
-def _smaller_magnitude(a, b):
-    """``min.xorsign.abs``: a NaN counts as nothing unless both are."""
-    return _smaller_bfloat16(a & 0x7FFF, b & 0x7FFF) | ((a ^ b) & 0x8000)
-
-
-def _fused(widen: Callable[..., np.ndarray], narrow: Callable[..., np.ndarray]) -> Callable:
-    """``fma`` of 16 bits, rounded once: exact but for sums of very different magnitude."""
-
-    def fused(a, b, c):
-        x, y, z = map(widen, (a, b, c))
-        return narrow(_odd(fma(x, y, z), x.astype(np.float64) * y + z))
-
-    return fused
-
-
-def _odd(near: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """``near``, or the float32 beside it with an odd last bit where ``exact`` is neither."""
-    lost = np.isfinite(near) & (near.astype(np.float64) != exact)
-    lost &= near.view(np.uint32) & 1 == 0
-    beside = np.nextafter(near, np.where(exact > near, np.inf, -np.inf).astype(np.float32))
-    return np.where(lost, beside, near)
-
-
-def _larger_or_nan(a, b):
-    return np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), np.fmax(a, b))
-
-
-def _wide(x: np.ndarray) -> np.ndarray:
-    """An integer in 64 bits."""
-    return x.astype(np.int64 if x.dtype.kind == "i" else np.uint64)
-
-
-def _high(a, b):
-    bits = 8 * a.dtype.itemsize
-    products = [int(x) * int(y) >> bits for x, y in zip(a, b, strict=True)]
-    return np.array([p & (1 << bits) - 1 for p in products], _unsigned(bits)).view(a.dtype)
-
-
-def _shift(left: bool) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    def shifted(a, b):
-        bits = 8 * a.dtype.itemsize
-        by = np.minimum(b.astype(np.int64), bits)
-        over = by >= bits
-        by = np.where(over, bits - 1, by).astype(a.dtype)
-        if left:
-            return np.where(over, 0, a << by).astype(a.dtype)
-        rest = a >> by
-        return (rest if a.dtype.kind == "i" else np.where(over, 0, rest)).astype(a.dtype)
-
-    return shifted
-
-
-def _divided(a, b):
-    if a.dtype.kind == "f":
-        return a / b
-    return np.trunc(a.astype(np.longdouble) / b.astype(np.longdouble)).astype(a.dtype)
-
-
-def _remainder(a, b):
-    return (a - _divided(a, b) * b).astype(a.dtype)
-
-
-_BINARY: dict[str, Callable[..., np.ndarray]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": _divided,
-    "rem": _remainder,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "shl": _shift(left=True),
-    "shr": _shift(left=False),
-}
-_UNARY: dict[str, Callable[..., np.ndarray]] = {
-    "mov": lambda a: a,
-    "not": lambda a: ~a,
-    "neg": lambda a: -a,
-    "abs": np.abs,
-    "rcp": lambda a: np.float32(1) / a,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda a: np.float32(1) / np.sqrt(a),
-    "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
-    "brev": lambda a: np.array([int(f"{x:032b}"[::-1], 2) for x in a], np.uint32),
-    "clz": lambda a: np.array([32 - int(x).bit_length() for x in a], np.uint32),
-}
-_ORDERS: dict[str, Callable[..., np.ndarray]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
-_OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
-    "max.s16x2": _by_halves(
-        lambda a, b: np.maximum(a.view(np.int16), b.view(np.int16)).view(np.uint16)
-    ),
-    "max.u16x2": _by_halves(np.maximum),
-    "add.s16x2": _by_halves(lambda a, b: a + b),
-    "max.NaN.f16x2": _by_halves(_larger_float16),
-    "max.bf16x2": _by_halves(_larger_bfloat16),
-    "min.bf16x2": _by_halves(_smaller_bfloat16),
-    "min.xorsign.abs.bf16x2": _by_halves(_smaller_magnitude),
-    "max.xorsign.abs.bf16x2": _by_halves(_larger_magnitude),
-    "fma.rn.bf16": _fused(_from_bfloat16, _to_bfloat16),
-    "fma.rn.bf16x2": _by_halves(_fused(_from_bfloat16, _to_bfloat16)),
-    "fma.rn.f16": _fused(_from_float16, _to_float16),
-    "fma.rn.f16x2": _by_halves(_fused(_from_float16, _to_float16)),
-    "abs.bf16x2": lambda a: a & 0x7FFF7FFF,
-    "abs.bf16": lambda a: a & 0x7FFF,
-    "abs.f16x2": lambda a: a & 0x7FFF7FFF,
-    "abs.f16": lambda a: a & 0x7FFF,
-}
-
-
-def _permuted(a, b, selector):
-    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    found = np.zeros_like(a)
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = both >> (8 * (nibble & 7)).astype(np.uint64) & np.uint64(255)
-        byte = np.where(nibble & 8, np.where(byte & np.uint64(128), 255, 0), byte)
-        found |= byte.astype(np.uint32) << np.uint32(8 * i)
-    return found
-
-
-def _looked_up(a, b, c, table):
-    """``lop3``: bit i of the table is the result for bits i of a, b and c, a the highest."""
-    found = np.zeros_like(a)
-    for i in range(8):
-        if int(table[0]) >> i & 1:
-            terms = (x if i >> shift & 1 else ~x for x, shift in ((a, 2), (b, 1), (c, 0)))
-            found |= functools.reduce(np.bitwise_and, terms)
-    return found
-
-
-def _field(a, start, length):
-    """``bfe``: bits from ``start`` on, of a signed number with the sign that they have."""
-    bits = 8 * a.dtype.itemsize
-    top = [min(bits, int(s) + int(n)) for s, n in zip(start, length, strict=True)]
-    assert all(t == int(s) + int(n) for t, s, n in zip(top, start, length, strict=True))
-    up = np.array([bits - t for t in top], a.dtype)
-    down = np.array([bits - int(n) for n in length], a.dtype)
-    return (a << up) >> down
-
-
-def _space(parts: list[str]) -> str:
-    """Where an instruction that loads or stores does so."""
-    return next(
-        p.split("::")[0] for p in parts if p.split("::")[0] in ("param", "shared", "global")
-    )
-
-
-@dataclass
-class Instruction:
-    """One of a program: its name's parts, operands, and the predicate it depends on."""
-
-    name: str
-    operands: list
-    predicate: str | None = None
-    negated: bool = False
-
-    @property
-    def parts(self) -> list[str]:
-        return [part for part in self.name.split(".") if not _HINTS.match(part)]
-
-
-@dataclass
-class Program:
-    """Instructions, where labels stand among them, and how wide named registers are."""
-
-    instructions: list[Instruction] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
-    widths: dict[str, int] = field(default_factory=dict)
-    parameters: list[tuple[str, str]] = field(default_factory=list)
-
-
-def parse(ptx: str) -> Program:
-    """The one kernel of a module."""
-    ptx = re.sub(r"//[^\n]*", "", ptx)
-    ptx = re.sub(r"^\s*\.(loc|file|section|pragma)\b[^\n]*$", "", ptx, flags=re.MULTILINE)
-    head = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)[^{]*\{", ptx, re.DOTALL)
-    assert head
-    program = Program()
-    for line in filter(None, map(str.strip, head[1].split(","))):
-        type_, name = line.split()[1].lstrip("."), line.split()[-1]
-        program.parameters.append((name, type_))
-    body, at = ptx[head.end() :], 0
-    scopes: list[dict[str, str]] = [{}]
-    opened = 0
-    statement = re.compile(r"\s*(?:(\{)|(\})|([$\w]+):(?!:)|([^;{}]*(?:\{[^}]*\}[^;{}]*)*);)")
-    while True:
-        found = statement.match(body, at)
-        if not found:
-            break
-        at = found.end()
-        if found[1]:
-            opened += 1
-            scopes.append({})
-        elif found[2]:
-            scopes.pop()
-            if not scopes:
-                break
-        elif found[3]:
-            program.labels[found[3]] = len(program.instructions)
-        elif found[4].strip():
-            _read(program, " ".join(found[4].split()), scopes, opened)
-    assert not scopes, body[at : at + 80]
-    return program
-
-
-def _read(program: Program, text: str, scopes: list[dict[str, str]], opened: int) -> None:
-    if text.startswith(".reg"):
-        type_, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
-        for name in map(str.strip, names.split(",")):
-            if "<" not in name:
-                scopes[-1][name] = f"{name}@{opened}"
-                program.widths[f"{name}@{opened}"] = 0 if type_ == "pred" else int(type_[1:])
-        return
-    if text.startswith("."):
-        assert text.startswith(".shared"), text
-        return
-
-    def known(name):
-        for scope in reversed(scopes):
-            if name in scope:
-                return scope[name]
-        return name
-
-    predicate = re.match(r"@(!?)\s*([%\w]+)\s+(.*)", text)
-    text = predicate[3] if predicate else text
-    name, _, rest = text.partition(" ")
-    operands = []
-    for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{}\[\]][^,{}\[\]]*", rest):
-        part = part.strip()
-        if part[0] == "{":
-            operands.append(tuple(known(p.strip()) for p in part[1:-1].split(",")))
-        elif part[0] == "[":
-            base, _, offset = part[1:-1].replace(" ", "").partition("+")
-            operands.append([known(base), int(offset or "0", 0)])
-        else:
-            operands.append(known(part))
-    program.instructions.append(
-        Instruction(
-            name,
-            operands,
-            known(predicate[2]) if predicate else None,
-            bool(predicate and predicate[1]),
-        )
-    )
 
 
 class Memory:
@@ -489,15 +145,15 @@ class Block:
         return np.full(self.threads, 0x5A5A5A5A5A5A5A5A >> 64 - width, np.uint64)
 
     def read(self, operand, type_: str) -> np.ndarray:
-        kind = _kind(type_)
-        return self.bits(operand).astype(_unsigned(8 * np.dtype(kind).itemsize)).view(kind)
+        kind = kind_of(type_)
+        return self.bits(operand).astype(unsigned(8 * np.dtype(kind).itemsize)).view(kind)
 
     def read_number(self, operand, type_: str) -> np.ndarray:
         """``read``, of 16 bits too as what they say."""
         bits = self.read(operand, type_)
         if type_ == "bf16":
-            return _from_bfloat16(bits)
-        return _from_float16(bits) if type_ == "f16" else bits
+            return from_bfloat16(bits)
+        return from_float16(bits) if type_ == "f16" else bits
 
     def width(self, name: str) -> int:
         if name in self.program.widths:
@@ -512,7 +168,7 @@ class Block:
             return
         if isinstance(name, tuple):
             size = self.width(next(part for part in name if part != "_"))
-            bits = value.view(_unsigned(8 * value.dtype.itemsize)).astype(np.uint64)
+            bits = value.view(unsigned(8 * value.dtype.itemsize)).astype(np.uint64)
             for i, part in enumerate(name):
                 self.write(part, bits >> np.uint64(i * size), mask)
             return
@@ -522,7 +178,7 @@ class Block:
             old = self.registers.get(name, np.zeros(self.threads, np.uint64))
             if value.dtype.kind == "i":
                 value = value.astype(np.int64)
-            value = value.view(_unsigned(8 * value.dtype.itemsize)).astype(np.uint64)
+            value = value.view(unsigned(8 * value.dtype.itemsize)).astype(np.uint64)
             width = self.width(name)
             if width < 64:
                 value = value & np.uint64((1 << width) - 1)
@@ -539,23 +195,23 @@ class Block:
         whole = ".".join(parts)
         if type_ == "pred":
             operands = [self.predicate(s) for s in sources]
-            found = ~operands[0] if name == "not" else (_BINARY | _UNARY)[name](*operands)
-        elif whole in _OF_PAIRS:
-            found = _OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
+            found = ~operands[0] if name == "not" else (BINARY | UNARY)[name](*operands)
+        elif whole in OF_PAIRS:
+            found = OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
         elif type_ == "f32x2":
             self.do_pairs(instruction, mask)
             return
         elif type_.endswith("x2") or type_ in ("f16", "bf16"):
             raise NotImplementedError(instruction.name)
         elif name in ("shl", "shr"):
-            found = _BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
+            found = BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
         elif name in ("min", "max"):
             # Of two, or of three on Blackwell.
             found = functools.reduce(self.extreme(parts), (self.read(s, type_) for s in sources))
-        elif len(sources) == 1 and name in _UNARY:
-            found = _UNARY[name](self.read(sources[0], type_))
-        elif len(sources) == 2 and name in _BINARY and "hi" not in parts and "wide" not in parts:
-            found = _BINARY[name](*(self.read(s, type_) for s in sources))
+        elif len(sources) == 1 and name in UNARY:
+            found = UNARY[name](self.read(sources[0], type_))
+        elif len(sources) == 2 and name in BINARY and "hi" not in parts and "wide" not in parts:
+            found = BINARY[name](*(self.read(s, type_) for s in sources))
         else:
             raise NotImplementedError(instruction.name)
         self.write(target, found, mask)
@@ -563,7 +219,7 @@ class Block:
     def do_pairs(self, instruction: Instruction, mask: np.ndarray) -> None:
         """Of two float32 in 64 bits."""
         target, *sources = instruction.operands
-        functions: dict[str, Callable[..., np.ndarray]] = {"fma": fma, **_BINARY, **_UNARY}
+        functions: dict[str, Callable[..., np.ndarray]] = {"fma": fma, **BINARY, **UNARY}
         words = [self.bits(s) for s in sources]
         halves = [
             functions[instruction.parts[0]](
@@ -580,7 +236,7 @@ class Block:
             return np.maximum if name == "max" else np.minimum
         if parts[1:-1] == ["NaN"]:
             assert name == "max"
-            return _larger_or_nan
+            return larger_or_nan
         assert parts[1:-1] in ([], ["ftz"])
         return np.fmax if name == "max" else np.fmin
 
@@ -592,9 +248,9 @@ class Block:
             return
         a, b = (self.read(s, parts[-1]) for s in sources)
         if parts[1] == "wide":
-            found = _wide(a) * _wide(b)
+            found = in_64_bits(a) * in_64_bits(b)
         else:
-            found = _high(a, b) if parts[1] == "hi" else a * b
+            found = high_product(a, b) if parts[1] == "hi" else a * b
         self.write(target, found, mask)
 
     def do_mad(self, instruction: Instruction, mask: np.ndarray) -> None:
@@ -605,7 +261,7 @@ class Block:
         wide = parts[1] == "wide"
         assert wide or parts[1] == "lo"
         c = self.read(sources[2], f"{type_[0]}{int(type_[1:]) * 2}" if wide else type_)
-        product = (_wide(a) * _wide(b)).astype(c.dtype) if wide else a * b
+        product = (in_64_bits(a) * in_64_bits(b)).astype(c.dtype) if wide else a * b
         self.write(target, product + c, mask)
 
     def do_fma(self, instruction: Instruction, mask: np.ndarray) -> None:
@@ -625,8 +281,8 @@ class Block:
             found = np.array([math.fsum(both) for both in terms])
         elif type_ == "f32":
             found = fma(*values)
-        elif name in _OF_PAIRS:
-            found = _OF_PAIRS[name](*values)
+        elif name in OF_PAIRS:
+            found = OF_PAIRS[name](*values)
         else:
             raise NotImplementedError(instruction.name)
         self.write(target, found, mask)
@@ -639,14 +295,14 @@ class Block:
         if order in ("nan", "num"):
             found = unordered if order == "nan" else ~unordered
         elif order in ("lo", "ls", "hi", "hs"):
-            found = _ORDERS[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[order]](a, b)
-        elif order in _ORDERS:
-            found = _ORDERS[order](a, b) & ~unordered
+            found = ORDERS[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[order]](a, b)
+        elif order in ORDERS:
+            found = ORDERS[order](a, b) & ~unordered
         else:
             assert order.endswith("u")
-            found = _ORDERS[order[:-1]](a, b) | unordered
+            found = ORDERS[order[:-1]](a, b) | unordered
         if joined and joined != ["ftz"]:
-            found = _BINARY[joined[0]](found, self.predicate(sources[2]))
+            found = BINARY[joined[0]](found, self.predicate(sources[2]))
         first, _, second = target.partition("|")
         self.write(first, found, mask)
         if second:
@@ -673,41 +329,39 @@ class Block:
                 "e4m3x2": (torch.float8_e4m3fn, 448.0),
                 "e5m2x2": (torch.float8_e5m2, 57344.0),
             }[to]
-            high, low = (_to_byte(self.read(s, "f32"), kind, most) for s in sources)
+            high, low = (to_byte(self.read(s, "f32"), kind, most) for s in sources)
             found = low | high << 8
         elif to == "e2m1x2":
-            high, low = (_to_e2m1(self.read(s, "f32")) for s in sources)
+            high, low = (to_e2m1(self.read(s, "f32")) for s in sources)
             found = (low | high << 4).astype(np.uint8)
         elif to in ("bf16x2", "f16x2") and of == "f32":
-            narrow = _to_bfloat16 if to == "bf16x2" else _to_float16
+            narrow = to_bfloat16 if to == "bf16x2" else to_float16
             high, low = (narrow(self.read(s, "f32")) for s in sources)
-            found = _paired(low, high)
+            found = paired(low, high)
         elif of == "e4m3x2":
             pair = torch.from_numpy(self.read(sources[0], "u16").view(np.uint8).copy())
             found = pair.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
         elif of in ("f16", "bf16"):
             word = self.read(sources[0], "u16")
-            found = (
-                word.view(np.float16).astype(np.float32) if of == "f16" else _from_bfloat16(word)
-            )
+            found = word.view(np.float16).astype(np.float32) if of == "f16" else from_bfloat16(word)
         elif to == "bf16":
-            found = _to_bfloat16(self.read(sources[0], of))
+            found = to_bfloat16(self.read(sources[0], of))
         elif to == "f16":
-            found = _to_float16(self.read(sources[0], of))
+            found = to_float16(self.read(sources[0], of))
         else:
             found = self.read(sources[0], of)
             if "rzi" in parts or "rni" in parts:
                 found = np.trunc(found) if "rzi" in parts else np.rint(found)
-            found = found.astype(_kind(to))
+            found = found.astype(kind_of(to))
         self.write(target, found, mask)
 
     def do_prmt(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
-        self.write(target, _permuted(*(self.read(s, "u32") for s in sources)), mask)
+        self.write(target, permuted(*(self.read(s, "u32") for s in sources)), mask)
 
     def do_lop3(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
-        self.write(target, _looked_up(*(self.read(s, "u32") for s in sources)), mask)
+        self.write(target, looked_up(*(self.read(s, "u32") for s in sources)), mask)
 
     def do_shf(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, low, high, by = instruction.operands
@@ -722,7 +376,7 @@ class Block:
     def do_bfe(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, a, *where = instruction.operands
         values = self.read(a, instruction.parts[-1])
-        self.write(target, _field(values, *(self.read(w, "u32") for w in where)), mask)
+        self.write(target, bit_field(values, *(self.read(w, "u32") for w in where)), mask)
 
     def do_shfl(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, a, by, limit, _ = instruction.operands
@@ -755,8 +409,8 @@ class Block:
     def do_ld(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, (base, offset) = instruction.operands
         type_ = instruction.parts[-1]
-        space = _space(instruction.parts)
-        kind = _kind(type_)
+        space = space_of(instruction.parts)
+        kind = kind_of(type_)
         if space == "param":
             self.write(target, self.read(base, type_), mask)
             return
@@ -770,10 +424,10 @@ class Block:
     def do_st(self, instruction: Instruction, mask: np.ndarray) -> None:
         (base, offset), source = instruction.operands
         type_ = instruction.parts[-1]
-        space = _space(instruction.parts)
+        space = space_of(instruction.parts)
         sources = source if isinstance(source, tuple) else (source,)
-        kind = _kind(type_)
-        words = [self.read(s, type_).view(_unsigned(8 * np.dtype(kind).itemsize)) for s in sources]
+        kind = kind_of(type_)
+        words = [self.read(s, type_).view(unsigned(8 * np.dtype(kind).itemsize)) for s in sources]
         raw = np.ascontiguousarray(np.stack(words, 1)).view(np.uint8)
         self.store(space, base, offset, raw, mask)
 
@@ -816,8 +470,8 @@ class Block:
         """Matrices of 8 x 8 whose rows four lanes have: ``[W, len(names), 8, 8]``."""
         found = []
         for name in names:
-            halves = np.stack(_halves(self.read(name, "u32")), -1).reshape(-1, 8, 8)
-            number = _from_bfloat16(halves) if type_ == "bf16" else halves.view(np.float16)
+            halves = np.stack(halves_of(self.read(name, "u32")), -1).reshape(-1, 8, 8)
+            number = from_bfloat16(halves) if type_ == "bf16" else halves.view(np.float16)
             found.append(number.astype(np.float64))
         return np.stack(found, 1)
 
@@ -826,8 +480,8 @@ class Block:
         target, (base, offset), source, *more = instruction.operands
         parts = instruction.parts
         type_ = parts[-1]
-        kind = _kind(type_)
-        space = _space(parts)
+        kind = kind_of(type_)
+        space = space_of(parts)
         how = next(p for p in parts if p in ("add", "max", "min", "or", "and", "exch", "cas"))
         given = [self.read(s, type_) for s in (source, *more)]
         before = np.zeros(self.threads, kind)
@@ -840,7 +494,7 @@ class Block:
             elif how == "exch":
                 found = new[0]
             else:
-                found = {**_BINARY, "max": np.maximum, "min": np.minimum}[how](old, new[0])
+                found = {**BINARY, "max": np.maximum, "min": np.minimum}[how](old, new[0])
             before[thread] = old[0]
             raw = np.tile(found.astype(kind).view(np.uint8), (self.threads, 1))
             self.store(space, base, offset, raw, alone)
@@ -880,7 +534,7 @@ class Block:
         sources = source if isinstance(source, tuple) else (source,)
         for i, rows in self.matrices(instruction, base, offset, len(sources), mask):
             words = self.read(sources[i], "u32").reshape(-1, 32, 1)
-            halves = np.concatenate(_halves(words), 2).reshape(-1, 8, 8)
+            halves = np.concatenate(halves_of(words), 2).reshape(-1, 8, 8)
             if "trans" in instruction.parts:
                 halves = halves.transpose(0, 2, 1)
             raw = np.ascontiguousarray(halves).view(np.uint8).reshape(-1, 16)
@@ -895,7 +549,7 @@ class Block:
             if "trans" in instruction.parts:
                 halves = halves.transpose(0, 2, 1)
             pairs = np.ascontiguousarray(halves).reshape(-1, 32, 2)
-            self.write(targets[i], _paired(pairs[..., 0], pairs[..., 1]).reshape(-1), mask)
+            self.write(targets[i], paired(pairs[..., 0], pairs[..., 1]).reshape(-1), mask)
 
     def matrices(self, instruction: Instruction, base, offset: int, count: int, mask: np.ndarray):
         """Each matrix's number and where its rows lie, of every warp ``[W, 8]``."""
@@ -924,7 +578,7 @@ def launch(
         if isinstance(argument, torch.Tensor):
             values[name] = argument.data_ptr()
         elif type_[0] == "f":
-            values[name] = int(np.array(argument, _kind(type_)).view(_unsigned(int(type_[1:]))))
+            values[name] = int(np.array(argument, kind_of(type_)).view(unsigned(int(type_[1:]))))
         else:
             values[name] = int(argument) & (1 << int(type_[1:])) - 1
     sizes = dict(zip("xyz", grid, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests import ptx_grid
+from tests import ptx_arithmetic, ptx_grid
 
 _HEAD = """
 .visible .entry kernel(.param .u64 .ptr .global .align 1 kernel_param_0)
@@ -77,7 +78,8 @@ class TestGrid:
     def test_names_of_a_scope_are_its_own(self):
         found = ran("""
             mov.b32 %r2, 1; { .reg .b32 x; mov.b32 x, 3; add.s32 %r2, %r2, x; }
-            { .reg .b32 x; mov.b32 x, %r2; add.s32 %r2, %r2, x; } st.global.b32 [%rd2], %r2;""")
+            { .reg .b32 x<2>; mov.b32 x1, %r2; add.s32 %r2, %r2, x1; }
+            st.global.b32 [%rd2], %r2;""")
         assert found == [8] * 32
 
     def test_exchanges_within_a_warp(self):
@@ -101,13 +103,13 @@ class TestGrid:
 
 def exactly(x, y, z):
     """``x * y + z`` rounded once, by way of integers."""
-    from fractions import Fraction
-
     exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
     near = np.float32(float(exact))  # rounded twice: one of three candidates
     beside = [np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf)]
-    even = lambda v: int(v.view(np.uint32)) & 1  # noqa: E731
-    return min((near, *beside), key=lambda v: (abs(Fraction(float(v)) - exact), even(v)))
+    return min(
+        (near, *beside),
+        key=lambda v: (abs(Fraction(float(v)) - exact), int(v.view(np.uint32)) & 1),
+    )
 
 
 def test_a_fused_multiply_add_rounds_once():
@@ -123,4 +125,4 @@ def test_a_fused_multiply_add_rounds_once():
     z[:3] = [0, 2.0**-40, -(2.0**-40)]
     want = [exactly(*terms) for terms in zip(x, y, z, strict=True)]
     assert want[:3] == [2**24, 2**24 + 2, 2**24]
-    assert ptx_grid.fma(x, y, z).tolist() == [float(w) for w in want]
+    assert ptx_arithmetic.fma(x, y, z).tolist() == [float(w) for w in want]
