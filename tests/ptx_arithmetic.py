@@ -231,6 +231,9 @@ OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
     "min.bf16x2": _by_halves(_smaller_bfloat16),
     "min.xorsign.abs.bf16x2": _by_halves(_smaller_magnitude),
     "max.xorsign.abs.bf16x2": _by_halves(_larger_magnitude),
+    "mul.rn.bf16x2": _by_halves(
+        lambda a, b: _fused(from_bfloat16, to_bfloat16)(a, b, np.full_like(a, 0x8000))
+    ),
     "fma.rn.bf16": _fused(from_bfloat16, to_bfloat16),
     "fma.rn.bf16x2": _by_halves(_fused(from_bfloat16, to_bfloat16)),
     "fma.rn.f16": _fused(from_float16, to_float16),

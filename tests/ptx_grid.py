@@ -44,6 +44,8 @@ from tests.ptx_program import Instruction, Program, parse, space_of
 
 _WIDTHS = {"rs": 16, "r": 32, "rd": 64, "f": 32, "fd": 64}
 _SILENT = ("griddepcontrol", "bar", "barrier", "prefetch", "fence", "membar")
+# Of products of 16 columns, by a warpgroup.
+_SUMS = (["f32", "bf16", "bf16"], ["f32", "f16", "f16"])
 
 
 class Memory:
@@ -246,6 +248,9 @@ class Block:
         if parts[-1] == "f32x2":
             self.do_pairs(instruction, mask)
             return
+        if ".".join(parts) in OF_PAIRS or "16x2" in parts[-1] or parts[-1] in ("f16", "bf16"):
+            self.do_plain(instruction, mask)
+            return
         a, b = (self.read(s, parts[-1]) for s in sources)
         if parts[1] == "wide":
             found = in_64_bits(a) * in_64_bits(b)
@@ -341,18 +346,12 @@ class Block:
         elif of == "e4m3x2":
             pair = torch.from_numpy(self.read(sources[0], "u16").view(np.uint8).copy())
             found = pair.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
-        elif of in ("f16", "bf16"):
-            word = self.read(sources[0], "u16")
-            found = word.view(np.float16).astype(np.float32) if of == "f16" else from_bfloat16(word)
-        elif to == "bf16":
-            found = to_bfloat16(self.read(sources[0], of))
-        elif to == "f16":
-            found = to_float16(self.read(sources[0], of))
         else:
-            found = self.read(sources[0], of)
+            found = self.read_number(sources[0], of)
             if "rzi" in parts or "rni" in parts:
                 found = np.trunc(found) if "rzi" in parts else np.rint(found)
-            found = found.astype(kind_of(to))
+            narrow = {"bf16": to_bfloat16, "f16": to_float16}.get(to)
+            found = narrow(found) if narrow else found.astype(kind_of(to))
         self.write(target, found, mask)
 
     def do_prmt(self, instruction: Instruction, mask: np.ndarray) -> None:
@@ -465,6 +464,59 @@ class Block:
         found = (sums + c).astype(np.float32).reshape(self.threads, 4)
         for i, name in enumerate(d):
             self.write(name, np.ascontiguousarray(found[:, i]), mask)
+
+    def do_wgmma(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """64 x N sums of 16 products by a warpgroup; what it waits for is there already."""
+        parts = instruction.parts
+        if parts[1] in ("fence", "commit_group", "wait_group"):
+            return
+        shape = re.match(r"m64n(\d+)k16$", parts[3])
+        if parts[1] != "mma_async" or not shape or parts[4:] not in _SUMS:
+            raise NotImplementedError(instruction.name)
+        assert mask.all()
+        d, a, b, keeps, *flags = instruction.operands
+        type_, columns = parts[-1], int(shape[1])
+        assert flags[:2] == ["1", "1"]
+        *turned_left, turned = (flag == "1" for flag in flags[2:])
+        if isinstance(a, tuple):
+            tiles = self.fragment(a, type_).reshape(-1, 2, 2, 8, 8)  # [W, halves of k, of rows]
+            left = tiles.transpose(0, 2, 3, 1, 4).reshape(-1, 64, 16)
+        else:
+            left = self.described(a, 64, turned_left[0], type_)
+        sums = left @ self.described(b, columns, turned, type_).transpose(0, 2, 1)
+        lanes, rows = self.lanes, np.arange(self.threads) % 128 // 32 * 16
+        for i, name in enumerate(d):
+            row = rows + lanes // 4 + i % 4 // 2 * 8
+            column = i // 4 * 8 + lanes % 4 * 2 + i % 2
+            found = sums[np.arange(self.threads) // 128, row, column]
+            before = np.where(self.predicate(keeps), self.read(name, "f32"), np.float32(0))
+            self.write(name, (found + before).astype(np.float32), mask)
+
+    def described(self, name: str, rows: int, turned: bool, type_: str) -> np.ndarray:
+        """A matrix in shared memory by each warpgroup's descriptor: ``[G, rows, 16]``.
+
+        ``turned``: its rows lie side by side. Pieces of 16 bytes are exchanged as the pattern that
+        the descriptor names says, by the bits of their address.
+        """
+        words = [int(w) for w in self.bits(name)[::128]]
+        row, column = np.arange(rows)[:, None], np.arange(16)[None, :]
+        found = []
+        for word in words:
+            start, leading, stride = ((word >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+            wide = {0: 16, 1: 128, 2: 64, 3: 32}[word >> 62]
+            across, along = (row, column) if turned else (column, row)
+            many = wide // 2
+            place = along % 8 * wide + across % many * 2
+            place += start + across // many * leading + along // 8 * stride
+            place ^= place >> 3 & (wide - 1) & 0x70
+            if (place < 0).any() or (place + 2 > len(self.shared)).any():
+                raise IndexError("a matrix outside shared memory")
+            bits = self.shared[place].astype(np.uint16) | self.shared[place + 1].astype(
+                np.uint16
+            ) << np.uint16(8)
+            number = from_bfloat16(bits) if type_ == "bf16" else from_float16(bits)
+            found.append(number.astype(np.float64))
+        return np.stack(found)
 
     def fragment(self, names: tuple, type_: str) -> np.ndarray:
         """Matrices of 8 x 8 whose rows four lanes have: ``[W, len(names), 8, 8]``."""

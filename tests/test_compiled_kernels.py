@@ -90,6 +90,12 @@ class TestGrid:
         other = [i ^ 1 for i in range(32)]
         assert found == [31, 31, *other[:-2]]
 
+    def test_a_conversion_of_16_bits_to_others(self):
+        found = ran("""
+            { .reg .b16 a<3>; cvt.rn.f16.s32 a0, %r1; cvt.bf16.f16 a1, a0; cvt.f32.bf16 %r2, a1;
+            cvt.rzi.s32.f32 %r3, %r2; } st.global.b32 [%rd2], %r3;""")
+        assert found == list(range(32))
+
     def test_what_lies_in_shared_memory_is_everyones(self):
         found = ran(
             """
