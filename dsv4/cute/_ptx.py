@@ -50,6 +50,18 @@ def load_shared_word(address: Value, offset: int) -> Value:
     return assembly(f"ld.shared.u32 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], [address])
 
 
+def told_words(address: Value, words: int, lane: Value) -> list[Value]:
+    """The first ``words`` of four 32-bit words of shared memory, read by lane 0, told to its warp.
+
+    So no other lane's read has to be before what lane 0 does next.
+    """
+    moves = " ".join(f"mov.u32 {{$w{i}}}, 0;" for i in range(4))
+    code = f"ld.shared.v4.u32 {_outs(4)}, [{{$r0}}];"
+    code = f"{{ .reg .pred p; setp.eq.s32 p, {{$r1}}, 0; {moves} @p {code} }}"
+    found = assembly(code, [Uint32] * 4, [address, lane])
+    return [Uint32(cute.arch.shuffle_sync(word, 0)) for word in found[:words]]
+
+
 def store_shared_int(address: Value, value: Value) -> None:
     """One 32-bit integer to shared memory."""
     assembly("st.shared.s32 [{$r0}], {$r1};", (), [address, value])

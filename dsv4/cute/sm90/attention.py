@@ -379,7 +379,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 # Who has given the weights has fenced what the expanding warps have written.
                 ptx.wait(ready + Uint32(stage * 8), parity)
                 references, total = self._follow(sums, references, total, line)
-                _, _, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+                _, _, last = ptx.told_words(info + Uint32(stage * INFO_BYTES), 3, lane)
                 self._add(other_mma, sums, given, values, (group, stage))
                 stage, parity = self._next(stage, parity)
                 if last == Uint32(0):
@@ -473,7 +473,7 @@ class AttentionKernel(Entries, AttentionPlan):
             warpgroup.wait_group(1)
             self._release(empty, 1 - stage, lane)
         self._score(tools, stage, _BEGUN, DIMS // 16)
-        low, high, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+        low, high, last = ptx.told_words(info + Uint32(stage * INFO_BYTES), 3, lane)
         warpgroup.wait_group(0)
         self._done_with_queries(arrived, last, lane)
         self._hide(logits, (low, high), lane)

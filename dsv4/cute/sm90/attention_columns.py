@@ -148,7 +148,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
                 ptx.barrier_init(full + s * 8, 32 * self.expand_warps)
-                ptx.barrier_init(empty + s * 8, _WARPS)
+                ptx.barrier_init(empty + s * 8, _THREADS)
             ptx.barrier_init(arrived, 1)
             ptx.barrier_init(arrived + 8, self.blocks * _WARPS)
             ptx.fence_barrier_init()
@@ -262,9 +262,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             warpgroup.commit_group()
             more = last == Uint32(0)
             warpgroup.wait_group(0)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.arrive(empty + Uint32(stage * 8))
+            ptx.arrive(empty + Uint32(stage * 8))
             stage += 1
             if stage == STAGES:
                 stage = Int32(0)

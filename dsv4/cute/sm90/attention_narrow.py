@@ -134,9 +134,6 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             ptx.barrier_init(arrived, 1)
-            # All blocks' references and sums of weights, and the others' sums.
-            given = (self.blocks - 1) * DIMS * 4
-            ptx.expect_bytes(arrived, self.share * (given + self.blocks * 16))
             ptx.fence_barrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
@@ -208,6 +205,11 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                 stage = Int32(0)
         ptx.wait_copies(0)
         cute.arch.cluster_wait()
+        if thread == 0:
+            # All blocks' references and sums of weights, and the others' sums. These may be here
+            # before it, as the phase waits for this arrival.
+            given = (self.blocks - 1) * DIMS * 4
+            ptx.expect_bytes(arrived, self.share * (given + self.blocks * 16))
         self._give(sums, (raw, gathered, arrived), (rank, warp, lane))
         self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
         # Of all threads: they have copied the tables.
