@@ -24,9 +24,9 @@ E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rot
 E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4", "quantize_index_queries", "compress_write"}
 
 
-def compiled(arch):
+def compiled(arch, *ops):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_kernels", str(arch)]
+    command = [sys.executable, "-m", "tests.compile_kernels", str(arch), *ops]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -42,6 +42,14 @@ def test_a_wait_is_looked_for_along_every_way():
     assert _waits(way.format("griddepcontrol.wait;"))
     assert not _waits(way.format("ld.param.b32 %r1, [a];"))
     assert not _waits(way.format("@%p2 bra $L2;\ngriddepcontrol.wait;"))
+
+
+@pytest.mark.parametrize("op", ["compressor_update", "compress_write"])
+def test_trap_t18_state_is_read_and_written_behind_the_wait(op):
+    """The kernel in front writes what this one pools, and may still read what this one writes."""
+    kernels = compiled(90, op)
+    assert kernels
+    assert all(kernel["waits"] for kernel in kernels)
 
 
 def assert_loads_come_first(kernels):

@@ -15,4 +15,4 @@ from .state import MUTANTS as _STATE
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
 
 MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_MIXING, *_STATE, *_QUANTISATION)
-REQUIRED = tuple(f"T{n}" for n in (*range(1, 18), *range(19, 23), *range(25, 34), 35, 41))
+REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

@@ -10,6 +10,8 @@ COMPRESSOR = "tests/test_compressor.py::test_trap_"
 INDEXER = "tests/test_indexer.py::test_trap_"
 FORK = "tests/test_page_pools.py::test_trap_t15_every_accepted_prefix_of_a_guess_is_serial"
 FORMULA = "tests/test_layers.py::test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula"
+BEHIND = "tests/test_triton_compile.py::test_trap_t18_state_is_read_and_written_behind_the_wait"
+COMPILES = "::test_compiles_without_spills_and_with_the_expected_products"
 APE = COMPRESSOR + "t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half"
 SLOT = "return torch.where(inside, page * page_size + entry % page_size, -1)"
 HALVES = (
@@ -22,6 +24,38 @@ SWAPPED_HALVES = (
 )
 
 MUTANTS = (
+    Mutant(
+        "T18",
+        "nobody waits for the launch in front",
+        "dsv4/triton/_numerics.py",
+        "        tl_cuda.gdc_wait()\n",
+        "",
+        BEHIND,
+    ),
+    Mutant(
+        "T18",
+        "a compressor's step that does not wait",
+        "dsv4/triton/compressor.py",
+        "        wait_for_inputs(PDL)\n        program = tl.program_id(0)\n        slot",
+        "        program = tl.program_id(0)\n        slot",
+        BEHIND,
+    ),
+    Mutant(
+        "T18",
+        "a pooled row that is stored without a wait for it",
+        "dsv4/triton/compressor.py",
+        "    wait_for_inputs(PDL)\n    KEPT",
+        "    KEPT",
+        BEHIND,
+    ),
+    Mutant(
+        "T18",
+        "slots that others write taken for constants, which are loaded before the wait",
+        "dsv4/cute/_ptx.py",
+        'load = f"ld.global.v{words}.u32',
+        'load = f"ld.global.nc.v{words}.u32',
+        "tests/test_attention_cute.py" + COMPILES,
+    ),
     Mutant(
         "T15",
         "a fork without the compressors' state",
