@@ -8,6 +8,7 @@ tokens each sequence has, change tables in place and never wait for a GPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -161,8 +162,8 @@ class PagedCache:
         """A cache of tensors that somebody else made, a serving engine's pools and page tables.
 
         Their owner says which pages a sequence has, by changing the tables in place between steps,
-        and which rows are in use; ``allocate``, ``fork`` and ``prepare`` of the result raise. The
-        tables are read and checked here, once.
+        and which rows are in use; ``allocate`` and ``fork`` of the result raise. The tables are
+        read and checked here, and whenever ``check_tables`` is asked to.
 
         Args:
             config: The model's.
@@ -325,7 +326,7 @@ class PagedCache:
 
     def _copy_pages(self, ratio: int, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of every layer of one ratio, 0 for the window of all."""
-        if not copies:
+        if not copies or not self.layers:
             return
         source, target = to_device(copies, self.lengths.device).unbind(1)
         for layer in self.layers:
@@ -339,7 +340,8 @@ class PagedCache:
 
         A cache with pools needs it before every step. It evicts the pages that windows have left,
         takes the pages that new tokens need, and changes the page tables on the device in place. A
-        cache without pools, or of somebody else's tensors, only checks the numbers.
+        cache without pools, or of somebody else's tensors, only checks the numbers. Of the latter,
+        a sequence that starts at 0 is a new one.
 
         Args:
             sequences: Rows of the cache, distinct; -1 for padding.
@@ -352,13 +354,10 @@ class PagedCache:
             ValueError: if a row is not allocated or occurs twice, a sequence would have too many
                 tokens, in the chunk or in all, or starts before its end.
         """
-        if self._brought:
-            if starts is None:
-                raise ValueError("PagedCache.prepare: starts is None, wanted it with brought pages")
-            self.check(lengths, starts)
-            return
         if starts is None:
-            starts = [self._tokens[row] if row >= 0 else 0 for row in sequences]
+            if self._brought:
+                raise ValueError("PagedCache.prepare: starts is None, wanted it with brought pages")
+            starts = self._prepared(sequences)
         self._check_step(sequences, lengths, starts)
         self.check(lengths, starts)
         steps = [
@@ -378,6 +377,10 @@ class PagedCache:
         for row, _, end in steps:
             self._tokens[row] = end
             self._grown.add(row)
+
+    def _prepared(self, rows: Sequence[int]) -> list[int]:
+        """Tokens that each was prepared for, 0 of no row."""
+        return [self._tokens[row] if 0 <= row < self.max_sequences else 0 for row in rows]
 
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
         grow = self._tables[ratio].growth
@@ -437,9 +440,14 @@ class PagedCache:
                 raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
             if row == -1:
                 continue
-            if not (0 <= row < len(self._live) and self._live[row]):
+            if self._brought and not 0 <= row < self.max_sequences:
+                raise ValueError(
+                    f"PagedCache.prepare: sequences[{i}] is {row}, wanted -1 to "
+                    f"{self.max_sequences - 1}"
+                )
+            if not self._brought:
                 self._check_allocated("prepare", row)
-            held = self._tokens[row]
+            held = 0 if self._brought and start == 0 else self._tokens[row]
             # Without pools a step need not have been announced.
             if start != held and (start < held or self.pooled):
                 raise ValueError(
@@ -469,12 +477,43 @@ class PagedCache:
                     f"wanted at most max_tokens ({self.max_tokens})"
                 )
 
+    def check_tables(self) -> None:
+        """Raise if a page table points outside its pool: for brought tables that were changed.
+
+        Reads the tables back from the device, so it is for looking for mistakes, not for each step.
+
+        Raises:
+            ValueError: naming the layer, the table and the page.
+        """
+        check_layers(self.config, self.layers, self.size)
+
+    def check_prompts(self, sequences: Sequence[int], lengths: Sequence[int], chunk: int) -> None:
+        """Raise unless so many new tokens have room, prepared ``chunk`` at a time; changes nothing.
+
+        Args:
+            sequences: Rows of the cache.
+            lengths: New tokens of each, over all steps.
+            chunk: Most tokens of a sequence per step.
+
+        Raises:
+            CacheFullError: if a pool has too few pages for one of the steps.
+            ValueError: what ``prepare`` raises of one of them.
+        """
+        rehearsed = copy.copy(self)
+        rehearsed.layers = []
+        rehearsed._grown = set(self._grown)
+        rehearsed._tables = {ratio: table.rehearsed() for ratio, table in self._tables.items()}
+        rehearsed._tokens = list(self._tokens) if self.pooled else self.lengths.tolist()
+        for begin in range(0, max(lengths), chunk):
+            steps = [max(0, min(chunk, length - begin)) for length in lengths]
+            rehearsed.prepare(sequences, steps, rehearsed._prepared(sequences))
+
     def check_model(self, config: ModelConfig, dtype: torch.dtype) -> None:
         """Raise unless a model of this configuration and dtype can use the cache.
 
         Raises:
             TypeError: if plain pages or the compressor state are of another dtype.
-            ValueError: if the cache was made for other layers or dims.
+            ValueError: if the cache was made for other layers, dims or numerics.
         """
         if self._fits is not None and self._fits[0] is config and self._fits[1] == dtype:
             return
@@ -573,9 +612,10 @@ def _size(
 
 
 def _shaping(*configs: ModelConfig) -> list[tuple[Any, ...]]:
-    """What gives a cache its shape, by name, of each configuration."""
-    names = ("num_hidden_layers", "head_dim", "qk_rope_head_dim", "index_head_dim")
-    rows = [(name, *(getattr(c, name) for c in configs)) for name in (*names, "sliding_window")]
+    """What gives a cache its shape and what it holds, by name, of each configuration."""
+    dims = ("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window")
+    names = ("num_hidden_layers", *dims, "numerics")
+    rows = [(name, *(getattr(c, name) for c in configs)) for name in names]
     rates = (tuple(c.compress_rate(i) for i in range(c.num_hidden_layers)) for c in configs)
     return [*rows, ("compression rates", *rates)]
 

@@ -198,7 +198,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             Logits ``[B, vocab]`` after each prompt's last token.
 
         Raises:
-            CacheFullError: if a pool of the cache has too few pages for a chunk.
+            CacheFullError: if a pool of the cache has too few pages for a chunk; nothing is done.
             ValueError: if a prompt is empty or too long, or ``chunk`` is not within 1 and
                 ``max_chunk``.
         """
@@ -207,8 +207,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         size = cache.max_chunk if chunk is None else chunk
         if not 1 <= size <= cache.max_chunk:
             raise ValueError(f"prefill: chunk is {size}, wanted 1 to {cache.max_chunk}")
+        lengths = [len(prompt) for prompt in prompts]
+        if max(lengths) > size:
+            cache.check_prompts(sequences, lengths, size)
         last: torch.Tensor | None = None
-        for begin in range(0, max(len(prompt) for prompt in prompts), size):
+        for begin in range(0, max(lengths), size):
             pieces = [list(prompt[begin : begin + size]) for prompt in prompts]
             logits = self._step(pieces, cache, sequences)
             live = torch.tensor([len(piece) > 0 for piece in pieces], device=logits.device)

@@ -6,6 +6,7 @@ the new pages in it.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,12 @@ class PageTable:
 
     def __post_init__(self) -> None:
         self._held = [_Held() for _ in range(self.table.shape[0])]
+
+    def rehearsed(self) -> PageTable:
+        """The same with nothing on a device, to see what steps would need."""
+        twin = PageTable(copy.deepcopy(self.pool), self.page_size, self.table.to("meta"))
+        twin._held = copy.deepcopy(self._held)
+        return twin
 
     @property
     def columns(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -347,6 +348,56 @@ def test_a_full_pool_is_an_error_before_anything_is_written() -> None:
     assert distance(out, stack.whole(x[:256])[200:]) < EXACT
 
 
+def raised(call: Callable[[], None]) -> tuple[type, str] | None:
+    try:
+        call()
+    except (CacheFullError, ValueError) as error:
+        return type(error), str(error)
+    return None
+
+
+@given(seeds(), st.integers(1, 40), st.integers(2, 6), st.integers(64, 400))
+def test_prompts_are_checked_as_their_chunks_are_prepared(seed, chunk, window_pages, room) -> None:
+    """Raises what one of the steps raises, and has changed nothing, whether it does or not."""
+    draw = random.Random(seed)
+    sizes = {"pool_tokens": room, "window_pages": window_pages, "max_chunk": 40}
+    cache = Stack(published(), 0).cache(3, 300, **sizes)
+    rows = [cache.allocate(), cache.allocate()]
+    try:
+        cache.prepare(rows[:1], [draw.randrange(40)])
+        if draw.random() < 0.5:
+            rows.append(cache.fork(rows[0]))
+    except CacheFullError:
+        pass
+    lengths = [draw.randrange(1, 200) for _ in rows]
+    state = snapshot(cache), cache.free_pages
+    found = raised(lambda: cache.check_prompts(rows, lengths, chunk))
+    for old, new in zip(state[0], snapshot(cache), strict=True):
+        assert_bitwise(new, old)
+    assert cache.free_pages == state[1]
+
+    def every_step() -> None:
+        for begin in range(0, max(lengths), chunk):
+            cache.prepare(rows, [max(0, min(chunk, length - begin)) for length in lengths])
+
+    assert raised(every_step) == found
+
+
+@pytest.mark.parametrize("sizes", [{"pool_tokens": 256}, {}])
+def test_a_prompt_without_room_for_its_last_chunk_is_refused_before_its_first(sizes) -> None:
+    model = random_model(ModelConfig.tiny(), 3, torch.float64)
+    cache = model.new_cache(2, 600 if sizes else 20, 8, **sizes)
+    rows = [cache.allocate(), cache.allocate()]
+    model.prefill([[1, 2, 3], [4]], cache, rows)
+    before = snapshot(cache)
+    long = list(range(1, 400 if sizes else 21))
+    error, words = (CacheFullError, "needs") if sizes else (ValueError, r"would reach 17 \+ 4")
+    with pytest.raises(error, match=words):
+        model.prefill([[5], long], cache, rows)
+    for old, new in zip(before, snapshot(cache), strict=True):
+        assert_bitwise(new, old)
+
+
 def test_numbers_that_cannot_be_are_named() -> None:
     cache = Stack(published(), 0).cache(3, 100, pool_tokens=512, max_chunk=40)
     a, b = cache.allocate(), cache.allocate()
@@ -411,6 +462,12 @@ def test_forks_and_frees_of_a_static_cache() -> None:
             r"compression rates \(0, 4, 64\), wanted \(0, 4, 128\)",
         ),
         ({"layer_types": (SLIDING, CSA)}, None, ValueError, "num_hidden_layers 2, wanted 3"),
+        (
+            {"numerics": "deepseek"},
+            None,
+            ValueError,
+            "made for numerics deepseek, wanted transformers as the model has",
+        ),
         ({}, torch.bfloat16, TypeError, "layer 0 have dtype bfloat16, wanted float64"),
     ],
 )
@@ -489,6 +546,41 @@ def test_somebody_elses_pools_serve_as_ours_do() -> None:
         theirs.prepare([0], [1])
     with pytest.raises(ValueError, match="would reach 192"):
         theirs.prepare([0], [1], [192])
+
+
+STEPS = (
+    (([0, 0], [1, 1], [0, 0]), r"sequences are \[0, 0\], wanted distinct ones"),
+    (([9], [1], [0]), r"sequences\[0\] is 9, wanted -1 to 1"),
+    (([-2], [1], [0]), r"sequences\[0\] is -2, wanted -1 to 1"),
+    (([0, 1], [1], [0, 0]), "2 sequences, 1 lengths and 2 starts"),
+    (([0], [-1], [5]), r"lengths\[0\] is -1, wanted >= 0"),
+    (([0], [1], [3]), r"starts\[0\] is 3, wanted 10: .* positions neither go back nor skip"),
+)
+
+
+@pytest.mark.parametrize(("step", "words"), STEPS, ids=range(len(STEPS)))
+def test_wrong_steps_with_somebody_elses_pages_are_named(step: tuple, words: str) -> None:
+    config = published()
+    theirs = PagedCache.of_layers(config, brought(config), max_tokens=192)
+    theirs.prepare([0], [10], [0])
+    with pytest.raises(ValueError, match=words):
+        theirs.prepare(*step)
+    # What was refused has changed nothing; row 1 goes on where its owner says, row 0 begins anew.
+    theirs.prepare([0, 1, -1], [1, 1, 0], [10, 100, 0])
+    theirs.prepare([0], [2], [0])
+    with pytest.raises(ValueError, match="wanted 2"):
+        theirs.prepare([0], [1], [1])
+
+
+def test_a_table_changed_to_point_outside_its_pool_is_named() -> None:
+    config = published()
+    layers = brought(config)
+    theirs = PagedCache.of_layers(config, layers, max_tokens=192)
+    theirs.check_tables()
+    layers[1].compressed_table[1, 0] = 20
+    with pytest.raises(ValueError, match="_table has page 20, wanted -1 to 19"):
+        theirs.check_tables()
+    Stack(config, 0).cache(2, 192, pool_tokens=192).check_tables()
 
 
 def table(*values: int) -> torch.Tensor:
