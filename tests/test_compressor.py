@@ -877,6 +877,21 @@ class TestCompressWrite:
         assert bool(keys.data.any())
         assert_bitwise(odd.data, keys.data)
 
+    @pytest.mark.parametrize("entry_format", ["fp8", "plain", "index_fp8", "index_mxfp4"])
+    def test_offsets_past_two_gigabytes(self, device, entry_format):
+        """The bytes that they are in a small pool; on a CPU the rest of it is never touched."""
+        ragged = Ragged.make(0, (4, True), 32, [(0, 3, 9), (1, 0, 5)], device)
+        rope_dim = 8 if entry_format == "fp8" else 0
+        *norm, near, table = self.finish(0, ragged, 8, entry_format, rope_dim)
+        first = 2**31 // near.page_bytes() + 1
+        size = (first + near.num_pages, self.PAGE, 32, rope_dim, entry_format)
+        far = Pages.allocate(*size, dtype=torch.float32, device=device)
+        there = torch.where(table < 0, -1, table + first)
+        compress_write(*ragged.args(ragged.state.clone()), *norm, near, table, overlap=True)
+        compress_write(*ragged.args(ragged.state.clone()), *norm, far, there, overlap=True)
+        assert near.data.any()
+        assert_bitwise(far.data[first:], near.data)
+
     @pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16])
     def test_far_positions_turn_by_their_true_angle(self, device, tables):
         """A position of a million at frequency 1; the reference's tables round the same angle."""

@@ -237,16 +237,15 @@ def test_trap_t19_scales_after_all_data_of_the_page(device, seed, slot):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_trap_t19_offsets_past_two_gigabytes(index_dtype):
-    """Page 58000 begins at byte 2171520000 > 2^31. The pool is virtual memory, never touched."""
-    pool = torch.from_numpy(np.zeros((58002, 37440), dtype=np.uint8))
-    pages = Pages(pool, 64, "fp8", 512, 64)
-    slots = torch.tensor([58000 * 64 + 63, 58001 * 64], dtype=index_dtype)
+def test_trap_t19_offsets_past_two_gigabytes(device, index_dtype):
+    """Page 58000 begins at byte 2171520000 > 2^31. On a CPU the pool is memory never touched."""
+    pages = Pages.allocate(58002, 64, 512, 64, device=device)
+    slots = torch.tensor([58000 * 64 + 63, 58001 * 64], dtype=index_dtype, device=device)
     assert 58000 * pages.page_bytes() > 2**31
-    x = normal(0, (2, 512), torch.bfloat16)
+    x, pool = normal(0, (2, 512), torch.bfloat16).to(device), pages.data
     write_kv(pages, x, slots)
     for row, page, entry in ((0, 58000, 63), (1, 58001, 0)):
-        data, scales = entry_oracle(x[row], 64)
+        data, scales = entry_oracle(x[row].cpu(), 64)
         assert pool[page, entry * 576 : entry * 576 + 576].tolist() == list(data)
         assert pool[page, 36864 + entry * 8 : 36872 + entry * 8].tolist() == list(scales)
     assert_bitwise(read_kv(pages, slots), fake_quantize_kv(x, 64))
@@ -458,6 +457,18 @@ class TestNormRopeWrite:
         norm_rope_write_kv(found, *arguments, slots, eps=eps)
         write_kv(wanted, entries, slots, backend="reference")
         assert_bitwise(found.data, wanted.data, "pages")
+
+    def test_offsets_past_two_gigabytes(self, device):
+        """The bytes that they are in a small pool."""
+        near, far = (Pages.allocate(n, 64, 512, 64, device=device) for n in (2, 58002))
+        slots = torch.tensor([63, -1, 64], device=device)
+        arguments = tokens_for(0, 512, 64, torch.bfloat16, device)
+        norm_rope_write_kv(near, *arguments, slots, eps=1e-6)
+        norm_rope_write_kv(
+            far, *arguments, torch.where(slots < 0, -1, slots + 58000 * 64), eps=1e-6
+        )
+        assert near.data.any(1).all()
+        assert_bitwise(far.data[58000:], near.data)
 
     @given(dtypes, seeds())
     def test_reference_is_the_composition(self, dtype, seed):

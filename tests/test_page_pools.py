@@ -450,6 +450,32 @@ def test_forks_and_frees_of_a_static_cache() -> None:
         cache.fork(7)
 
 
+@pytest.mark.parametrize("sizes", [{"pool_tokens": 1024}, {}])
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+def test_forks_and_frees_leave_the_bits_of_others_alone(sizes: dict, numerics: str) -> None:
+    """The same steps of two sequences, with others that come from them and end, and without."""
+    stack, found = Stack(published(numerics=numerics), 4), []
+    x, y = tokens(0, 150, stack.config), tokens(1, 150, stack.config)
+    for busy in (False, True):
+        cache = shuffled(stack.cache(4, 160, **sizes), 1 + busy)
+        rows = [cache.allocate(), cache.allocate()]
+        out = stack.step(cache, rows, [x[:130], y[:127]])
+        if busy:
+            first, second = cache.fork(rows[0]), cache.fork(rows[1])
+            stack.step(cache, [first, second], [y[:9], x[:2]])
+            cache.free(first)
+        out += stack.step(cache, rows, [x[130:133], y[127:131]])
+        if busy:
+            cache.copy(rows[1], second)
+            third = cache.allocate()
+            stack.step(cache, [third, second], [x[:140], y[:1]])
+            cache.free(second)
+            cache.reset(third)
+        out += stack.step(cache, rows, [x[133:], y[131:132]])
+        found.append(torch.cat(out))
+    assert_bitwise(*found)
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype", "error", "words"),
     [
