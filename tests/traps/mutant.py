@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REFERENCE = "dsv4/reference/"
+TRITON = "dsv4/triton/"
 LAYERS = "dsv4/layers/"
 
 
