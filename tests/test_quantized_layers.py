@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from dsv4 import layers
 from dsv4._checkpoint.slots import ExpertsSlot
 from dsv4.config import ModelConfig
-from dsv4.formats import FORMATS, QuantizedTensor, cat_rows
+from dsv4.formats import FORMATS, SWIZZLED, QuantizedTensor, cat_rows
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import dequantize, gemm, quantize
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
@@ -359,8 +361,48 @@ def test_set_expert_refuses_and_changes_nothing() -> None:
         experts.set_expert(0, good, good, good)
     with pytest.raises(ValueError, match="up is plain, wanted nvfp4"):
         experts.set_expert(0, good, torch.randn(inner, hidden), down)
+    one = torch.ones(())
+    for changes, words in (
+        (
+            {"layout": SWIZZLED, "scales": good.with_layout(SWIZZLED).scales},
+            "layout 'swizzled_128x4', wanted 'linear'",
+        ),
+        ({"scales": good.scales[:, :1]}, r"gate has scales \[32, 1\] of .*, wanted \[32, 4\]"),
+        ({"scales": good.scales.float()}, "of torch.float32, wanted .* of torch.float8_e4m3fn"),
+        ({"global_scale": torch.ones(inner)}, r"gate's global scale has shape \[32\], wanted one"),
+        ({"global_scale": None}, "gate's global scale is missing, wanted one"),
+        ({"global_scale": one * torch.nan}, "gate's global scale"),
+        ({"global_scale": one * 0}, "gate's global scale"),
+    ):
+        parts = {f.name: getattr(good, f.name) for f in dataclasses.fields(good)}
+        with pytest.raises(ValueError, match=words):
+            experts.set_expert(0, QuantizedTensor(**{**parts, **changes}), good, down)
+    with pytest.raises(ValueError, match="input scale of gate_up_proj is given, wanted none"):
+        experts.set_expert(0, good, good, down, (one, one))
     for name, value in experts.state_dict().items():
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_set_expert_takes_input_scales_where_they_are_declared() -> None:
+    config = ModelConfig.tiny()
+    experts = layers.DeepseekV4Experts(config).requires_grad_(False)
+    experts.to_format("nvfp4", input_scale=True)
+    gate = quantize(torch.randn(config.moe_intermediate_size, config.hidden_size))
+    down = quantize(torch.randn(config.hidden_size, config.moe_intermediate_size))
+    one = torch.ones(())
+    before = {k: v.clone() for k, v in experts.state_dict().items()}
+    for scales, words in (
+        (None, "input scale of gate_up_proj is missing, wanted one"),
+        ((one, torch.ones(2)), r"input scale of down_proj has shape \[2\], wanted one value"),
+        ((one, one * 0), "input scale of down_proj"),
+        ((one * torch.inf, one), "input scale of gate_up_proj"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            experts.set_expert(0, gate, gate, down, scales)
+    for name, value in experts.state_dict().items():
+        assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
+    experts.set_expert(0, gate, gate, down, (one, 2 * one))
+    assert experts.down_proj_input_scale[0] == 2
 
 
 def test_quantize_by_name() -> None:

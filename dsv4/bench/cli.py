@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parser().parse_args(arguments)
+        # A command of its own, as it has routings; asked for as operators are, it is the same.
+        command = arguments[1:] if arguments[:2] == ["run", "moe"] else arguments
+        options = parser().parse_args(command)
         options.arguments = arguments
         return options.command(options)
     except UsageError as error:

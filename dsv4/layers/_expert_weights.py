@@ -29,7 +29,7 @@ from dsv4.layers._module import (
     refused_while_packed,
 )
 from dsv4.layers.linear import PACKED_LAYOUTS
-from dsv4.ops.quantize import dequantize
+from dsv4.ops.quantize import dequantize, positive
 from dsv4.reference.fragments import apart
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -364,14 +364,16 @@ class ExpertWeights(FixedDtypeModule):
 
         Args:
             expert: Its index in the stack: its number less ``first_expert``.
-            gate: ``[I, H]``, plain or of this layer's format.
+            gate: ``[I, H]``, plain or of this layer's format, in the linear layout.
             up: ``[I, H]``, likewise.
             down: ``[H, I]``, likewise.
-            input_scales: Activation scales of gate/up and of down, scalars.
+            input_scales: Activation scales of gate/up and of down, scalars; wanted if, and only
+                if, the layer declares them.
 
         Raises:
-            ValueError: if an index, a shape or a format differs, or the layer is packed; nothing
-                is changed then.
+            ValueError: if an index, a shape, a format, a layout or a dtype of scales differs, a
+                scalar scale is missing, one too many or (looked at on a CPU) not finite and above
+                0, or the layer is packed; nothing is changed then.
         """
         inner, hidden = self.intermediate_dim, self.hidden_dim
         if self.layout != LINEAR:
@@ -381,9 +383,9 @@ class ExpertWeights(FixedDtypeModule):
             )
         if not 0 <= expert < self.num_local_experts:
             raise ValueError(f"Experts: expert is {expert}, wanted 0..{self.num_local_experts - 1}")
-        self._check_matrix("gate", gate, (inner, hidden))
-        self._check_matrix("up", up, (inner, hidden))
-        self._check_matrix("down", down, (hidden, inner))
+        for name, matrix in (("gate", gate), ("up", up), ("down", down)):
+            self._check_matrix(name, matrix, (hidden, inner) if name == "down" else (inner, hidden))
+        self._check_input_scales(input_scales)
         self._copy("gate_up_proj", expert, slice(0, inner), 0, gate)
         self._copy("gate_up_proj", expert, slice(inner, 2 * inner), 1, up)
         self._copy("down_proj", expert, slice(0, hidden), 0, down)
@@ -402,6 +404,30 @@ class ExpertWeights(FixedDtypeModule):
         if found != self.format:
             words = ["plain" if f is None else f.name for f in (found, self.format)]
             raise ValueError(f"Experts: {name} is {words[0]}, wanted {words[1]}")
+        if isinstance(matrix, QuantizedTensor):
+            self._check_scales(name, matrix)
+
+    def _check_scales(self, name: str, matrix: QuantizedTensor) -> None:
+        """What would be stored as other numbers than it means."""
+        if matrix.layout != LINEAR:
+            raise ValueError(f"Experts: {name} has layout {matrix.layout!r}, wanted {LINEAR!r}")
+        projection = "down_proj" if name == "down" else "gate_up_proj"
+        stack = getattr(self, projection + "_scale")
+        high, wide = matrix.format.block
+        wanted = [-(-n // step) for n, step in zip(matrix.shape, (high, wide), strict=True)]
+        if list(matrix.scales.shape) != wanted or matrix.scales.dtype != stack.dtype:
+            raise ValueError(
+                f"Experts: {name} has scales {list(matrix.scales.shape)} of {matrix.scales.dtype}, "
+                f"wanted {wanted} of {stack.dtype}"
+            )
+        declared = getattr(self, projection + "_scale_2") is not None
+        _check_scalar(f"{name}'s global scale", matrix.global_scale, declared)
+
+    def _check_input_scales(self, input_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        for i, name in enumerate(_PROJECTIONS):
+            given = None if input_scales is None else input_scales[i]
+            declared = getattr(self, name + "_input_scale") is not None
+            _check_scalar(f"the input scale of {name}", given, declared)
 
     def _copy(
         self,
@@ -446,6 +472,17 @@ class ExpertWeights(FixedDtypeModule):
             return str(self.num_experts)
         last = self.first_expert + self.num_local_experts - 1
         return f"{self.first_expert} to {last} of {self.num_experts}"
+
+
+def _check_scalar(what: str, scale: torch.Tensor | None, wanted: bool) -> None:
+    if (scale is not None) != wanted:
+        found, asked = ("missing", "one") if wanted else ("given", "none: the layer declares none")
+        raise ValueError(f"Experts: {what} is {found}, wanted {asked}")
+    if scale is None:
+        return
+    if scale.numel() != 1:
+        raise ValueError(f"Experts: {what} has shape {list(scale.shape)}, wanted one value")
+    positive(f"Experts: {what}", scale)
 
 
 def _local(experts: int, first: int, count: int | None) -> int:
