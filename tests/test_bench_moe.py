@@ -394,8 +394,9 @@ def test_markdown_and_a_folder(tmp_path: Path, capsys, without_rivals):
         (["--device", "cuda:99"], "--device is 'cuda:99'"),
     ],
 )
-def test_bad_commands_say_what_to_write(arguments: list[str], message: str, capsys):
-    assert main(["moe", *arguments]) == 1
+@pytest.mark.parametrize("command", [["moe"], ["run", "moe"]], ids=" ".join)
+def test_bad_commands_say_what_to_write(command, arguments: list[str], message: str, capsys):
+    assert main([*command, *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
