@@ -496,20 +496,28 @@ def _store_row(
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
-    """Codes and scale bytes of one token to its rows below ``local``."""
+    """Codes and scale bytes of one token to its rows below ``local``.
+
+    All chunks are coded before any is stored: a row's place in the scales is a search among all
+    experts, which every chunk would repeat, and codes take fewer registers than values.
+    """
     line = tl.zeros([BLOCKS], tl.int64)
+    coded = ()
     for chunk in tl.static_range(CHUNKS):
-        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        inside = block < COLUMNS // 16
         amax, finite = finite_amax(peaks[chunk])
         bits, product = block_scales(amax, finite, scale, False, MODERATE)
         first = e2m1_codes(widen(halves[2 * chunk]), product, CONVERT, MODERATE)
         last = e2m1_codes(widen(halves[2 * chunk + 1]), product, CONVERT, MODERATE)
-        for j in range(SLOTS):
-            row = tl.load(slots + j).to(tl.int64)
-            if row < local:
+        coded += (first, last, bits)  # type: ignore[assignment]
+    for j in range(SLOTS):
+        row = tl.load(slots + j).to(tl.int64)
+        if row < local:
+            place = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
+            for chunk in tl.static_range(CHUNKS):
+                block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+                inside = block < COLUMNS // 16
+                first, last, bits = coded[3 * chunk], coded[3 * chunk + 1], coded[3 * chunk + 2]
                 store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
-                place = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
                 store_scales(scales, bits, place, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
 
 
