@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsv4.formats import LINEAR, MXFP4, QuantizedTensor
@@ -62,6 +64,18 @@ def _select_fake(
     return q.new_empty((q.shape[0], k), dtype=torch.int64)
 
 
+def _check_pages_of_rows(
+    op: str,
+    *,
+    data: torch.Tensor,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    **_: Any,
+) -> None:
+    _check.below(op, "sequence_of_token", sequence_of_token, page_table.shape[0])
+    _check.below(op, "page_table", page_table, data.shape[0])
+
+
 _indexer_rotate_quantize = define(
     "indexer_rotate_quantize(Tensor x, str backend) -> Tensor", _rotate_fake
 )
@@ -80,6 +94,7 @@ _indexer_select = define(
     "int rope_dim, Tensor page_table, Tensor sequence_of_token, Tensor visible, SymInt top_k, "
     "Tensor? query_scales, str backend) -> Tensor",
     _select_fake,
+    _check_pages_of_rows,
 )
 
 
@@ -265,6 +280,8 @@ def indexer_select(
         TypeError: if a dtype is none of these.
         ValueError: if a shape or a format differs, the tensors are on different devices, or
             ``top_k < 1``.
+        IndexError: if a sequence is no row of the table, or a page of the table lies past the last
+            (on the CPU; undefined on a GPU).
     """
     op = "indexer_select"
     _check.floating(op, "weights", weights)

@@ -162,6 +162,7 @@ def head_norm_rope_(
     for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
         _check.floating(op, name, tensor)
     _check.shape(op, "q", q, [None, None, None])
+    _check.apart(op, "q", q)
     _check.shape(op, "cos", cos, [q.shape[0], None])
     _check.shape(op, "sin", sin, list(cos.shape))
     _check.same_device(op, q=q, cos=cos, sin=sin)
