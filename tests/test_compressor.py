@@ -514,6 +514,7 @@ def test_no_batch(device, overlap):
     ("name", "change", "error", "words"),
     [
         ("kv", lambda x: x[0], ValueError, "kv has shape"),
+        ("kv", lambda x: x[0, 0], ValueError, r"kv has shape \[\], wanted \[any, any\]"),
         ("score", lambda x: x[:5], ValueError, r"score has shape \[5, 4\], wanted \[11, 4\]"),
         ("ape", lambda x: x[:, :3], ValueError, r"ape has shape \[4, 3\], wanted \[any, 4\]"),
         ("ape", lambda x: x[:0], ValueError, r"ape has shape \[0, 4\], wanted a row at least"),
@@ -584,6 +585,8 @@ def test_a_state_that_overlaps_is_refused(data):
 
 def test_bad_windows_are_named(device):
     x = torch.zeros(2, 3, 4, 6, device=device)
+    with pytest.raises(ValueError, match=r"kv has shape \[\], wanted \[any, any, any, any\]"):
+        pool_windows(x[0, 0, 0, 0], x[0, 0, 0, 0], overlap=True)
     with pytest.raises(ValueError, match="score has shape"):
         pool_windows(x, x[:, :2], overlap=True)
     with pytest.raises(ValueError, match="go together"):

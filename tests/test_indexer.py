@@ -160,6 +160,8 @@ def test_rotate_contract(device):
     assert_bitwise(compiled(x), indexer_rotate_quantize(x))
     assert_bitwise(indexer_rotate_quantize(strided(x)), indexer_rotate_quantize(x))
     assert indexer_rotate_quantize(x[:0]).shape == (0, 2, 32)
+    with pytest.raises(ValueError, match=r"x has shape \[\], wanted"):
+        indexer_rotate_quantize(x[0, 0, 0])
     for d in (16, 48, 0):
         with pytest.raises(ValueError, match=f"last axis of x is {d}, wanted a power of two"):
             indexer_rotate_quantize(torch.zeros(1, d, device=device))
@@ -654,6 +656,19 @@ def test_rows_and_pages_out_of_range_raise_on_the_cpu(drawn, in_table, beyond, d
     words = rf"indexer_select: {name}\[{where}\] is {room + beyond}, wanted below {room}"
     with pytest.raises(IndexError, match=words):
         case.run(3)
+
+
+def test_tokens_need_a_row_of_the_table(device):
+    case = Case(0, 2, 1, 2, 4, device=device)
+    case.sequence[:] = -1
+    case.visible[:] = 0
+    assert bool((case.run(3) == -1).all())
+    case.table = case.table[:0]
+    with pytest.raises(
+        ValueError, match=r"page_table has shape \[0, 2\], wanted a row .* 2 tokens"
+    ):
+        case.run(3)
+    assert case.run(3, slice(0, 0)).shape == (0, 3)
 
 
 def test_compact_keys_that_overlap_are_not_written():

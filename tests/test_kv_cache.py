@@ -388,6 +388,8 @@ def test_bad_input_is_named_and_changes_nothing(device):
         fake_quantize_kv(x, 41)
     with pytest.raises(TypeError, match="x has dtype int64"):
         fake_quantize_kv(slots, 0)
+    with pytest.raises(ValueError, match=r"fake_quantize_kv: x has shape \[\], wanted"):
+        fake_quantize_kv(x[0, 0], 0)
     assert not pages.data.any()
 
 

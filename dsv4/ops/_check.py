@@ -26,6 +26,12 @@ def shape(op: str, name: str, tensor: torch.Tensor, wanted: Sequence[int | None]
         raise ValueError(f"{op}: {name} has shape {list(found)}, wanted {words}")
 
 
+def rows(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if ``tensor`` is a single number, without an axis to call its last."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{op}: {name} has shape [], wanted [..., D]")
+
+
 def dtype(op: str, name: str, tensor: torch.Tensor, *wanted: torch.dtype) -> None:
     """Raise TypeError unless ``tensor.dtype`` is one of ``wanted``."""
     if tensor.dtype not in wanted:

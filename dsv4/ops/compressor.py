@@ -184,9 +184,10 @@ def pool_windows(
         ValueError: if a shape differs, the width is odd with overlap, or only one of
             ``previous_kv`` and ``previous_score`` is given, or either without overlap.
     """
+    _check.shape("pool_windows", "kv", kv, [None, None, None, None])
+    _check.shape("pool_windows", "score", score, list(kv.shape))
     for name, tensor in (("kv", kv), ("score", score)):
         _check.floating("pool_windows", name, tensor)
-        _check.shape("pool_windows", name, tensor, [*kv.shape[:3], kv.shape[-1]])
     _check_overlap("pool_windows", kv, overlap)
     if (previous_kv is None) != (previous_score is None) or (
         previous_kv is not None and not overlap
@@ -379,7 +380,7 @@ def _check_tokens(
     _check.dtype(op, "state", state, torch.float32, torch.float64)
     for name, tensor in (("cu_seqlens", cu_seqlens), ("starts", starts), ("sequences", sequences)):
         _check.integer(op, name, tensor)
-    tokens, width = (*kv.shape, 0)[:2]
+    tokens, width = (*kv.shape, 0, 0)[:2]
     ratio, batch = (*ape.shape, 0)[0], (*starts.shape, 0)[0]
     slots = 2 * ratio if overlap else ratio
     _check.shape(op, "kv", kv, [None, None])

@@ -222,9 +222,10 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -
 
     Raises:
         TypeError: if ``x`` has another dtype.
-        ValueError: unless ``0 <= rope_dim <= D``.
+        ValueError: if ``x`` has no axis, or unless ``0 <= rope_dim <= D``.
     """
     _check.dtype("fake_quantize_kv", "x", x, *_ENTRY_FLOATS)
+    _check.rows("fake_quantize_kv", "x", x)
     if not 0 <= rope_dim <= x.shape[-1]:
         raise ValueError(
             f"fake_quantize_kv: rope_dim is {rope_dim}, wanted 0 to {x.shape[-1]} (dims of x)"
