@@ -81,7 +81,7 @@ def apart(op: str, name: str, tensor: torch.Tensor) -> None:
     contiguous tensor but expanded ones and windows that slide. Interleaved dimensions are refused
     even where no two elements meet.
     """
-    if torch.compiler.is_compiling() or tensor.is_contiguous():
+    if tensor.is_contiguous() or torch.compiler.is_compiling():
         return
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
