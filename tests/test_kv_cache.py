@@ -455,8 +455,9 @@ def test_pages_with_gaps(device, entry_format, gaps):
     slots = torch.tensor([4, -1, 7], device=device)
     for op in ("write_kv", "norm_rope_write_kv"):
         pages = Pages.allocate(2, 4, 40, 8, entry_format, device=device)
-        wide = pages.data.new_zeros((*pages.data.shape, 2))
-        view = wide[..., 0] if gaps == "elements" else wide.movedim(-1, 1)[:, 0]
+        axis = 1 if gaps == "pages" else pages.data.dim()
+        wide = torch.stack((pages.data, pages.data), axis)
+        view = wide.select(axis, 0)
         spread = replace(pages, data=view)
         assert not view.is_contiguous()
         for target in (pages, spread):
