@@ -160,6 +160,8 @@ def test_rotate_contract(device):
     assert_bitwise(compiled(x), indexer_rotate_quantize(x))
     assert_bitwise(indexer_rotate_quantize(strided(x)), indexer_rotate_quantize(x))
     assert indexer_rotate_quantize(x[:0]).shape == (0, 2, 32)
+    with pytest.raises(ValueError, match=r"x has shape \[\], wanted"):
+        indexer_rotate_quantize(x[0, 0, 0])
     for d in (16, 48, 0):
         with pytest.raises(ValueError, match=f"last axis of x is {d}, wanted a power of two"):
             indexer_rotate_quantize(torch.zeros(1, d, device=device))
@@ -635,6 +637,47 @@ def cases(draw: st.DrawFn):
 def test_selects_as_a_sort_does(device, drawn, top_k):
     case = Case(*drawn, device=device)
     assert_bitwise(case.run(top_k), case.oracle(top_k))
+
+
+@given(cases(), st.booleans(), st.integers(0, 2**31), st.data())
+@example((0, 1, 2, 2, 4), True, 0, None)
+def test_rows_and_pages_out_of_range_raise_on_the_cpu(drawn, in_table, beyond, data):
+    case = Case(*drawn)
+    name, tensor, room = "sequence_of_token", case.sequence, case.table.shape[0]
+    if in_table:
+        name, tensor, room = "page_table", case.table, case.keys.num_pages
+    if not tensor.numel():
+        return
+    place = (0,) * tensor.ndim
+    if data is not None:
+        place = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    tensor[place] = room + beyond
+    where = ", ".join(map(str, place))
+    words = rf"indexer_select: {name}\[{where}\] is {room + beyond}, wanted below {room}"
+    with pytest.raises(IndexError, match=words):
+        case.run(3)
+
+
+def test_tokens_need_a_row_of_the_table(device):
+    case = Case(0, 2, 1, 2, 4, device=device)
+    case.sequence[:] = -1
+    case.visible[:] = 0
+    assert bool((case.run(3) == -1).all())
+    case.table = case.table[:0]
+    with pytest.raises(
+        ValueError, match=r"page_table has shape \[0, 2\], wanted a row .* 2 tokens"
+    ):
+        case.run(3)
+    assert case.run(3, slice(0, 0)).shape == (0, 3)
+
+
+def test_compact_keys_that_overlap_are_not_written():
+    for name in COMPACT_FORMATS:
+        pages = Pages.allocate(1, 2, 32, 0, name)
+        shared = Pages(pages.data.expand(2, -1), 2, name, 32, 0)
+        with pytest.raises(ValueError, match=r"write_kv: pages\.data has .* overlap itself"):
+            write_kv(shared, normal(0, (1, 32)), torch.tensor([0]))
+        assert not pages.data.any()
 
 
 key_formats = st.sampled_from(["plain", *COMPACT_FORMATS])

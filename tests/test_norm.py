@@ -405,6 +405,20 @@ class TestHeads:
         with pytest.raises(ValueError, match="wanted 1 along the heads"):
             head_norm_rope_(torch.ones(2, 8, 3).transpose(1, 2), table, table)
 
+    def test_a_number_is_no_row(self):
+        one, weight = torch.tensor(1.0), torch.ones(1)
+        with pytest.raises(ValueError, match=r"rms_norm: x has shape \[\], wanted \[\.\.\., D\]"):
+            rms_norm(one)
+        with pytest.raises(ValueError, match=r"rms_norm_pair: x has shape \[\], wanted"):
+            rms_norm_pair(one, weight, weight)
+
+    @given(q=strategies.overlapping(torch.empty(2, 3, 8)))
+    @example(q=torch.zeros(1, 3, 8).expand(2, 3, 8))
+    def test_heads_that_overlap_are_refused(self, q):
+        with pytest.raises(ValueError, match=r"head_norm_rope_: q has shape .* overlap itself"):
+            head_norm_rope_(q, torch.ones(2, 4), torch.ones(2, 4))
+        assert not q.any()
+
 
 def assert_norm_and_codes(x, weight, **arguments):
     y, got = rms_norm_quantize(x, weight, **arguments)
