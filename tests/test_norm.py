@@ -21,12 +21,6 @@ from dsv4.testing.assertions import (
 )
 
 KERNELS = ("triton",)
-OPCHECKS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_dynamic",
-)
 COLUMNS = st.integers(1, 96)
 
 
@@ -224,7 +218,7 @@ class TestContract:
         x = strategies.normal(0, (3, 16), dtype).to(device)
         weight = strategies.normal(1, (16,), dtype).to(device) if weighted else None
         args = (x, weight, 1e-6, "auto")
-        torch.library.opcheck(torch.ops.dsv4.rms_norm.default, args, test_utils=OPCHECKS)
+        torch.library.opcheck(torch.ops.dsv4.rms_norm.default, args)
         assert_pure(torch.ops.dsv4.rms_norm.default, *args)
 
     @pytest.mark.parametrize("dynamic", [False, True])
@@ -480,8 +474,7 @@ class TestFusedContract:
     def test_opcheck(self, device, op):
         args = FUSED[op](lambda seed, *shape: strategies.normal(seed, shape).to(device))
         overload = getattr(torch.ops.dsv4, op).default
-        utilities = [u for u in OPCHECKS if u != "test_schema" or op != "rms_norm_quantize"]
-        torch.library.opcheck(overload, args, test_utils=utilities)
+        torch.library.opcheck(overload, args)
         if not op.endswith("_"):
             assert_pure(overload, *args)
 
