@@ -123,10 +123,10 @@ def test_products_are_unchanged_by_the_transform(d, seed):
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-def test_ties_go_to_the_even_code(device, ratio):
+def test_ties_go_to_the_even_code(device, wide, ratio):
     """Through the transform: x is the rotation of the wanted row, so it rotates back to it."""
     even = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}[ratio]
-    row = torch.zeros(1, 64, dtype=torch.float64, device=device)
+    row = torch.zeros(1, 64, dtype=wide, device=device)
     row[0, 0], row[0, 1], row[0, 2] = 6.0, ratio, -ratio
     out = indexer_rotate_quantize(reference._hadamard(row))
     assert out[0, :3].tolist() == [6.0, even, -even]
