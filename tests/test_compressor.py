@@ -145,13 +145,6 @@ def ragged_schedules(draw: st.DrawFn):
     return lengths, chunks, rounds, draw(st.booleans())
 
 
-@pytest.fixture
-def wide(request):
-    """What the implementation that a test is for computes: kernels no float64."""
-    kernel = request.node.callspec.params["device"] in ("cpu-triton", "cuda-triton")
-    return torch.float32 if kernel else torch.float64
-
-
 @given(kinds, seeds(), ragged_schedules())
 def test_any_chunking_equals_the_loops(device, wide, kind, seed, schedule):
     ratio, overlap = kind
@@ -297,18 +290,25 @@ def test_pool_windows_equals_the_loops(device, wide, kind, seed, sequences, wind
 
 
 @given(seeds(), st.integers(-10, 10), kinds)
-def test_an_entry_is_a_mean_that_ignores_a_common_shift(device, seed, shift, kind):
+def test_an_entry_is_a_mean_that_ignores_a_common_shift(device, wide, seed, shift, kind):
     ratio, overlap = kind
     c = 2 if overlap else 1
-    kv = normal(seed, (2, 3, ratio, c * 2), torch.float64).to(device)
-    score = normal(seed + 1, (2, 3, ratio, c * 2), torch.float64).to(device)
+    kv = normal(seed, (2, 3, ratio, c * 2), wide).to(device)
+    score = normal(seed + 1, (2, 3, ratio, c * 2), wide).to(device)
     out = pool_windows(kv, score, overlap=overlap)
+    # As in the next test, for these scores.
+    slots, u = 2 * ratio if overlap else ratio, unit_roundoff(wide)
+    largest = float(score.abs().max()) + abs(shift)
+    allowed = (3 * slots + 8 + 6 * largest) * u * float(kv.abs().max())
     # A constant in all scores of the channel drops out.
-    assert_within_budget(pool_windows(kv, score + shift, overlap=overlap), out, 1e-13)
-    assert bool((out <= kv.max() + 1e-12).all())
-    assert bool((out >= kv.min() - 1e-12).all())
+    moved = pool_windows(kv, score + shift, overlap=overlap)
+    assert_within_budget(moved, out.double(), 2 * allowed)
+    assert bool((out <= kv.max() + allowed).all())
+    assert bool((out >= kv.min() - allowed).all())
+    # Two sums of the same weights, in any order, and their quotient.
     ones = torch.ones_like(kv)
-    assert_within_budget(pool_windows(ones, score, overlap=overlap), torch.ones_like(out), 1e-14)
+    mean = pool_windows(ones, score, overlap=overlap)
+    assert_within_budget(mean, torch.ones_like(out), (2 * slots + 4) * u)
 
 
 @given(kinds, seeds(), st.sampled_from([torch.float32, torch.bfloat16]))
@@ -406,6 +406,7 @@ def test_trap_t22_all_lengths_zero(device, dtype):
 
 
 @given(seeds(), st.integers(0, 9), st.sampled_from(WIDE))
+@example(0, 3, torch.float32)
 def test_trap_t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half(
     device, seed, start, dtype
 ):

@@ -205,11 +205,11 @@ def test_nan_stays_in_its_own_group(device, dims, seed, bad, data):
     assert_bitwise(fake_quantize_kv(dirty, rope_dim), expected)
 
 
-def test_scale_byte_255_reads_as_nan_and_byte_0_as_two_to_minus_127(device):
+def test_scale_byte_255_reads_as_nan_and_byte_0_as_two_to_minus_127(device, wide):
     pages = Pages.allocate(1, 2, 64, 0, device=device)
     pages.data[0, :128] = 0x38  # 1.0
     pages.data[0, 128], pages.data[0, 136] = 255, 0
-    out = read_kv(pages, torch.tensor([0, 1], device=device), torch.float64)
+    out = read_kv(pages, torch.tensor([0, 1], device=device), wide)
     assert bool(out[0].isnan().all())
     assert bool((out[1] == 2.0**-127).all())
 
