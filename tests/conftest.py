@@ -147,6 +147,16 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
+def wide(request: pytest.FixtureRequest) -> torch.dtype:
+    """The widest dtype of the implementation that a test is for: kernels compute no float64.
+
+    Of float64 inputs dispatch chooses the reference, whatever ``device`` is.
+    """
+    kernel = request.node.callspec.params["device"].endswith("-triton")
+    return torch.float32 if kernel else torch.float64
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where an operator test runs, with which implementation; see ``pytest_generate_tests``."""
     place, _, kernel = request.param.partition("-")

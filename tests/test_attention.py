@@ -461,6 +461,13 @@ def test_bad_input_is_named(device):
 
 def test_slot_past_the_pool_raises_on_the_cpu():
     case = Case(0)
-    case.slots[1][1, 2] = case.pools[1].num_slots
-    with pytest.raises(IndexError):
+    room = case.pools[1].num_slots
+    case.slots[1][1, 2] = room
+    words = rf"sparse_attention: compressed_slots\[1, 2\] is {room}, wanted below {room}"
+    with pytest.raises(IndexError, match=words):
+        case.run()
+    room = case.pools[0].num_slots
+    case.slots[0][0, 1] = room + 3
+    words = rf"sparse_attention: window_slots\[0, 1\] is {room + 3}, wanted below {room}"
+    with pytest.raises(IndexError, match=words):
         case.run()

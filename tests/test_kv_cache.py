@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.ops.kv_cache import (
@@ -22,7 +23,15 @@ from dsv4.ops.kv_cache import (
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope, rope_tables
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
-from dsv4.testing.strategies import draws, finite_draws, generator, normal, seeds, strided
+from dsv4.testing.strategies import (
+    draws,
+    finite_draws,
+    generator,
+    normal,
+    overlapping,
+    seeds,
+    strided,
+)
 
 KERNELS = ("triton",)
 # (head_dim, rope_dim): the model's, a short last group, no rope, rope alone.
@@ -196,11 +205,11 @@ def test_nan_stays_in_its_own_group(device, dims, seed, bad, data):
     assert_bitwise(fake_quantize_kv(dirty, rope_dim), expected)
 
 
-def test_scale_byte_255_reads_as_nan_and_byte_0_as_two_to_minus_127(device):
+def test_scale_byte_255_reads_as_nan_and_byte_0_as_two_to_minus_127(device, wide):
     pages = Pages.allocate(1, 2, 64, 0, device=device)
     pages.data[0, :128] = 0x38  # 1.0
     pages.data[0, 128], pages.data[0, 136] = 255, 0
-    out = read_kv(pages, torch.tensor([0, 1], device=device), torch.float64)
+    out = read_kv(pages, torch.tensor([0, 1], device=device), wide)
     assert bool(out[0].isnan().all())
     assert bool((out[1] == 2.0**-127).all())
 
@@ -379,15 +388,83 @@ def test_bad_input_is_named_and_changes_nothing(device):
         fake_quantize_kv(x, 41)
     with pytest.raises(TypeError, match="x has dtype int64"):
         fake_quantize_kv(slots, 0)
+    with pytest.raises(ValueError, match=r"fake_quantize_kv: x has shape \[\], wanted"):
+        fake_quantize_kv(x[0, 0], 0)
     assert not pages.data.any()
 
 
-def test_slot_past_the_pool_raises_on_the_cpu():
+def writers(pages: Pages, slots: torch.Tensor):
+    """What writes ones to the slots, by the operator's name."""
+    x = torch.ones(*slots.shape, pages.head_dim, device=slots.device)
+    tables = [torch.ones(*slots.shape, 4, device=slots.device)] * 2
+    return {
+        "write_kv": lambda: write_kv(pages, x, slots),
+        "norm_rope_write_kv": lambda: norm_rope_write_kv(pages, x, x[0], *tables, slots),
+    }
+
+
+@given(
+    st.sampled_from(["fp8", "plain"]),
+    st.lists(st.integers(-1, 7), min_size=1, max_size=4),
+    st.integers(8, 2**31 - 1),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.integers(0, 3),
+    st.sampled_from([0, 2]),
+)
+@example("plain", [0], 8, torch.int64, 0, 2)
+@example("fp8", [0], 0, torch.int64, 0, 0)
+def test_slots_past_the_pool_raise_on_the_cpu(entry_format, good, bad, dtype, where, count):
+    """Whatever implementation would run; nothing is written. Pools of two pages and of none."""
+    pages = Pages.allocate(count, 4, 40, 8, entry_format)
+    place = where % len(good)
+    slots = torch.tensor([slot if count else -1 for slot in good], dtype=dtype)
+    slots[place] = bad
+    calls = {**writers(pages, slots), "read_kv": lambda: read_kv(pages, slots)}
+    for op, call in calls.items():
+        words = rf"{op}: slots\[{place}\] is {bad}, wanted below {4 * count}"
+        with pytest.raises(IndexError, match=words):
+            call()
+    with pytest.raises(IndexError, match=rf"slots\[0, {place}\] is"):
+        read_kv(pages, slots[None])
+    assert not pages.data.any()
+
+
+def test_a_compiled_call_checks_slots_when_it_runs():
     pages = Pages.allocate(2, 4, 40, 8)
-    with pytest.raises(IndexError):
-        write_kv(pages, torch.ones(1, 40), torch.tensor([8]))
-    with pytest.raises(IndexError):
-        read_kv(pages, torch.tensor([8]))
+    compiled = torch.compile(read_kv, fullgraph=True, backend="aot_eager")
+    assert not compiled(pages, torch.tensor([7])).any()
+    with pytest.raises(IndexError, match=r"read_kv: slots\[0\] is 8, wanted below 8"):
+        compiled(pages, torch.tensor([8]))
+
+
+@given(st.data(), st.sampled_from(["fp8", "plain"]))
+def test_pages_that_overlap_are_refused_by_what_writes(data, entry_format):
+    pages = Pages.allocate(2, 4, 40, 8, entry_format)
+    pages = replace(pages, data=data.draw(overlapping(pages.data)))
+    slots = torch.tensor([0, 5])
+    for op, call in writers(pages, slots).items():
+        with pytest.raises(ValueError, match=rf"{op}: pages\.data has shape .* overlap itself"):
+            call()
+    assert not read_kv(pages, slots).any()
+
+
+@pytest.mark.parametrize("entry_format", ["fp8", "plain"])
+@pytest.mark.parametrize("gaps", ["pages", "elements"])
+def test_pages_with_gaps(device, entry_format, gaps):
+    """Every second page, or element, of a tensor: the others stay as they were."""
+    slots = torch.tensor([4, -1, 7], device=device)
+    for op in ("write_kv", "norm_rope_write_kv"):
+        pages = Pages.allocate(2, 4, 40, 8, entry_format, device=device)
+        axis = 1 if gaps == "pages" else pages.data.dim()
+        wide = torch.stack((pages.data, pages.data), axis)
+        view = wide.select(axis, 0)
+        spread = replace(pages, data=view)
+        assert not view.is_contiguous()
+        for target in (pages, spread):
+            writers(target, slots)[op]()
+        assert_bitwise(view.contiguous(), pages.data)
+        assert int(wide.count_nonzero()) == int(pages.data.count_nonzero()) > 0
+        assert_bitwise(read_kv(spread, slots), read_kv(pages, slots))
 
 
 @pytest.mark.parametrize(

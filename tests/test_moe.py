@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_scales, swizzled_size
@@ -23,8 +23,6 @@ from dsv4.testing.assertions import (
 
 KERNELS = ("triton",)
 U = unit_roundoff(torch.float32)
-# Without test_schema, which fails on float8 results; assert_pure asks the same.
-OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @st.composite
@@ -558,7 +556,7 @@ def test_opcheck(device, dtype):
     wide = fuzz.normal(0, (3, 32), dtype).to(device)
     for scale, layout in ((None, LINEAR), (torch.ones(3, device=device), SWIZZLED_EXPERTS)):
         args = (wide, rows, offsets, scale, layout, "auto")
-        torch.library.opcheck(ops.moe_gather_quantize.default, args, test_utils=OPCHECKS)
+        torch.library.opcheck(ops.moe_gather_quantize.default, args)
         assert_pure(ops.moe_gather_quantize.default, *args)
     y = moe_gather(x, rows)
     for w, shared in ((weights, x), (None, None)):
@@ -576,6 +574,40 @@ def test_compiles_without_graph_breaks(device):
         x, weights = fuzz.normal(0, (tokens, 8)).to(device), fuzz.normal(1, (tokens, 3)).to(device)
         ids = (torch.arange(3 * tokens, device=device) % 5).view(tokens, 3)
         assert_bitwise(compiled(x, ids, weights), moe(x, ids, weights))
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    far=st.integers(0, 2**20),
+    below=st.booleans(),
+    name=st.sampled_from(["rows", "offsets"]),
+    data=st.data(),
+)
+@example(sizes=(3, 2), far=0, below=True, name="rows", data=None)
+def test_rows_out_of_range_raise_on_the_cpu(sizes, far, below, name, data):
+    """A negative one too, which torch would count from the end."""
+    ids = torch.zeros(sizes, dtype=torch.int64)
+    _, offsets, rows = moe_permute(ids, 2)
+    tensor, most = {"rows": (rows, ids.numel()), "offsets": (offsets, ids.numel() + 1)}[name]
+    place = (0,) * tensor.ndim
+    if data is not None:
+        place = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    bad = -1 - far if below else most + far
+    tensor[place] = bad
+    x, out = torch.ones(sizes[0], 16), torch.zeros(ids.numel(), 16)
+    calls = {
+        "moe_gather_quantize": lambda: moe_gather_quantize(x, rows, offsets),
+        "moe_combine": lambda: moe_combine(out, rows, offsets, None),
+    }
+    if name == "rows":
+        calls["moe_gather"] = lambda: moe_gather(x, rows)
+        calls["moe_gather "] = lambda: moe_gather(x, rows, out=out)
+    where = ", ".join(map(str, place))
+    for op, call in calls.items():
+        words = rf"{op.strip()}: {name}\[{where}\] is {bad}, wanted from 0 on, below {most}"
+        with pytest.raises(IndexError, match=words):
+            call()
+    assert not out.any()
 
 
 def test_bad_arguments_are_named(device):

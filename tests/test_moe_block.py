@@ -6,9 +6,12 @@ import contextlib
 import math
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stream_log import written_down
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,12 +26,17 @@ from dsv4.testing.models import randomize_
 
 KINDS = ["plain", "nvfp4", "packed"]
 LAYERS = [0, 5]  # chosen by token id, and by score
+SIZES = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 16,
+    "num_hidden_layers": 6,
+}
 
 
 def block(kind, layer=5, **changes):
     """Of sizes that the kernels can have: K is a multiple of 128."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
-    config = ModelConfig.tiny(num_hidden_layers=6, **{**sizes, **changes})
+    config = ModelConfig.tiny(**{**SIZES, **changes})
     found = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
     randomize_(found, 1)
     if kind != "plain":
@@ -110,6 +118,54 @@ class TestOnCpu:
             "assert not torch.cuda.is_initialized()\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def part_of(whole, layer, first, count):
+    """A block of so many of the experts of ``whole``, with its weights."""
+    config = ModelConfig.tiny(**{**SIZES, "numerics": whole.experts.numerics})
+    part = layers.DeepseekV4SparseMoeBlock(config, layer, first, count).requires_grad_(False)
+    part.gate, experts = whole.gate, part.experts
+    assert (part.shared_experts is None) == (first > 0)
+    if first == 0:
+        part.shared_experts = whole.shared_experts
+    if whole.experts.format is None:
+        for name in ("gate_up_proj", "down_proj"):
+            held = getattr(whole.experts, name)[first : first + count]
+            setattr(experts, name, nn.Parameter(held, requires_grad=False))
+        return part
+    experts.to_format(whole.experts.format)
+    for i in range(count):
+        experts.set_expert(i, *whole.experts.get_expert(first + i))
+    if whole.experts.layout != "linear":
+        experts.pack()
+    return part
+
+
+class TestRanges:
+    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("layer", LAYERS)
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(0, 5),
+        cuts=st.sets(st.integers(1, SIZES["n_routed_experts"] - 1), min_size=1),
+    )
+    @settings(max_examples=4)
+    def test_the_sum_over_ranges_is_the_whole(self, layer, kind, numerics, seed, tokens, cuts):
+        """In float64, so that one rounds nowhere; the shared expert is in it once."""
+        whole = block(kind, layer, numerics=numerics)
+        x, *ids = inputs(seed, whole, tokens)
+        whole, x = whole.double(), x.double()
+        total = torch.zeros_like(x)
+        for first, last in pairwise([0, *sorted(cuts), SIZES["n_routed_experts"]]):
+            total += part_of(whole, layer, first, last - first)(x, *ids)
+        wanted = whole(x, *ids)
+        assert (total - wanted).norm() <= 1e-12 * wanted.norm()
+
+    def test_experts_that_there_are_not(self):
+        config = ModelConfig.tiny()
+        with pytest.raises(ValueError, match="first_expert is 4 and num_local_experts 5, wanted"):
+            layers.DeepseekV4SparseMoeBlock(config, 0, 4, 5)
 
 
 class TestOrder:

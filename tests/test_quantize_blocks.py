@@ -35,14 +35,14 @@ class TestMxfp4:
         assert_bitwise(q.scales.view(torch.uint8).cpu(), torch.from_numpy(bits), "scale")
         assert_bitwise(unpack(q.codes).cpu(), torch.from_numpy(codes), "code")
 
-    def test_every_code_under_every_scale(self, device):
+    def test_every_code_under_every_scale(self, device, wide):
         codes = torch.arange(16, dtype=torch.uint8).reshape(8, 2).repeat(2, 1)
         packed = (codes[:, 0] | codes[:, 1] << 4).repeat(256, 1)
         scales = torch.arange(256, dtype=torch.uint8).reshape(256, 1).view(torch.float8_e8m0fnu)
-        got = dequantize(QuantizedTensor(packed, scales, None, MXFP4).to(device), torch.float64)
+        got = dequantize(QuantizedTensor(packed, scales, None, MXFP4).to(device), wide)
         values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
         byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        want = torch.from_numpy(np.tile(values, 2) * byte[:, None])
+        want = torch.from_numpy(np.tile(values, 2) * byte[:, None]).to(wide)
         assert_bitwise(got.cpu(), want, "value")
 
     @given(
@@ -90,15 +90,15 @@ class TestFp8Block:
         assert_bitwise(got, torch.from_numpy(want), "code")
         assert_bitwise(torch.isnan(values).cpu(), ~torch.isfinite(x), "where NaN")
 
-    def test_every_code_under_every_scale(self, device):
+    def test_every_code_under_every_scale(self, device, wide):
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         tall = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).reshape(256, 1)
         matrix = codes.view(torch.uint8)[None].repeat(256 * 128, 1).view(torch.float8_e4m3fn)
         scales = tall.view(torch.uint8).repeat(1, 2).view(torch.float8_e8m0fnu)
-        got = dequantize(QuantizedTensor(matrix, scales, None, FP8_BLOCK).to(device), torch.float64)
+        got = dequantize(QuantizedTensor(matrix, scales, None, FP8_BLOCK).to(device), wide)
         values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        want = torch.from_numpy(values * byte[:, None])
+        want = torch.from_numpy(values * byte[:, None]).to(wide)
         for row in (0, 64, 127):
             assert_bitwise(got.cpu()[row::128], want, "value")
 

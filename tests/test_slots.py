@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
@@ -156,6 +156,27 @@ class TestContract:
             entry_slots(**{**good, "entries": two, **changes})
         with pytest.raises(ValueError, match="window is 0, wanted >= 1"):
             window_slots(**good, positions=two, window=0)
+
+    @given(
+        good=st.lists(st.integers(-1, 1), min_size=1, max_size=4),
+        bad=st.integers(2, 2**31 - 1),
+        where=st.integers(0, 3),
+        dtype=INTS,
+    )
+    @example(good=[0], bad=2, where=0, dtype=torch.int64)
+    def test_sequences_past_the_table_raise_on_the_cpu(self, good, bad, where, dtype):
+        table, place = torch.zeros(2, 2).long(), where % len(good)
+        rows = torch.tensor(good, dtype=dtype)
+        rows[place] = bad
+        calls = {
+            "entry_slots": lambda: entry_slots(table, 4, rows, rows * 0),
+            "prefix_slots": lambda: prefix_slots(table, 4, rows, rows * 0),
+            "window_slots": lambda: window_slots(table, 4, rows, rows * 0, 1),
+        }
+        for op, call in calls.items():
+            words = rf"{op}: sequences\[{place}\] is {bad}, wanted below 2"
+            with pytest.raises(IndexError, match=words):
+                call()
 
     @pytest.mark.gpu
     def test_a_captured_graph_follows_its_inputs(self):

@@ -52,6 +52,7 @@ def verify_layer(layer: Layer, whole: DeepseekV4SparseMoeBlock, x: torch.Tensor)
     The layer's output is held to the sum of what the pair and the shared expert gave.
     """
     some = _chosen(x)
+    assert whole.shared_experts is not None
     routed, shared = whole.gate(x), whole.shared_experts(x)
     inputs = moe_parts.sorted_by(layer.config, x, shared, routed[2], routed[1])
     return check.combine(

@@ -26,7 +26,7 @@ def build(
     with torch.device("meta"):
         block = DeepseekV4SparseMoeBlock(config, config.num_hidden_layers - 1)
     assert not block.is_hash
-    gate, shared = block.gate, block.shared_experts
+    gate, shared = block.gate, _shared(block)
     gate.weight = _frozen(draw.normal(*gate.weight.shape, scale=config.hidden_size**-0.5))
     gate.e_score_correction_bias = torch.zeros(gate.num_experts, device=draw.device)
     for linear in (shared.gate_proj, shared.up_proj, shared.down_proj):
@@ -56,8 +56,14 @@ def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _shared_weights(mlp: DeepseekV4MLP) -> tuple[QuantizedTensor, QuantizedTensor]:
+def _shared(block: DeepseekV4SparseMoeBlock) -> DeepseekV4MLP:
+    assert block.shared_experts is not None
+    return block.shared_experts
+
+
+def _shared_weights(block: DeepseekV4SparseMoeBlock) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Gate and up in turn, and down."""
+    mlp = _shared(block)
     joint = mlp.gate_proj.joint
     assert joint is not None
     return joint.whole(), mlp.down_proj.quantized_weight()
@@ -76,9 +82,7 @@ def costs(block: DeepseekV4SparseMoeBlock, tokens: int, touched: float) -> tuple
     """
     experts, gate = block.experts, block.gate
     routed = [experts.quantized_weight(name).nbytes for name in ("gate_up_proj", "down_proj")]
-    beside = nbytes(
-        gate.weight, gate.e_score_correction_bias, *_shared_weights(block.shared_experts)
-    )
+    beside = nbytes(gate.weight, gate.e_score_correction_bias, *_shared_weights(block))
     moved = round(touched * sum(routed) / experts.num_experts) + beside
     matrix = 3 * experts.intermediate_dim * experts.hidden_dim
     per_token = (experts.num_experts_per_tok + 1) * matrix + gate.weight.numel()
@@ -102,8 +106,8 @@ def verify_shared(
     block: DeepseekV4SparseMoeBlock, x: torch.Tensor, shared: torch.Tensor, some: torch.Tensor
 ) -> Verdict:
     """Both products of the shared expert, the second on what the first really gave."""
-    gate_up, down = _shared_weights(block.shared_experts)
-    limit = block.shared_experts.limit
+    gate_up, down = _shared_weights(block)
+    limit = _shared(block).limit
     inner = ops.gemm_swiglu(x, gate_up, limit)[some]
     first = Problem(ops.gemm_swiglu, (x[some], gate_up, limit), {}, fused_judges.gemm_swiglu, 0)
     second = Problem(ops.gemm, (inner, down), {}, check.within(budgets.product), 0)

@@ -133,10 +133,15 @@ class Problem:
     of_tokens: tuple[int | str, ...] = ()
 
     @property
+    def tensors(self) -> Outputs:
+        """All inputs, used or not; those of pages and of quantised matrices one by one."""
+        parts = [_data(arg) for arg in (*self.args, *self.kwargs.values())]
+        return _flat([p for p in parts if isinstance(p, (torch.Tensor, QuantizedTensor))])
+
+    @property
     def held(self) -> int:
         """Bytes of all inputs, used or not."""
-        parts = [_data(arg) for arg in (*self.args, *self.kwargs.values())]
-        return nbytes(*(p for p in parts if isinstance(p, (torch.Tensor, QuantizedTensor))))
+        return nbytes(*self.tensors)
 
     def run(self, backend: str = "auto") -> Outputs:
         """Call the operator; its results and the tensors it changed, flat."""

@@ -27,16 +27,38 @@ class DeepseekV4SparseMoeBlock(nn.Module):
 
     On CUDA the shared expert runs on a stream of its own beside the routed experts and, of fewer
     than 4096 tokens, the router, in a captured graph, too.
+
+    For expert parallelism a block holds a range of the experts. Each routes all tokens and gives
+    the part of the sum that is its own; the shared expert is part of the block that holds expert 0
+    alone, and None in the others. So the sum over blocks whose ranges make up all experts, by an
+    all-reduce for instance, is the layer's output, each part rounded to the dtype of its input.
+
+    Args:
+        config: A ``ModelConfig`` or transformers' configuration.
+        layer_idx: Of the layer, which decides how it routes.
+        first_expert: The first expert held here.
+        num_local_experts: How many are; None for all from ``first_expert`` on.
+
+    Raises:
+        ValueError: if there are no such experts.
     """
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    shared_experts: DeepseekV4MLP | None
+
+    def __init__(
+        self,
+        config: Any,
+        layer_idx: int,
+        first_expert: int = 0,
+        num_local_experts: int | None = None,
+    ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         self.is_hash = config.is_hash(layer_idx)
         router = DeepseekV4HashRouter if self.is_hash else DeepseekV4TopKRouter
         self.gate = router(config)
-        self.experts = DeepseekV4Experts(config)
-        self.shared_experts = DeepseekV4MLP(config)
+        self.experts = DeepseekV4Experts(config, first_expert, num_local_experts)
+        self.shared_experts = DeepseekV4MLP(config) if first_expert == 0 else None
 
     def forward(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -49,6 +71,9 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         shape = hidden_states.shape
         flat = hidden_states.reshape(-1, shape[-1])
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
+        if self.shared_experts is None:
+            _, weights, indices = self.gate(*arguments)
+            return self.experts(flat, indices, weights).view(shape)
         if flat.shape[0] < _FILLING:
             shared = beside(self.shared_experts, flat)
             _, weights, indices = self.gate(*arguments)

@@ -26,6 +26,12 @@ def shape(op: str, name: str, tensor: torch.Tensor, wanted: Sequence[int | None]
         raise ValueError(f"{op}: {name} has shape {list(found)}, wanted {words}")
 
 
+def rows(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if ``tensor`` is a single number, without an axis to call its last."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{op}: {name} has shape [], wanted [..., D]")
+
+
 def dtype(op: str, name: str, tensor: torch.Tensor, *wanted: torch.dtype) -> None:
     """Raise TypeError unless ``tensor.dtype`` is one of ``wanted``."""
     if tensor.dtype not in wanted:
@@ -66,6 +72,49 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> None:
             present = {name: t.device for name, t in tensors.items() if t is not None}
             words = ", ".join(f"{name} on {device}" for name, device in present.items())
             raise ValueError(f"{op}: tensors are on different devices ({words}), wanted one device")
+
+
+def apart(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the elements of ``tensor``, which is written, share no memory.
+
+    Each stride has to pass what the dimensions of smaller strides span, as in every view of a
+    contiguous tensor but expanded ones and windows that slide. Interleaved dimensions are refused
+    even where no two elements meet.
+    """
+    if tensor.is_contiguous() or torch.compiler.is_compiling():
+        return
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride <= span:
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}, wanted strides that pass what smaller ones span: "
+                f"{name} is written and must not overlap itself"
+            )
+        span += (size - 1) * stride
+
+
+def below(op: str, name: str, values: torch.Tensor, bound: int) -> None:
+    """Raise IndexError unless all integers are below ``bound``; negative ones name nothing."""
+    none_bad(op, name, values, values.to(torch.int64) >= bound, f"below {bound}")
+
+
+def within(op: str, name: str, values: torch.Tensor, bound: int) -> None:
+    """Raise IndexError unless all integers are from 0 on and below ``bound``."""
+    bad = (values < 0) | (values.to(torch.int64) >= bound)
+    none_bad(op, name, values, bad, f"from 0 on, below {bound}")
+
+
+def none_bad(op: str, name: str, values: torch.Tensor, bad: torch.Tensor, wanted: str) -> None:
+    """Raise IndexError if any is ``bad``.
+
+    Reads values, as the two above do: for what ``define`` calls on the CPU alone.
+    """
+    if bool(bad.any()):
+        place = bad.nonzero()[0].tolist()
+        raise IndexError(f"{op}: {name}{place} is {int(values[tuple(place)])}, wanted {wanted}")
 
 
 def result(

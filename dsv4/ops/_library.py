@@ -74,8 +74,17 @@ def is_plain(x: Any) -> bool:
     )
 
 
-def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def define(
+    schema: str, fake: Callable[..., Any], values: Callable[..., None] | None = None
+) -> Callable[..., Any]:
     """Register ``schema`` with the dispatcher as its body and ``fake`` as its shape function.
+
+    Args:
+        schema: As above.
+        fake: Takes what the operator takes.
+        values: Raises where values of arguments are out of range. It is given the operator's name,
+            and the arguments by name, when a call runs whose first tensor is on the CPU: elsewhere
+            it would wait for the device, and while torch traces there are no values.
 
     Returns:
         What calls it, with all arguments by position.
@@ -83,14 +92,21 @@ def define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     name = schema.split("(", 1)[0]
     assert schema.rstrip().split("->")[0].rstrip().endswith("str backend)"), schema
     _LIBRARY.define(schema)
+    names = _names(schema)
 
     def run(args: tuple[Any, ...]) -> Any:
+        if values is not None and args[0].is_cpu:
+            values(name, **dict(zip(names, args, strict=False)))
         return dispatch.run(name, args)
 
     return _register(name, run, fake)
 
 
-def define_out(schema: str, fake: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def define_out(
+    schema: str,
+    fake: Callable[..., Any] | None = None,
+    values: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
     """Register ``name_out``: the operator of ``schema`` with its first result in a given tensor.
 
     The schema has ``Tensor(a!) out`` before ``backend``, and no result but those after the first.
@@ -100,13 +116,17 @@ def define_out(schema: str, fake: Callable[..., Any] | None = None) -> Callable[
     Args:
         schema: What ``define`` got for the operator.
         fake: Its shape function, where it has several results.
+        values: Its check of values.
     """
     name, rest = schema.split("(", 1)
     arguments, results = rest.split("str backend)")
     others = ", ".join(["Tensor"] * results.count(","))
     _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ({others})")
+    names = _names(schema)
 
     def run(args: tuple[Any, ...]) -> Any:
+        if values is not None and args[0].is_cpu:
+            values(name, **dict(zip(names, args, strict=False)))
         found = dispatch.run(name, (*args[:-2], args[-1]), out=args[-2])
         return found[1:] if others else None
 
@@ -114,6 +134,11 @@ def define_out(schema: str, fake: Callable[..., Any] | None = None) -> Callable[
         return None if fake is None else fake(*args[:-2], args[-1])[1:]
 
     return _register(f"{name}_out", run, shapes)
+
+
+def _names(schema: str) -> list[str]:
+    """What the arguments are called, but for ``backend``."""
+    return [argument.name for argument in torch._C.parse_schema(schema).arguments][:-1]
 
 
 def _register(

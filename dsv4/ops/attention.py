@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsv4.ops import _check
@@ -30,12 +32,30 @@ def _fake(
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
+def _check_slots(
+    op: str,
+    *,
+    window: torch.Tensor,
+    window_page_size: int,
+    window_slots: torch.Tensor,
+    compressed: torch.Tensor | None,
+    compressed_page_size: int,
+    compressed_slots: torch.Tensor | None,
+    **_: Any,
+) -> None:
+    _check.below(op, "window_slots", window_slots, window.shape[0] * window_page_size)
+    if compressed is not None and compressed_slots is not None:
+        room = compressed.shape[0] * compressed_page_size
+        _check.below(op, "compressed_slots", compressed_slots, room)
+
+
 _sparse_attention = define(
     "sparse_attention(Tensor q, Tensor window, int window_page_size, str window_format, "
     "Tensor window_slots, Tensor? compressed, int compressed_page_size, str compressed_format, "
     "Tensor? compressed_slots, Tensor sink, int rope_dim, float scale, Tensor? cos, Tensor? sin, "
     "str backend) -> Tensor",
     _fake,
+    _check_slots,
 )
 
 

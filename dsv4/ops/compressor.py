@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsv4.ops import _check
@@ -71,6 +73,60 @@ def _write_fake(
     return None
 
 
+def _check_batch(
+    op: str,
+    *,
+    kv: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    **_: Any,
+) -> None:
+    _check.within(op, "cu_seqlens", cu_seqlens, kv.shape[0] + 1)
+    _check_sequences(op, cu_seqlens, sequences, state.shape[0])
+    backwards = _has_tokens(cu_seqlens, sequences) & (starts < 0)
+    _check.none_bad(op, "starts", starts, backwards, "from 0 on")
+
+
+def _check_batch_and_pages(
+    op: str,
+    *,
+    ape: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    sequences: torch.Tensor,
+    data: torch.Tensor,
+    page_size: int,
+    page_table: torch.Tensor,
+    **rest: Any,
+) -> None:
+    batch = {"cu_seqlens": cu_seqlens, "starts": starts, "sequences": sequences}
+    _check_batch(op, **batch, **rest)
+    _check_sequences(op, cu_seqlens, sequences, page_table.shape[0])
+    # Windows that close are entries ``first`` to ``last - 1`` of a sequence.
+    first = starts // ape.shape[0]
+    last = (starts + cu_seqlens.diff()) // ape.shape[0]
+    writes = _has_tokens(cu_seqlens, sequences) & (first < last)
+    if not bool(writes.any()):
+        return
+    entry = page_size * torch.arange(page_table.shape[1])
+    holds = (entry + page_size > first.unsqueeze(1)) & (entry < last.unsqueeze(1))
+    pages = page_table[sequences.where(writes, 0)]
+    past = writes.unsqueeze(1) & holds & (pages >= data.shape[0])
+    _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
+
+
+def _check_sequences(op: str, cu_seqlens: torch.Tensor, sequences: torch.Tensor, rows: int) -> None:
+    past = _has_tokens(cu_seqlens, sequences) & (sequences >= rows)
+    _check.none_bad(op, "sequences", sequences, past, f"below {rows}")
+
+
+def _has_tokens(cu_seqlens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """Which entries of the batch are not ignored."""
+    return (cu_seqlens.diff() > 0) & (sequences >= 0)
+
+
 _TOKENS = (
     "Tensor kv, Tensor score, Tensor ape, Tensor(a!) state, Tensor cu_seqlens, Tensor starts, "
     "Tensor sequences"
@@ -83,6 +139,7 @@ _pool_windows = define(
 _compressor_update = define(
     f"compressor_update({_TOKENS}, bool overlap, str backend) -> (Tensor, Tensor, Tensor)",
     _update_fake,
+    _check_batch,
 )
 _compress_write = define(
     f"compress_write({_TOKENS}, Tensor norm_weight, Tensor inv_freq, Tensor(b!) data, "
@@ -90,6 +147,7 @@ _compress_write = define(
     "bool overlap, float eps, bool rotate_quantize, ScalarType dtype, ScalarType table_dtype, "
     "str backend) -> ()",
     _write_fake,
+    _check_batch_and_pages,
 )
 
 
@@ -126,9 +184,10 @@ def pool_windows(
         ValueError: if a shape differs, the width is odd with overlap, or only one of
             ``previous_kv`` and ``previous_score`` is given, or either without overlap.
     """
+    _check.shape("pool_windows", "kv", kv, [None, None, None, None])
+    _check.shape("pool_windows", "score", score, list(kv.shape))
     for name, tensor in (("kv", kv), ("score", score)):
         _check.floating("pool_windows", name, tensor)
-        _check.shape("pool_windows", name, tensor, [*kv.shape[:3], kv.shape[-1]])
     _check_overlap("pool_windows", kv, overlap)
     if (previous_kv is None) != (previous_score is None) or (
         previous_kv is not None and not overlap
@@ -191,7 +250,10 @@ def compressor_update(
 
     Raises:
         TypeError: if a dtype is none of these.
-        ValueError: if a shape differs or the width is odd with overlap.
+        ValueError: if a shape differs, the width is odd with overlap, the tensors are on different
+            devices, or ``state`` overlaps itself.
+        IndexError: if a value of ``cu_seqlens`` is no number of tokens, or an entry with tokens has
+            a negative start or a sequence past the state's (on the CPU; undefined on a GPU).
     """
     op = "compressor_update"
     _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
@@ -255,9 +317,10 @@ def compress_write(
     Raises:
         TypeError: if a dtype is none of these.
         ValueError: if a shape differs, the width is odd with overlap, R is more than d, d is not a
-            power of two of at least 32 with ``rotate_quantize``, or the tensors are on different
-            devices.
-        IndexError: if an entry's page lies past the last (on the CPU; undefined on a GPU).
+            power of two of at least 32 with ``rotate_quantize``, the tensors are on different
+            devices, or ``state`` or the pages' data overlaps itself.
+        IndexError: as ``compressor_update``, and if such a sequence lies past the table's, or the
+            page of an entry that closes past the last (on the CPU; undefined on a GPU).
     """
     op = "compress_write"
     _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
@@ -265,6 +328,7 @@ def compress_write(
     _check.dtype(op, "inv_freq", inv_freq, torch.float32)
     _check.integer(op, "page_table", page_table)
     check_pages(op, "pages", pages, PAGE_FORMATS)
+    _check.apart(op, "pages.data", pages.data)
     width = kv.shape[1] // 2 if overlap else kv.shape[1]
     _check.shape(op, "norm_weight", norm_weight, [width])
     _check.shape(op, "inv_freq", inv_freq, [None])
@@ -316,13 +380,16 @@ def _check_tokens(
     _check.dtype(op, "state", state, torch.float32, torch.float64)
     for name, tensor in (("cu_seqlens", cu_seqlens), ("starts", starts), ("sequences", sequences)):
         _check.integer(op, name, tensor)
-    tokens, width = (*kv.shape, 0)[:2]
+    tokens, width = (*kv.shape, 0, 0)[:2]
     ratio, batch = (*ape.shape, 0)[0], (*starts.shape, 0)[0]
     slots = 2 * ratio if overlap else ratio
     _check.shape(op, "kv", kv, [None, None])
     _check.shape(op, "score", score, [tokens, width])
     _check.shape(op, "ape", ape, [None, width])
+    if not torch.compiler.is_compiling() and ratio < 1:
+        raise ValueError(f"{op}: ape has shape {list(ape.shape)}, wanted a row at least")
     _check.shape(op, "state", state, [None, slots, 2, width])
+    _check.apart(op, "state", state)
     _check.shape(op, "starts", starts, [None])
     _check.shape(op, "sequences", sequences, [batch])
     _check.shape(op, "cu_seqlens", cu_seqlens, [batch + 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsv4.formats import LINEAR, MXFP4, QuantizedTensor
@@ -62,6 +64,18 @@ def _select_fake(
     return q.new_empty((q.shape[0], k), dtype=torch.int64)
 
 
+def _check_pages_of_rows(
+    op: str,
+    *,
+    data: torch.Tensor,
+    page_table: torch.Tensor,
+    sequence_of_token: torch.Tensor,
+    **_: Any,
+) -> None:
+    _check.below(op, "sequence_of_token", sequence_of_token, page_table.shape[0])
+    _check.below(op, "page_table", page_table, data.shape[0])
+
+
 _indexer_rotate_quantize = define(
     "indexer_rotate_quantize(Tensor x, str backend) -> Tensor", _rotate_fake
 )
@@ -80,6 +94,7 @@ _indexer_select = define(
     "int rope_dim, Tensor page_table, Tensor sequence_of_token, Tensor visible, SymInt top_k, "
     "Tensor? query_scales, str backend) -> Tensor",
     _select_fake,
+    _check_pages_of_rows,
 )
 
 
@@ -102,9 +117,10 @@ def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.
 
     Raises:
         TypeError: if ``x`` has another dtype.
-        ValueError: if d is not a power of two, or below 32.
+        ValueError: if ``x`` has no axis, or d is not a power of two, or below 32.
     """
     _check.dtype("indexer_rotate_quantize", "x", x, torch.bfloat16, torch.float32, torch.float64)
+    _check.rows("indexer_rotate_quantize", "x", x)
     _check_power("indexer_rotate_quantize", "x", x.shape[-1])
     return _indexer_rotate_quantize(x, backend)
 
@@ -252,7 +268,7 @@ def indexer_select(
         keys: Pages of key entries of d dims, of any format.
         page_table: ``[S, P]`` int: page ``c // page_size`` of a sequence holds its entry c. Pages
             that hold no visible entry may have any number that is a page, or -1.
-        sequence_of_token: ``[T]`` int, row of the table.
+        sequence_of_token: ``[T]`` int, row of the table; a negative one is as 0.
         visible: ``[T]`` int: entries ``0 .. visible - 1`` may be chosen.
         top_k: Wanted number.
         backend: Implementation name, see ``dsv4.dispatch``.
@@ -263,8 +279,10 @@ def indexer_select(
 
     Raises:
         TypeError: if a dtype is none of these.
-        ValueError: if a shape or a format differs, the tensors are on different devices, or
-            ``top_k < 1``.
+        ValueError: if a shape or a format differs, the tensors are on different devices,
+            ``top_k < 1``, or there are tokens and the table has no rows.
+        IndexError: if a sequence is no row of the table, or a page of the table lies past the last
+            (on the CPU; undefined on a GPU).
     """
     op = "indexer_select"
     _check.floating(op, "weights", weights)
@@ -278,6 +296,11 @@ def indexer_select(
     _check.integer(op, "page_table", page_table)
     if not torch.compiler.is_compiling() and top_k < 1:
         raise ValueError(f"{op}: top_k is {top_k}, wanted >= 1")
+    if not torch.compiler.is_compiling() and q.shape[0] and not page_table.shape[0]:
+        raise ValueError(
+            f"{op}: page_table has shape {list(page_table.shape)}, wanted a row at least for "
+            f"{q.shape[0]} tokens"
+        )
     _check.same_device(op, q=q, weights=weights, keys=keys.data, page_table=page_table)
     _check.same_device(op, q=q, sequence_of_token=sequence_of_token, visible=visible)
     return _indexer_select(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,13 +47,21 @@ def _fake_quantize_fake(x: torch.Tensor, rope_dim: int, backend: str) -> torch.T
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _check_slots(
+    op: str, *, data: torch.Tensor, page_size: int, slots: torch.Tensor, **_: Any
+) -> None:
+    _check.below(op, "slots", slots, data.shape[0] * page_size)
+
+
 _write_kv = define(
     f"write_kv(Tensor(a!) data, {_PAGES}, Tensor entries, Tensor slots, str backend) -> ()",
     _write_fake,
+    _check_slots,
 )
 _read_kv = define(
     f"read_kv(Tensor data, {_PAGES}, Tensor slots, ScalarType dtype, str backend) -> Tensor",
     _read_fake,
+    _check_slots,
 )
 _fake_quantize_kv = define(
     "fake_quantize_kv(Tensor x, int rope_dim, str backend) -> Tensor", _fake_quantize_fake
@@ -80,6 +89,7 @@ _norm_rope_write_kv = define(
     f"norm_rope_write_kv(Tensor(a!) data, {_PAGES}, Tensor kv, Tensor weight, Tensor cos, "
     "Tensor sin, Tensor slots, float eps, str backend) -> ()",
     _norm_rope_write_fake,
+    _check_slots,
 )
 
 
@@ -129,12 +139,14 @@ def write_kv(
 
     Raises:
         TypeError: if a dtype is none of these.
-        ValueError: if a shape differs, or the tensors are on different devices.
+        ValueError: if a shape differs, the tensors are on different devices, or the pages' data
+            overlaps itself.
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
     _check.dtype("write_kv", "entries", entries, *_ENTRY_FLOATS)
     _check.integer("write_kv", "slots", slots)
     check_pages("write_kv", "pages", pages, PAGE_FORMATS)
+    _check.apart("write_kv", "pages.data", pages.data)
     _check.shape("write_kv", "entries", entries, [None, pages.head_dim])
     _check.shape("write_kv", "slots", slots, [entries.shape[0]])
     _check.same_device("write_kv", pages=pages.data, entries=entries, slots=slots)
@@ -210,9 +222,10 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -
 
     Raises:
         TypeError: if ``x`` has another dtype.
-        ValueError: unless ``0 <= rope_dim <= D``.
+        ValueError: if ``x`` has no axis, or unless ``0 <= rope_dim <= D``.
     """
     _check.dtype("fake_quantize_kv", "x", x, *_ENTRY_FLOATS)
+    _check.rows("fake_quantize_kv", "x", x)
     if not 0 <= rope_dim <= x.shape[-1]:
         raise ValueError(
             f"fake_quantize_kv: rope_dim is {rope_dim}, wanted 0 to {x.shape[-1]} (dims of x)"
@@ -249,7 +262,8 @@ def norm_rope_write_kv(
     Raises:
         TypeError: if a dtype is none of these, or that of ``weight``, ``cos`` or ``sin`` is not
             floating.
-        ValueError: if a shape differs, R is more than D, or the tensors are on different devices.
+        ValueError: if a shape differs, R is more than D, the tensors are on different devices, or
+            the pages' data overlaps itself.
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
     op = "norm_rope_write_kv"
@@ -258,6 +272,7 @@ def norm_rope_write_kv(
     for name, tensor in (("weight", weight), ("cos", cos), ("sin", sin)):
         _check.floating(op, name, tensor)
     check_pages(op, "pages", pages)
+    _check.apart(op, "pages.data", pages.data)
     _check.shape(op, "kv", kv, [None, pages.head_dim])
     _check.shape(op, "weight", weight, [pages.head_dim])
     _check.shape(op, "cos", cos, [kv.shape[0], None])

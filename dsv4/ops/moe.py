@@ -8,6 +8,8 @@ the grouped GEMM works on ``offsets[e]:offsets[e + 1]``, ``moe_combine`` brings 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsv4.formats import (
@@ -81,14 +83,23 @@ def _fake_combine(
     return y.new_empty([rows.shape[0], y.shape[1]], dtype=out_dtype)
 
 
+def _check_permuted(op: str, *, rows: torch.Tensor, **_: Any) -> None:
+    _check.within(op, "rows", rows, rows.numel())
+
+
+def _check_sorted(op: str, *, rows: torch.Tensor, offsets: torch.Tensor, **_: Any) -> None:
+    _check_permuted(op, rows=rows)
+    _check.within(op, "offsets", offsets, rows.numel() + 1)
+
+
 _moe_permute = define(
     "moe_permute(Tensor ids, int num_experts, int first_expert, int num_local_experts, "
     "str backend) -> (Tensor, Tensor, Tensor)",
     _fake_permute,
 )
 _GATHER = "moe_gather(Tensor x, Tensor rows, str backend) -> Tensor"
-_moe_gather = define(_GATHER, _fake_gather)
-_moe_gather_out = define_out(_GATHER)
+_moe_gather = define(_GATHER, _fake_gather, _check_permuted)
+_moe_gather_out = define_out(_GATHER, values=_check_permuted)
 _SORT = (
     "moe_sort(Tensor x, Tensor ids, Tensor weights, int num_experts, int first_expert, "
     "int num_local_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -99,11 +110,13 @@ _moe_gather_quantize = define(
     "moe_gather_quantize(Tensor x, Tensor rows, Tensor offsets, Tensor? input_scale, str layout, "
     "str backend) -> (Tensor, Tensor, Tensor)",
     _fake_gather_quantize,
+    _check_sorted,
 )
 _moe_combine = define(
     "moe_combine(Tensor y, Tensor rows, Tensor offsets, Tensor? weights, Tensor? shared, "
     "ScalarType out_dtype, str backend) -> Tensor",
     _fake_combine,
+    _check_sorted,
 )
 
 
@@ -209,6 +222,7 @@ def moe_gather(
         TypeError: if ``x`` is not floating, ``rows`` is not int32 or ``out`` has another dtype.
         ValueError: if shapes do not fit, tensors are on different devices or ``out`` is not as
             stated.
+        IndexError: if one of ``rows`` is no sorted row (on the CPU; undefined on a GPU).
     """
     _check.floating("moe_gather", "x", x)
     _check.shape("moe_gather", "x", x, [None, None])
@@ -304,6 +318,8 @@ def moe_gather_quantize(
         TypeError: if a dtype does not fit.
         ValueError: if a shape or ``layout`` does not fit, a tensor is on another device, or (on the
             CPU) ``input_scale`` is not finite and above 0.
+        IndexError: if one of ``rows`` is no sorted row, or one of ``offsets`` is not from 0 to T k
+            (on the CPU; undefined on a GPU).
     """
     op = "moe_gather_quantize"
     _check.floating(op, "x", x)
@@ -355,6 +371,8 @@ def moe_combine(
     Raises:
         TypeError: if a dtype does not fit.
         ValueError: if a shape does not fit or a tensor is on another device.
+        IndexError: if one of ``rows`` is no sorted row, or one of ``offsets`` is not from 0 to T k
+            (on the CPU; undefined on a GPU).
     """
     _check.floating("moe_combine", "y", y)
     _check_rows("moe_combine", rows, None)

@@ -87,9 +87,10 @@ def rms_norm(
 
     Raises:
         TypeError: if a dtype is not a floating type of at least 16 bits.
-        ValueError: if ``weight`` has another shape than ``[D]`` or is on another device.
+        ValueError: if ``x`` has no axis, or ``weight`` another shape than ``[D]`` or device.
     """
     _check.floating("rms_norm", "x", x)
+    _check.rows("rms_norm", "x", x)
     if weight is not None:
         _check.floating("rms_norm", "weight", weight)
         _check.shape("rms_norm", "weight", weight, [x.shape[-1]])
@@ -127,6 +128,7 @@ def rms_norm_pair(
         _check.floating(op, name, tensor)
     for name, tensor in named.items():
         _check.shape(op, name, tensor, [None])
+    _check.rows(op, "x", x)
     _check.same_device(op, x=x, **named)
     widths = first_weight.shape[0], second_weight.shape[0]
     if not torch.compiler.is_compiling() and x.shape[-1] != sum(widths):
@@ -162,6 +164,7 @@ def head_norm_rope_(
     for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
         _check.floating(op, name, tensor)
     _check.shape(op, "q", q, [None, None, None])
+    _check.apart(op, "q", q)
     _check.shape(op, "cos", cos, [q.shape[0], None])
     _check.shape(op, "sin", sin, list(cos.shape))
     _check.same_device(op, q=q, cos=cos, sin=sin)

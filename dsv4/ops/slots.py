@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dsv4.ops import _check
@@ -42,13 +44,21 @@ def _window_fake(
     return positions.new_empty((positions.shape[0], window), dtype=torch.int64)
 
 
+def _check_rows(op: str, *, page_table: torch.Tensor, sequences: torch.Tensor, **_: Any) -> None:
+    _check.below(op, "sequences", sequences, page_table.shape[0])
+
+
 _TABLE = "Tensor page_table, int page_size, Tensor sequences"
-_entry_slots = define(f"entry_slots({_TABLE}, Tensor entries, str backend) -> Tensor", _entry_fake)
+_entry_slots = define(
+    f"entry_slots({_TABLE}, Tensor entries, str backend) -> Tensor", _entry_fake, _check_rows
+)
 _prefix_slots = define(
-    f"prefix_slots({_TABLE}, Tensor counts, str backend) -> Tensor", _prefix_fake
+    f"prefix_slots({_TABLE}, Tensor counts, str backend) -> Tensor", _prefix_fake, _check_rows
 )
 _window_slots = define(
-    f"window_slots({_TABLE}, Tensor positions, int window, str backend) -> Tensor", _window_fake
+    f"window_slots({_TABLE}, Tensor positions, int window, str backend) -> Tensor",
+    _window_fake,
+    _check_rows,
 )
 
 
@@ -67,7 +77,7 @@ def entry_slots(
     Args:
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on; -1: none.
         page_size: Entries per page.
-        sequences: ``[T]`` int, rows of the table.
+        sequences: ``[T]`` int, rows of the table; negative: none.
         entries: ``[T]`` or ``[T, k]`` int, entries of the sequence.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -77,6 +87,7 @@ def entry_slots(
     Raises:
         TypeError: if a tensor is not int32 or int64.
         ValueError: if a shape differs, ``page_size < 1`` or a tensor is on another device.
+        IndexError: if a sequence is no row of the table (on the CPU; undefined on a GPU).
     """
     _check_table("entry_slots", page_table, page_size, sequences, entries=entries)
     if not torch.compiler.is_compiling() and entries.dim() not in (1, 2):
@@ -109,6 +120,7 @@ def prefix_slots(
     Raises:
         TypeError: if a tensor is not int32 or int64.
         ValueError: if a shape differs, ``page_size < 1`` or a tensor is on another device.
+        IndexError: if a sequence is no row of the table (on the CPU; undefined on a GPU).
     """
     _check_table("prefix_slots", page_table, page_size, sequences, counts=counts)
     _check.shape("prefix_slots", "counts", counts, [sequences.shape[0]])
@@ -145,6 +157,7 @@ def window_slots(
         TypeError: if a tensor is not int32 or int64.
         ValueError: if a shape differs, ``page_size`` or ``window`` is below 1, or a tensor is on
             another device.
+        IndexError: if a sequence is no row of the table (on the CPU; undefined on a GPU).
     """
     _check_table("window_slots", page_table, page_size, sequences, positions=positions)
     _check.shape("window_slots", "positions", positions, [sequences.shape[0]])

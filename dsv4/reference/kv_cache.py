@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from dsv4.pages import GROUP, EntryLayout, IndexLayout, entry_layout
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._index_entries import decode_keys, encode_keys
-from dsv4.reference._scatter import merge_skipped, put_rows
+from dsv4.reference._scatter import merge_skipped
 from dsv4.reference.norm import rms_norm
 from dsv4.reference.rope import rope
 
@@ -29,7 +29,8 @@ def write_kv(
     if entries.shape[0] == 0 or data.shape[0] == 0:
         return
     if entry_format == "plain":
-        put_rows(data.view(-1, head_dim), slots, entries.to(data.dtype))
+        place, rows = merge_skipped(slots, entries.to(data.dtype), data[0, :1])
+        data[place // page_size, place % page_size] = rows
         return
     layout = entry_layout(entry_format, head_dim, rope_dim)
     zero = torch.zeros(1, dtype=torch.int64, device=slots.device)

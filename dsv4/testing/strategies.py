@@ -147,6 +147,18 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return wide[..., 0]
 
 
+@st.composite
+def overlapping(draw: st.DrawFn, like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape, dtype and device of ``like`` of which at least two are one in memory.
+
+    ``like`` has more than one element. Strides are contiguous but for one that is too small.
+    """
+    strides = list(torch.empty(like.shape, device="meta").stride())
+    axis = draw(st.sampled_from([i for i, size in enumerate(like.shape) if size > 1]))
+    strides[axis] = draw(st.integers(0, strides[axis] - 1))
+    return torch.zeros_like(like).contiguous().as_strided(like.shape, strides)
+
+
 def group_sizes(groups: int, largest: int = 12) -> st.SearchStrategy[list[int]]:
     """Rows of each of ``groups`` groups; empty ones and one-takes-all included."""
     spread = st.lists(st.integers(0, largest), min_size=groups, max_size=groups)

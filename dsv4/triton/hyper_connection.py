@@ -39,9 +39,10 @@ from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._streams import load_mixers, load_streams, mixed_stream, pick
 from dsv4.triton.norm import inverse_rms, shared_sum, spread
 
-# Of a thread of the write-back: with no number the compiler saves registers, and loads wait for
-# loads.
+# Of a thread of the write-back, of few tokens: with no number the compiler saves registers, and
+# loads wait for loads. Of many: with more of them fewer programs would fit.
 _REGISTERS = 128
+_REGISTERS_OF_MANY = 72
 _WIDE = tl.constexpr(4096)  # columns of a row that is quantised from which registers are short
 _FEW = tl.constexpr(64)  # programs
 _LANES = 32  # tokens whose coefficients a program makes, one to a thread, where tokens are many
@@ -87,6 +88,7 @@ def hc_post(
     block, warps = (256, 2) if tokens < 64 else (1024, 4)
     block = min(block, _launch.power_of_two(hidden))
     slices = -(-hidden // block)
+    few = _launch.are_few(tokens * slices, warps)
     with _launch.on(out):
         _post_kernel[(tokens * slices,)](
             y.contiguous(),
@@ -98,8 +100,8 @@ def hc_post(
             slices,
             BLOCK=block,
             num_warps=warps,
-            maxnreg=_REGISTERS,
-            **_launch.options(out, few=_launch.are_few(tokens * slices, warps)),
+            maxnreg=_REGISTERS if few else _REGISTERS_OF_MANY,
+            **_launch.options(out, few=few),
         )
     return out
 
