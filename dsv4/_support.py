@@ -390,10 +390,14 @@ def fp8_gemm(call: Call) -> str | None:
 
 def not_four_streams(call: Call) -> str | None:
     """Why the kernels of hyper-connections cannot run a call, beyond ``triton``, or None."""
-    streams = call.args[1] if call.op.startswith("hc_post") else call.args[0]
+    streams = _streams_of(call)
     if streams.shape[-2] != 4:
         return f"there are {streams.shape[-2]} streams, the kernels mix 4"
     return None
+
+
+def _streams_of(call: Call) -> torch.Tensor:
+    return call.args[1] if call.op.startswith("hc_post") else call.args[0]
 
 
 def _fused_write(head_dim: int, rope_dim: int, rotated: int, plain: bool) -> str | None:
@@ -573,8 +577,8 @@ def quantized(call: Call) -> str | None:
 
 
 def hyper_quantize(call: Call) -> str | None:
-    """Why the kernels of ``hc_post_pre_norm_quantize`` cannot run a call, or None."""
-    columns = call.args[1].shape[-1]
+    """Why the kernels of hyper-connections that quantise cannot run a call, or None."""
+    columns = _streams_of(call).shape[-1]
     if columns > LARGEST_ROW:
         return f"a row has {columns} columns, and a kernel holds at most {LARGEST_ROW}"
     return not_four_streams(call) or _no_e4m3(call)

@@ -133,6 +133,7 @@ def _packed_triton(call: Call) -> str | None:
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
 _MOE = ("moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine")
+_HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
 _KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
 
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
@@ -181,8 +182,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference(
         "hyper_connection", "hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm"
     ),
-    *_triton("hyper_connection", "hc_post_pre_norm_quantize", unless=_support.hyper_quantize),
-    *_reference("hyper_connection", "hc_post_pre_norm_quantize"),
+    *_triton("hyper_connection", *_HYPER_QUANTIZE, unless=_support.hyper_quantize),
+    *_reference("hyper_connection", *_HYPER_QUANTIZE),
     *_triton("compressor", "pool_windows", "compressor_update"),
     *_triton("compressor", "compress_write", unless=_support.compress_write),
     *_reference("compressor", "pool_windows", "compressor_update", "compress_write"),

@@ -16,6 +16,7 @@ from dsv4.ops.hyper_connection import (
     hc_post_pre_norm_quantize,
     hc_pre,
     hc_pre_norm,
+    hc_pre_norm_quantize,
 )
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import quantize
@@ -627,7 +628,7 @@ def assert_quantized(found, normed, scaling="token", **given):
     scaling=st.sampled_from(["token", "one", "rows"]),
     exponent=st.sampled_from([-40, -4, 0, 6, 40]),
 )
-def test_post_pre_norm_quantize_is_its_parts(
+def test_norm_that_is_quantised_is_its_parts(
     device, seed, tokens, hidden, dtype, scaling, exponent
 ):
     """The codes are those of the norm that is returned; that and the rest as without them."""
@@ -646,8 +647,13 @@ def test_post_pre_norm_quantize_is_its_parts(
     assert_bitwise(mixed, hc_post(back[0], streams, *back[1:]), "streams")
     assert_is_pre_then_norm([normed, *rest], mixed, fn, scale, base, weight, dtype)
     assert_quantized(codes, normed, **settings)
+    first, codes, *others = hc_pre_norm_quantize(*args[1:2], *args[4:], **PRE, **settings)
+    assert_is_pre_then_norm([first, *others], *args[1:2], *args[4:], dtype)
+    assert_quantized(codes, first, **settings)
     if device.type == "cpu":
         for got, want in zip((mixed, normed, *rest), hc_post_pre_norm(*args, **PRE), strict=True):
+            assert_bitwise(got, want)
+        for got, want in zip((first, *others), hc_pre_norm(args[1], *args[4:], **PRE), strict=True):
             assert_bitwise(got, want)
 
 
@@ -728,11 +734,14 @@ def test_a_bad_row_of_codes_stays_alone(device, bad, scaling):
     streams[3], y[3] = 0, 0
     settings = {"scaling": scaling} | ({"global_scale": 0.01} if scaling == "static" else {})
     args = (y, streams, post, comb, fn, scale, base, weight)
-    _, normed, codes, *_ = hc_post_pre_norm_quantize(*args, **PRE, **settings)
-    assert_quantized(codes, normed, **settings)
-    broken = codes.scales.float().isnan().all(1)
-    assert broken.tolist() == [False, False, True, False, False]
-    assert not bool(codes.codes[2:4].any())
+    for normed, codes, *_ in (
+        hc_post_pre_norm_quantize(*args, **PRE, **settings)[1:],
+        hc_pre_norm_quantize(streams, *args[4:], **PRE, **settings),
+    ):
+        assert_quantized(codes, normed, **settings)
+        broken = codes.scales.float().isnan().all(1)
+        assert broken.tolist() == [False, False, True, False, False]
+        assert not bool(codes.codes[2:4].any())
 
 
 @pytest.mark.parametrize("tokens", [1, 17])
@@ -792,12 +801,17 @@ def test_opcheck_of_quantize(device, dtype, scaling):
     args = quantize_arguments(device, scaling, dtype)
     torch.library.opcheck(op, args)
     assert_pure(op, *args)
+    op, args = torch.ops.dsv4.hc_pre_norm_quantize.default, (args[1], *args[4:])
+    torch.library.opcheck(op, args)
+    assert_pure(op, *args)
 
 
 def test_quantize_compiles_without_graph_breaks(device):
     def between(*args):
         mixed, normed, codes, *rest = hc_post_pre_norm_quantize(*args[:8], **PRE)
-        return mixed, normed, codes.codes, codes.scales.view(torch.uint8), *rest
+        first, others, *made = hc_pre_norm_quantize(args[1], *args[4:8], **PRE)
+        parts = (c.view(torch.uint8) for q in (codes, others) for c in (q.codes, q.scales))
+        return mixed, normed, first, *parts, *rest, *made
 
     compiled = torch.compile(between, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (2, 3):
@@ -816,6 +830,11 @@ def test_fused_take_strided_input(device):
         for got, want in zip((found[1], *found[-2:]), (normed, post, comb), strict=True):
             assert_within_budget(got, want.double(), 2 * unit_roundoff(got.dtype) * 8)
     assert_quantized(found[2], found[1])
+    found = hc_pre_norm_quantize(gapped[1], *gapped[4:], **PRE)
+    wanted = hc_pre_norm(args[1], *args[4:], **PRE)
+    for got, want in zip((found[0], *found[2:]), wanted, strict=True):
+        assert_within_budget(got, want.double(), 2 * unit_roundoff(got.dtype) * 8)
+    assert_quantized(found[1], found[0])
 
 
 def test_bad_arguments_of_quantize_are_named():
@@ -836,6 +855,13 @@ def test_bad_arguments_of_quantize_are_named():
         call(*narrow, args[7][:40], **PRE)
     with pytest.raises(ValueError, match=r"norm_weight has shape \[47\], wanted \[48\]"):
         call(*args[:7], args[7][:47], **PRE)
+    first, rest = args[1], args[4:]
+    with pytest.raises(ValueError, match=r"hc_pre_norm_quantize: streams has shape \[1, 3, 4, 48"):
+        hc_pre_norm_quantize(first[None], *rest, **PRE)
+    with pytest.raises(ValueError, match="scaling is 'static' and global_scale is None"):
+        hc_pre_norm_quantize(first, *rest, **PRE, scaling="static")
+    with pytest.raises(ValueError, match="streams has 40 columns, wanted a positive multiple"):
+        hc_pre_norm_quantize(*narrow[1:2], *narrow[4:], args[7][:40], **PRE)
 
 
 def test_bad_arguments_of_fused_are_named():

@@ -315,6 +315,7 @@ MAKERS: dict[str, Maker] = {
     "swiglu_quantize": fused_cases.swiglu_quantize,
     "hc_post_pre_norm": fused_cases.hc_post_pre_norm,
     "hc_pre_norm": fused_cases.hc_pre_norm,
+    "hc_pre_norm_quantize": fused_cases.hc_pre_norm_quantize,
     "hc_post_pre_norm_quantize": fused_cases.hc_post_pre_norm_quantize,
     "pool_windows": sequence_cases.pool_windows,
     "compressor_update": sequence_cases.compressor_update,

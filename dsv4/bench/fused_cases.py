@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from dsv4 import ops
 from dsv4.bench import budgets, fused_judges
-from dsv4.bench.check import bitwise
+from dsv4.bench.check import Judge, bitwise
 from dsv4.bench.fused_judges import QUANTIZED, as_parts
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
@@ -210,25 +211,34 @@ def hc_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("hc_post_pre_norm", "", {"n": n, "H": hidden}, tokens, build)
 
 
+def hc_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Before a sublayer, with its norm, quantised."""
+    [case] = hc_pre_norm(c, tokens)
+    judge = fused_judges.hyper_norm_quantized
+    return _quantized(case, ops.hc_pre_norm_quantize, judge)
+
+
 def hc_post_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Between two sublayers, with the quantised input of the second."""
+    [case] = hc_post_pre_norm(c, tokens)
+    judge = fused_judges.hyper_post_norm_quantized
+    return _quantized(case, ops.hc_post_pre_norm_quantize, judge)
+
+
+def _quantized(case: Case, function: Callable[..., Any], judge: Judge) -> Iterator[Case]:
+    """A case with a norm, and what quantises that, with a scale of each token or a given one."""
 
     def build(draw: Draw, calibrated: bool) -> Problem:
-        [case] = hc_post_pre_norm(c, tokens)
         problem = case.build(draw)
         kwargs = dict(problem.kwargs)
         if calibrated:
             scale = torch.full((1,), 0.003, device=draw.device)
             kwargs |= {"scaling": "static", "global_scale": scale}
-        judge = fused_judges.hyper_post_norm_quantized
-        return dataclasses.replace(
-            problem, function=ops.hc_post_pre_norm_quantize, kwargs=kwargs, judge=judge
-        )
+        return dataclasses.replace(problem, function=function, kwargs=kwargs, judge=judge)
 
     for name, calibrated in (("token", False), ("static", True)):
         made = functools.partial(build, calibrated=calibrated)
-        sizes = {"n": c.hc_mult, "H": c.hidden_size}
-        yield Case("hc_post_pre_norm_quantize", name, sizes, tokens, made)
+        yield Case(f"{case.op}_quantize", name, case.shape, case.tokens, made)
 
 
 def indexer_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:

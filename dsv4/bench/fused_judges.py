@@ -9,7 +9,7 @@ float64 oracle with the budget of the parts, and one rounding to the storage dty
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -295,19 +295,29 @@ def hyper_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     )
 
 
+def hyper_norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """As ``hyper_norm``; the codes are those of the norm returned."""
+    plain = _unquantized(problem, ops.hc_pre_norm)
+    rest, truth = ((normed, *others[3:]) for normed, *others in (actual, truth))
+    return combine(hyper_norm(plain, rest, truth), *_codes_of(problem, actual[0], actual[1:4]))
+
+
 def hyper_post_norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """As ``hyper_post_norm``; the codes are those of the norm returned."""
+    plain = _unquantized(problem, ops.hc_post_pre_norm)
+    rest, truth = ((*part[:2], *part[5:]) for part in (actual, truth))
+    return combine(hyper_post_norm(plain, rest, truth), *_codes_of(problem, actual[1], actual[2:5]))
+
+
+def _unquantized(problem: Problem, function: Callable[..., Any]) -> Problem:
     names = ("norm_eps", "hc_eps", "iterations")
-    plain = dataclasses.replace(
-        problem,
-        function=ops.hc_post_pre_norm,
-        kwargs={name: problem.kwargs[name] for name in names},
-    )
-    rest = (actual[0], actual[1], *actual[5:])
-    wanted = ops.quantize(actual[1], "nvfp4", backend="reference", **_scaling(problem))
+    kwargs = {name: problem.kwargs[name] for name in names}
+    return dataclasses.replace(problem, function=function, kwargs=kwargs)
+
+
+def _codes_of(problem: Problem, normed: torch.Tensor, found: Outputs) -> Iterator[Verdict]:
+    """Whether codes, scales and global scale are those of ``normed``, bit for bit."""
+    wanted = ops.quantize(normed, "nvfp4", backend="reference", **_scaling(problem))
     assert wanted.global_scale is not None
     parts = (wanted.codes, wanted.scales, wanted.global_scale)
-    return combine(
-        hyper_post_norm(plain, rest, (truth[0], truth[1], *truth[5:])),
-        *(same(a, w, n) for a, w, n in zip(actual[2:5], parts, QUANTIZED, strict=True)),
-    )
+    return (same(a, w, n) for a, w, n in zip(found, parts, QUANTIZED, strict=True))

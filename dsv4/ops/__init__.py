@@ -22,6 +22,7 @@ from dsv4.ops.hyper_connection import (
     hc_post_pre_norm_quantize,
     hc_pre,
     hc_pre_norm,
+    hc_pre_norm_quantize,
 )
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -56,6 +57,7 @@ __all__ = [
     "hc_post_pre_norm_quantize",
     "hc_pre",
     "hc_pre_norm",
+    "hc_pre_norm_quantize",
     "head_norm_rope_",
     "indexer_queries",
     "indexer_rotate_quantize",

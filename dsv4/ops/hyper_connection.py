@@ -69,6 +69,23 @@ def _fake_post_pre_norm(
     return mixed, *_fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
 
 
+def _fake_pre_quantize(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    scaling: str,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    normed, *made = _fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+    return normed, *fake_nvfp4(normed, global_scale, scaling, LINEAR, backend), *made
+
+
 def _fake_quantize(
     y: torch.Tensor,
     streams: torch.Tensor,
@@ -86,8 +103,10 @@ def _fake_quantize(
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
     mixed = torch.empty_like(streams, memory_format=torch.contiguous_format)
-    normed, *made = _fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
-    return mixed, normed, *fake_nvfp4(normed, global_scale, scaling, LINEAR, backend), *made
+    settings = (norm_eps, hc_eps, iterations, scaling, backend)
+    return mixed, *_fake_pre_quantize(
+        streams, fn, scale, base, norm_weight, global_scale, *settings
+    )
 
 
 def _fake_head(
@@ -121,6 +140,12 @@ _hc_post_pre_norm = define(
     "Tensor scale, Tensor base, Tensor norm_weight, float norm_eps, float hc_eps, "
     "int iterations, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_post_pre_norm,
+)
+_hc_pre_norm_quantize = define(
+    "hc_pre_norm_quantize(Tensor streams, Tensor fn, Tensor scale, Tensor base, "
+    "Tensor norm_weight, Tensor? global_scale, float norm_eps, float hc_eps, int iterations, "
+    "str scaling, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_pre_quantize,
 )
 _hc_post_pre_norm_quantize = define(
     "hc_post_pre_norm_quantize(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, "
@@ -250,6 +275,67 @@ def hc_pre_norm(
     )
 
 
+def hc_pre_norm_quantize(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    global_scale: torch.Tensor | float | None = None,
+    scaling: str = "token",
+    backend: str = "auto",
+) -> tuple[torch.Tensor, QuantizedTensor, torch.Tensor, torch.Tensor]:
+    """``hc_pre_norm``, and the norm in NVFP4 for the sublayer's projections.
+
+    ``quantize(normed, "nvfp4", ...)`` with linear scales, bit for bit of the norm that is returned,
+    which the router and the compressors read.
+
+    Args:
+        streams: ``[T, n, H]``; H is a multiple of 16.
+        fn: ``[(2 + n) n, n H]``.
+        scale: ``[3]``.
+        base: ``[(2 + n) n]``.
+        norm_weight: ``[H]``.
+        norm_eps: As in ``hc_pre_norm``.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations in total.
+        global_scale: As in ``quantize``, for ``scaling="static"``.
+        scaling: ``"token"`` or ``"static"``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``(normed [T, H], QuantizedTensor [T, H], post [T, n], comb [T, n, n])``.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape, ``scaling`` or the global scale does not fit, ``iterations`` is
+            below 1, or a tensor is on another device.
+    """
+    op = "hc_pre_norm_quantize"
+    _check.shape(op, "streams", streams, [None, None, None])
+    _check_pre(op, streams, fn, scale, base, iterations)
+    _check_norm(op, streams, norm_weight)
+    given = _check_quantize(op, streams, global_scale, scaling)
+    normed, codes, scales, total, post, comb = _hc_pre_norm_quantize(
+        streams,
+        fn,
+        scale,
+        base,
+        norm_weight,
+        given,
+        norm_eps,
+        hc_eps,
+        iterations,
+        scaling,
+        backend,
+    )
+    return normed, QuantizedTensor(codes, scales, total, NVFP4), post, comb
+
+
 def hc_post_pre_norm(
     y: torch.Tensor,
     streams: torch.Tensor,
@@ -362,11 +448,7 @@ def hc_post_pre_norm_quantize(
     _check_post(op, y, streams, post, comb)
     _check_pre(op, streams, fn, scale, base, iterations)
     _check_norm(op, streams, norm_weight)
-    _check.one_of(op, "scaling", scaling, ("token", "static"))
-    hidden = streams.shape[-1]
-    if not torch.compiler.is_compiling() and (hidden == 0 or hidden % 16):
-        raise ValueError(f"{op}: streams has {hidden} columns, wanted a positive multiple of 16")
-    given = given_scale(op, y, global_scale, scaling)
+    given = _check_quantize(op, streams, global_scale, scaling)
     mixed, normed, codes, scales, total, post, comb = _hc_post_pre_norm_quantize(
         y,
         streams,
@@ -459,6 +541,17 @@ def _check_post(
 def _check_norm(op: str, streams: torch.Tensor, norm_weight: torch.Tensor) -> None:
     _check_parameters(op, streams, norm_weight=norm_weight)
     _check.shape(op, "norm_weight", norm_weight, [streams.shape[-1]])
+
+
+def _check_quantize(
+    op: str, streams: torch.Tensor, global_scale: torch.Tensor | float | None, scaling: str
+) -> torch.Tensor | None:
+    """Check what is asked of the codes; returns the given global scales."""
+    _check.one_of(op, "scaling", scaling, ("token", "static"))
+    hidden = streams.shape[-1]
+    if not torch.compiler.is_compiling() and (hidden == 0 or hidden % 16):
+        raise ValueError(f"{op}: streams has {hidden} columns, wanted a positive multiple of 16")
+    return given_scale(op, streams[:, 0], global_scale, scaling)
 
 
 def _check_streams(op: str, streams: torch.Tensor) -> int:

@@ -58,6 +58,24 @@ def hc_pre_norm(
     return rms_norm(collapsed, norm_weight, norm_eps), post, comb
 
 
+def hc_pre_norm_quantize(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    scaling: str,
+) -> tuple[torch.Tensor, ...]:
+    """See ``dsv4.ops.hyper_connection.hc_pre_norm_quantize``."""
+    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    normed, post, comb = hc_pre_norm(streams, *parameters)
+    return normed, *quantize_nvfp4(normed, global_scale, scaling, LINEAR), post, comb
+
+
 def hc_post_pre_norm(
     y: torch.Tensor,
     streams: torch.Tensor,

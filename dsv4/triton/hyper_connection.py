@@ -392,6 +392,26 @@ def hc_pre_norm(
     return _collapse(streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
 
 
+def hc_pre_norm_quantize(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    scaling: str,
+) -> tuple[torch.Tensor, ...]:
+    """See ``dsv4.ops.hyper_connection.hc_pre_norm_quantize``."""
+    out = Output.empty(streams[:, 0], streams.shape[-1], global_scale, scaling, LINEAR)
+    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    normed, post, comb = _collapse(streams, *parameters, out)
+    made = out.tensors if streams.shape[0] else out.without_rows()
+    return normed, *made, post, comb
+
+
 def _collapse(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -401,11 +421,13 @@ def _collapse(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    quantized: Output | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = streams.shape[:-2], _flat(streams)
     fn, scale, base = _wide(fn, scale, base)
     parts = parts_of(x, fn) if x.numel() else None
-    return _pre(parts, x, lead, scale, base, weight, norm_eps, hc_eps, iterations)
+    settings = (norm_eps, hc_eps, iterations)
+    return _pre(parts, x, lead, scale, base, weight, *settings, quantized)
 
 
 def hc_post_pre_norm(
