@@ -646,6 +646,93 @@ def config_of(experts):
     )
 
 
+def part_of(experts, first, count):
+    """The experts ``first`` to ``first + count - 1`` of packed ones, packed, on their device."""
+    config = config_of(experts).replace(numerics=experts.numerics)
+    part = layers.DeepseekV4Experts(config, first, count).requires_grad_(False)
+    part.to_format("nvfp4")
+    for i in range(count):
+        part.set_expert(i, *(matrix.to("cpu") for matrix in experts.get_expert(first + i)))
+    part.pack()
+    return part.to(experts.gate_up_proj.device)
+
+
+ROUTINGS = {
+    "seed": strategies.seeds(),
+    "tokens": st.integers(0, 24),
+    "top_k": st.integers(1, 8),
+    "lone": st.booleans(),
+}
+
+
+class TestAnyRouting:
+    """Packed experts of sizes that the kernels can have, bfloat16; on a GPU by its kernels."""
+
+    COUNT = 16
+
+    @staticmethod
+    def drawn(seed, tokens, top_k, lone, device):
+        """Tokens, ids and weights; with ``lone`` every token's first choice is one expert."""
+        ids, weights = routing(seed, tokens, top_k, TestAnyRouting.COUNT)
+        if lone:
+            ids[:, 0] = seed % TestAnyRouting.COUNT
+        x = (4 * normal(seed, tokens, 256)).bfloat16()
+        return tuple(t.to(device) for t in (x, ids, weights))
+
+    @staticmethod
+    def experts(numerics, device):
+        sizes = {"hidden": 256, "inner": 128, "count": TestAnyRouting.COUNT}
+        return packed_copy(routed(1, numerics=numerics, **sizes)).to(device)
+
+    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+    @given(**ROUTINGS)
+    @settings(max_examples=15)
+    def test_is_the_truth_within_its_budget(self, device, numerics, seed, tokens, top_k, lone):
+        experts = self.experts(numerics, device)
+        inputs = self.drawn(seed, tokens, top_k, lone, device)
+        truth, budget = truth_and_budget(experts.cpu(), *(t.cpu() for t in inputs))
+        experts.to(device)
+        found = experts(*inputs)
+        assert_within_budget(found.cpu(), truth, budget)
+        assert_bitwise(experts(*inputs), found, "again")
+
+    @given(**ROUTINGS)
+    @settings(max_examples=15)
+    def test_tokens_in_another_order(self, device, seed, tokens, top_k, lone):
+        experts = self.experts("deepseek", device)
+        inputs = self.drawn(seed, tokens, top_k, lone, device)
+        order = torch.randperm(tokens, generator=strategies.generator(seed)).to(device)
+        found = experts(*(t[order] for t in inputs))
+        assert_bitwise(found, experts(*inputs)[order], "permuted")
+
+    @given(**{**ROUTINGS, "tokens": st.integers(2, 24)})
+    @settings(max_examples=15)
+    def test_a_bad_token_is_alone(self, device, seed, tokens, top_k, lone):
+        experts = self.experts("deepseek", device)
+        x, ids, weights = self.drawn(seed, tokens, top_k, lone, device)
+        clean, bad = experts(x, ids, weights), seed % tokens
+        x[bad, seed % 256] = (math.nan, math.inf, -math.inf)[seed % 3]
+        found = experts(x, ids, weights)
+        others = torch.arange(tokens, device=device) != bad
+        assert_bitwise(found[others], clean[others], "the others")
+        chosen = ((ids[bad] >= 0) & (ids[bad] < self.COUNT)).any()
+        assert bool(found[bad].isfinite().all()) != bool(chosen)
+
+    @given(**ROUTINGS, cut=st.integers(1, COUNT - 1))
+    @settings(max_examples=6)
+    def test_a_range_is_the_part_of_the_sum(self, device, seed, tokens, top_k, lone, cut):
+        """So the sum over ranges is the whole, each part rounded once."""
+        experts = self.experts("deepseek", device)
+        x, ids, weights = self.drawn(seed, tokens, top_k, lone, device)
+        for first, count in ((0, cut), (cut, self.COUNT - cut)):
+            part = part_of(experts, first, count)
+            held = (ids >= first) & (ids < first + count)
+            own = ids.where(held, -1)
+            truth, budget = truth_and_budget(experts.cpu(), *(t.cpu() for t in (x, own, weights)))
+            experts.to(device)
+            assert_within_budget(part(x, ids, weights).cpu(), truth, budget, f"from {first} on")
+
+
 @pytest.mark.gpu
 class TestExpertsOnGpu:
     """Of sizes that the kernels can have: K is a multiple of 128."""
@@ -700,7 +787,7 @@ class TestExpertsOnGpu:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out = experts(x, ids, weights)
-            for seed in range(50):
+            for seed in range(1000):
                 some = routing(seed, tokens, 4, 16)
                 ids.copy_(some[0])
                 weights.copy_(some[1])
