@@ -96,6 +96,31 @@ def test_in_bfloat16_it_is_as_near_the_truth_as_the_dense_path(
     assert rows[0] < 0.1 * truth.norm(dim=-1).median()
 
 
+@pytest.mark.parametrize("sizes", [{}, POOLS])
+@pytest.mark.parametrize("numerics", ["transformers", "deepseek"])
+def test_generates_in_bfloat16_what_the_truth_would(
+    device: torch.device, numerics: str, sizes: dict[str, int]
+) -> None:
+    """Each token is its logits' largest, and these are the truth's of what was generated so far."""
+    truth_model, config = swapped(numerics)
+    model = swapped(numerics, torch.bfloat16)[0].to(device)
+    ids = ids_of(config, 3, 11).to(device)
+    options = {"prefill_chunk_size": 5} if sizes else {}
+    found = []
+    for _ in range(2):
+        cache = paged_cache(model, max_tokens=26, max_sequences=4, **sizes)
+        found.append(model.generate(ids, past_key_values=cache, **LOGITS, **GREEDY, **options))
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    logits = torch.stack(found[0].logits, 1).cpu()
+    assert torch.equal(logits, torch.stack(found[1].logits, 1).cpu())
+    sequences = found[0].sequences.cpu()
+    assert torch.equal(sequences[:, 11:], logits.argmax(-1))
+    with torch.no_grad():
+        truth = truth_model(sequences).logits[:, 10:-1]
+    off = (logits.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert off.median() < 0.1
+
+
 @settings(max_examples=4)
 @given(config=tiny_configs(numerics="transformers", sliding_window=5), data=st.data())
 def test_chunks_equal_the_whole(config: ModelConfig, data: st.DataObject) -> None:

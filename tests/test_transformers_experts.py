@@ -72,11 +72,14 @@ def routings(draw: st.DrawFn) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 @given(routing=routings(), dtype=DTYPES, size=st.sampled_from([1, 30]))
-def test_equals_transformers_eager_experts(routing, dtype, size) -> None:
+def test_equals_transformers_eager_experts(device, routing, dtype, size) -> None:
     seed, ids, weights = routing
     module, twin = their_experts(seed, dtype)
     x = (size * fuzz.normal(seed, (ids.shape[0], 64))).to(dtype)
-    found, theirs = module(x, ids, weights), eager(module)(x, ids, weights)
+    inputs = [t.to(device) for t in (x, ids, weights)]
+    module.to(device)
+    found, theirs = module(*inputs).cpu(), eager(module)(*inputs).cpu()
+    module.cpu()
     assert found.dtype == theirs.dtype == dtype
     wide = eager(module).double()(x.double(), ids, weights.double())
     truth, budget = truth_and_budget(twin, x, ids, weights)
