@@ -584,6 +584,15 @@ def hyper_quantize(call: Call) -> str | None:
     return not_four_streams(call) or _no_e4m3(call)
 
 
+def compressor_state(call: Call) -> str | None:
+    """Why the kernels that update a compressor's state cannot run a call, or None."""
+    state = call.args[3]
+    last = sum((n - 1) * step for n, step in zip(state.shape[1:], state.stride()[1:], strict=True))
+    if last >= 1 << 31:
+        return f"a row of the state spans {last + 1} numbers, wanted at most 2^31"
+    return None
+
+
 def compress_write(call: Call) -> str | None:
     """Why the kernel of ``compress_write`` cannot run a call, or None."""
     data, entry_format, dims = call.args[9], call.args[11], call.args[12]
@@ -602,7 +611,7 @@ def compress_write(call: Call) -> str | None:
         return "rounding to FP4 before 'fp8' entries is left to the reference"
     if entry_format == "index_fp8" and data.data_ptr() % 4:
         return "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
-    return None
+    return compressor_state(call)
 
 
 def norm(call: Call) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv4 import dispatch
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.indexer import indexer_rotate_quantize
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
@@ -480,6 +481,34 @@ def test_strided_input_and_int32(device, seed):
     for a, b in zip(gaps, plain, strict=True):
         assert_bitwise(a, b)
     assert_bitwise(other, state)
+
+
+def test_tokens_further_apart_than_32_bits_reach(device):
+    """Of a window of 8, the last begins 2^31 numbers after the first and more."""
+    gap = 310_000_000  # 9 rows of it take no memory but what is touched
+    dense, score, ape = (x.bfloat16() for x in inputs(3, 9, 8, False, 32, device))
+    far = torch.empty_strided(dense.shape, (gap, 1), dtype=dense.dtype, device=device)
+    far.copy_(dense)
+    assert 7 * far.stride(0) >= 2**31
+    cu, starts = (torch.tensor(x, device=device) for x in ([0, 9], [0]))
+    found = []
+    for kv in (dense, far):
+        state = empty_state(1, 8, False, 32, torch.float32, device)
+        given = (cu, starts, torch.zeros_like(starts))
+        found.append((*compressor_update(kv, score, ape, state, *given, overlap=False), state))
+    for far_away, wanted in zip(*found[::-1], strict=True):
+        assert_bitwise(far_away, wanted)
+
+
+def test_a_state_with_slots_that_far_apart_is_the_references(device):
+    kv, score, ape, state, cu, starts, rows = arguments(8, False, device)
+    far = torch.empty_strided(state.shape, (4, 310_000_000, 2, 1), device=device).copy_(state)
+    given = (kv, score, ape, far, cu, starts, rows)
+    why = dispatch.explain(compressor_update, *given, overlap=False)
+    assert why.chosen == "reference"
+    compressor_update(*given, overlap=False)
+    compressor_update(kv, score, ape, state, cu, starts, rows, overlap=False, backend="reference")
+    assert_bitwise(far.contiguous(), state)
 
 
 @settings(max_examples=5)

@@ -36,6 +36,7 @@ _VECTOR = tl.constexpr(4)  # channels of a thread: 16 bytes of float32
 _STEP = tl.constexpr(4)  # new tokens of an open window stored together
 _SCAN = 1024  # entries of the batch looked at together
 _WARPS = 2048  # no more of them, and rows are few
+_FAR = 1 << 31  # elements
 
 
 @triton.jit
@@ -490,8 +491,11 @@ def _warps(numbers: int, share: int) -> int:
     return min(16, max(1, numbers // share))
 
 
-def _with_stride(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _with_stride(x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
+    """Rows and their stride; copied where 32-bit offsets do not reach over ``slots`` of them."""
     rows = _rows.as_rows(x)
+    if slots * rows.stride(0) >= _FAR:
+        rows = rows.contiguous()
     return rows, rows.stride(0)
 
 
@@ -518,7 +522,7 @@ def compressor_update(
     programs, several = batch * heads + (rows - batch) * tails, rows > batch
     with _launch.on(kv):
         _update_kernel[(programs,)](
-            (*_with_stride(kv), *_with_stride(score), *_with_stride(ape)),
+            tuple(part for x in (kv, score, ape) for part in _with_stride(x, ratio)),
             (state, *state.stride()),
             (cu_seqlens.contiguous(), starts.contiguous(), sequences.contiguous()),
             batch,
@@ -745,7 +749,7 @@ def pool_windows(
     slices = triton.cdiv(channels, width)
     with _launch.on(kv):
         _windows_kernel[(rows * slices,)](
-            (*_with_stride(kv), *_with_stride(score)),
+            (*_with_stride(kv, ratio), *_with_stride(score, ratio)),
             previous,
             out,
             windows,
