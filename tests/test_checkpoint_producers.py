@@ -18,9 +18,10 @@ from checkpoint_cases import (
     state,
 )
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4._checkpoint.shards import read_header
-from dsv4.checkpoint import Checkpoint, fill, load, save, write
+from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, save, write
 from dsv4.config import ModelConfig
 from dsv4.formats import FP8_BLOCK, MXFP4, QuantizedTensor
 from dsv4.layers.experts import DeepseekV4Experts
@@ -189,6 +190,44 @@ def test_stacked_plain_experts_are_read(tmp_path):
     items = [(n, t, None) for n, t in model.state_dict().items()]
     write(items, tmp_path, layout="transformers", config=SMALL, plain=("*",), plain_dtype=None)
     assert_same_state(state(load(tmp_path, progress=False)), state(model))
+
+
+class Copies(TorchDispatchMode):
+    """Shapes of what was copied out of files."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.add(tuple(out.shape))
+        return out
+
+
+def test_stacked_plain_experts_are_read_expert_by_expert(tmp_path):
+    model = make_model()
+    items = [(n, t, None) for n, t in model.state_dict().items()]
+    write(items, tmp_path, layout="transformers", config=SMALL, plain=("*",), plain_dtype=None)
+    stacks = {t.shape for n, t, _ in items if n.endswith(("experts.gate_up_proj", ".down_proj"))}
+    stacks = {tuple(shape) for shape in stacks if len(shape) == 3}
+    assert len(stacks) == 2
+    with Copies() as copies:
+        load(tmp_path, progress=False)
+    assert copies.shapes >= {shape[1:] for shape in stacks}
+    assert not copies.shapes & stacks
+
+
+def test_a_stack_with_nan_names_the_matrix(tmp_path):
+    model = make_model()
+    name = next(n for n, _ in model.named_parameters() if n.endswith("experts.down_proj"))
+    with torch.no_grad():
+        model.get_parameter(name)[2, 1, 3] = float("nan")
+    items = [(n, t, None) for n, t in model.state_dict().items()]
+    write(items, tmp_path, layout="transformers", config=SMALL, plain=("*",), plain_dtype=None)
+    with pytest.raises(CheckpointError, match=r"down_proj .*, matrix 2, holds 1 .* at \[1, 3\]"):
+        load(tmp_path, progress=False)
 
 
 def test_copies_under_mtp_are_skipped(tmp_path):

@@ -16,7 +16,7 @@ float, I64, I32        none                                                  pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,20 @@ class Entry:
         scale = None if self.global_scale is None else self._scalar(self.global_scale, device)
         return QuantizedTensor(weight, scales, scale, self.format)
 
+    def matrices(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+        """Those of a plain stack ``[E, N, K]``, one after another, as ``read`` gives the stack.
+
+        A stack of experts has up to 34 GB; whoever is done with one matrix need not hold it.
+
+        Raises:
+            CheckpointError: if a value is NaN or infinite.
+        """
+        assert self.format is None
+        for number in range(self.weight.shape[0]):
+            matrix = self.shards.read(self.weight, device, number)
+            self._check_plain(matrix, number)
+            yield matrix
+
     def read_input_scale(self, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """The activation's global scale, float32 ``[1]``, multiplying; None if unknown.
 
@@ -121,7 +135,11 @@ class Entry:
 
     def check_values(self) -> None:
         """Read everything once and raise CheckpointError where ``read`` would."""
-        self.read()
+        if self.format is None and len(self.weight.shape) == 3:
+            for _ in self.matrices():
+                pass
+        else:
+            self.read()
         self.read_input_scale()
 
     def _scalar(self, info: TensorInfo, device: torch.device | str) -> torch.Tensor:
@@ -158,21 +176,22 @@ class Entry:
             if _range(magnitude)[1] == 0x7F:
                 self._complain(self.weight, magnitude == 0x7F)
 
-    def _check_plain(self, values: torch.Tensor) -> None:
+    def _check_plain(self, values: torch.Tensor, number: int | None = None) -> None:
         # A sink of -inf is a head without one.
         if not values.is_floating_point() or self.name.endswith(".sinks"):
             return
         low, high = _range(values)
         if not (low > -float("inf") and high < float("inf")):
-            self._complain(self.weight, ~torch.isfinite(values))
+            self._complain(self.weight, ~torch.isfinite(values), number)
 
-    def _complain(self, info: TensorInfo, bad: torch.Tensor) -> None:
+    def _complain(self, info: TensorInfo, bad: torch.Tensor, number: int | None = None) -> None:
         if bool(bad.any()):
             kind = "NaN, infinite or negative" if info is self.scales else "NaN or infinite"
             where = torch.nonzero(bad)[0].tolist()
+            matrix = "" if number is None else f", matrix {number},"
             raise CheckpointError(
-                f"{info} holds {int(bad.sum())} values that are {kind}, the first at {where}, "
-                "wanted finite ones"
+                f"{info}{matrix} holds {int(bad.sum())} values that are {kind}, the first at "
+                f"{where}, wanted finite ones"
             )
 
 

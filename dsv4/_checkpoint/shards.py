@@ -99,16 +99,18 @@ class Shards:
         self._handles: dict[str, safe_open] = {}
         self._left: dict[str, int] = {}  # bytes to read before the handle is closed
 
-    def read(self, info: TensorInfo, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A private copy of one tensor on ``device``; the file may go.
+    def read(
+        self, info: TensorInfo, device: torch.device | str = "cpu", part: int | None = None
+    ) -> torch.Tensor:
+        """A private copy of one tensor, or of ``part`` of it, on ``device``; the file may go.
 
         Raises:
             CheckpointError: if the file is damaged or no longer what its header was.
         """
         mapped = self._mapped(info)
-        copy = mapped.to(device, copy=True)
+        copy = (mapped if part is None else mapped[part]).to(device, copy=True)
         del mapped  # a view, which would keep the file mapped
-        self._left[info.file] -= info.nbytes
+        self._left[info.file] -= copy.nbytes
         if self._left[info.file] <= 0:
             del self._handles[info.file]
         return copy

@@ -305,9 +305,9 @@ class ExpertsSlot(Slot):
     @torch.no_grad()
     def _fill_stacked(self, entries: Entries, options: Options, device: torch.device) -> None:
         for attribute, name in zip(("gate_up_proj", "down_proj"), self.stacked(), strict=True):
-            value = options.read(entries[name], device)
-            assert isinstance(value, torch.Tensor)
-            getattr(self.module, attribute).copy_(value)
+            stack = getattr(self.module, attribute)
+            for expert, matrix in enumerate(entries[name].matrices(device)):
+                stack[expert].copy_(matrix)
 
     @torch.no_grad()
     def _copy_dense(self, expert: int, parts: Sequence[Matrix]) -> None:

@@ -453,6 +453,10 @@ class ExpertWeights(FixedDtypeModule):
     def quantize(self, format: str = "nvfp4") -> None:
         """Quantise plain weights in place, gate and up with a global scale of their own each.
 
+        Expert by expert: beside the plain stacks, which nothing can free in part and which go at
+        the end, and the quantised ones memory holds what one matrix needs. To hold less, fill an
+        empty layer by ``set_expert`` and drop each source, as loading a checkpoint does.
+
         Raises:
             ValueError: if they are quantised already.
         """
