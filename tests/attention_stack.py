@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,13 @@ class Stack(nn.Module):
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """A whole sequence at once, without a cache: ``[S, H]`` to ``[S, layers, H]``."""
         return torch.stack([layer(hidden[None])[0][0] for layer in self.attention], 1)
+
+
+def shuffled(cache: PagedCache, seed: int) -> PagedCache:
+    """The same cache with the free pages of every pool in another order."""
+    for table in cache._tables.values():
+        random.Random(seed).shuffle(table.pool._free)
+    return cache
 
 
 def tokens(seed: int, count: int, config: ModelConfig) -> torch.Tensor:

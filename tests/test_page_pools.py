@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_stack import TYPES, Stack, small, tokens
+from attention_stack import TYPES, Stack, shuffled, small, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,13 +34,6 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     if not found.numel():
         return 0.0
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
-
-
-def shuffled(cache: PagedCache, seed: int) -> PagedCache:
-    """The same cache with its free pages in another order."""
-    for table in cache._tables.values():
-        random.Random(seed).shuffle(table.pool._free)
-    return cache
 
 
 def pages_taken(cache: PagedCache) -> dict[str, int]:

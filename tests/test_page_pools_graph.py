@@ -5,12 +5,11 @@ On a CPU the same steps run eagerly, against each sequence alone.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
 import torch
-from attention_stack import Stack, small, tokens
+from attention_stack import Stack, shuffled, small, tokens
 
 from dsv4.cache import Batch, PagedCache
 from dsv4.config import CSA, HCA, ModelConfig
@@ -136,13 +135,6 @@ def published(**changes: object) -> ModelConfig:
 
 def pooled(stack: Stack) -> PagedCache:
     return stack.cache(4, 300, max_chunk=253, pool_tokens=1536, index_format="index_mxfp4")
-
-
-def shuffled(cache: PagedCache, seed: int) -> PagedCache:
-    """The same cache with the free pages of every pool in another order."""
-    for table in cache._tables.values():
-        random.Random(seed).shuffle(table.pool._free)
-    return cache
 
 
 def broken_at(step: int, row: int) -> bool:
