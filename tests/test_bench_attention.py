@@ -57,6 +57,16 @@ def test_every_case_is_checked_and_timed(group, tokens, cases, tmp_path: Path, c
     assert (f"{flash_mla.NAME} was not run: No module" in printed) == (group == "attention")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "wanted"), [(1, [1024, 8192]), (64, [1024, 8192]), (65, [1024])]
+)
+def test_a_decode_step_of_c128a_has_the_entries_of_a_million_tokens(tokens, wanted):
+    cases = [c for c in attention.attention("pro", tokens) if " C128A " in c.name]
+    for heads in (16, 128):
+        assert [c.shape["entries"] for c in cases if c.shape["h"] == heads] == wanted
+    assert len({c.name for c in cases}) == len(cases)
+
+
 def test_names_are_those_of_the_commands():
     assert attention.GROUPS == cli.ATTENTION
 

@@ -5,7 +5,8 @@ Every call of a timed graph has caches and slots of its own, and the level-2 cac
 a replay. A result is checked in some of its tokens before it is timed.
 
 * ``attention``: FP8 entries, pages of 64. C4A: the window and as many chosen entries as the indexer
-  gives, anywhere in the pool. C128A: the window and all entries of 131072 tokens, in pages of 2.
+  gives, anywhere in the pool. C128A: the window and all entries of 131072 tokens, in pages of 2;
+  "1M", for a decode step: of 1048576.
   Tokens up to ``MOST_DECODED`` are of as many sequences; more are one prefill, whose window is
   causal and whose chosen entries are shared. With the model's heads and with 16, a part of them.
 * ``indexer``: each token of a sequence of its own that has 131072 or 1048576 tokens.
@@ -62,6 +63,9 @@ def attention(preset: str, tokens: int) -> Iterator[Case]:
     c = _config(preset)
     ratio = c.compress_rates.hca
     counts = {"C4A": c.index_topk, "C128A": _bounded(_CONTEXT, c) // ratio}
+    longest = _bounded(_CONTEXTS[-1], c) // ratio
+    if tokens <= MOST_DECODED and longest > counts["C128A"]:
+        counts["C128A 1M"] = longest
     for heads in dict.fromkeys((min(_FEW_HEADS, c.num_attention_heads), c.num_attention_heads)):
         for kind, count in counts.items():
             yield _attention(c, f"{preset} {kind} {heads} heads", tokens, heads, count)
