@@ -176,9 +176,10 @@ def test_published_sizes():
         f"{preset} {kind} {heads} heads"
         for preset, most in (("flash", 64), ("pro", 128))
         for heads in (16, most)
-        for kind in ("C4A", "C128A")
+        for kind in ("C4A", "C128A", "C128A 1M")
     ]
-    assert [case.shape["entries"] for case in cases] == [512, 1024, 512, 1024] + [1024] * 4
+    entries = [case.shape["entries"] for case in cases]
+    assert entries == 2 * [512, 1024, 8192] + 2 * [1024, 1024, 8192]
     assert {case.shape["C"] for case in attention.indexer("pro", 1)} == {32768, 262144}
     assert attention.usual_tokens("attention", True) == (1, 16, 64, 4096)
     assert attention.usual_tokens("indexer", True) == (1, 64)
