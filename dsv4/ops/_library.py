@@ -92,11 +92,11 @@ def define(
     name = schema.split("(", 1)[0]
     assert schema.rstrip().split("->")[0].rstrip().endswith("str backend)"), schema
     _LIBRARY.define(schema)
-    names = _names(schema)
+    check = _by_name(schema, values)
 
     def run(args: tuple[Any, ...]) -> Any:
-        if values is not None and args[0].is_cpu:
-            values(name, **dict(zip(names, args, strict=False)))
+        if check is not None and args[0].is_cpu:
+            check(args)
         return dispatch.run(name, args)
 
     return _register(name, run, fake)
@@ -122,11 +122,11 @@ def define_out(
     arguments, results = rest.split("str backend)")
     others = ", ".join(["Tensor"] * results.count(","))
     _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ({others})")
-    names = _names(schema)
+    check = _by_name(schema, values)
 
     def run(args: tuple[Any, ...]) -> Any:
-        if values is not None and args[0].is_cpu:
-            values(name, **dict(zip(names, args, strict=False)))
+        if check is not None and args[0].is_cpu:
+            check(args)
         found = dispatch.run(name, (*args[:-2], args[-1]), out=args[-2])
         return found[1:] if others else None
 
@@ -136,9 +136,19 @@ def define_out(
     return _register(f"{name}_out", run, shapes)
 
 
-def _names(schema: str) -> list[str]:
-    """What the arguments are called, but for ``backend``."""
-    return [argument.name for argument in torch._C.parse_schema(schema).arguments][:-1]
+def _by_name(
+    schema: str, values: Callable[..., None] | None
+) -> Callable[[tuple[Any, ...]], None] | None:
+    """``values`` for the arguments of a call, which it wants by name, without ``backend``."""
+    if values is None:
+        return None
+    parsed = torch._C.parse_schema(schema)
+    names = [argument.name for argument in parsed.arguments][:-1]
+
+    def check(args: tuple[Any, ...]) -> None:
+        values(parsed.name, **dict(zip(names, args, strict=False)))
+
+    return check
 
 
 def _register(
