@@ -71,6 +71,17 @@ def routings(draw: st.DrawFn) -> tuple[int, torch.Tensor, torch.Tensor]:
     return seed, ids, torch.rand(tokens, top_k, generator=generator)
 
 
+def without_strangers(
+    ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sums of finite outputs with ids that every transformers takes.
+
+    5.23 skips ``num_experts``; 5.17 counts to it, which a GPU answers by an assertion.
+    """
+    known = ids < EXPERTS
+    return ids.where(known, 0), weights.where(known, 0.0)
+
+
 @given(routing=routings(), dtype=DTYPES, size=st.sampled_from([1, 30]))
 def test_equals_transformers_eager_experts(device, routing, dtype, size) -> None:
     seed, ids, weights = routing
@@ -78,10 +89,11 @@ def test_equals_transformers_eager_experts(device, routing, dtype, size) -> None
     x = (size * fuzz.normal(seed, (ids.shape[0], 64))).to(dtype)
     inputs = [t.to(device) for t in (x, ids, weights)]
     module.to(device)
-    found, theirs = module(*inputs).cpu(), eager(module)(*inputs).cpu()
+    found = module(*inputs).cpu()
+    theirs = eager(module)(inputs[0], *without_strangers(*inputs[1:])).cpu()
     module.cpu()
     assert found.dtype == theirs.dtype == dtype
-    wide = eager(module).double()(x.double(), ids, weights.double())
+    wide = eager(module).double()(x.double(), *without_strangers(ids, weights.double()))
     truth, budget = truth_and_budget(twin, x, ids, weights)
     assert bool((wide - truth).abs().le(1e-9 * (1 + budget)).all())
     assert_within_budget(found, wide, budget, "dsv4's")
