@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4.cute._architectures import ARCHITECTURES, HOPPER
-from dsv4.cute.sm90.attention_plan import DIMS, ROPE, is_narrow, tiles
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
 from dsv4.cute.sm90.grouped_plan import Experts
@@ -509,25 +509,6 @@ def attention(call: Call) -> str | None:
     if entry % 8 or (dims - rope_dim) % 2 or any(pool.data_ptr() % 8 for pool, _ in pools):
         return "entries do not begin at multiples of 8 bytes, where their scales need to be"
     return _no_e4m3(call)
-
-
-LEAST_TILES = 4
-
-
-def few_tiles(call: Call) -> str | None:
-    """Why the CuTeDSL kernel of ``sparse_attention`` is slower than Triton's, or None."""
-    tokens, heads = call.args[0].shape[:2]
-    count = tokens * tiles(heads)
-    if count >= LEAST_TILES:
-        return None
-    window, chosen = call.args[4], call.args[8]
-    widths = (window.shape[1], 0 if chosen is None else chosen.shape[1])
-    if is_narrow(tokens, heads, widths):
-        return None
-    return (
-        f"there are {count} tiles of 64 heads in all, and of fewer than {LEAST_TILES} the other's "
-        "smaller ones take less time"
-    )
 
 
 def cute_attention(call: Call) -> str | None:

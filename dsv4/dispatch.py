@@ -205,7 +205,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "cute",
         "dsv4.cute.attention:sparse_attention",
         _support.cute_attention,
-        _support.few_tiles,
     ),
     *_triton("attention", "sparse_attention", unless=_support.attention),
     *_reference("attention", "sparse_attention"),

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4._support import cute_attention, few_tiles, forget_devices
+from dsv4._support import cute_attention, forget_devices
 from dsv4.cute import attention as launcher
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -131,6 +131,8 @@ class Case:
 @example(seed=2, tokens=3, width=513, second=200, heads=128, count="together")
 @example(seed=3, tokens=4, width=129, second=513, heads=65, count="narrow")
 @example(seed=4, tokens=1, width=128, second=1024, heads=128, count=None)
+@example(seed=8, tokens=4, width=128, second=8569, heads=16, count=None)
+@example(seed=9, tokens=2, width=128, second=4224, heads=90, count=None)
 @example(seed=6, tokens=3, width=513, second=129, heads=17, count="columns 1")
 @example(seed=7, tokens=3, width=129, second=513, heads=16, count="columns 2")
 @example(seed=8, tokens=2, width=65, second=1, heads=8, count="columns 8")
@@ -374,22 +376,12 @@ def test_a_captured_graph_replays_on_new_contents(count):
 
 
 @pytest.mark.gpu
-def test_auto_takes_it_for_four_tiles_of_64_heads_or_where_narrow_ones_are_faster():
-    sizes = (
-        (3, 16, 8),
-        (4, 16, 8),
-        (3, 64, 8),
-        (4, 64, 1300),
-        (1, 64, 8),
-        (1, 128, 8),
-        (2, 128, 8),
-    )
-    for tokens, heads, second in (*sizes, (3, 64, 1300)):
-        name = "triton" if (tokens, second) == (3, 1300) else "cute"
+def test_auto_takes_it():
+    for tokens, heads, second in ((1, 16, 8), (3, 64, 1300), (1, 128, 4300), (9, 128, 8)):
         case = Case(0, tokens, (8, second), heads)
         (window, other), (slots, chosen) = case.pools, case.slots
         args = (case.q, window, slots, other, chosen, case.sink)
-        assert dispatch.explain(sparse_attention, *args, scale=1.0).chosen == name
+        assert dispatch.explain(sparse_attention, *args, scale=1.0).chosen == "cute"
 
 
 @given(
@@ -421,15 +413,20 @@ def test_what_is_chosen():
     for tokens, blocks in ((48, 2), (64, 2), (66, 2), (132, 1), (1024, 1), (4096, 1)):
         for second in (512, 1024):
             assert choose(tokens, 16, (128, second), 132) == COLUMNS[f"columns {blocks}"]
-    for tokens in (16, 32):
-        assert choose(tokens, 16, (128, 512), 132)[0] == split
-    for tokens, blocks in ((4, 4), (8, 2), (16, 2)):
+    for tokens, blocks in ((13, 8), (16, 4), (24, 4), (32, 2)):
+        assert choose(tokens, 16, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
+    assert choose(32, 16, (128, 1024), 132) == (split, 4)
+    for tokens, blocks in ((4, 4), (6, 4), (12, 2), (16, 2)):
         assert choose(tokens, 64, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
     assert choose(16, 64, (128, 1024), 132)[0] == split
     assert choose(3, 64, (128, 512), 132) == CLUSTERS["narrow"]
-    for tokens in (2, 8, 16):
-        assert choose(tokens, 128, (128, 1024), 132)[0] == split
-    assert choose(1, 128, (128, 8192), 132)[0] == split
+    for tokens, count in ((2, 9), (4, 6), (12, 5), (16, 4)):
+        assert choose(tokens, 128, (128, 1024), 132) == (split, count)
+    # C128A of 256k, 512k and 1M tokens.
+    for tokens, heads, second in ((3, 64, 2048), (1, 128, 4096), (1, 64, 8192), (4, 16, 8192)):
+        assert isinstance(choose(tokens, heads, (128, second), 132)[0], NarrowPlan)
+    for tokens, heads in ((1, 128), (2, 64), (5, 16)):
+        assert choose(tokens, heads, (128, 8192), 132)[0] == split
     assert choose(64, 64, (64, 0), 132) == (alone, 1)
 
 
@@ -478,19 +475,17 @@ def objection(
     size=(512, 64),
     scale=1.0,
     offset=0,
-    function=cute_attention,
     turned=64,
-    chosen=3,
 ):
     """What is said of a call on tensors that are not looked at."""
     width = size[0] + size[1] + (size[0] - size[1]) // 64 + 1
     data = torch.empty(3 * page * width + offset, dtype=torch.uint8)[offset:].view(3, page * width)
     q = torch.empty(tokens, heads, size[0], dtype=BF16)
     slots = torch.empty(tokens, 3, dtype=torch.int64)
-    pool, others = (data, page, "fp8"), torch.empty(tokens, chosen, dtype=torch.int64)
+    pool, others = (data, page, "fp8"), torch.empty(tokens, 3, dtype=torch.int64)
     args = (q, *pool, slots, *pool, others, torch.empty(heads), size[1], scale)
     args += (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
-    return function(dispatch.Call("sparse_attention", args, CUDA))
+    return cute_attention(dispatch.Call("sparse_attention", args, CUDA))
 
 
 @pytest.fixture
@@ -518,14 +513,6 @@ def test_what_it_does_not_run_is_said(pretended):
     assert "power of two" in objection(page=48)
     assert "multiples of 16" in objection(offset=8)
     assert "above 0" in objection(scale=-1.0)
-    assert objection(function=few_tiles) is None
-    assert objection(tokens=3, function=few_tiles) is None
-    assert "take less time" in objection(tokens=3, chosen=1300, function=few_tiles)
-    assert objection(tokens=2, function=few_tiles) is None
-    assert objection(tokens=1, heads=128, chosen=1200, function=few_tiles) is None
-    assert "take less time" in objection(tokens=1, heads=128, chosen=1300, function=few_tiles)
-    assert objection(tokens=1, heads=16, function=few_tiles) is None
-    assert "take less time" in objection(tokens=1, heads=16, chosen=1300, function=few_tiles)
     pretended((10, 0))
     assert "Hopper" in objection()
 

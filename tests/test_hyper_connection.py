@@ -627,11 +627,22 @@ def assert_quantized(found, normed, scaling="token", **given):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     scaling=st.sampled_from(["token", "one", "rows"]),
     exponent=st.sampled_from([-40, -4, 0, 6, 40]),
+    apart=st.booleans(),
 )
 def test_norm_that_is_quantised_is_its_parts(
-    device, seed, tokens, hidden, dtype, scaling, exponent
+    device, seed, tokens, hidden, dtype, scaling, exponent, apart
 ):
-    """The codes are those of the norm that is returned; that and the rest as without them."""
+    """The codes are those of the norm that is returned; that and the rest as without them.
+
+    In the launch that makes the norm, and in one of its own.
+    """
+    kernels = pytest.importorskip("dsv4.triton.hyper_connection")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_FEW_QUANTIZED", -1 if apart else 128)
+        check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent)
+
+
+def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
     case = {"seed": seed, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
     streams, fn, scale, base = build(case, device, dtype)
     weight = (fuzz.normal(seed + 9, (hidden,)) * 2.0**exponent).to(dtype).to(device)

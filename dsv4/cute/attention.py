@@ -21,6 +21,7 @@ from dsv4.cute.sm90.attention_plan import (
     NarrowPlan,
     Plan,
     choose,
+    is_scanned,
     narrow,
     tiles,
 )
@@ -31,7 +32,6 @@ _MERGE = Parameters(*"qqqqqqq", *"ii")
 _CLUSTERS = Parameters(*"qqqqqqqqq", *"qqqq", *"iiiiii", "f")
 _CLUSTERS_PACKED = struct.Struct("@13q6if")
 _ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss15q9if"), struct.Struct("@7q2i")
-_FEW_SLOTS = 2048  # of a token that is dealt out, up to which the last one is not looked for
 
 
 def sparse_attention(
@@ -129,7 +129,7 @@ def _attend_wide(
         count,
         tiles(heads),
         items,
-        int(not plan.split or sum(widths) > _FEW_SLOTS),
+        int(is_scanned(count if plan.split else 1, widths)),
         scale,
     )
     stream = stream_of(q.device.index)

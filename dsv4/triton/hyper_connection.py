@@ -38,12 +38,15 @@ from dsv4.triton._nvfp4_tile import Output
 from dsv4.triton._prefetch import prefetch_row
 from dsv4.triton._streams import load_mixers, load_streams, mixed_stream, pick
 from dsv4.triton.norm import inverse_rms, shared_sum, spread
+from dsv4.triton.quantize import quantize_nvfp4
 
 # Of a thread of the write-back, of few tokens: with no number the compiler saves registers, and
 # loads wait for loads. Of many: with more of them fewer programs would fit.
 _REGISTERS = 128
 _REGISTERS_OF_MANY = 72
-_WIDE = tl.constexpr(4096)  # columns of a row that is quantised from which registers are short
+# Up to so many tokens and columns the norm is quantised in the launch that makes it: else registers
+# are short there, and a launch of its own takes less time.
+_FEW_QUANTIZED, _WIDEST_QUANTIZED = 128, 4096
 _FEW = tl.constexpr(64)  # programs
 _LANES = 32  # tokens whose coefficients a program makes, one to a thread, where tokens are many
 
@@ -197,10 +200,8 @@ def _finish_kernel(
     are not SQUARED leave that to the collapse, of a whole token then; what post and comb are made
     of goes to ``sums``, as a single part. The norm is quantised too, with the global scale of
     SCALE: ``"token"``, ``"one"`` or ``"row"`` given."""
-    # Where a row takes the registers, its weight waits until it is used.
-    EARLY: tl.constexpr = SCALE is None or BLOCK <= _WIDE
     # With many programs it was slower: they ask for these lines while they are on their way.
-    if EARLY and (tl.program_id(0) == 0) & (tl.num_programs(0) <= _FEW):
+    if (tl.program_id(0) == 0) & (tl.num_programs(0) <= _FEW):
         prefetch_row(scale, 3, 4)
         prefetch_row(base, ROWS, ROW_BLOCK)
         if NORM:
@@ -219,7 +220,7 @@ def _finish_kernel(
         column = (part - COEFFICIENTS) * BLOCK + tl.arange(0, BLOCK)
         inside = column < hidden
         x0, x1, x2, x3 = load_streams(x, token * 4 * hidden + column, hidden, inside)
-        if NORM and EARLY:
+        if NORM:
             gain = tl.load(weight + column, mask=inside, other=0.0)
         values = summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
         if SQUARED:
@@ -241,8 +242,6 @@ def _finish_kernel(
                 inverse = spread(inverse_rms(_square_sum(wide), hidden, norm_eps), BLOCK)
             else:
                 inverse = inverse_rms(tl.sum(wide * wide, 0), hidden, norm_eps)
-            if not EARLY:
-                gain = tl.load(weight + column, mask=inside, other=0.0)
             stored = narrow(widen(gain) * (wide * inverse), out.dtype.element_ty)
         tl.store(out + token * hidden + column, stored, mask=inside)
         if SCALE is not None:
@@ -274,14 +273,12 @@ def _finish(
         block = min(1024, block)
     slices = -(-hidden // block)
     outputs: tuple[torch.Tensor | None, ...] = (None, None, None, None)
-    scale_of, warps = None, 4 if parts.squared else max(4, block // 1024)
+    scale_of = None
     if quantized is not None:
         codes, scales, total = quantized.tensors
         outputs = (quantized.source, codes, scales.view(torch.uint8), total)
         given = "one" if total.shape[0] == 1 else "row"
         scale_of = "token" if quantized.source is None else given
-        # No more than 32 numbers to a thread, which has all of a block or half of it.
-        warps = min(32, max(4, block // 1024))
     common = (norm_eps, hc_eps, iterations)
     sums = None
     if coefficients is not None and not parts.squared:
@@ -312,7 +309,7 @@ def _finish(
             ROWS=parts.rows,
             ROW_BLOCK=parts.row_block,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=4 if parts.squared else max(4, block // 1024),
             **_launch.options(x),
         )
         if coefficients is not None and not beside:
@@ -405,11 +402,29 @@ def hc_pre_norm_quantize(
     scaling: str,
 ) -> tuple[torch.Tensor, ...]:
     """See ``dsv4.ops.hyper_connection.hc_pre_norm_quantize``."""
-    out = Output.empty(streams[:, 0], streams.shape[-1], global_scale, scaling, LINEAR)
+    out = _together(streams, global_scale, scaling)
     parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
     normed, post, comb = _collapse(streams, *parameters, out)
-    made = out.tensors if streams.shape[0] else out.without_rows()
-    return normed, *made, post, comb
+    return normed, *_codes(out, normed, global_scale, scaling), post, comb
+
+
+def _together(
+    streams: torch.Tensor, global_scale: torch.Tensor | None, scaling: str
+) -> Output | None:
+    """What the launch that makes the norm fills with its codes; None: another launch makes them."""
+    if streams.shape[0] > _FEW_QUANTIZED or streams.shape[-1] > _WIDEST_QUANTIZED:
+        return None
+    # In the dtype of the streams, which is that of the norm; what is written back may have another.
+    return Output.empty(streams[:, 0], streams.shape[-1], global_scale, scaling, LINEAR)
+
+
+def _codes(
+    out: Output | None, normed: torch.Tensor, global_scale: torch.Tensor | None, scaling: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm in NVFP4, once it has been made."""
+    if out is None:
+        return quantize_nvfp4(normed, global_scale, scaling, LINEAR)
+    return out.tensors if normed.shape[0] else out.without_rows()
 
 
 def _collapse(
@@ -464,12 +479,10 @@ def hc_post_pre_norm_quantize(
     scaling: str,
 ) -> tuple[torch.Tensor, ...]:
     """See ``dsv4.ops.hyper_connection.hc_post_pre_norm_quantize``."""
-    # In the dtype of the streams, which is that of the norm; y may have another.
-    out = Output.empty(streams[:, 0], streams.shape[-1], global_scale, scaling, LINEAR)
+    out = _together(streams, global_scale, scaling)
     parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
     mixed, normed, post, comb = _hand_over(y, streams, post, comb, *parameters, out)
-    made = out.tensors if streams.shape[0] else out.without_rows()
-    return mixed, normed, *made, post, comb
+    return mixed, normed, *_codes(out, normed, global_scale, scaling), post, comb
 
 
 def _hand_over(

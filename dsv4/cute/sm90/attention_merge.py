@@ -10,11 +10,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90.attention_plan import DIMS, ROPE, MergePlan
+from dsv4.cute.sm90.attention_plan import DIMS, MOST_SPLITS, ROPE, MergePlan
 
 Value = Any
 _LOG2E = 1.4426950408889634
 _INFINITY = float("inf")
+_TOGETHER = 8  # parts that are asked for at once; divides 32
 
 
 class MergeKernel(MergePlan):
@@ -41,7 +42,11 @@ class MergeKernel(MergePlan):
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         self.kernel_(parts, tops, totals, sink, out, cos, sin, heads, splits).launch(
-            grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            # Without it the compiler saves registers, and loads wait for loads.
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -78,19 +83,13 @@ class MergeKernel(MergePlan):
         cute.arch.griddepcontrol_wait()
         first = Int64(token) * splits * heads + head
         logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
-        origin = logit
-        for part in cutlass.range(splits, unroll=4):
-            row = first + Int64(part) * heads
-            origin = ptx.maximum(origin, ptx.load_global_float(tops + row * 4))
-        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
-        total = ptx.power_of_two(logit - origin)
-        sums = [Float32(0.0)] * 4
-        for part in cutlass.range(splits, unroll=4):
-            row = first + Int64(part) * heads
-            factor = ptx.power_of_two(ptx.load_global_float(tops + row * 4) - origin)
-            total = total + ptx.load_global_float(totals + row * 4) * factor
-            four = ptx.load_global_float4(parts + (row * DIMS + thread * 4) * 4)
-            sums = [sums[i] + four[i] * factor for i in range(4)]
+        own, sizes = parts + first * (DIMS * 4) + thread * 16, (heads, splits)
+        # On their way while the factors are made.
+        fours = self._ask(own, sizes, Int32(0))
+        factors, total = self._weigh(tops + first * 4, totals + first * 4, logit, sizes)
+        sums = self._add([Float32(0.0)] * 4, fours, factors, Int32(0))
+        for begin in cutlass.range(_TOGETHER, splits, _TOGETHER, unroll=1):
+            sums = self._add(sums, self._ask(own, sizes, begin), factors, begin)
         factor = ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
         dim = thread * 4 - (DIMS - ROPE)
         if (cos != Int64(0)) & (dim >= 0):
@@ -102,3 +101,52 @@ class MergeKernel(MergePlan):
             ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(2)
         ]
         ptx.store_global2(out + (Int64(number) * DIMS + thread * 4) * 2, words)
+
+    def _ask(self, own: Value, sizes: Value, begin: Value) -> list[Value]:
+        """The thread's dims of some parts, the last part's again where there are no more."""
+        heads, splits = sizes
+        fours = []
+        for i in range(_TOGETHER):
+            row = Int64(cutlass.min(begin + i, splits - 1)) * heads
+            fours.append(ptx.load_global_float4(own + row * (DIMS * 4)))
+        return fours
+
+    def _add(self, sums: Value, fours: Value, factors: Value, begin: Value) -> list[Value]:
+        """And those, in their order."""
+        lane = begin % 32
+        here = ptx.choose(begin < 32, *factors)
+        for i, four in enumerate(fours):
+            factor = cute.arch.shuffle_sync(here, lane + i)
+            sums = [sums[d] + four[d] * factor for d in range(4)]
+        return sums
+
+    @cute.jit
+    def _weigh(self, tops: Value, totals: Value, logit: Value, sizes: Value) -> Value:
+        """Factors on the sums of parts, two to a lane of each warp, and the sum of all weights.
+
+        Of two to a lane all are asked for at once, not one after another.
+        """
+        heads, splits = sizes
+        lane = cute.arch.lane_idx()
+        found = []
+        for h in cutlass.range_constexpr(MOST_SPLITS // 32):
+            part = lane + 32 * h
+            row = Int64(cutlass.min(part, splits - 1)) * heads
+            top = ptx.load_global_float(tops + row * 4)
+            weights = ptx.load_global_float(totals + row * 4)
+            found.append((part < splits, top, weights))
+        origin = logit
+        for _, top, _ in found:
+            # The last part's again where there are no more.
+            origin = ptx.maximum(origin, top)
+        for step in cutlass.range_constexpr(5):
+            origin = ptx.maximum(origin, cute.arch.shuffle_sync_bfly(origin, 1 << step))
+        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
+        factors, total = [], Float32(0.0)
+        for there, top, weights in found:
+            factor = ptx.choose(there, ptx.power_of_two(top - origin), Float32(0.0))
+            factors.append(factor)
+            total = total + weights * factor
+        for step in cutlass.range_constexpr(5):
+            total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
+        return factors, total + ptx.power_of_two(logit - origin)

@@ -17,20 +17,28 @@ TILE_BYTES = BLOCK * DIMS * 2
 WEIGHT_BYTES = HEADS * BLOCK * 2
 INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
 COLUMN_CLUSTERS = (1, 2, 4, 8)  # blocks that share a token's entries, of 16 heads
-_MOST_SPLITS = 64
-# In clock cycles, fitted to times on an H200: a block of entries, what a tile costs beside them,
-# and a head of it; the second launch, a head of a token there, and the bytes of sums that are
-# written and read again while a multiprocessor's clock ticks; what two blocks that add their sums
-# together cost; and a tile of 16 heads with entries as rows, and a block of its entries.
-_BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4500, 4000, 80
-_LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 3000, 200, 8
+MOST_SPLITS = 64  # a multiple of a warp's lanes
+_FEW_SLOTS, _FEW_BLOCKS = 2048, 4  # of a token that is dealt out, and of one of its parts
+# In clock cycles of some 0.48 ns, fitted to times on an H200: a block of entries, what a tile costs
+# beside them, and a head of it; the second launch, a head of a token there, and the bytes of sums
+# that are written and read again while a multiprocessor's clock ticks; what two blocks that add
+# their sums together cost; and a tile of 16 heads with entries as rows, each block of threads of
+# its cluster, and a block of its entries.
+_BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4250, 7100, 31
+_LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 3500, 200, 12
 _TOGETHER_CYCLES = 6000
-_COLUMNS_CYCLES, _COLUMN_BLOCK_CYCLES = 10350, 3270
+_COLUMNS_CYCLES, _COLUMNS_OF_EACH, _COLUMN_BLOCK_CYCLES = 7800, 450, 3450
+# A head of a tile whose sums are stored where both multiprocessors of a pair are at work: 72 blocks
+# of threads take 2 us longer than 64, with a third less to do.
+_PAIR_CYCLES = 60
 NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
 NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and how long it takes
 # Of that kernel, as measured: clusters that are at work at a time without two blocks on one
-# multiprocessor, and steps of a token up to which it is the fastest.
-_NARROW_CLUSTERS, _MOST_STEPS = 12, 40
+# multiprocessor, and, by clusters up to so many, slots of a token up to which it is the fastest,
+# be all of them of entries or few. A block goes through its slots whether there are entries or not,
+# but a slot without any costs it a tenth; other kernels add up sums of every part of a token.
+_NARROW_CLUSTERS = 12
+_MOST_SLOTS = {4: 8704, _NARROW_CLUSTERS: 4352}
 
 
 def code_bytes(plan: AttentionPlan | ColumnsPlan) -> int:
@@ -244,14 +252,16 @@ def _columns(
     room = multiprocessors // blocks if blocks < 4 else multiprocessors * 10 // 11 // blocks
     if blocks > 1 and items > room:
         return float("inf")
-    each = _COLUMNS_CYCLES + -(-_blocks(widths) // blocks) * _COLUMN_BLOCK_CYCLES
+    beside = _COLUMNS_CYCLES + _COLUMNS_OF_EACH * blocks
+    each = beside + -(-_blocks(widths) // blocks) * _COLUMN_BLOCK_CYCLES
     return -(-items // room) * each
 
 
 def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
     """Whether tiles of 16 heads take less time than larger ones."""
     clusters = tokens * -(-heads // NarrowPlan.heads)
-    return clusters <= _NARROW_CLUSTERS and _steps(widths, 32) <= _MOST_STEPS
+    most = next((slots for room, slots in _MOST_SLOTS.items() if clusters <= room), -1)
+    return sum(widths) <= most
 
 
 def _steps(widths: tuple[int, int], step: int) -> int:
@@ -270,7 +280,7 @@ def splits(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: in
         multiprocessors: Of the GPU.
     """
     programs = tokens * tiles(heads)
-    most = max(1, min(_MOST_SPLITS, _blocks(widths), 2 * multiprocessors // programs))
+    most = max(1, min(MOST_SPLITS, _blocks(widths), 2 * multiprocessors // programs))
     sizes = (tokens, heads, widths, multiprocessors)
     return min(range(1, most + 1), key=lambda count: _cycles(count, *sizes))
 
@@ -283,13 +293,24 @@ def _cycles(
     alone = rounds * (_tile(heads) + -(-_blocks(widths) // count) * _BLOCK_CYCLES)
     if count == 1:
         return alone
-    moved = 4 * DIMS * min(heads, HEADS) * programs * count / _BYTES
+    stored = min(heads, HEADS)
+    if 2 * programs * count > multiprocessors:
+        alone += _PAIR_CYCLES * stored
+    moved = 4 * DIMS * stored * programs * count / _BYTES
     return alone + _LAUNCH_CYCLES + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
 
 
 def _tile(heads: int) -> int:
     """Cycles of a tile of 64 heads beside its entries; of fewer, less is stored."""
     return _TILE_CYCLES + _HEAD_CYCLES * min(heads, HEADS)
+
+
+def is_scanned(count: int, widths: tuple[int, int]) -> bool:
+    """Whether a block of threads that has a ``count``-th of a token looks for its last slot.
+
+    That takes microseconds where slots are many, and saves steps without any entry behind it.
+    """
+    return count == 1 or (sum(widths) > _FEW_SLOTS and _blocks(widths) > _FEW_BLOCKS * count)
 
 
 def _blocks(widths: tuple[int, int]) -> int:
