@@ -5,7 +5,8 @@ takes two launches. The first spreads the product over the GPU (``_mixing_produc
 adds the parts in their order, makes the coefficients (``_mixing``) and collapses. The streams are
 read twice: 9 rows of H are moved where 5 would do. For a few tokens the write-back of the sublayer
 before is part of the first launch; for many it is one of its own, because a program of the product
-then wants columns of one stream.
+then wants columns of one stream. Likewise the norm of few and short rows is quantised by the second
+launch, and of others by a further one.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ WEIGHT_BYTES = HEADS * BLOCK * 2
 INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
 COLUMN_CLUSTERS = (1, 2, 4, 8)  # blocks that share a token's entries, of 16 heads
 MOST_SPLITS = 64  # a multiple of a warp's lanes
-_FEW_SLOTS, _FEW_BLOCKS = 2048, 4  # of a token that is dealt out, and of one of its parts
+# Of a token that is dealt out, and of one of its parts: up to so many, its end is not looked for.
+_FEW_SLOTS, _FEW_BLOCKS = 2048, 4
 # In clock cycles of some 0.48 ns, fitted to times on an H200: a block of entries, what a tile costs
 # beside them, and a head of it; the second launch, a head of a token there, and the bytes of sums
 # that are written and read again while a multiprocessor's clock ticks; what two blocks that add
@@ -33,12 +34,10 @@ _COLUMNS_CYCLES, _COLUMNS_OF_EACH, _COLUMN_BLOCK_CYCLES = 7800, 450, 3450
 _PAIR_CYCLES = 60
 NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
 NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and how long it takes
-# Of that kernel, as measured: clusters that are at work at a time without two blocks on one
-# multiprocessor, and, by clusters up to so many, slots of a token up to which it is the fastest,
-# be all of them of entries or few. A block goes through its slots whether there are entries or not,
-# but a slot without any costs it a tenth; other kernels add up sums of every part of a token.
-_NARROW_CLUSTERS = 12
-_MOST_SLOTS = {4: 8704, _NARROW_CLUSTERS: 4352}
+# Up to so many clusters of that kernel: slots of a token up to which it is the best choice where
+# nobody knows how many are used. Slots without an entry cost it a tenth of others; where all are
+# used, parts that another launch adds take less time. More than 12 would share multiprocessors.
+_MOST_SLOTS = {4: 8704, 12: 4352}
 
 
 def code_bytes(plan: AttentionPlan | ColumnsPlan) -> int:
