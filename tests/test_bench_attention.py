@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4._config_file import SLIDING
 from dsv4.bench import attention, attention_layer, cli, environment, measure, results
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, Problem
-from dsv4.bench.rivals import _prepare, flash_mla, inductor
-from dsv4.config import ModelConfig
+from dsv4.bench.rivals import _prepare, flash_mla, inductor, transformers_attention
+from dsv4.config import CSA, ModelConfig
 
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, repeat=1)
@@ -195,11 +196,35 @@ def test_floors_on_an_h200(monkeypatch):
     assert found.copy_tbs == RATES.copy_tbs
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("C4A", 2), ("window", 70)])
-def test_transformers_attention_is_timed_beside(kind, tokens):
+@pytest.mark.parametrize(("kind", "tokens", "context"), [(CSA, 2, 31), (SLIDING, 70, 0)])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):
     pytest.importorskip("transformers")
+    step = transformers_attention.Step(ModelConfig.tiny(), kind, tokens, context)
     with torch.inference_mode():
-        assert attention_layer.eager_us(ModelConfig.tiny(), kind, tokens, OPTIONS) > 0
+        assert transformers_attention.step_us(step, OPTIONS, backend) > 0
+
+
+def test_which_of_transformers_are_timed(monkeypatch):
+    """Eager on a GPU or where rivals are asked for, compiled where Inductor is."""
+    step = transformers_attention.Step(ModelConfig.tiny(), CSA, 1, 31)
+    given = []
+
+    def step_us(step, options, backend):
+        given.append(backend)
+        if backend:
+            raise RuntimeError("no\nmore")
+        return 3.0
+
+    monkeypatch.setattr(transformers_attention, "step_us", step_us)
+    asked = (None, (), ("Inductor",))
+    named = {rivals: dataclasses.replace(OPTIONS, rivals=rivals) for rivals in asked}
+    assert transformers_attention.times(step, named[None]) == ({}, "")
+    eager = {"transformers eager": 3.0}
+    assert transformers_attention.times(step, named[()]) == (eager, "")
+    said = "transformers inductor: RuntimeError: no"
+    assert transformers_attention.times(step, named[("Inductor",)]) == (eager, said)
+    assert given == [None, None, "inductor"]
 
 
 def test_a_compiled_reference_is_timed_beside_few_tokens():

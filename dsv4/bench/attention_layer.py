@@ -15,7 +15,6 @@ to its own.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,8 @@ from dsv4.bench.environment import Rates
 from dsv4.bench.measure import Options, chosen
 from dsv4.bench.problem import Draw
 from dsv4.bench.results import Row
+from dsv4.bench.rivals import transformers_attention
+from dsv4.bench.rivals.transformers_attention import Step
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers import DeepseekV4Attention, DeepseekV4RMSNorm, Linear, pack_
@@ -43,7 +44,6 @@ _CONTEXT = 4096
 # the slope of a softmax. A wrong angle, scale, page or mask is off by tenths.
 _TOLERANCE = 0.04
 _AGREEMENT = 0.9
-_EAGER_STEPS = 20
 
 
 class Sublayer(nn.Module):
@@ -234,7 +234,9 @@ def measure(
             return Row(us=None, **row, message=said)
     with dispatch.use_backend(options.backend):
         taken = timing.measure([lambda: layer(x, cache, batch)], options.device, options.repeat)
-    times, missing = _eager(c, kind, tokens, options)
+    prefill = tokens > MOST_DECODED
+    step = Step(c, KINDS[kind], tokens, 0 if prefill else _context(c) - 1)
+    times, missing = transformers_attention.times(step, options)
     return Row(
         us=taken.us,
         **row,
@@ -243,74 +245,3 @@ def measure(
         rivals=times,
         message="; ".join(filter(None, (taken.note, missing))),
     )
-
-
-NAME = "transformers eager"
-
-
-def _eager(
-    c: ModelConfig, kind: str, tokens: int, options: Options
-) -> tuple[dict[str, float], str]:
-    """Microseconds of transformers' attention in bfloat16 without its norm, or why not."""
-    if options.device.type != "cuda" and options.rivals is None:
-        return {}, ""
-    try:
-        return {NAME: eager_us(c, kind, tokens, options)}, ""
-    except Exception as problem:  # another's library may fail in any way
-        return {}, f"{NAME}: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-
-
-def eager_us(c: ModelConfig, kind: str, tokens: int, options: Options) -> float:
-    """Of a step by the host's clock, the median of several.
-
-    Every repetition lengthens transformers' cache by the step.
-    """
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-    from transformers.cache_utils import DynamicCache
-
-    names = (
-        *("hidden_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank"),
-        *("o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim"),
-        *("index_topk", "max_position_embeddings"),
-    )
-    theirs = DeepseekV4Config(
-        vocab_size=64,
-        num_hidden_layers=1,
-        layer_types=[KINDS[kind]],
-        mlp_layer_types=["moe"],
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        **{name: getattr(c, name) for name in names},
-    )
-    with torch.device(options.device):
-        model = DeepseekV4ForCausalLM(theirs).bfloat16().eval().model
-    prefill = tokens > MOST_DECODED
-    rows, context = (1, 0) if prefill else (tokens, _context(c) - 1)
-    ids = torch.zeros((rows, max(context, 1)), dtype=torch.long, device=options.device)
-    cache = DynamicCache(config=theirs)
-    for part in ids[:, :context].split(1024, 1) if context else ():
-        model(input_ids=part, past_key_values=cache, use_cache=True)
-    attention = model.layers[0].self_attn
-    kept: dict[str, Any] = {}
-    hook = attention.register_forward_pre_hook(
-        lambda module, args, kwargs: kept.update(args=args, kwargs=kwargs), with_kwargs=True
-    )
-    step = torch.zeros((rows, tokens if prefill else 1), dtype=torch.long, device=options.device)
-    model(input_ids=step, past_key_values=DynamicCache(config=theirs) if prefill else cache)
-    hook.remove()
-    times = []
-    for _ in range(min(options.repeat, _EAGER_STEPS)):
-        if prefill:
-            kept["kwargs"]["past_key_values"] = DynamicCache(config=theirs)
-        _synchronize(options.device)
-        start = time.perf_counter()
-        attention(*kept["args"], **kept["kwargs"])
-        _synchronize(options.device)
-        times.append(1e6 * (time.perf_counter() - start))
-    return sorted(times)[len(times) // 2]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
