@@ -10,12 +10,13 @@ from dsv4.testing.strategies import normal
 U = unit_roundoff(torch.float32)
 
 
-def softmax(q, kv, sink, scale):
+def softmax(q, kv, sink, scale, parts=0.0):
     """The result in float64, and how far a kernel may be off.
 
     Logits err by (D + 3) u sum |q k| scale, weights by twice that; then float32 sums, of which some
     are scaled again for each block and program. Weights are rounded to bfloat16, in the numerator
     and in the denominator alike: a weight w that is off by u w moves the mean by u w (v - o).
+    Sums of some of the entries may be off by ``parts`` of each before they are added.
     """
     logits = torch.cat((q @ kv.T * scale, sink[:, None]), dim=1)
     weights = logits.softmax(-1)[:, :-1]
@@ -25,6 +26,7 @@ def softmax(q, kv, sink, scale):
     relative = 2 * delta + (2 * kv.shape[0] + 40) * U
     spread = (weights[:, :, None] * (kv - truth[:, None]).abs()).sum(1)
     rounded = 1.01 * unit_roundoff(torch.bfloat16) * (spread + truth.abs())
+    rounded = rounded + parts * (weights @ kv.abs())
     return truth, 1.01 * relative * float(kv.abs().max()) + rounded + 1e-38
 
 

@@ -344,6 +344,47 @@ def bfloat16_pair(low: Value, high: Value) -> Value:
     return assembly("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], [low, high])
 
 
+def pack_sums(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Eight float32 in five words, as 20 bits each: sign, exponent and 11 bits of the fraction.
+
+    The bits left out are made up for by a factor, so that a value is off by 2^-11.6 of it at most,
+    and on average by nothing. Infinities stay such, and NaN, of which arithmetic has one with all
+    bits set. Words 0 to 3 are upper halves of two values each; bits 15 to 12 are in word 4, of
+    values 4 to 7 in the lower halves of its bytes.
+    """
+    names = [f"{c}{i}" for c in "xa" for i in range(8)]
+    code = [f".reg .f32 {', '.join(names[:8])};", f".reg .b32 {', '.join(names[8:])}, p, q, s, t;"]
+    for i in range(8):
+        # 1 + 2^-12.5
+        code += [f"mul.rn.f32 x{i}, {{$r{i}}}, 0f3F8005A8;", f"mov.b32 a{i}, x{i};"]
+    code += [f"prmt.b32 {{$w{i}}}, a{2 * i}, a{2 * i + 1}, 0x7632;" for i in range(4)]
+    for first, four in ((0, "s"), (4, "t")):
+        code += [
+            f"prmt.b32 p, a{first}, a{first + 1}, 0x0051;",
+            f"prmt.b32 q, a{first + 2}, a{first + 3}, 0x0051;",
+            f"prmt.b32 {four}, p, q, 0x5410;",
+        ]
+    code += ["shr.u32 t, t, 4;", "lop3.b32 {$w4}, 0x0f0f0f0f, t, s, 0xca;"]
+    return assembly("{ " + " ".join(code) + " }", [Uint32] * 5, list(values))
+
+
+def unpack_sums(words: Sequence[Value], fifth: Value, half: Value) -> tuple[Value, ...]:
+    """Four float32 of two of ``pack_sums``' words and the fifth; ``half``: 0 or 1, which four.
+
+    Bits 7 to 4 repeat bits 15 to 12.
+    """
+    code = [".reg .b32 s;", "shl.b32 s, {$r2}, {$r3};", "and.b32 s, s, 0xf0f0f0f0;"]
+    for i, selector in enumerate(("0x1044", "0x3255", "0x1066", "0x3277")):
+        code.append(f"prmt.b32 {{$w{i}}}, {{$r{i // 2}}}, s, {selector};")
+    return assembly("{ " + " ".join(code) + " }", [Float32] * 4, [*words, fifth, 4 * Int32(half)])
+
+
+def unpack_all_sums(words: Sequence[Value]) -> list[Value]:
+    """The eight float32 of ``pack_sums``' five words."""
+    halves = [unpack_sums(words[2 * h : 2 * h + 2], words[4], h) for h in range(2)]
+    return [*halves[0], *halves[1]]
+
+
 def absolute(value: Value) -> Value:
     """The float32 without its sign."""
     return assembly("abs.f32 {$w0}, {$r0};", [Float32], [value])
@@ -416,6 +457,11 @@ def store_shared4(address: Value, words: Sequence[Value], offset: int = 0) -> No
 def store_global_float2(address: Value, a: Value, b: Value) -> None:
     """Two float32 to an address that is a multiple of 8."""
     assembly("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
+
+
+def load_global_float2(address: Value) -> tuple[Value, ...]:
+    """Two float32."""
+    return assembly(f"ld.global.v2.f32 {_outs(2)}, [{{$r0}}];", [Float32] * 2, [address])
 
 
 def load_global_float4(address: Value) -> tuple[Value, ...]:

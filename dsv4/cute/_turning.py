@@ -71,3 +71,25 @@ def outputs_in_order(words: Sequence[Value]) -> list[Value]:
     return [
         ptx.same_halves(words[i], words[i + 1], half) for half in range(2) for i in range(0, 4, 2)
     ]
+
+
+@cute.jit
+def turn_quad(words: Value, lane: Value) -> Value:
+    """Lane i of four gets word i of each: two exchanges of two words."""
+    for bit in cutlass.range_constexpr(2):
+        odd = (lane >> bit) & 1
+        kept, given = [], []
+        for j in cutlass.range_constexpr(2):
+            a = words[j if bit else 2 * j]
+            b = words[j + 2 if bit else 2 * j + 1]
+            kept.append(ptx.choose_word(odd, b, a))
+            given.append(cute.arch.shuffle_sync_bfly(ptx.choose_word(odd, a, b), 1 << bit))
+        pairs = [
+            (ptx.choose_word(odd, given[j], kept[j]), ptx.choose_word(odd, kept[j], given[j]))
+            for j in range(2)
+        ]
+        if cutlass.const_expr(bit == 0):
+            words = [pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]]
+        else:
+            words = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
+    return words

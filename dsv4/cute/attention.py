@@ -15,6 +15,7 @@ from dsv4.cute.sm90.attention_plan import (
     COLUMN_CLUSTERS,
     NARROW_CLUSTERS,
     NARROW_STEPS,
+    PACKED_BYTES,
     AttentionPlan,
     ColumnsPlan,
     MergePlan,
@@ -27,11 +28,11 @@ from dsv4.cute.sm90.attention_plan import (
 )
 
 # Parameters of the kernels, in their order; before the first's come three without any content.
-_ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
-_MERGE = Parameters(*"qqqqqqq", *"ii")
+_ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
+_MERGE = Parameters(*"qqqqqq", *"ii")
 _CLUSTERS = Parameters(*"qqqqqqqqq", *"qqqq", *"iiiiii", "f")
 _CLUSTERS_PACKED = struct.Struct("@13q6if")
-_ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss15q9if"), struct.Struct("@7q2i")
+_ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss14q9if"), struct.Struct("@6q2i")
 
 
 def sparse_attention(
@@ -96,12 +97,12 @@ def _attend_wide(
     angles: Sequence[torch.Tensor | None],
     out: torch.Tensor,
 ) -> None:
-    tokens, heads, dims = q.shape
+    tokens, heads, _ = q.shape
     window, page, compressed, second_page = pools
     widths = (slots[0].shape[1], slots[1].shape[1])
     kept = (tokens, count, heads) if plan.split else (0,)
-    parts = q.new_empty((*kept, dims), dtype=torch.float32)
-    tops, totals = (q.new_empty(kept, dtype=torch.float32) for _ in range(2))
+    parts = q.new_empty((*kept, PACKED_BYTES), dtype=torch.uint8)
+    known = q.new_empty((*kept, 2), dtype=torch.float32)
     items = tokens * count * tiles(heads)
     turn = [0 if table is None else table.data_ptr() for table in angles]
     packed = _ATTEND_PACKED.pack(
@@ -115,8 +116,7 @@ def _attend_wide(
         slots[1].data_ptr(),
         sink.data_ptr(),
         (parts if plan.split else out).data_ptr(),
-        tops.data_ptr(),
-        totals.data_ptr(),
+        known.data_ptr(),
         *turn,
         q.stride(0),
         q.stride(1),
@@ -139,7 +139,7 @@ def _attend_wide(
     most = items if plan.together else _multiprocessors(q.device.index)
     kernel.launch(min(items, most), stream, _ATTEND, packed)
     if plan.split:
-        places = [t.data_ptr() for t in (parts, tops, totals, sink, out)]
+        places = [t.data_ptr() for t in (parts, known, sink, out)]
         places += turn
         kernel = loaded(MergePlan(), HOPPER)
         kernel.prepare(q.device.index)

@@ -78,10 +78,11 @@ def sparse_attention(
     an entry is key and value at once. The sink is a raw logit: ``scale`` does not touch it, and it
     has no value. float32 throughout (float64 for float64 q), one rounding at the end; but for
     bfloat16 q an implementation may round the weights ``exp(s_hj)`` to bfloat16, in both sums
-    alike. An entry whose slot occurs twice counts twice. If every slot is negative and the sink is
-    -inf, the result is 0. An entry that no slot of a token names has no effect on the token, NaN
-    included. A NaN in q makes its token and head NaN if the token has an entry at all; an Inf too,
-    unless every logit it makes is -inf.
+    alike, and sums of a part of a token's entries, before it adds them, by 2^-11.6 of each: a sixth
+    of the last rounding, and what bfloat16 holds stays as it is. An entry whose slot occurs twice
+    counts twice. If every slot is negative and the sink is -inf, the result is 0. An entry that no
+    slot of a token names has no effect on the token, NaN included. A NaN in q makes its token and
+    head NaN if the token has an entry at all; an Inf too, unless every logit it makes is -inf.
 
     With ``cos`` and ``sin`` the last R dims of the result are then turned by the opposite angle, as
     ``rope(inverse=True)`` turns them, in the same float32 (or float64): the one rounding is still

@@ -30,6 +30,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute import _ptx as ptx
+from dsv4.cute._turning import turn_quad
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -37,6 +38,7 @@ from dsv4.cute.sm90.attention_plan import (
     DIMS,
     HEADS,
     INFO_BYTES,
+    PACKED_BYTES,
     REGISTERS,
     ROPE,
     STAGES,
@@ -51,8 +53,9 @@ _INFINITY = float("inf")
 _MEET = 1  # named barrier of both warpgroups that multiply
 _CONSUMERS = 32 * CONSUMER_WARPS
 _BEGUN = 8  # steps of the next logits that keep the tensor cores busy while a stage is given back
-_PIECES = 4  # in which a warp gives its sums
-_GIVEN = DIMS // 2 * 16 * 4  # bytes of a warp's sums
+_PIECES = 4  # in which a warp gives its sums, of 32 dims
+# Bytes of half of a warp's sums, as float32 and packed.
+_KEPT, _GIVEN = DIMS // 4 * 16 * 4, DIMS // 4 * 16 * PACKED_BYTES // DIMS
 _ALL_THERE = 0xFFFFFFFF
 
 
@@ -63,7 +66,7 @@ class AttentionKernel(Entries, AttentionPlan):
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
         return cute.compile(
             self,
-            *[Int64(0)] * 11,
+            *[Int64(0)] * 10,
             *[Int64(8)] * 4,
             *[Int32(1)] * 9,
             Float32(1.0),
@@ -81,8 +84,7 @@ class AttentionKernel(Entries, AttentionPlan):
         compressed_slots: Int64,
         sink: Int64,
         out: Int64,
-        tops: Int64,
-        totals: Int64,
+        known: Int64,
         cos: Int64,
         sin: Int64,
         token_stride: Int64,
@@ -105,9 +107,9 @@ class AttentionKernel(Entries, AttentionPlan):
         q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma = self.tools()
         self.kernel_(
             q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma, q, window, window_slots,
-            compressed, compressed_slots, sink, out, tops, totals, cos, sin, token_stride,
-            head_stride, window_stride, compressed_stride, width, second_width, page_shift,
-            second_shift, heads, splits, tiles, items, scan, scale,
+            compressed, compressed_slots, sink, out, known, cos, sin, token_stride, head_stride,
+            window_stride, compressed_stride, width, second_width, page_shift, second_shift, heads,
+            splits, tiles, items, scan, scale,
         ).launch(
             grid=[self.blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -163,8 +165,7 @@ class AttentionKernel(Entries, AttentionPlan):
         compressed_slots: Int64,
         sink: Int64,
         out: Int64,
-        tops: Int64,
-        totals: Int64,
+        known: Int64,
         cos: Int64,
         sin: Int64,
         token_stride: Int64,
@@ -197,11 +198,10 @@ class AttentionKernel(Entries, AttentionPlan):
             compressed: As ``window``, of the second cache.
             compressed_slots: Likewise.
             sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``; with ``split``, of float32
-                ``[tokens, splits, heads, 512]``.
-            tops: With ``split``, address of float32 ``[tokens, splits, heads]``: to what power of
-                two the sums are relative.
-            totals: Likewise, sums of weights.
+            out: Address of bfloat16 ``[tokens, heads, 512]``; with ``split``, of packed sums,
+                ``[tokens, splits, heads, PACKED_BYTES]``.
+            known: With ``split``, address of float32 ``[tokens, splits, heads, 2]``: to what power
+                of two the sums are relative, and the sum of weights.
             cos: Without ``split``, address of float32 ``[tokens, 32]``, by whose angles the last 64
                 dims are turned back; 0: they are not.
             sin: As ``cos``.
@@ -295,7 +295,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 operands,
                 (info, full, empty, ready, arrived),
                 (at_q, at_k, Uint32(shared_p.iterator.toint()), told),
-                (q, token_stride, head_stride, sink, out, tops, totals, cos, sin),
+                (q, token_stride, head_stride, sink, out, known, cos, sin),
                 (begin, grid, items, tiles, splits, heads, scale * Float32(_LOG2E)),
                 (group, thread, warp, lane),
             )
@@ -308,7 +308,7 @@ class AttentionKernel(Entries, AttentionPlan):
         shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma = operands
         info, full, empty, ready, arrived = ring
         at_q, at_k, at_p, told = shared
-        q, token_stride, head_stride, sink, out, tops, totals, cos, sin = tensors
+        q, token_stride, head_stride, sink, out, known, cos, sin = tensors
         begin, grid, items, tiles, splits, heads, scale = sizes
         group, thread, warp, lane = who
         inner = thread % 128
@@ -401,8 +401,9 @@ class AttentionKernel(Entries, AttentionPlan):
             tile, rest, token = self._item(item, tiles, splits)
             if cutlass.const_expr(self.together):
                 rank = cute.arch.block_idx_in_cluster()
-                known = tables + Uint32(4 * ROPE)
-                rooms = (at_k + Uint32(warp * _GIVEN), at_q + Uint32(warp * (_GIVEN // 2)), known)
+                told_by = tables + Uint32(4 * ROPE)
+                own = at_k + Uint32(warp * 2 * _KEPT)
+                rooms = (own, own + Uint32(_KEPT), at_q + Uint32(warp * _GIVEN), told_by)
                 self._give_half(
                     sums, (references, total), rooms, arrived, (row, rank, thread, lane)
                 )
@@ -421,7 +422,7 @@ class AttentionKernel(Entries, AttentionPlan):
                     self._put(
                         sums,
                         (references, total),
-                        (sinks, at_q + Uint32(warp * (_GIVEN // 2)), out),
+                        (sinks, at_q + Uint32(warp * _KEPT), out),
                         (tile * HEADS, row, token, heads),
                         (group, warp, lane),
                     )
@@ -429,7 +430,7 @@ class AttentionKernel(Entries, AttentionPlan):
                     self._store(
                         sums,
                         (references, total),
-                        (out, tops, totals),
+                        (out, known),
                         (tile * HEADS + row, rest, heads, group, lane),
                     )
             item += grid
@@ -693,7 +694,7 @@ class AttentionKernel(Entries, AttentionPlan):
     @cute.jit
     def _store(self, sums: Value, state: Value, places: Value, where: Value) -> None:
         """Sums of a part of a token's entries, and what they are relative to."""
-        out, tops, totals = places
+        out, known = places
         references, total = state
         first, part, heads, group, lane = where
         for r in cutlass.range_constexpr(2):
@@ -701,12 +702,20 @@ class AttentionKernel(Entries, AttentionPlan):
             if head < heads:
                 row = Int64(part) * heads + head
                 if group == 0 and lane % 4 == 0:
-                    ptx.store_global_float(tops + row * 4, references[r])
-                    ptx.store_global_float(totals + row * 4, total[r])
-                line = out + (row * DIMS + group * (DIMS // 2) + lane % 4 * 2) * 4
-                for n in cutlass.range_constexpr(DIMS // 16):
-                    at = n * 4 + 2 * r
-                    ptx.store_global_float2(line + n * 32, sums[at], sums[at + 1])
+                    ptx.store_global_float2(known + row * 8, references[r], total[r])
+                line = out + row * PACKED_BYTES + group * DIMS + lane % 4 * 16
+                rest = out + row * PACKED_BYTES + 2 * DIMS + (group * 4 + lane % 4) * 32
+                for m in cutlass.range_constexpr(0, DIMS // 64, 4):
+                    last = []
+                    for i in cutlass.range_constexpr(4):
+                        words = ptx.pack_sums(self._eight(sums, m + i, r))
+                        ptx.store_global4(line + (m + i) * 64, words[:4])
+                        last.append(words[4])
+                    ptx.store_global4(rest + m * 4, last)
+
+    def _eight(self, sums: Value, m: int, r: int) -> list[Value]:
+        """A lane's sums of a head of 32 neighbouring dims."""
+        return [sums[(4 * m + n) * 4 + 2 * r + i] for n in range(4) for i in range(2)]
 
     @cute.jit
     def _put(self, sums: Value, state: Value, rooms: Value, item: Value, where: Value) -> None:
@@ -748,32 +757,19 @@ class AttentionKernel(Entries, AttentionPlan):
     ) -> None:
         """Give the other block of the cluster its half of the dims, and keep this one's.
 
-        Rooms of a warp: in the stages, whose contents nobody needs any more, for both halves; in
-        the queries', for what comes; and for what sums are relative to. Barriers: of the other's
-        warps that have done with its queries, and of each piece that arrives.
+        Rooms of a warp: in the stages, whose contents nobody needs any more, for its own half and
+        for the other's, packed; in the queries', for what comes; and for what sums are relative to.
+        Barriers: of the other's warps that have done with its queries, and of each piece that
+        arrives.
         """
         row, rank, thread, lane = where
-        own, come, known = rooms
+        own, given, come, known = rooms
         references, total = state
-        peer, size = 1 - rank, _GIVEN // 2 // _PIECES
+        peer, size = 1 - rank, _GIVEN // _PIECES
         if thread == 0:
             for piece in cutlass.range_constexpr(_PIECES):
                 stats = self.blocks * HEADS * 16 if piece == 0 else 0
                 ptx.expect_bytes(arrived + 8 + piece * 8, CONSUMER_WARPS * size + stats)
-        for half in cutlass.range_constexpr(2):
-            if rank != half:
-                self._keep(sums, own + Uint32(lane * 16), half)
-        ptx.fence_shared()
-        cute.arch.sync_warp()
-        if lane < _PIECES:
-            ptx.wait(arrived, Int32(0))
-            at = Uint32(lane * size)
-            ptx.copy_bulk_remote(
-                ptx.remote(come + at, peer),
-                own + Uint32(peer * (_GIVEN // 2)) + at,
-                size,
-                ptx.remote(arrived + 8 + Uint32(lane * 8), peer),
-            )
         if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
             for other in cutlass.range_constexpr(self.blocks):
                 for r in cutlass.range_constexpr(2):
@@ -781,6 +777,21 @@ class AttentionKernel(Entries, AttentionPlan):
                     four = [references[r], total[r], Float32(0.0), Float32(0.0)]
                     to = ptx.remote(place, Int32(other))
                     ptx.store_remote4(to, four, ptx.remote(arrived + 8, Int32(other)))
+        if lane == 0:
+            ptx.wait(arrived, Int32(0))
+        for piece in cutlass.range_constexpr(_PIECES):
+            for half in cutlass.range_constexpr(2):
+                if rank != half:
+                    self._pack(sums, given + Uint32(piece * size), half * _PIECES + piece, lane)
+            ptx.fence_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.copy_bulk_remote(
+                    ptx.remote(come + Uint32(piece * size), peer),
+                    given + Uint32(piece * size),
+                    size,
+                    ptx.remote(arrived + 8 + Uint32(piece * 8), peer),
+                )
         for half in cutlass.range_constexpr(2):
             if rank == half:
                 self._keep(sums, own + Uint32(lane * 16), half)
@@ -791,14 +802,24 @@ class AttentionKernel(Entries, AttentionPlan):
         for n in cutlass.range_constexpr(DIMS // 32):
             at = half * (DIMS // 8) + 4 * n
             four = [sums[at + i] for i in range(4)]
-            ptx.store_shared_float4(place + (half * (_GIVEN // 2) + n * 512), four)
+            ptx.store_shared_float4(place + n * 512, four)
+
+    @cute.jit
+    def _pack(self, sums: Value, place: Value, number: int, lane: Value) -> None:
+        """Of 32 of its dims likewise, packed: four words of each of two heads, then the fifths."""
+        fifth = []
+        for r in cutlass.range_constexpr(2):
+            words = ptx.pack_sums(self._eight(sums, number, r))
+            ptx.store_shared4(place + Uint32(lane * 16), words[:4], r * 512)
+            fifth.append(words[4])
+        ptx.store_shared2(place + Uint32(lane * 8 + 1024), fifth)
 
     @cute.jit
     def _merge(
         self, rooms: Value, arrived: Value, places: Value, item: Value, where: Value
     ) -> None:
         """Add both blocks' sums of this one's half of the dims, piece after piece as they come."""
-        own, come, known = rooms
+        own, _, come, known = rooms
         sinks, out, cos, tables = places
         first, token, heads = item
         row, rank, group, lane = where
@@ -822,18 +843,24 @@ class AttentionKernel(Entries, AttentionPlan):
             factors.append([ptx.choose(rank, each[1], each[0]), ptx.choose(rank, each[0], each[1])])
             whole.append(ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
         share = DIMS // 16 // self.blocks
-        kept = own + Uint32(rank * (_GIVEN // 2) + lane * 16)
-        given = come + Uint32(lane * 16)
+        kept = own + Uint32(lane * 16)
         line = out + ((Int64(token) * heads + first + row) * DIMS + group * (DIMS // 2)) * 2
         for piece in cutlass.range(_PIECES, unroll=1):
             ptx.wait(arrived + Uint32(8 + piece * 8), Int32(0))
+            given = come + Uint32(piece * (_GIVEN // _PIECES))
+            fifth = ptx.load_shared(given + Uint32(lane * 8), 2, 1024)
+            more = [
+                ptx.unpack_all_sums(
+                    [*ptx.load_shared(given + Uint32(lane * 16), 4, r * 512), fifth[r]]
+                )
+                for r in range(2)
+            ]
             sums = []
             for m in cutlass.range_constexpr(share // _PIECES):
-                skip = Uint32(piece * (_GIVEN // 2 // _PIECES) + m * 512)
-                mine = ptx.load_shared_float4(kept + skip)
-                more = ptx.load_shared_float4(given + skip)
+                mine = ptx.load_shared_float4(kept + Uint32((piece * 4 + m) * 512))
                 for i in cutlass.range_constexpr(4):
-                    sums.append(mine[i] * factors[i // 2][0] + more[i] * factors[i // 2][1])
+                    other = more[i // 2][2 * m + i % 2] * factors[i // 2][1]
+                    sums.append(mine[i] * factors[i // 2][0] + other)
             number = rank * share + piece * (share // _PIECES) - ((DIMS - ROPE) // 8 - DIMS // 16)
             if (cos != Int64(0)) & (group == 1) & (number >= 0):
                 for m in cutlass.range_constexpr(share // _PIECES):
@@ -849,7 +876,7 @@ class AttentionKernel(Entries, AttentionPlan):
                     )
                     for m in range(4)
                 ]
-                words = self._turn_quad(words, lane)
+                words = turn_quad(words, lane)
                 if first + row + 8 * r < heads:
                     dim = rank * (share * 8) + piece * 32 + lane % 4 * 8
                     ptx.store_global4(line + (dim + 8 * r * DIMS) * 2, words)
@@ -862,24 +889,3 @@ class AttentionKernel(Entries, AttentionPlan):
         scaled = ptx.power_of_two(reference - origin)
         whole = total * scaled + ptx.power_of_two(logit - origin)
         return ptx.choose(whole == Float32(0.0), Float32(0.0), scaled / whole)
-
-    @cute.jit
-    def _turn_quad(self, words: Value, lane: Value) -> Value:
-        """Lane i of four gets word i of each: two exchanges of two words."""
-        for bit in cutlass.range_constexpr(2):
-            odd = (lane >> bit) & 1
-            kept, given = [], []
-            for j in cutlass.range_constexpr(2):
-                a = words[j if bit else 2 * j]
-                b = words[j + 2 if bit else 2 * j + 1]
-                kept.append(ptx.choose_word(odd, b, a))
-                given.append(cute.arch.shuffle_sync_bfly(ptx.choose_word(odd, a, b), 1 << bit))
-            pairs = [
-                (ptx.choose_word(odd, given[j], kept[j]), ptx.choose_word(odd, kept[j], given[j]))
-                for j in range(2)
-            ]
-            if cutlass.const_expr(bit == 0):
-                words = [pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]]
-            else:
-                words = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
-        return words

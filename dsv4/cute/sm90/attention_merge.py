@@ -10,12 +10,19 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
 from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90.attention_plan import DIMS, MOST_SPLITS, ROPE, MergePlan
+from dsv4.cute._turning import turn_quad
+from dsv4.cute.sm90.attention_plan import (
+    DIMS,
+    MERGED_TOGETHER,
+    MOST_SPLITS,
+    PACKED_BYTES,
+    ROPE,
+    MergePlan,
+)
 
 Value = Any
 _LOG2E = 1.4426950408889634
 _INFINITY = float("inf")
-_TOGETHER = 8  # parts that are asked for at once; divides 32
 
 
 class MergeKernel(MergePlan):
@@ -23,15 +30,14 @@ class MergeKernel(MergePlan):
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        places = [Int64(0)] * 7
+        places = [Int64(0)] * 6
         return cute.compile(self, *places, Int32(1), Int32(1), CUstream(0), options=options)
 
     @cute.jit
     def __call__(
         self,
         parts: Int64,
-        tops: Int64,
-        totals: Int64,
+        known: Int64,
         sink: Int64,
         out: Int64,
         cos: Int64,
@@ -41,7 +47,7 @@ class MergeKernel(MergePlan):
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(parts, tops, totals, sink, out, cos, sin, heads, splits).launch(
+        self.kernel_(parts, known, sink, out, cos, sin, heads, splits).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -53,8 +59,7 @@ class MergeKernel(MergePlan):
     def kernel_(
         self,
         parts: Int64,
-        tops: Int64,
-        totals: Int64,
+        known: Int64,
         sink: Int64,
         out: Int64,
         cos: Int64,
@@ -65,9 +70,9 @@ class MergeKernel(MergePlan):
         """A block for every (token, head).
 
         Args:
-            parts: Address of float32 sums, ``[tokens, splits, heads, 512]``.
-            tops: Address of float32 ``[tokens, splits, heads]``, what they are relative to.
-            totals: Likewise, sums of weights.
+            parts: Address of packed sums, ``[tokens, splits, heads, PACKED_BYTES]``.
+            known: Address of float32 ``[tokens, splits, heads, 2]``: what they are relative to, and
+                the sum of weights.
             sink: Address of float32 ``[heads]``.
             out: Address of bfloat16 ``[tokens, heads, 512]``.
             cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
@@ -83,45 +88,50 @@ class MergeKernel(MergePlan):
         cute.arch.griddepcontrol_wait()
         first = Int64(token) * splits * heads + head
         logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
-        own, sizes = parts + first * (DIMS * 4) + thread * 16, (heads, splits)
+        own, sizes = parts + first * PACKED_BYTES, (heads, splits, thread)
         # On their way while the factors are made.
-        fours = self._ask(own, sizes, Int32(0))
-        factors, total = self._weigh(tops + first * 4, totals + first * 4, logit, sizes)
-        sums = self._add([Float32(0.0)] * 4, fours, factors, Int32(0))
-        for begin in cutlass.range(_TOGETHER, splits, _TOGETHER, unroll=1):
+        packed = self._ask(own, sizes, Int32(0))
+        factors, total = self._weigh(known + first * 8, logit, (heads, splits))
+        sums = self._add([Float32(0.0)] * 8, packed, factors, Int32(0))
+        for begin in cutlass.range(MERGED_TOGETHER, splits, MERGED_TOGETHER, unroll=1):
             sums = self._add(sums, self._ask(own, sizes, begin), factors, begin)
         factor = ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
-        dim = thread * 4 - (DIMS - ROPE)
-        if (cos != Int64(0)) & (dim >= 0):
-            for i in cutlass.range_constexpr(2):
-                place = (Int64(token) * (ROPE // 2) + dim // 2 + i) * 4
+        # Pairs of dims, the first of four that are eight dims apart.
+        pair = thread // 4 * 16 + thread % 4 - (DIMS - ROPE) // 2
+        if (cos != Int64(0)) & (pair >= 0):
+            for i in cutlass.range_constexpr(4):
+                place = (Int64(token) * (ROPE // 2) + pair + 4 * i) * 4
                 c, s = ptx.load_global_float(cos + place), ptx.load_global_float(sin + place)
                 sums[2 * i], sums[2 * i + 1] = ptx.turn_back(sums[2 * i], sums[2 * i + 1], c, s)
         words = [
-            ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(2)
+            ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(4)
         ]
-        ptx.store_global2(out + (Int64(number) * DIMS + thread * 4) * 2, words)
+        words = turn_quad(words, thread)
+        ptx.store_global4(out + (Int64(number) * DIMS + thread * 8) * 2, words)
 
     def _ask(self, own: Value, sizes: Value, begin: Value) -> list[Value]:
         """The thread's dims of some parts, the last part's again where there are no more."""
-        heads, splits = sizes
-        fours = []
-        for i in range(_TOGETHER):
-            row = Int64(cutlass.min(begin + i, splits - 1)) * heads
-            fours.append(ptx.load_global_float4(own + row * (DIMS * 4)))
-        return fours
+        heads, splits, thread = sizes
+        fifth = Int32(DIMS * 2) + (thread // 32 * 4 + thread % 4) * 32 + thread % 32 // 4 * 4
+        packed = []
+        for i in range(MERGED_TOGETHER):
+            row = own + Int64(cutlass.min(begin + i, splits - 1)) * heads * PACKED_BYTES
+            words = ptx.load_streamed(row + thread * 16, 4)
+            packed.append([*words, ptx.load_global(row + fifth)])
+        return packed
 
-    def _add(self, sums: Value, fours: Value, factors: Value, begin: Value) -> list[Value]:
+    def _add(self, sums: Value, packed: Value, factors: Value, begin: Value) -> list[Value]:
         """And those, in their order."""
         lane = begin % 32
         here = ptx.choose(begin < 32, *factors)
-        for i, four in enumerate(fours):
+        for i, words in enumerate(packed):
             factor = cute.arch.shuffle_sync(here, lane + i)
-            sums = [sums[d] + four[d] * factor for d in range(4)]
+            part = ptx.unpack_all_sums(words)
+            sums = [sums[d] + part[d] * factor for d in range(8)]
         return sums
 
     @cute.jit
-    def _weigh(self, tops: Value, totals: Value, logit: Value, sizes: Value) -> Value:
+    def _weigh(self, known: Value, logit: Value, sizes: Value) -> Value:
         """Factors on the sums of parts, two to a lane of each warp, and the sum of all weights.
 
         Of two to a lane all are asked for at once, not one after another.
@@ -132,8 +142,7 @@ class MergeKernel(MergePlan):
         for h in cutlass.range_constexpr(MOST_SPLITS // 32):
             part = lane + 32 * h
             row = Int64(cutlass.min(part, splits - 1)) * heads
-            top = ptx.load_global_float(tops + row * 4)
-            weights = ptx.load_global_float(totals + row * 4)
+            top, weights = ptx.load_global_float2(known + row * 8)
             found.append((part < splits, top, weights))
         origin = logit
         for _, top, _ in found:

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute import _ptx as ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
-from dsv4.cute.sm90.attention_plan import DIMS, NOPE, ROPE, NarrowPlan
+from dsv4.cute.sm90.attention_plan import DIMS, NOPE, PACKED_BYTES, ROPE, NarrowPlan
 
 Value = Any
 _LOG2E = 1.4426950408889634
@@ -36,6 +36,7 @@ _ENTRY = NOPE + 2 * ROPE  # bytes of an entry, but for its scales
 _WARPS = 8
 _GROUP = 64  # dims of a warp
 _CODED = NOPE // _GROUP  # warps whose entries are codes
+_PART = PACKED_BYTES // _WARPS  # bytes of a head's packed sums of a warp's dims
 
 
 class NarrowKernel(ClusterLaunch, NarrowPlan):
@@ -123,7 +124,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         token, tile = item // tiles, item % tiles
         smem = cutlass.memory.SmemAllocator()
         raw = self._room(smem, self.stages * self.stage_bytes)
-        gathered = self._room(smem, self.blocks * self.share * DIMS * 4)
+        gathered = self._room(smem, self.blocks * self.share * PACKED_BYTES)
         parts = self._room(smem, _WARPS * self.heads * self.line)
         weights = self._room(smem, self.heads * self.weights_line)
         factors = self._room(smem, self.heads * 4)
@@ -208,7 +209,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         if thread == 0:
             # All blocks' references and sums of weights, and the others' sums. These may be here
             # before it, as the phase waits for this arrival.
-            given = (self.blocks - 1) * DIMS * 4
+            given = (self.blocks - 1) * PACKED_BYTES
             ptx.expect_bytes(arrived, self.share * (given + self.blocks * 16))
         self._give(sums, (raw, gathered, arrived), (rank, warp, lane))
         self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
@@ -466,14 +467,14 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
 
     @cute.jit
     def _give(self, sums: Value, rooms: Value, who: Value) -> None:
-        """Sums to whoever has the head: lines of 512, whose pieces of 16 bytes are exchanged.
+        """Sums to whoever has the head, packed: pieces of 16 bytes in another order, fifths behind.
 
         They go by way of the warp's part of two stages, which nobody needs any more: of eight
-        heads, as many bytes as the codes of 32 entries.
+        heads, no more bytes than the codes of 32 entries.
         """
         rank, warp, lane = who
         stages, room, arrived = rooms
-        part = _GROUP * 4
+        part = _PART
         mine = stages + Uint32(warp * self.codes)
         apart = self.stage_bytes - 8 * part
         row = lane // 4
@@ -483,16 +484,19 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             if head // self.share == rank:
                 # A copy to itself is forbidden.
                 own = rank * self.share + head % self.share
-                line = room + Uint32(own * (DIMS * 4) + warp * part)
-            for n in cutlass.range_constexpr(0, 8, 2):
-                at = line + Uint32(((lane % 4 * 4 + n // 2) ^ row) * 16)
-                four = [*sums[n][2 * r : 2 * r + 2], *sums[n + 1][2 * r : 2 * r + 2]]
-                ptx.store_shared_float4(at, four)
+                line = room + Uint32(own * PACKED_BYTES + warp * part)
+            fifth = []
+            for k in cutlass.range_constexpr(2):
+                four = [sums[4 * k + n] for n in range(4)]
+                words = ptx.pack_sums([pair[2 * r + i] for pair in four for i in range(2)])
+                ptx.store_shared4(line + Uint32(((lane % 4 * 2 + k) ^ row) * 16), words[:4])
+                fifth.append(words[4])
+            ptx.store_shared2(line + Uint32(2 * _GROUP + lane % 4 * 8), fifth)
         ptx.fence_shared()
         cute.arch.sync_warp()
         owner, own = lane // self.share, lane % self.share
         if (lane < self.heads) & (owner != rank):
-            to = room + Uint32((rank * self.share + own) * (DIMS * 4) + warp * part)
+            to = room + Uint32((rank * self.share + own) * PACKED_BYTES + warp * part)
             ptx.copy_bulk_remote(
                 ptx.remote(to, owner),
                 mine + Uint32(lane * part + lane // 8 * apart),
@@ -533,13 +537,20 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         rank, number = who
         own, piece = number // (DIMS // 4), number % (DIMS // 4)
         mine = rank * self.share + own
-        at = sums_at + Uint32(own * (DIMS * 4) + (piece ^ (mine % 8)) * 16)
+        line = sums_at + Uint32(own * PACKED_BYTES + piece // 16 * _PART)
+        eight = piece % 16 // 2
+        at = line + Uint32((eight ^ (mine % 8)) * 16 + piece % 2 * 8)
+        last = line + Uint32(2 * _GROUP + eight * 4)
         known = [
             ptx.load_shared_float2(stats + Uint32((r * self.share + own) * 16))
             for r in range(self.blocks)
         ]
+        skips = [r * self.share * PACKED_BYTES for r in range(self.blocks)]
         fours = [
-            ptx.load_shared_float4(at + r * self.share * (DIMS * 4)) for r in range(self.blocks)
+            ptx.unpack_sums(
+                ptx.load_shared(at, 2, skip), ptx.load_shared_word(last, skip), piece % 2
+            )
+            for skip in skips
         ]
         logit = ptx.load_shared_float(sinks + Uint32(mine * 4)) * Float32(_LOG2E)
         origin = logit

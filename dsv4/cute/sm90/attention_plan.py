@@ -11,6 +11,7 @@ BLOCK = 64  # entries that are multiplied at a time
 DIMS, NOPE, ROPE = 512, 448, 64
 STAGES = 2
 CONSUMER_WARPS = 8
+PACKED_BYTES = DIMS * 5 // 2  # of a head's sums that another block adds: 20 bits each
 # Of a thread that multiplies, and of one that expands, by the warps that expand.
 REGISTERS = {4: (208, 88), 8: (192, 64)}
 TILE_BYTES = BLOCK * DIMS * 2
@@ -18,20 +19,24 @@ WEIGHT_BYTES = HEADS * BLOCK * 2
 INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
 COLUMN_CLUSTERS = (1, 2, 4, 8)  # blocks that share a token's entries, of 16 heads
 MOST_SPLITS = 64  # a multiple of a warp's lanes
+MERGED_TOGETHER = 8  # parts that are asked for at once; divides 32
 # Of a token that is dealt out, and of one of its parts: up to so many, its end is not looked for.
 _FEW_SLOTS, _FEW_BLOCKS = 2048, 4
 # In clock cycles of some 0.48 ns, fitted to times on an H200: a block of entries, what a tile costs
-# beside them, and a head of it; the second launch, a head of a token there, and the bytes of sums
-# that are written and read again while a multiprocessor's clock ticks; what two blocks that add
-# their sums together cost; and a tile of 16 heads with entries as rows, each block of threads of
-# its cluster, and a block of its entries.
-_BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4250, 7100, 31
-_LAUNCH_CYCLES, _ROW_CYCLES, _BYTES = 3500, 200, 12
-_TOGETHER_CYCLES = 6000
-_COLUMNS_CYCLES, _COLUMNS_OF_EACH, _COLUMN_BLOCK_CYCLES = 7800, 450, 3450
+# beside them, and a head of it; the second launch for each eight parts, a head of a token there,
+# and the bytes of sums that are written and read again while a multiprocessor's clock ticks; what
+# two blocks that add their sums together cost; and a tile of 16 heads with entries as rows, each
+# block of threads of its cluster, and a block of its entries.
+_BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4153, 9647, 34
+_ROUND_CYCLES, _ROW_CYCLES, _BYTES = 1766, 634, 37
+_TOGETHER_CYCLES = 3575
+_COLUMNS_CYCLES, _COLUMNS_OF_EACH, _COLUMN_BLOCK_CYCLES = 8133, 594, 3446
+# Some parts of a token have a block of entries more than others. So much of the time goes by their
+# mean, the rest by the largest: 16 parts of 18 blocks take less time than 9 of two each.
+_MEAN = 0.49
 # A head of a tile whose sums are stored where both multiprocessors of a pair are at work: 72 blocks
 # of threads take 2 us longer than 64, with a third less to do.
-_PAIR_CYCLES = 60
+_PAIR_CYCLES = 25
 NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
 NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and how long it takes
 # Up to so many clusters of that kernel: slots of a token up to which it is the best choice where
@@ -134,7 +139,7 @@ class MergePlan:
 
     kernel = "dsv4.cute.sm90.attention_merge:MergeKernel"
     blocks = 1
-    threads = DIMS // 4
+    threads = DIMS // 8
     shared_bytes = 0
 
 
@@ -174,7 +179,7 @@ class NarrowPlan:
     @property
     def shared_bytes(self) -> int:
         """At least more than half, so that blocks are on different multiprocessors."""
-        sums = self.blocks * self.share * DIMS * 4
+        sums = self.blocks * self.share * PACKED_BYTES
         weighing = self.heads * (8 * 4 + 2) * self.step
         return max(128 * 1024, self.stages * self.stage_bytes + sums + weighing + 2048)
 
@@ -289,14 +294,17 @@ def _cycles(
 ) -> float:
     programs = tokens * tiles(heads)
     rounds = -(-programs * count // multiprocessors)
-    alone = rounds * (_tile(heads) + -(-_blocks(widths) // count) * _BLOCK_CYCLES)
+    blocks = _blocks(widths)
+    each = (1 - _MEAN) * -(-blocks // count) + _MEAN * blocks / count
+    alone = rounds * (_tile(heads) + each * _BLOCK_CYCLES)
     if count == 1:
         return alone
     stored = min(heads, HEADS)
     if 2 * programs * count > multiprocessors:
         alone += _PAIR_CYCLES * stored
-    moved = 4 * DIMS * stored * programs * count / _BYTES
-    return alone + _LAUNCH_CYCLES + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
+    moved = PACKED_BYTES * stored * programs * count / _BYTES
+    merged = _ROUND_CYCLES * -(-count // MERGED_TOGETHER)
+    return alone + merged + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
 
 
 def _tile(heads: int) -> int:
