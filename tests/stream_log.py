@@ -43,7 +43,11 @@ def written_down(monkeypatch):
         return run(op, args)
 
     monkeypatch.setattr(_beside, "possible", lambda x: True)
-    monkeypatch.setattr(_beside, "_stream", lambda device, current: Stream("side"))
+    monkeypatch.setattr(
+        _beside,
+        "_stream",
+        lambda device, current, lane: Stream("side" if lane == 1 else f"side {lane}"),
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

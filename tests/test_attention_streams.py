@@ -52,17 +52,35 @@ def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch)
     if kind == SLIDING:
         assert not [line for line in said if "side" in line]
         return
-    forks = [i for i, line in enumerate(said) if line == "side waits for current"]
-    ends = [i for i, line in enumerate(said) if line == "side ended"]
-    joins = [said.index(f"current waits for end {i + 1} of side") for i in range(len(ends))]
-    queries, attends = said.index("head_norm_rope_ on current"), said.index(LAST)
-    assert len(forks) == len(ends) == (2 if kind == CSA else 1)
-    assert max(ends) < queries < min(joins)
-    assert max(joins) < attends
-    for fork, end in zip(forks, ends, strict=True):
-        assert said[fork:end].count("compress_write on side") == 1
-    if kind == CSA:  # the keys first: they are wanted first
-        assert joins[0] < said.index("indexer_select on current") < joins[1]
+    # Keys and entries have a stream each; the second also has what keys are weighted with, first.
+    stored = {"side": "end 1 of side"} | ({"side 2": "end 2 of side 2"} if kind == CSA else {})
+    first_query = next(i for i, line in enumerate(said) if line.startswith("head_norm_rope_"))
+    for side, end in stored.items():
+        written, ended = said.index(f"compress_write on {side}"), said.index(f"{side} ended")
+        assert said.index(f"{side} waits for current") < written < first_query
+        assert ended < first_query < said.index(f"current waits for {end}") < said.index(LAST)
+    if kind == CSA:
+        chosen = said.index("indexer_select on current")
+        for wanted in ("end 1 of side", "end 1 of side 2"):
+            assert said.index(f"current waits for {wanted}") < chosen
+        assert chosen < said.index("current waits for end 2 of side 2")
+
+
+@pytest.mark.parametrize("tokens", [9, 40])
+def test_few_tokens_are_projected_beside_the_choice_of_entries(tokens, monkeypatch):
+    config = model_of(CSA)
+    module, step = attention(config), step_of(config, tokens)  # of either of two sequences
+    said = written_down(monkeypatch)
+    module(hidden(config, step), past_key_values=step)
+    where = "side 3" if 2 * tokens <= 64 else "current"
+    queries = said.index(f"head_norm_rope_ on {where}")
+    written = said.index(f"norm_rope_write_kv on {where}")
+    assert queries < written < said.index("indexer_select on current")
+    if where == "side 3":
+        made = max(i for i, line in enumerate(said) if line == "window_slots on current")
+        join = said.index("current waits for end 1 of side 3")
+        assert made < said.index("side 3 waits for current") < queries
+        assert said.index("indexer_select on current") < join < said.index(LAST)
 
 
 def test_layers_share_what_a_step_has_one_of(monkeypatch):
@@ -85,31 +103,40 @@ def test_layers_share_what_a_step_has_one_of(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [CSA, HCA])
 def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
-    """Also when the second one is late: it sleeps before and after its work."""
+    """Also when one of the others is late: it sleeps before and after its work."""
     config = model_of(kind)
     module = attention(config, device="cuda")
-    run = module.compressor.write_pages
+    works = [(module.compressor, "write_pages")]
+    if kind == CSA:
+        indexer = module.compressor.indexer
+        works += [(indexer, "store_keys"), (indexer, "head_weights"), (module, "_queries")]
 
-    def late(*args):
-        torch.cuda._sleep(3_000_000)
-        run(*args)
-        torch.cuda._sleep(3_000_000)
+    def late(run):
+        def work(*args):
+            torch.cuda._sleep(3_000_000)
+            out = run(*args)
+            torch.cuda._sleep(3_000_000)
+            return out
 
-    found = {}
-    for streams in (1, 2):
-        if streams == 1:
-            monkeypatch.setattr(_beside, "possible", lambda x: False)
-        else:
-            monkeypatch.undo()
-            monkeypatch.setattr(module.compressor, "write_pages", late)
+        return work
+
+    def run():
         step = step_of(config, 25, "cuda")
         outs = [
             module(hidden(config, step, seed, "cuda"), past_key_values=step)[0] for seed in range(3)
         ]
         layer = step.cache.layers[0]
-        found[streams] = (*outs, layer.compressed.data, layer.state)
-    for one, two in zip(found[1], found[2], strict=True):
-        assert_bitwise(two, one)
+        return (*outs, layer.compressed.data, layer.state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_beside, "possible", lambda x: False)
+        wanted = run()
+    for slow in ([], *([work] for work in works), works):
+        with monkeypatch.context() as patched:
+            for owner, name in slow:
+                patched.setattr(owner, name, late(getattr(owner, name)))
+            for found, one in zip(run(), wanted, strict=True):
+                assert_bitwise(found, one)
 
 
 @pytest.mark.gpu

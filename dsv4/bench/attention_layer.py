@@ -15,6 +15,7 @@ to its own.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ from dsv4.bench.rivals.transformers_attention import Step
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers import DeepseekV4Attention, DeepseekV4RMSNorm, Linear, pack_
+from dsv4.layers.compressor import Selection
 from dsv4.pages import entry_layout
 
 KINDS = {"C4A": CSA, "C128A": HCA, "window": SLIDING}
@@ -177,15 +179,18 @@ def _selecting(
         return
     begin = compressor.begin_paged
 
-    def shown(*args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def shown(*args: Any) -> Selection:
         select = begin(*args)
 
-        def selected(q_residual: torch.Tensor) -> torch.Tensor:
-            slots = select(q_residual)
-            instead = see(slots)
-            return slots if instead is None else instead
+        def selected(q_residual: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return functools.partial(seen, select(q_residual))
 
         return selected
+
+    def seen(chosen: Callable[[], torch.Tensor]) -> torch.Tensor:
+        slots = chosen()
+        instead = see(slots)
+        return slots if instead is None else instead
 
     vars(compressor)["begin_paged"] = shown
     try:

@@ -1,4 +1,4 @@
-"""Work on a second CUDA stream, beside what follows on the current one."""
+"""Work on other CUDA streams, beside what follows on the current one."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from dsv4._leaving import leaving
 Result = TypeVar("Result", bound="torch.Tensor | None")
 
 
-def started(work: Callable[[torch.Tensor], Result], x: torch.Tensor) -> Callable[[], Result]:
+def started(
+    work: Callable[[torch.Tensor], Result], x: torch.Tensor, lane: int = 1
+) -> Callable[[], Result]:
     """``beside`` with a function as result in any case."""
-    out = beside(work, x)
-    if callable(out):
-        return out
+    out = beside(work, x, lane=lane)
+    return out if callable(out) else done(out)
+
+
+def done(out: Result) -> Callable[[], Result]:
+    """What ``started`` returns of work whose result is there."""
     return lambda: out
 
 
 def beside(
-    work: Callable[[torch.Tensor], Result], x: torch.Tensor, leave: int = 0
+    work: Callable[[torch.Tensor], Result], x: torch.Tensor, leave: int = 0, lane: int = 1
 ) -> Result | Callable[[], Result]:
     """Start ``work(x)`` on a stream beside the current one.
 
     That stream waits for what the current one has been given so far, so ``x`` is ready. The caller
-    keeps ``x`` until it has called the result: no tensor that the second stream reads may be freed
-    before. Works that are started one after another follow one another there.
+    keeps ``x`` until it has called the result: no tensor that the other stream reads may be freed
+    before. Works of one lane that are started one after another follow one another there.
 
     Args:
         work: A module, or another function that gives one tensor or None.
         x: Its input.
         leave: Multiprocessors that its products of many tokens leave to the current stream.
+        lane: Number of the other stream.
 
     Returns:
         A function that lets the current stream wait for this work and gives the tensor. Where there
-        is no second stream, on the CPU, under ``torch.compile`` and for subclasses of ``Tensor``,
+        is no other stream, on the CPU, under ``torch.compile`` and for subclasses of ``Tensor``,
         the tensor itself.
     """
     if not possible(x):
         return work(x)
-    current, side = _streams(x)
+    current, side = _streams(x, lane)
     side.wait_stream(current)
     with torch.cuda.stream(side), leaving(leave):
         out = work(x)
@@ -86,21 +92,21 @@ def beside_in_two(
 
 
 def _joined(current: torch.cuda.Stream, ended: torch.cuda.Event, out: Result) -> Result:
-    """What the second stream gave, after the current one's wait for it."""
+    """What the other stream gave, after the current one's wait for it."""
     current.wait_event(ended)
-    # The memory belongs to the second stream, which may be given it again once it is freed; the
+    # The memory belongs to the other stream, which may be given it again once it is freed; the
     # current one reads it still. While a graph is captured nobody else uses these streams, the
-    # second one waits for the current one before its next work, and marking the memory would
+    # other one waits for the current one before its next work, and marking the memory would
     # keep it from being used again in the whole graph.
     if out is not None and not torch.cuda.is_current_stream_capturing():
         out.record_stream(current)
     return out
 
 
-def _streams(x: torch.Tensor) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The current stream and its second one."""
+def _streams(x: torch.Tensor, lane: int = 1) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The current stream and one beside it."""
     current = torch.cuda.current_stream(x.device)
-    return current, _stream(current.device_index, current.cuda_stream)
+    return current, _stream(current.device_index, current.cuda_stream, lane)
 
 
 def possible(x: torch.Tensor) -> bool:
@@ -109,8 +115,8 @@ def possible(x: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _stream(device: int, current: int) -> torch.cuda.Stream:
-    """The second stream of a stream, made on first use.
+def _stream(device: int, current: int, lane: int) -> torch.cuda.Stream:
+    """A stream beside another, made on first use.
 
     One for each, so that work of several streams, or a graph captured on one, does not meet here.
     """

@@ -9,6 +9,7 @@ from torch import nn
 
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.layers._beside import done, started
 from dsv4.layers._module import FixedDtypeModule
 from dsv4.layers._pooling import plain_pages
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
@@ -21,6 +22,8 @@ from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+_FEW = 64  # tokens of a step
+_QUERIES = 3  # number of a stream beside the current one; the compressors have 1 and 2
 
 
 class DeepseekV4Attention(FixedDtypeModule):
@@ -103,9 +106,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         label = self.rope_layer_type
         given = None if position_embeddings is None else position_embeddings[label]
         if isinstance(past_key_values, CacheStep):
-            step = past_key_values
-            tables = self.rotary_emb.of_step(hidden_states, step, label, given)
-            out = self._attend_paged(hidden_states, tables, step)
+            out = self._attend_paged(hidden_states, given, past_key_values)
         else:
             if position_ids is None:
                 count = hidden_states.shape[1]
@@ -143,12 +144,20 @@ class DeepseekV4Attention(FixedDtypeModule):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_residual ``[B, S, q_lora]``, q ``[B, S, heads, D]`` rotated, kv ``[B, S, D]`` as is."""
+        q_residual, kv = self._down(x)
+        return q_residual, self._queries(q_residual, (cos, sin)), kv
+
+    def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q_residual ``[B, S, q_lora]`` and kv ``[B, S, D]`` as is."""
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
-        q_residual = self.q_a_norm(q_a)
+        return self.q_a_norm(q_a), kv
+
+    def _queries(self, q_residual: torch.Tensor, tables: Tables) -> torch.Tensor:
+        """q ``[B, S, heads, D]`` rotated."""
         q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        cos, sin = self._flat((cos, sin), q)
+        cos, sin = self._flat(tables, q)
         head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)
-        return q_residual, q, kv
+        return q
 
     @staticmethod
     def _flat(tables: Tables, q: torch.Tensor) -> Tables:
@@ -157,25 +166,38 @@ class DeepseekV4Attention(FixedDtypeModule):
         return cos, sin
 
     def _attend_paged(
-        self, hidden_states: torch.Tensor, tables: Tables, step: CacheStep
+        self, hidden_states: torch.Tensor, given: Tables | None, step: CacheStep
     ) -> torch.Tensor:
-        """Write this batch to the cache, then read every key from there."""
+        """Write this batch to the cache, then read every key from there.
+
+        What layers share is made by the current stream, the projection before it. Of few tokens the
+        product of the indexer's queries comes first, and the others beside the choice of entries:
+        that takes as long and leaves most of the GPU alone.
+        """
         if not torch.compiler.is_compiling():
             step.cache.check_model(self.config, hidden_states.dtype)
         layer = step.cache.layers[self.layer_idx]
-        seen = step.read_slots(layer)
         select = None
         if self.compressor is not None:
             select = self.compressor.begin_paged(hidden_states[0], step, self.layer_idx)
-        q_residual, q, kv = self._project(hidden_states, *tables)
+        q_residual, kv = self._down(hidden_states)
+        tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, given)
         cos, sin = (table[0] for table in tables)
-        norm, written = self.kv_norm, step.write_slots(layer)
-        norm_rope_write_kv(
-            layer.window, kv[0], norm.weight, cos, sin, written, eps=norm.variance_epsilon
-        )
-        slots = None if select is None else select(q_residual[0])
+        norm, seen, written = self.kv_norm, step.read_slots(layer), step.write_slots(layer)
+
+        def work(q_residual: torch.Tensor) -> torch.Tensor:
+            q = self._queries(q_residual, tables)
+            norm_rope_write_kv(
+                layer.window, kv[0], norm.weight, cos, sin, written, eps=norm.variance_epsilon
+            )
+            return q
+
+        asked = None if select is None else select(q_residual[0])
+        beside = self.layer_type == CSA and q_residual.shape[1] <= _FEW
+        queries = started(work, q_residual, _QUERIES) if beside else done(work(q_residual))
+        slots = None if asked is None else asked()
         out = sparse_attention(
-            q[0],
+            queries()[0],
             layer.window,
             seen,
             layer.compressed,

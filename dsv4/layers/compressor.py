@@ -13,7 +13,7 @@ from dsv4.layers._beside import started
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.indexer import DeepseekV4Indexer
 
-Selection = Callable[[torch.Tensor], torch.Tensor]
+Selection = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,8 +45,9 @@ class _AttentionCompressor(PoolingModule):
         """Start all that waits for no query, on a second stream; ``hidden_states`` are ``[T, H]``.
 
         Returns:
-            A function of ``q_residual [T, q_lora_rank]``: cache slots each token attends to,
-            ``[T, k]``, -1 for none. When it returns, the entries that closed are stored.
+            A function of ``q_residual [T, q_lora_rank]`` that makes what queries are asked with,
+            and returns one that gives cache slots each token attends to, ``[T, k]``, -1 for none.
+            When that one returns, the entries that closed are stored.
         """
         raise NotImplementedError
 
@@ -115,7 +116,7 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
             )
 
         stored = started(work, hidden_states)
-        return lambda q_residual: stored()
+        return lambda q_residual: stored
 
 
 class DeepseekV4CSACompressor(_AttentionCompressor):
@@ -143,13 +144,21 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
     ) -> Selection:
         """Gives the slots of the entries that the indexer chooses; its keys are stored first."""
         layer = step.cache.layers[layer_idx]
-        weights = started(lambda x: self.indexer.begin_paged(x, step, layer_idx), hidden_states)
-        stored = started(lambda x: self.write_pages(x, step, layer_idx), hidden_states)
+        indexer = self.indexer
+        keys = started(lambda x: indexer.store_keys(x, step, layer_idx), hidden_states)
+        weights = started(lambda x: indexer.head_weights(x, step, layer_idx), hidden_states, 2)
+        stored = started(lambda x: self.write_pages(x, step, layer_idx), hidden_states, 2)
 
-        def select(q_residual: torch.Tensor) -> torch.Tensor:
-            ids = self.indexer.select_paged(weights(), q_residual, step, layer_idx)
-            slots = layer.compressed_slots_of(step.batch.sequence_of_token, ids)
-            stored()
+        def select(q_residual: torch.Tensor) -> Callable[[], torch.Tensor]:
+            q = indexer.project_queries(q_residual)
+
+            def slots() -> torch.Tensor:
+                keys()
+                ids = indexer.select_paged(weights(), q, step, layer_idx)
+                found = layer.compressed_slots_of(step.batch.sequence_of_token, ids)
+                stored()
+                return found
+
             return slots
 
         return select

@@ -75,30 +75,21 @@ class DeepseekV4Indexer(PoolingModule):
     def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Index queries ``[..., heads, d]``: projected, rotated, quantised; no norm per head."""
         tables = self.rotary_emb(q_residual, position_ids, self.rope_layer_type)
-        return self._queries(q_residual, tables)
+        q = self.project_queries(q_residual)
+        return self._rotated(q, *(t.expand(*q.shape[:-2], -1).flatten(0, -2) for t in tables))
 
-    def _queries(self, q_residual: torch.Tensor, tables: Tables) -> torch.Tensor:
-        q, cos, sin = self._project_queries(q_residual, tables)
+    def project_queries(self, q_residual: torch.Tensor) -> torch.Tensor:
+        """Queries ``[..., heads, d]`` before rotation."""
+        return self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _rotated(self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotated and quantised, by a row of tables for each token."""
         rotate_quantize = self.numerics == "deepseek"
         rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
         return rotated.view(q.shape)
 
-    def _project_queries(
-        self, q_residual: torch.Tensor, tables: Tables
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[..., heads, d]`` before rotation, and a row of tables for each token."""
-        q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        cos, sin = (table.expand(*q.shape[:-2], -1).flatten(0, -2) for table in tables)
-        return q, cos, sin
-
-    def begin_paged(
-        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> torch.Tensor:
-        """Update the state, store the keys that closed; weights of the heads of a flat batch.
-
-        They have both scales where keys are not in codes; else ``quantize_index_queries`` wants
-        them without.
-        """
+    def store_keys(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
+        """Update the state with ``hidden_states [T, H]`` and store the keys that closed."""
         layer = step.cache.layers[layer_idx]
         assert layer.indexer_state is not None
         assert layer.indexer_pages is not None
@@ -111,21 +102,33 @@ class DeepseekV4Indexer(PoolingModule):
             layer.compressed_table,
             rotate_quantize=self.numerics == "deepseek",
         )
+
+    def head_weights(
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
+    ) -> torch.Tensor:
+        """Weights of the heads of a flat batch.
+
+        They have both scales where keys are not in codes; else ``quantize_index_queries`` wants
+        them without. What ``select_paged`` asks the step for is made first.
+        """
         self.visible_in(step)
-        if layer.indexer_pages.entry_format in COMPACT_FORMATS:
+        pages = step.cache.layers[layer_idx].indexer_pages
+        assert pages is not None
+        if pages.entry_format in COMPACT_FORMATS:
             return self.scorer.weights_proj(hidden_states)
         return self.scorer.weights(hidden_states)
 
     def _weighted_queries(
-        self, weights: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, entry_format: str
+        self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, entry_format: str
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
         """Queries and weights of a flat batch, in codes if keys are."""
-        cos, sin = self.rotary_emb.of_step(q_residual, step, self.rope_layer_type)
-        tables = cos[0], sin[0]
+        cos, sin = (table[0] for table in self.rotary_emb.of_step(q, step, self.rope_layer_type))
         if entry_format not in COMPACT_FORMATS:
-            return self._queries(q_residual, tables), weights
+            return self._rotated(q, cos, sin), weights
         return quantize_index_queries(
-            *self._project_queries(q_residual, tables),
+            q,
+            cos,
+            sin,
             weights,
             rotate=self.numerics == "deepseek",
             query_format=entry_format.removeprefix("index_"),
@@ -133,15 +136,22 @@ class DeepseekV4Indexer(PoolingModule):
         )
 
     def select_paged(
-        self, begun: torch.Tensor, q_residual: torch.Tensor, step: CacheStep, layer_idx: int
+        self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
-        """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none."""
+        """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none.
+
+        Args:
+            weights: Of ``head_weights``.
+            q: Of ``project_queries``, ``[T, heads, d]``.
+            step: Whose keys are stored.
+            layer_idx: The layer's place in its cache.
+        """
         layer, batch = step.cache.layers[layer_idx], step.batch
         assert layer.indexer_pages is not None
         assert layer.compressed_table is not None
         pages = layer.indexer_pages
         return indexer_select(
-            *self._weighted_queries(begun, q_residual, step, pages.entry_format),
+            *self._weighted_queries(weights, q, step, pages.entry_format),
             pages,
             layer.compressed_table,
             batch.sequence_of_token,
