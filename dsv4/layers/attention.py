@@ -22,7 +22,7 @@ from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-_FEW = 64  # tokens of a step
+_FEW = 64  # tokens of a step; products of more fill the GPU by themselves
 _QUERIES = 3  # number of a stream beside the current one; the compressors have 1 and 2
 
 

@@ -10,8 +10,8 @@
 * Blocks of threads stay and take (token, part, tile of heads) in turn. The entries of the next are
   expanded while the results of the last are stored.
 * ``together``, two blocks of a cluster have the odd and the even blocks of a tile's entries. At the
-  end each gives the other its sums of the dims that are the other's, by bulk copies of four pieces,
-  and adds and stores its own, piece after piece.
+  end each gives the other its sums of the dims that are the other's, packed, by bulk copies of four
+  pieces, and adds and stores its own, piece after piece.
 
 Weights are relative to a reference that follows the largest logit when that has grown by more than
 ``2^8``; sums of float32 bear that, and most blocks leave the sums as they are. The warpgroups hand
@@ -401,9 +401,9 @@ class AttentionKernel(Entries, AttentionPlan):
             tile, rest, token = self._item(item, tiles, splits)
             if cutlass.const_expr(self.together):
                 rank = cute.arch.block_idx_in_cluster()
-                told_by = tables + Uint32(4 * ROPE)
+                stats = tables + Uint32(4 * ROPE)
                 own = at_k + Uint32(warp * 2 * _KEPT)
-                rooms = (own, own + Uint32(_KEPT), at_q + Uint32(warp * _GIVEN), told_by)
+                rooms = (own, own + Uint32(_KEPT), at_q + Uint32(warp * _GIVEN), stats)
                 self._give_half(
                     sums, (references, total), rooms, arrived, (row, rank, thread, lane)
                 )
