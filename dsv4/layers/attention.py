@@ -12,7 +12,11 @@ from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers._beside import done, started
 from dsv4.layers._module import FixedDtypeModule
 from dsv4.layers._pooling import plain_pages
-from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
+from dsv4.layers.compressor import (
+    QUERIES,
+    DeepseekV4CSACompressor,
+    DeepseekV4HCACompressor,
+)
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
@@ -23,7 +27,6 @@ from dsv4.ops.rope import rope
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _FEW = 64  # tokens of a step; products of more fill the GPU by themselves
-_QUERIES = 3  # number of a stream beside the current one; the compressors have 1 and 2
 
 
 class DeepseekV4Attention(FixedDtypeModule):
@@ -194,7 +197,7 @@ class DeepseekV4Attention(FixedDtypeModule):
 
         asked = None if select is None else select(q_residual[0])
         beside = self.layer_type == CSA and q_residual.shape[1] <= _FEW
-        queries = started(work, q_residual, _QUERIES) if beside else done(work(q_residual))
+        queries = started(work, q_residual, QUERIES) if beside else done(work(q_residual))
         slots = None if asked is None else asked()
         out = sparse_attention(
             queries()[0],

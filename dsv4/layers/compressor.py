@@ -14,6 +14,8 @@ from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.indexer import DeepseekV4Indexer
 
 Selection = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+# Lanes of attention's work beside the current stream: index keys, all other entries, queries.
+KEYS, ENTRIES, QUERIES = 1, 2, 3
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +44,7 @@ class _AttentionCompressor(PoolingModule):
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> Selection:
-        """Start all that waits for no query, on a second stream; ``hidden_states`` are ``[T, H]``.
+        """Start all that waits for no query, on other streams; ``hidden_states`` are ``[T, H]``.
 
         Returns:
             A function of ``q_residual [T, q_lora_rank]`` that makes what queries are asked with,
@@ -142,12 +144,13 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> Selection:
-        """Gives the slots of the entries that the indexer chooses; its keys are stored first."""
+        """Gives the slots of the entries that the indexer chooses; its keys have a stream."""
         layer = step.cache.layers[layer_idx]
         indexer = self.indexer
-        keys = started(lambda x: indexer.store_keys(x, step, layer_idx), hidden_states)
-        weights = started(lambda x: indexer.head_weights(x, step, layer_idx), hidden_states, 2)
-        stored = started(lambda x: self.write_pages(x, step, layer_idx), hidden_states, 2)
+        at = step, layer_idx
+        keys = started(lambda x: indexer.store_keys(x, *at), hidden_states, KEYS)
+        weights = started(lambda x: indexer.head_weights(x, *at), hidden_states, ENTRIES)
+        stored = started(lambda x: self.write_pages(x, *at), hidden_states, ENTRIES)
 
         def select(q_residual: torch.Tensor) -> Callable[[], torch.Tensor]:
             q = indexer.project_queries(q_residual)
