@@ -464,11 +464,6 @@ def load_global_float2(address: Value) -> tuple[Value, ...]:
     return assembly(f"ld.global.v2.f32 {_outs(2)}, [{{$r0}}];", [Float32] * 2, [address])
 
 
-def load_global_float4(address: Value) -> tuple[Value, ...]:
-    """Four float32 from an address that is a multiple of 16."""
-    return assembly(f"ld.global.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
-
-
 def copy_or_zero(target: Value, source: Value, count: Value, to: int = 0, offset: int = 0) -> None:
     """16 bytes from global to shared memory: ``count`` of them (0 or 16), then zeros.
 

@@ -143,13 +143,6 @@ class DeepseekV4Attention(FixedDtypeModule):
                 "wanted [B or 1, 1, S, L]"
             )
 
-    def _project(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_residual ``[B, S, q_lora]``, q ``[B, S, heads, D]`` rotated, kv ``[B, S, D]`` as is."""
-        q_residual, kv = self._down(x)
-        return q_residual, self._queries(q_residual, (cos, sin)), kv
-
     def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q_residual ``[B, S, q_lora]`` and kv ``[B, S, D]`` as is."""
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
@@ -220,7 +213,8 @@ class DeepseekV4Attention(FixedDtypeModule):
         attention_mask: torch.Tensor | None,
         past: Any,
     ) -> torch.Tensor:
-        q_residual, q, kv = self._project(hidden_states, *tables)
+        q_residual, kv = self._down(hidden_states)
+        q = self._queries(q_residual, tables)
         kv = rope(self.kv_norm(kv), *tables)
         batch, queries = q.shape[:2]
         cos, sin = self._flat(tables, q)
