@@ -259,11 +259,12 @@ def warmup(
     with _progress(len(plans), progress) as advance:
         for plan in plans:
             assert chosen is not None
-            compiled += not _images.path(plan, chosen).exists()
-            if gpu is None:
-                _images.image(plan, chosen)
-            else:
+            missing = _images.stored(plan, chosen) is None
+            compiled += missing
+            if gpu is not None:
                 cute_gemm.warmup([plan], gpu)
+            elif missing:
+                _images.compile_and_store(plan, chosen)
             advance()
     done = Warmup(len(plans), compiled, 0.0)
     if arch is not None and gpu is None:

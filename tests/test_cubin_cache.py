@@ -1,0 +1,528 @@
+"""The cache of compiled kernels: what is damaged or another user's never reaches the driver."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import threading
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dsv4.cute import _cubin_file, _driver, _images, _trusted
+from dsv4.cute._driver import Image, Kernel
+
+STRANGER = 54321
+ME = os.geteuid()
+KEY = bytes(range(32))
+IMAGE = Image(bytes(range(256)) * 5, "kernel_entry", 384, 2, 200_000)
+CONTENT = _cubin_file.encode(IMAGE, KEY)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stands for a configuration of a kernel."""
+
+    number: int = 0
+    kernel: str = "module:class"
+    threads: int = 128
+    blocks: int = 2
+    shared_bytes: int = 4096
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The cache's folder, which does not exist yet."""
+    folder = tmp_path / "cache" / "kernels"
+    monkeypatch.setenv(_images.CACHE_VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The plans that were compiled; the "compiler" makes other bytes each time."""
+    made = []
+
+    def compile_image(plan, arch):
+        made.append(plan)
+        code = b"code %d of plan %d" % (len(made), plan.number)
+        return Image(code, f"entry_{plan.number}", plan.threads, plan.blocks, plan.shared_bytes)
+
+    monkeypatch.setattr(_images, "compile_image", compile_image)
+    return made
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The bytes that the driver was given."""
+    given_bytes = []
+
+    class Driver:
+        def __getattr__(self, name):
+            return lambda *arguments: 0
+
+        def cuLibraryLoadData(self, library, code, *rest):  # noqa: N802, the driver's
+            given_bytes.append(code)
+            return 0
+
+    monkeypatch.setattr(_driver, "_driver", lambda: Driver())
+    return given_bytes
+
+
+@pytest.fixture
+def said(caplog):
+    """The warnings of the cache, each text once per process: forgotten before a test."""
+    _images._say.cache_clear()
+    caplog.set_level(logging.WARNING, logger=_images.__name__)
+
+    class Said(list):
+        def __iter__(self):
+            return iter([record.getMessage() for record in caplog.records])
+
+        def __len__(self):
+            return len(caplog.records)
+
+    return Said()
+
+
+def pretend(monkeypatch, path, uid=None, mode=None, gid=None):
+    """Let a file or folder seem to be another's, or writable by others, for any user."""
+    inode, device = os.lstat(path).st_ino, os.lstat(path).st_dev
+
+    def changed(real):
+        def status(target, **options):
+            found = real(target, **options)
+            if (found.st_ino, found.st_dev) != (inode, device):
+                return found
+            values = list(found[:10])
+            values[stat.ST_UID] = found.st_uid if uid is None else uid
+            values[stat.ST_GID] = found.st_gid if gid is None else gid
+            if mode is not None:
+                values[stat.ST_MODE] = stat.S_IFMT(found.st_mode) | mode
+            return os.stat_result(values)
+
+        return status
+
+    monkeypatch.setattr(os, "lstat", changed(os.lstat))
+    monkeypatch.setattr(os, "fstat", changed(os.fstat))
+
+
+def fetch(plan=None, arch="sm_90a"):
+    return _images.image(plan or Plan(), arch)
+
+
+def only_file(place):
+    (file,) = place.iterdir()
+    return file
+
+
+class TestFormat:
+    def test_what_was_encoded_is_decoded(self):
+        assert _cubin_file.decode(CONTENT, KEY) == IMAGE
+        assert CONTENT.endswith(IMAGE.name.encode() + IMAGE.cubin)
+
+    @given(
+        cubin=st.binary(max_size=300),
+        name=st.text(max_size=20),
+        key=st.binary(min_size=32, max_size=32),
+    )
+    def test_round_trip(self, cubin, name, key):
+        image = Image(cubin, name, 1, 1, 0)
+        assert _cubin_file.decode(_cubin_file.encode(image, key), key) == image
+
+    def test_any_truncation_is_found(self):
+        for length in range(len(CONTENT)):
+            with pytest.raises(_cubin_file.DamagedError):
+                _cubin_file.decode(CONTENT[:length], KEY)
+
+    def test_any_flipped_bit_is_found(self):
+        for place in range(len(CONTENT)):
+            for bit in range(8):
+                damaged = bytearray(CONTENT)
+                damaged[place] ^= 1 << bit
+                with pytest.raises(_cubin_file.DamagedError):
+                    _cubin_file.decode(bytes(damaged), KEY)
+
+    @given(more=st.binary(min_size=1, max_size=50))
+    def test_any_longer_file_is_found(self, more):
+        with pytest.raises(_cubin_file.DamagedError):
+            _cubin_file.decode(CONTENT + more, KEY)
+
+    @given(start=st.integers(0, len(CONTENT)), other=st.binary(max_size=2000))
+    @example(start=0, other=b"")
+    @example(start=0, other=b"{}\n")
+    @example(start=8, other=bytes(2000))
+    def test_any_planted_file_is_found(self, start, other):
+        planted = CONTENT[:start] + other
+        if planted != CONTENT:
+            with pytest.raises(_cubin_file.DamagedError):
+                _cubin_file.decode(planted, KEY)
+
+    @given(key=st.binary(min_size=32, max_size=32))
+    def test_a_file_under_another_name_is_found(self, key):
+        if key != KEY:
+            with pytest.raises(_cubin_file.DamagedError, match="another kernel"):
+                _cubin_file.decode(CONTENT, key)
+
+
+class TestDamage:
+    @given(data=st.data())
+    @example(data=None)
+    def test_the_driver_gets_what_was_compiled(
+        self, data, tmp_path_factory, compiled, loaded, said, monkeypatch
+    ):
+        place = tmp_path_factory.mktemp("kernels")
+        monkeypatch.setenv(_images.CACHE_VARIABLE, str(place))
+        compiled.clear(), loaded.clear()
+        first = fetch()
+        file, content = only_file(place), only_file(place).read_bytes()
+        damaged = bytearray(content)
+        if data is None or data.draw(st.booleans()):
+            del damaged[data.draw(st.integers(0, len(content) - 1)) if data else 0 :]
+        else:
+            damaged[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        file.write_bytes(damaged)
+        Kernel(fetch())
+        assert loaded == [b"code 2 of plan 0"]
+        assert fetch() == Image(b"code 2 of plan 0", first.name, 128, 2, 4096)
+        assert len(compiled) == 2, "the damaged file was replaced by a good one"
+        assert any(f"{file} is damaged" in text for text in said)
+
+    def test_a_file_is_read_once(self, place, compiled, loaded, monkeypatch):
+        """What the driver gets are the bytes that were verified, whatever the file holds by then."""
+        fetch()
+        decode = _cubin_file.decode
+
+        def exchange(content, key):
+            only_file(place).write_bytes(b"exchanged after it was read")
+            return decode(content, key)
+
+        monkeypatch.setattr(_cubin_file, "decode", exchange)
+        Kernel(fetch())
+        assert (loaded, len(compiled)) == ([b"code 1 of plan 0"], 1)
+
+    def test_a_swapped_file_is_not_the_other_kernel(self, place, compiled, said):
+        fetch(Plan(1))
+        first = only_file(place)
+        fetch(Plan(2))
+        (second,) = set(place.iterdir()) - {first}
+        os.replace(second, first)
+        assert fetch(Plan(1)).name == "entry_1"
+        assert "it is another kernel" in next(iter(said))
+
+
+def model_of_trust(status, user, has_acl):
+    """Whether only root and the user can change a file or exchange a folder's entries."""
+    writers = {status.st_uid} - {0, user.uid}
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o1000
+    if status.st_mode & 0o002 and not sticky:
+        writers.add("anyone")
+    if status.st_mode & 0o020 and not sticky and (status.st_gid != user.private_group or has_acl):
+        writers.add("the group")
+    return not writers
+
+
+class TestTrust:
+    @given(
+        uid=st.sampled_from([0, 1000, 1001, 65534]),
+        gid=st.sampled_from([0, 1000, 100]),
+        user=st.sampled_from([(0, None), (1000, 1000), (1000, None), (1001, 1001)]),
+        mode=st.integers(0, 0o7777),
+        kind=st.sampled_from([stat.S_IFREG, stat.S_IFDIR]),
+        has_acl=st.booleans(),
+    )
+    @example(1000, 100, (1001, None), 0o600, stat.S_IFREG, False)
+    @example(1000, 1000, (1000, 1000), 0o775, stat.S_IFDIR, False)
+    @example(1000, 1000, (1000, 1000), 0o775, stat.S_IFDIR, True)
+    @example(0, 0, (1000, 1000), 0o1777, stat.S_IFDIR, False)
+    @example(0, 0, (1000, 1000), 0o1777, stat.S_IFREG, False)
+    @example(0, 0, (1000, 1000), 0o777, stat.S_IFDIR, False)
+    def test_reasons(self, uid, gid, user, mode, kind, has_acl):
+        status = os.stat_result((kind | mode, 1, 1, 1, uid, gid, 1, 0, 0, 0))
+        who = _trusted.User(*user)
+        reason = _trusted.others_reason(status, who, has_acl=has_acl)
+        assert (reason is None) == model_of_trust(status, who, has_acl)
+
+    def test_temporary_folders_are_trusted_and_their_parents_named(self, tmp_path, monkeypatch):
+        _trusted.check_folder(str(tmp_path))
+        _trusted.check_folder("/tmp")
+        pretend(monkeypatch, tmp_path.parent, uid=STRANGER)
+        with pytest.raises(_trusted.UntrustedError, match=f"{tmp_path.parent} belongs to user 543"):
+            _trusted.check_folder(str(tmp_path))
+
+    def test_links_are_followed_for_folders(self, tmp_path):
+        real, link = tmp_path / "real" / "inner", tmp_path / "link"
+        real.mkdir(parents=True)
+        link.symlink_to("./real/../real")
+        (tmp_path / "absolute").symlink_to(real)
+        for folder in ("link/inner", "absolute", "link/../link/inner/."):
+            _trusted.check_folder(f"{tmp_path}/{folder}")
+        with pytest.raises(FileNotFoundError):
+            _trusted.check_folder(f"{tmp_path}/link/missing")
+
+    def test_what_a_link_leads_to_is_checked(self, tmp_path, monkeypatch):
+        (tmp_path / "real" / "inner").mkdir(parents=True)
+        (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
+        pretend(monkeypatch, tmp_path / "real", mode=0o777)
+        with pytest.raises(_trusted.UntrustedError, match=r"/real can be written by every user"):
+            _trusted.check_folder(str(tmp_path / "link"))
+
+    def test_a_link_of_another_user_is_refused(self, tmp_path, monkeypatch):
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        pretend(monkeypatch, tmp_path / "link", uid=STRANGER)
+        with pytest.raises(_trusted.UntrustedError, match="is a symbolic link of user 54321"):
+            _trusted.check_folder(str(tmp_path / "link"))
+
+    def test_links_without_end_are_refused(self, tmp_path):
+        (tmp_path / "a").symlink_to("b")
+        (tmp_path / "b").symlink_to("a")
+        with pytest.raises(_trusted.UntrustedError, match="more than 40 symbolic links"):
+            _trusted.check_folder(str(tmp_path / "a"))
+
+    def test_a_private_group_has_one_member(self, monkeypatch):
+        import grp
+        import pwd
+
+        def group(name, gid, members):
+            _trusted._user.cache_clear()
+            account = pwd.struct_passwd(("me", "x", 1000, gid, "", "/", "/bin/sh"))
+            monkeypatch.setattr(pwd, "getpwuid", lambda uid: account)
+            monkeypatch.setattr(
+                grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members))
+            )
+            found = _trusted._user(1000).private_group
+            _trusted._user.cache_clear()
+            return found
+
+        assert group("me", 1000, []) == group("me", 1000, ["me"]) == 1000
+        assert group("me", 1000, ["other"]) is None
+        assert group("staff", 1000, []) is None
+        assert group("me", 0, []) is None
+
+    def test_without_owners_nothing_is_trusted(self, place, compiled, said, monkeypatch):
+        monkeypatch.delattr(os, "geteuid")
+        assert fetch().name == "entry_0"
+        assert not place.exists()
+        assert "this system does not tell who can change a file" in next(iter(said))
+
+
+class TestOtherUsers:
+    def test_planted_files_are_refused(self, place, compiled, loaded, said, monkeypatch):
+        """Even a file with the right key, lengths and hash, if another user owns it."""
+        for number in range(3):
+            fetch(Plan(number))
+        planted = {file: file.read_bytes() for file in place.iterdir()}
+        for file in planted:
+            pretend(monkeypatch, file, uid=STRANGER)
+        for number in range(3):
+            Kernel(fetch(Plan(number)))
+        assert loaded == [b"code %d of plan %d" % (4 + n, n) for n in range(3)]
+        assert {file: file.read_bytes() for file in place.iterdir()} == planted, "not touched"
+        (text,) = said
+        assert f"not kept in {place}: a file there belongs to user {STRANGER}" in text
+
+    @pytest.mark.parametrize("mode", [0o602, 0o666, 0o777, 0o620])
+    def test_a_file_that_others_can_write_is_refused_and_replaced(
+        self, mode, place, compiled, said, monkeypatch
+    ):
+        fetch()
+        pretend(monkeypatch, only_file(place), mode=mode, gid=STRANGER)
+        assert fetch().cubin == b"code 2 of plan 0"
+        assert "can be written by" in next(iter(said))
+        assert fetch().cubin == b"code 2 of plan 0", "the new file is ours alone"
+
+    @pytest.mark.parametrize(
+        "change", [{"uid": STRANGER}, {"mode": 0o777}, {"mode": 0o775, "gid": STRANGER}]
+    )
+    @pytest.mark.parametrize("above", [False, True])
+    def test_a_folder_of_others_is_neither_read_nor_written(
+        self, change, above, place, compiled, said, monkeypatch
+    ):
+        fetch()
+        before = only_file(place).read_bytes()
+        pretend(monkeypatch, place.parent if above else place, **change)
+        for number in range(2):
+            fetch(Plan(number))
+        assert len(compiled) == 3
+        assert only_file(place).read_bytes() == before
+        assert len(said) == 1
+
+    def test_nothing_is_made_in_a_folder_of_others(self, place, compiled, said, monkeypatch):
+        place.parent.mkdir()
+        pretend(monkeypatch, place.parent, mode=0o777)
+        assert fetch().name == "entry_0"
+        assert not place.exists()
+
+    def test_files_that_cannot_be_read(self, place, compiled, said, monkeypatch):
+        """A shared folder with another user's files of mode 0600."""
+        fetch(Plan(1)), fetch(Plan(2))
+        for file in place.iterdir():
+            pretend(monkeypatch, file, uid=STRANGER, mode=0o600)
+        real = os.open
+
+        def refuse(path, flags, *rest):
+            if str(path).endswith(".cubin"):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return real(path, flags, *rest)
+
+        monkeypatch.setattr(os, "open", refuse)
+        assert [fetch(Plan(n)).name for n in (1, 2)] == ["entry_1", "entry_2"]
+        (text,) = said
+        assert f"belongs to user {STRANGER}" in text
+
+    @pytest.mark.skipif(ME != 0, reason="gives files away")
+    def test_real_owners(self, place, compiled, said):
+        fetch()
+        os.chown(only_file(place), STRANGER, STRANGER)
+        assert fetch().cubin == b"code 2 of plan 0"
+        os.chown(only_file(place), 0, 0)
+        assert fetch().cubin == b"code 1 of plan 0"
+        os.chown(place, STRANGER, STRANGER)
+        assert fetch().cubin == b"code 3 of plan 0"
+        assert len(said) == 2
+
+    @pytest.mark.parametrize("kind", ["link", "folder", "fifo", "large"])
+    def test_what_is_no_regular_file(self, kind, place, compiled, said, tmp_path, monkeypatch):
+        fetch()
+        file, aside = only_file(place), tmp_path / "aside"
+        os.replace(file, aside)
+        if kind == "link":
+            file.symlink_to(aside)
+        elif kind == "folder":
+            file.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(file)
+        else:
+            monkeypatch.setattr(_trusted, "MOST_BYTES", 10)
+            os.replace(aside, file)
+        assert fetch().cubin == b"code 2 of plan 0"
+        assert [one.name for one in place.iterdir()] == [file.name]
+        assert len(said) == 1
+
+
+class TestFolders:
+    def test_files_are_readable_by_all_and_written_by_one(self, place, compiled):
+        before = os.umask(0)
+        try:
+            fetch()
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE(only_file(place).stat().st_mode) == 0o644
+        assert stat.S_IMODE(place.stat().st_mode) == 0o755
+        assert stat.S_IMODE(place.parent.stat().st_mode) == 0o755
+        assert fetch().cubin == b"code 1 of plan 0"
+        assert len(compiled) == 1
+
+    @pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/kernels", "/proc/dsv4/kernels"])
+    def test_places_that_can_be_no_folder(self, folder, compiled, said, monkeypatch):
+        monkeypatch.setenv(_images.CACHE_VARIABLE, folder)
+        for number in range(3):
+            assert fetch(Plan(number)).name == f"entry_{number}"
+        assert len(said) == 1
+        assert folder in next(iter(said))
+
+    def test_a_path_that_is_a_file(self, tmp_path, compiled, said, monkeypatch):
+        (tmp_path / "file").write_text("mine")
+        for folder in ("file", "file/inner"):
+            monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path / folder))
+            assert fetch().name == "entry_0"
+        assert (tmp_path / "file").read_text() == "mine"
+        assert [text.split(": ")[1].split(". ")[0] for text in said] == [
+            f"{tmp_path / 'file'} is not a folder"
+        ] * 2
+
+    def test_no_home(self, compiled, said, monkeypatch):
+        import pwd
+
+        def missing(uid):
+            raise KeyError(uid)
+
+        monkeypatch.delenv(_images.CACHE_VARIABLE, raising=False)
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", missing)
+        for number in range(2):
+            assert fetch(Plan(number)).name == f"entry_{number}"
+        (text,) = said
+        assert "there is no home directory" in text
+        assert _images.CACHE_VARIABLE in text
+
+    def test_the_folder_is_below_home(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv(_images.CACHE_VARIABLE, raising=False)
+        assert _images.folder() == tmp_path / ".cache" / "dsv4" / "kernels"
+        monkeypatch.setenv(_images.CACHE_VARIABLE, "~/own")
+        assert _images.folder() == tmp_path / "own"
+        monkeypatch.setenv(_images.CACHE_VARIABLE, "relative")
+        assert _images.folder().is_absolute()
+
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
+    @pytest.mark.parametrize("call", ["mkdir", "open", "write", "replace"])
+    def test_a_full_or_read_only_disk(self, call, code, place, compiled, said, monkeypatch):
+        def fail(*arguments, **options):
+            raise OSError(code, os.strerror(code))
+
+        def failing_stream(handle, *rest, **options):
+            stream = fdopen(handle, *rest, **options)
+            if stream.writable():
+                stream.close()
+                stream = Full()
+            return stream
+
+        class Full:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *reason):
+                return None
+
+            write = fail
+
+        fdopen, real_open = os.fdopen, os.open
+
+        def open_to_write(path, flags, *rest):
+            return fail() if flags & os.O_CREAT else real_open(path, flags, *rest)
+
+        patches = {"open": open_to_write, "write": failing_stream}
+        with monkeypatch.context() as patch:
+            name = "fdopen" if call == "write" else call
+            patch.setattr(os, name, patches.get(call, fail))
+            names = [fetch(Plan(number)).name for number in range(3)]
+        assert names == ["entry_0", "entry_1", "entry_2"]
+        assert not place.exists() or list(place.iterdir()) == [], "litter"
+        (text,) = said
+        assert os.strerror(code) in text
+        fetch()
+        assert len(list(place.iterdir())) == 1
+
+    def test_an_interrupt_leaves_nothing_behind(self, place, compiled, monkeypatch):
+        def interrupt(*names):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", interrupt)
+            fetch()
+        assert list(place.iterdir()) == []
+
+    def test_many_writers_and_readers(self, place, compiled):
+        found, failures = [], []
+
+        def work():
+            try:
+                found.extend(fetch(Plan(n % 4)).name for n in range(40))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert len(found) == 320
+        assert len(list(place.iterdir())) == 4
+        assert len(compiled) <= 32
