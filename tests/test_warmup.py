@@ -448,6 +448,16 @@ def test_kernels_are_compiled_once(compiled, folder):
     assert 0 < third.compiled < third.kernels
 
 
+def test_damaged_files_count_as_compiled(folder, compiled):
+    config = dsv4.ModelConfig.tiny()
+    first = dsv4.warmup(config, arch="sm_90a", progress=False)
+    for name in sorted(os.listdir(folder))[:3]:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+    again = dsv4.warmup(config, arch="sm_90a", progress=False)
+    assert (again.kernels, again.compiled) == (first.kernels, 3)
+    assert dsv4.warmup(config, arch="sm_90a", progress=False).compiled == 0
+
+
 def test_a_second_call_reads_from_disk(folder):
     pytest.importorskip("cutlass")
     layer = layers.Linear(64, 32)

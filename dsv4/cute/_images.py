@@ -175,8 +175,8 @@ def compile_image(plan: Any, arch: str) -> Image:
     """
     if compiler() is None:
         raise RuntimeError(
-            f"{type(plan).__name__}: the kernel is not in {folder() or 'a cache'} and {_PACKAGE} is not "
-            "installed to compile it; pip install 'dsv4[cute]'"
+            f"{type(plan).__name__}: the kernel is not in {folder() or 'a cache'} and "
+            f"{_PACKAGE} is not installed to compile it; pip install 'dsv4[cute]'"
         )
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
     module, name = plan.kernel.split(":")
