@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from dsv4 import _support, dispatch, fragments
-from dsv4.bench.cases import MAKERS, cases
+from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw
 from dsv4.triton import _launch
 from tests.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
@@ -39,6 +39,8 @@ EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
 SIZES = (("flash", 1), ("pro", 1), ("flash", 64), ("flash", 2048))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
+# The public function of each operator, whose cases are named by the rest of the operator's name.
+_FUNCTIONS = {op: function for function in MAKERS for op in operators(function)}
 
 
 class _Driver:
@@ -117,7 +119,9 @@ def _select_with_few_heads() -> None:
 
 
 def _cases(op: str, preset: str, tokens: int) -> list[Case]:
-    return [c for c in cases(op, preset, tokens) if c.name.endswith(_ENDINGS.get(op, ""))]
+    function = _FUNCTIONS[op]
+    ending = _ENDINGS.get(op, op.removeprefix(function).removeprefix("_"))
+    return [c for c in cases(function, preset, tokens) if c.name.endswith(ending)]
 
 
 def _report(op: str, name: str, kernel) -> dict:
@@ -173,7 +177,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
-    wanted = sys.argv[2:] or [*MAKERS, FRAGMENTS]
+    wanted = sys.argv[2:] or [*_FUNCTIONS, FRAGMENTS]
     having = [
         op
         for op in wanted

@@ -337,9 +337,10 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
         several = row["case"].endswith(("pair", "around", "block", "layer"))
         assert row["backend"] == ("auto" if several else "reference")
     printed = capsys.readouterr().out.splitlines()
-    [heading] = [line for line in printed if line.startswith("shapes")]
-    assert heading.split("  ")[0] == "shapes"
-    assert all(name in heading for name in moe.HEADINGS)
+    headings = [line for line in printed if line.startswith("shapes")]
+    assert all(name in "  ".join(headings) for name in moe.HEADINGS)
+    assert max(map(len, printed)) <= 120
+    assert printed[-1] == f"PASSED: {len(rows)} checks passed"
 
 
 def test_rested_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
@@ -421,7 +422,9 @@ def test_what_was_measured_before_a_stop_is_written(
     monkeypatch.setattr(moe, "measure", once)
     assert command(tmp_path / "x.json") == status
     assert len(rows_of(tmp_path / "x.json")) == len(moe_parts.PARTS)
-    assert said in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert said in printed.err + printed.out
+    assert printed.out.splitlines()[-1].startswith(f"STOPPED: {len(moe_parts.PARTS)} checks passed")
 
 
 def test_seeds_give_other_weights_and_routings():
@@ -566,7 +569,8 @@ def test_rivals_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
     assert command(tmp_path / "r.json", "--routings", "single", "--rivals", "one") == 0
     assert prepared == ["One (note)"]
     assert command(tmp_path / "r.json", "--rivals", "one,three") == 1
-    assert "rival is 'three', wanted some of One (note), Two" in capsys.readouterr().err
+    message = "--baselines has 'three', wanted some of One (note), Two"
+    assert message in capsys.readouterr().err
 
 
 def test_rivals_are_named():

@@ -28,10 +28,11 @@ from dsv4.bench.check import within
 from dsv4.bench.environment import Rates, device_name
 from dsv4.bench.measure import Options, measure
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
-from dsv4.bench.report import number, plain
+from dsv4.bench.report import baselines, check, number
 from dsv4.bench.results import Row
 from dsv4.bench.rivals import flash_mla
 from dsv4.bench.sequence_cases import angles
+from dsv4.bench.tables import plain, wrapped
 from dsv4.config import ModelConfig
 from dsv4.pages import Pages, entry_layout
 
@@ -262,8 +263,8 @@ def _measured(
 
 
 HEADINGS = (
-    *("case", "tokens", "backend", "check", "us", "floor us", "us / floor", "TFLOP/s", "TB/s"),
-    "rivals us",
+    *("case", "tokens", "backend", "check", "us", "bound us", "us / bound", "TFLOP/s", "TB/s"),
+    "speedup",
 )
 
 
@@ -277,21 +278,23 @@ def cells(row: Row) -> tuple[str, ...]:
         row.case,
         str(row.tokens),
         row.backend,
-        {True: "ok", False: "WRONG", None: "not run"}[row.match],
+        check(row.match),
         "-" if row.us is None else number(row.us),
         number(row.floor_us),
         *rates,
-        ", ".join(f"{name} {number(us)}" for name, us in row.rivals.items()),
+        "-" if row.rival_ratio is None else f"{row.rival_ratio:.2f}",
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line a row, then what was wrong, why a timer is no graph, and rivals that are not there."""
-    lines = plain(HEADINGS, [cells(row) for row in rows])
-    notes = dict.fromkeys(f"{row.case}: {row.message}" for row in rows if row.message)
+def lines(rows: Sequence[Row]) -> list[str]:
+    """A line a row, baselines, why a timer is no graph, and baselines that are not there."""
+    found = plain(HEADINGS, [cells(row) for row in rows], keys=2)
+    notes = dict.fromkeys(
+        f"{row.case}: {row.message}" for row in rows if row.message and row.match is not False
+    )
     if any(row.op == "sparse_attention" for row in rows):
         try:
             importlib.import_module(flash_mla.MODULE)
         except Exception as missing:  # whatever it is that another's library does not find
             notes[f"{flash_mla.NAME} was not run: {missing}"] = None
-    return "\n".join([*lines, *notes])
+    return [*found, *baselines(rows), *(line for note in notes for line in wrapped(note))]

@@ -31,6 +31,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "pro": ModelConfig.pro,
 }
 Maker = Callable[[ModelConfig, int], Iterator[Case]]
+Matrix = tuple[int, int, int, tuple[int, ...]]  # rows per group, columns, groups, segments
+# What a public function calls, where that is not the operator of its name.
+_SEVERAL = {"quantize": ("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block")}
 # Weights of one matrix by seed: the last one, at whatever token counts.
 _kept: dict[tuple[object, ...], dict[int, QuantizedTensor]] = {}
 
@@ -55,36 +58,25 @@ def cases(op: str, preset: str, tokens: int) -> list[Case]:
     return list(MAKERS[op](PRESETS[preset](), tokens))
 
 
-def _quantize(op: str, name: str, rows: int, columns: int, **kwargs: object) -> Case:
-    def build(draw: Draw) -> Problem:
-        x = draw.normal(rows, columns)
-        judge = bitwise(*("codes", "scales", "global scale")[: 3 if op == "quantize_nvfp4" else 2])
-        return Problem(ops.quantize, (x,), kwargs, judge, nbytes(x))
+def quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Rows of hidden size in each format.
 
-    return Case(op, name, {"N": rows, "K": columns}, rows, build)
+    NVFP4 has one global scale per token and scales as tensor cores read them; FP8 has tiles of
+    128 x 128.
+    """
 
+    def build(draw: Draw, kwargs: dict[str, object], outputs: tuple[str, ...]) -> Problem:
+        x = draw.normal(tokens, c.hidden_size)
+        return Problem(ops.quantize, (x,), kwargs, bitwise(*outputs), nbytes(x))
 
-def quantize_nvfp4(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Activations, one global scale per token, scales as tensor cores read them."""
-    yield _quantize(
-        "quantize_nvfp4",
-        "",
-        tokens,
-        c.hidden_size,
-        format="nvfp4",
-        scaling="token",
-        layout=SWIZZLED,
-    )
-
-
-def quantize_mxfp4(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Rows of hidden size."""
-    yield _quantize("quantize_mxfp4", "", tokens, c.hidden_size, format="mxfp4")
-
-
-def quantize_fp8_block(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Rows of hidden size, in tiles of 128 x 128."""
-    yield _quantize("quantize_fp8_block", "", tokens, c.hidden_size, format="fp8_block")
+    parts = ("codes", "scales")
+    for name, kwargs, outputs in (
+        ("nvfp4", {"scaling": "token", "layout": SWIZZLED}, (*parts, "global scale")),
+        ("mxfp4", {}, parts),
+        ("fp8_block", {}, parts),
+    ):
+        made = functools.partial(build, kwargs={"format": name, **kwargs}, outputs=outputs)
+        yield Case("quantize", name, {"N": tokens, "K": c.hidden_size}, tokens, made)
 
 
 def dequantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -99,7 +91,38 @@ def dequantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("dequantize", "down", {"N": rows, "K": columns}, tokens, build)
 
 
-def matrices(c: ModelConfig) -> dict[str, tuple[int, int, int, tuple[int, ...]]]:
+def operators(op: str) -> tuple[str, ...]:
+    """The operators, as ``dsv4.dispatch`` names them, that a public function calls."""
+    return _SEVERAL.get(op, (op,))
+
+
+def own_gemm(rows: int, columns: int, tokens: int) -> list[Case]:
+    """A product of any size, with the three kinds of operands that ``gemm`` has.
+
+    Args:
+        rows: N of the weight.
+        columns: K, a multiple of 16.
+        tokens: M.
+
+    Raises:
+        UsageError: if a size is not allowed.
+    """
+    if rows < 1:
+        raise UsageError(f"--n is {rows}, wanted at least 1")
+    if columns < 1 or columns % 16:
+        raise UsageError(f"--k is {columns}, wanted a multiple of 16")
+    matrix: Matrix = (rows, columns, 1, ())
+    return [
+        _product(tokens, matrix, name, activation, format)
+        for name, activation, format in (
+            ("own", "bf16", NVFP4),
+            ("own w4a4", "nvfp4", NVFP4),
+            ("own fp8", "bf16", FP8_BLOCK),
+        )
+    ]
+
+
+def matrices(c: ModelConfig) -> dict[str, Matrix]:
     """Projections of a layer by name: rows per group, columns, groups, segments (section 12)."""
     head, hidden, inner = c.head_dim, c.hidden_size, c.moe_intermediate_size
     index = c.index_head_dim
@@ -121,18 +144,19 @@ def matrices(c: ModelConfig) -> dict[str, tuple[int, int, int, tuple[int, ...]]]
 def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Every projection in NVFP4, with activations left as they are and quantised; some in FP8."""
     brief = ("q_a+kv", "q_b", "o_a", "gate_up w4a4", "q_b fp8")
-    for name in matrices(c):
+    for name, matrix in matrices(c).items():
         for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
-            yield _product(c, tokens, name, suffix, activation, name + suffix in brief)
+            case = name + suffix
+            yield _product(tokens, matrix, case, activation, NVFP4, case in brief)
     for name in ("q_a+kv", "q_b", "o_a", "down"):
-        yield _product(c, tokens, name, " fp8", "bf16", name + " fp8" in brief)
+        case = f"{name} fp8"
+        yield _product(tokens, matrices(c)[name], case, "bf16", FP8_BLOCK, case in brief)
 
 
 def _product(
-    c: ModelConfig, tokens: int, name: str, suffix: str, activation: str, brief: bool
+    tokens: int, matrix: Matrix, name: str, activation: str, format: Format, brief: bool = True
 ) -> Case:
-    rows, columns, groups, segments = matrices(c)[name]
-    format = FP8_BLOCK if suffix == " fp8" else NVFP4
+    rows, columns, groups, segments = matrix
 
     def build(draw: Draw) -> Problem:
         x = draw.normal(*((tokens, columns) if groups == 1 else (tokens, groups, columns)))
@@ -148,7 +172,7 @@ def _product(
         )
 
     sizes = {"N": rows, "K": columns, **({"G": groups} if groups > 1 else {})}
-    return Case("gemm", name + suffix, sizes, tokens, build, brief)
+    return Case("gemm", name, sizes, tokens, build, brief)
 
 
 def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -284,10 +308,9 @@ def hc_head(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("hc_head", "", {"n": n, "H": c.hidden_size}, tokens, build)
 
 
+# By name of a public function of ``dsv4.ops``.
 MAKERS: dict[str, Maker] = {
-    "quantize_nvfp4": quantize_nvfp4,
-    "quantize_mxfp4": quantize_mxfp4,
-    "quantize_fp8_block": quantize_fp8_block,
+    "quantize": quantize,
     "dequantize": dequantize,
     "gemm": gemm,
     "gemm_swiglu": gemm_swiglu,

@@ -1,5 +1,7 @@
 """Command line of the bench.
 
+The last line says what failed and where, or that all passed (``dsv4.bench.verdict``).
+
 Exit status: 0 if every check passed, 2 if one failed, 1 if the command cannot be carried out, 130
 if it was interrupted; the rows measured until then are written.
 """
@@ -7,28 +9,28 @@ if it was interrupted; the rows measured until then are written.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import traceback
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench import environment, main_job, report, results
-from dsv4.bench.cases import MAKERS, PRESETS, cases
-from dsv4.bench.measure import Options, measure
+from dsv4.bench import environment, main_job, report, results, rivals, tables, verdict
+from dsv4.bench.arguments import parser
+from dsv4.bench.cases import MAKERS, PRESETS, cases, operators, own_gemm
+from dsv4.bench.measure import Options, attempt
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
+from dsv4.bench.verdict import Check
 
 ATTENTION = ("attention", "indexer", "attention_layer")
 OK, IMPOSSIBLE, WRONG, INTERRUPTED = 0, 1, 2, 130
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+# What the groups of cases with sizes of their own run.
+_OPERATORS = {"attention": "sparse_attention", "indexer": "indexer_select"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,137 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = arguments[1:] if arguments[:2] == ["run", "moe"] else arguments
         options = parser().parse_args(command)
         options.arguments = arguments
-        return options.command(options)
+        if options.version:
+            print("\n".join(environment.version_lines()))
+            return OK
+        return _COMMANDS[options.command](options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return IMPOSSIBLE
-
-
-def parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
-    top = _Parser(
-        prog="python -m dsv4.bench",
-        description="Without a command: check generation and every operator on this machine.",
-    )
-    _common(top)
-    top.set_defaults(command=_main_job)
-    commands = top.add_subparsers(metavar="command", parser_class=_Parser)
-    run = commands.add_parser(
-        "run", help="check, then time operators; `run gemm --check` validates every kernel"
-    )
-    run.add_argument(
-        "ops",
-        nargs="*",
-        metavar="OP",
-        help="operators; default: all. Or attention, indexer or attention_layer alone, which have "
-        "sizes of their own",
-    )
-    _sizes(run)
-    run.add_argument(
-        "--cases",
-        type=lambda text: text.split(","),
-        help="shell patterns over the names of cases, comma-separated, e.g. 'q_b,*w4a4'",
-    )
-    run.add_argument("--backend", default="auto", help="implementations, comma-separated")
-    run.add_argument(
-        "--rivals",
-        type=lambda text: tuple(text.split(",")),
-        help="which to time beside, comma-separated, e.g. cublas,quack; "
-        "default: those quick to prepare",
-    )
-    run.add_argument(
-        "--check",
-        action=argparse.BooleanOptionalAction,
-        help="validate every kernel of the product and print a report to send back; "
-        "--no-check: time unchecked. Default: check each result, then time it",
-    )
-    _rest(run)
-    _common(run)
-    run.set_defaults(command=_run)
-    listing = commands.add_parser("list", help="operators, their cases and implementations")
-    listing.set_defaults(command=_list)
-    layer = commands.add_parser(
-        "layer", help="a decode step of one layer without its products, on a GPU"
-    )
-    _sizes(layer)
-    layer.add_argument("--context", type=_positive, default=8192, help="tokens before; 8192")
-    _common(layer)
-    layer.set_defaults(command=_layer)
-    moe = commands.add_parser("moe", help="routed experts and the block around them, by routing")
-    _sizes(moe, None)
-    moe.add_argument(
-        "--routings",
-        type=lambda text: text.split(","),
-        default=["uniform", "zipf", "single"],
-        help="uniform, zipf, single, comma-separated; default all",
-    )
-    moe.add_argument(
-        "--rivals",
-        type=lambda text: tuple(text.split(",")),
-        help="which to time beside, comma-separated, e.g. Humming; default all",
-    )
-    _rest(moe)
-    _common(moe)
-    moe.set_defaults(command=_moe)
-    env = commands.add_parser("env", help="this machine: names, versions, measured rates")
-    env.add_argument("--device", default=argparse.SUPPRESS)
-    env.set_defaults(command=_env)
-    explain = commands.add_parser("explain", help="which implementation runs, and why")
-    explain.add_argument("op", metavar="OP")
-    _sizes(explain)
-    explain.add_argument("--backend", default="auto")
-    explain.add_argument("--device", default=argparse.SUPPRESS)
-    explain.set_defaults(command=_explain)
-    return top
-
-
-def _common(to: argparse.ArgumentParser) -> None:
-    # Suppressed defaults: a command's parser must not undo what was given before the command.
-    add = to.add_argument
-    none = argparse.SUPPRESS
-    add("--json", metavar="PATH", default=none, help="a file, or DIR/ for results/<gpu>/<op>.json")
-    add("--csv", metavar="PATH", default=none, help="a file")
-    add("--markdown", action="store_true", default=none, help="print a Markdown table")
-    add("--repeat", type=_positive, default=none, help="timed runs; default 5, on a GPU 50")
-    add("--seed", type=int, default=none, help="of the random inputs; default 0")
-    add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
-
-
-def _rest(to: argparse.ArgumentParser) -> None:
-    to.add_argument(
-        "--rest",
-        type=_seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="time everything, rivals too, once more with so much rest before each timed run, "
-        "in rows named 'rested' (a GPU at its power limit has a lower clock without); 0.06, say",
-    )
-
-
-def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] | None = (16,)) -> None:
-    to.add_argument("--shapes", default="tiny", help=f"{', '.join(PRESETS)}, comma-separated")
-    usual = "16" if tokens else "1,8,64,512,4096, on a CPU 1,8"
-    to.add_argument(
-        "--tokens", type=_numbers, default=tokens, help=f"e.g. 1,16,256; default {usual}"
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 60:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 to 60 seconds")
-    return value
-
-
-def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -198,7 +76,7 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     found = []
     for op in ops:
         for preset in options.shapes.split(","):
-            by_tokens = [cases(op, preset, tokens) for tokens in options.tokens]
+            by_tokens = [_cases(options, op, preset, tokens) for tokens in options.tokens]
             found += [case for same in zip(*by_tokens, strict=True) for case in same]
     patterns = getattr(options, "cases", None)
     if patterns is None:
@@ -210,15 +88,36 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     return chosen
 
 
+def _cases(options: argparse.Namespace, op: str, preset: str, tokens: int) -> list[Case]:
+    """Of a model, or of the sizes given."""
+    if options.n is None and options.k is None:
+        return cases(op, preset, tokens)
+    if op != "gemm" or options.n is None or options.k is None:
+        raise UsageError("--n and --k go together, for gemm alone: gemm --n 4096 --k 7168")
+    if _names(options.arguments, "--shapes"):
+        raise UsageError("--n and --k are in place of --shapes")
+    return own_gemm(options.n, options.k, tokens)
+
+
+def _check_baselines(options: argparse.Namespace, ops: Sequence[str]) -> None:
+    """Refuse names of baselines that none of the operators has."""
+    known = [name for op in ops for one in operators(op) for name in rivals.RIVALS.get(one, {})]
+    rivals.check_names(options.rivals, known)
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.rest and (options.check or any(name in ATTENTION for name in options.ops)):
         raise UsageError(f"--rest is for operators, not for --check and {', '.join(ATTENTION)}")
     if options.check:
+        if options.n or options.k or options.rivals is not None:
+            raise UsageError("--check has sizes of its own and no --n, --k and --baselines")
         return _validate(options)
     options.check = options.check is None
     if any(name in ATTENTION for name in options.ops):
         return _attention(options)
-    chosen = _chosen(options, options.ops or list(MAKERS))
+    ops = options.ops or list(MAKERS)
+    chosen = _chosen(options, ops)
+    _check_baselines(options, ops)
     header = _print_header(options)
     backends = options.backend.split(",")
     rates = environment.rates(_device(options))
@@ -227,10 +126,10 @@ def _run(options: argparse.Namespace) -> int:
     try:
         for case, backend in wanted:
             timed = _measuring(options, backend).conditions()
-            rows += [measure(case, each, rates) for each in timed]
+            rows += [attempt(case, each, rates) for each in timed]
     except KeyboardInterrupt:
-        print(f"interrupted: {len(rows)} of {len(wanted)} rows", file=sys.stderr)
-        return _finish(options, header, rows) or INTERRUPTED
+        stopped = f"interrupted after {len(rows)} of {len(wanted)} rows"
+        return _finish(options, header, rows, stopped=stopped) or INTERRUPTED
     return _finish(options, header, rows)
 
 
@@ -239,23 +138,36 @@ def _attention(options: argparse.Namespace) -> int:
 
     if len(options.ops) > 1 or "," in options.backend:
         raise UsageError(f"{', '.join(ATTENTION)}: wanted one at a time, by one backend")
+    if options.n or options.k:
+        raise UsageError("--n and --k are for gemm alone")
     (group,), device = options.ops, _device(options)
+    _check_group_baselines(options, group)
     gpu, given = device.type == "cuda", options.arguments
     shapes = options.shapes if _names(given, "--shapes") or not gpu else "flash,pro"
     tokens = options.tokens if _names(given, "--tokens") else attention.usual_tokens(group, gpu)
     measuring = _measuring(options, options.backend)
     rows: list[Row] = []
-    header, stopped = _print_header(options), OK
+    header, stopped = _print_header(options), ""
     try:
         rates = environment.rates(device)
         patterns = options.cases or ["*"]
         attention.run(group, shapes.split(","), tokens, patterns, measuring, rates, rows)
     except KeyboardInterrupt:
-        stopped = INTERRUPTED
-        print(f"interrupted after {len(rows)} rows", file=sys.stderr)
-    if not rows and stopped == OK:
+        stopped = f"interrupted after {len(rows)} rows"
+    if not rows and not stopped:
         raise UsageError("--cases matches none; names are like 'pro C4A 128 heads'")
-    return _finish(options, header, rows, attention.table(rows)) or stopped
+    status = _finish(options, header, rows, attention.lines(rows), stopped)
+    return status or (INTERRUPTED if stopped else OK)
+
+
+def _check_group_baselines(options: argparse.Namespace, group: str) -> None:
+    if group in _OPERATORS:
+        _check_baselines(options, [_OPERATORS[group]])
+        return
+    from dsv4.bench.rivals import inductor, transformers_attention
+
+    known = (transformers_attention.EAGER, transformers_attention.COMPILED, inductor.NAME)
+    rivals.check_names(options.rivals, known)
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -290,6 +202,7 @@ def _validate(options: argparse.Namespace) -> int:
     print("\n".join(found.lines()))
     if hasattr(options, "json"):
         print(f"wrote {validate.write_json(options.json, found, header)}")
+    print(found.verdict(), flush=True)
     return WRONG if found.wrong or not found.kernels else OK
 
 
@@ -305,16 +218,34 @@ def _print_header(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _finish(
-    options: argparse.Namespace, header: dict[str, Any], rows: list[Row], table: str | None = None
+    options: argparse.Namespace,
+    header: dict[str, Any],
+    rows: list[Row],
+    lines: list[str] | None = None,
+    stopped: str = "",
+    checks: Sequence[Check] = (),
 ) -> int:
-    """Print and write the rows, with a table of one's own or the usual one; the exit status."""
+    """Print and write the rows, and say the verdict.
+
+    Args:
+        options: Of the command.
+        header: Of the files.
+        rows: All that were measured.
+        lines: A table of one's own in place of the usual one.
+        stopped: Why the command ended early.
+        checks: What was checked besides the rows.
+
+    Returns:
+        The exit status.
+    """
     print()
     if getattr(options, "markdown", False):
         print(report.markdown(rows), end="")
-    elif table is not None:
-        print(table)
+    elif lines is not None:
+        print("\n".join([*lines, *report.wrong(rows)]))
     else:
         report.table(rows)
+    print()
     written = []
     if hasattr(options, "json"):
         written += results.write_json(options.json, header, rows)
@@ -322,28 +253,32 @@ def _finish(
         written.append(report.write_csv(options.csv, rows))
     for path in written:
         print(f"wrote {path}")
-    wrong = [row for row in rows if row.match is False]
-    if wrong:
-        print(f"{len(wrong)} of {len(rows)} checks failed", file=sys.stderr)
-    return WRONG if wrong else OK
+    every = [*checks, *map(verdict.of_row, rows)]
+    print(verdict.line(every, stopped), flush=True)
+    return WRONG if any(check.passed is False for check in every) else OK
 
 
 def _main_job(options: argparse.Namespace) -> int:
     header = _print_header(options)
-    generated = main_job.generation(_device(options), getattr(options, "seed", 0))
-    rates = environment.rates(_device(options))
-    rows = main_job.operators(_measuring(options), rates)
-    status = _finish(options, header, rows)
-    return status if generated else WRONG
+    rows: list[Row] = []
+    checks: list[Check] = []
+    try:
+        checks = main_job.generation(_device(options), getattr(options, "seed", 0))
+        rates = environment.rates(_device(options))
+        main_job.operators(_measuring(options), rates, rows)
+    except KeyboardInterrupt:
+        stopped = f"interrupted after {len(rows)} rows"
+        return _finish(options, header, rows, None, stopped, checks) or INTERRUPTED
+    return _finish(options, header, rows, checks=checks)
 
 
 def _list(options: argparse.Namespace) -> int:
     body = []
-    for op in dispatch.operators():
+    for op in MAKERS:
         names = [case.name for case in cases(op, "tiny", 1) if case.name]
-        backends = [row.name for row in dispatch.implementations(op)]
-        body.append((op, ", ".join(backends), ", ".join(names)))
-    print("\n".join(report.plain(("operator", "implementations", "cases"), body)))
+        every = [row.name for one in operators(op) for row in dispatch.implementations(one)]
+        body.append((op, ", ".join(dict.fromkeys(every)), ", ".join(names)))
+    print("\n".join(tables.plain(("operator", "implementations", "cases"), body)))
     return OK
 
 
@@ -372,22 +307,20 @@ def _moe(options: argparse.Namespace) -> int:
 
     header = _print_header(options)
     found: moe.Found = {}
-    stopped = OK
+    failed, stopped = OK, ""
     try:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
         wanted = options.shapes.split(","), options.routings, options.tokens or usual
         moe.run(*wanted, _measuring(options), environment.rates(_device(options)), found)
     except KeyboardInterrupt:
-        stopped = INTERRUPTED
-        print(f"interrupted after {len(found)} points", file=sys.stderr)
+        failed, stopped = INTERRUPTED, f"interrupted after {len(found)} points"
     except UsageError:
         raise
     except Exception:  # whatever it is, what was measured until then is kept
-        stopped = IMPOSSIBLE
-        print(f"error: after {len(found)} points", file=sys.stderr)
+        failed, stopped = IMPOSSIBLE, f"error after {len(found)} points"
         traceback.print_exc()
     rows = [row for parts in found.values() for row in parts.values()]
-    return _finish(options, header, rows, moe.table(found)) or stopped
+    return _finish(options, header, rows, moe.lines(found), stopped) or failed
 
 
 def _env(options: argparse.Namespace) -> int:
@@ -401,5 +334,27 @@ def _explain(options: argparse.Namespace) -> int:
         found = dispatch.explain(
             problem.function, *problem.args, **problem.kwargs, backend=options.backend
         )
-        print(f"{case.name or case.op} {case.shape} tokens={case.tokens}\n{found}\n")
+        row = Row(case.op, case.name, case.shape, case.tokens, "")
+        print(f"{verdict.where(row)}\n{dataclasses.replace(found, op=case.op)}\n")
     return OK
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from dsv4.bench.compare import Comparison
+
+    files = results.read_json(options.a), results.read_json(options.b)
+    found = Comparison(*files, options.threshold)
+    print("\n".join(found.lines()), flush=True)
+    return WRONG if found.failed() else OK
+
+
+_COMMANDS = {
+    "main job": _main_job,
+    "run": _run,
+    "list": _list,
+    "layer": _layer,
+    "moe": _moe,
+    "env": _env,
+    "explain": _explain,
+    "compare": _compare,
+}

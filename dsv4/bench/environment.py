@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import dsv4
 from dsv4.bench import timing
 
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors")
+
+
+_IN = 10 * " "  # before the second line of an entry
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,14 @@ def versions() -> dict[str, str]:
     return found
 
 
+def version_lines() -> list[str]:
+    """``versions``, a line each; what is not installed is named as such."""
+    found = versions()
+    names = ["dsv4", *(name for name in found if name != "dsv4")]
+    names += [name for name in _PACKAGES if name not in found]
+    return [f"{name} {found.get(name, 'not installed')}" for name in names]
+
+
 def commit() -> str:
     """Commit of this package's checkout, ``-dirty`` if files differ; ``"unknown"`` outside one."""
     root = Path(dsv4.__file__).resolve().parent.parent
@@ -148,7 +160,7 @@ def lines(header: dict[str, object]) -> list[str]:
     """The header for people."""
     found = header["versions"]
     assert isinstance(found, dict)
-    return [
+    described = [
         f"device    {header['gpu']}, driver {header['driver']}, "
         f"{torch.get_num_threads()} CPU threads",
         "versions  " + ", ".join(f"{name} {version}" for name, version in found.items()),
@@ -158,3 +170,4 @@ def lines(header: dict[str, object]) -> list[str]:
         f"read {header['read_tbs']:.3g} TB/s, bf16 product {header['bf16_tflops']:.3g} TFLOP/s, "
         f"empty graph node {header['node_us']:.2f} us",
     ]
+    return [part for line in described for part in textwrap.wrap(line, 120, subsequent_indent=_IN)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,39 +21,66 @@ import torch
 from dsv4 import checkpoint
 from dsv4.bench.cases import MAKERS, cases
 from dsv4.bench.environment import Rates
-from dsv4.bench.measure import Options, measure
+from dsv4.bench.measure import Options, attempt
+from dsv4.bench.report import REASON
 from dsv4.bench.results import Row
+from dsv4.bench.tables import short
+from dsv4.bench.verdict import Check
 from dsv4.config import ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.testing.models import random_model, transformers_twin
 
 PROMPT, NEW, TOKENS = 21, 12, 16
+_KIND, _OWN, _DROP_IN = "generation", "our model", "drop-in"
 # Relative, float32 weights on both sides: K u of the longest sums, over the layers.
 TOLERANCE = 1e-5
 
 
-def generation(device: torch.device, seed: int = 0) -> bool:
-    """Write, load, generate and compare; prints what it does. False if something differs."""
-    with tempfile.TemporaryDirectory(prefix="dsv4-bench-") as folder:
-        path = Path(folder)
-        _step("write", lambda: _write(path, seed))
-        model = _step("load", lambda: _load(path, device))
-        generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(2, model.config.vocab_size, (PROMPT,), generator=generator).tolist()
-        tokens = _step("generate", lambda: model.generate([prompt], NEW, stop_ids=())[0], str)
-        if importlib.util.find_spec("transformers") is None:
-            print("compare     transformers is not installed: nothing to compare with", flush=True)
-            return True
-        return _compare(path, model, prompt, tokens)
+def generation(device: torch.device, seed: int = 0) -> list[Check]:
+    """Write, load, generate and compare; prints what it does.
+
+    A step that raises is a check that failed; its traceback goes to stderr.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="dsv4-bench-") as folder:
+            return _generation(Path(folder), device, seed)
+    except Exception as error:  # whatever it is, the operators are still checked
+        traceback.print_exc()
+        name: str = "compare"
+        cause: BaseException = error
+        if isinstance(error, _StepError):
+            name, cause = str(error), error.__cause__ or error
+        said = short(f"raised {type(cause).__name__}: {cause}", REASON)
+        print(f"{'compare':<11}{'WRONG':>7}  {name}: {said}", flush=True)
+        return [Check(_KIND, name, False, said)]
+
+
+class _StepError(Exception):
+    """A step raised, its name is the argument."""
+
+
+def _generation(path: Path, device: torch.device, seed: int) -> list[Check]:
+    _step("write", lambda: _write(path, seed))
+    model = _step("load", lambda: _load(path, device))
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(2, model.config.vocab_size, (PROMPT,), generator=generator).tolist()
+    tokens = _step("generate", lambda: model.generate([prompt], NEW, stop_ids=())[0], str)
+    if importlib.util.find_spec("transformers") is None:
+        print("compare     transformers is not installed: nothing to compare with", flush=True)
+        return [Check(_KIND, name, None) for name in (_OWN, _DROP_IN)]
+    return _compare(path, model, prompt, tokens)
 
 
 def _step(name: str, action: Callable[[], Any], words: Callable[[Any], str] | None = None) -> Any:
     """Do something and print how long it took."""
     start = time.perf_counter()
-    done = action()
+    try:
+        done = action()
+    except Exception as error:
+        raise _StepError(name) from error
     seconds = time.perf_counter() - start
     what = done[1] if isinstance(done, tuple) else (words(done) if words else "")
-    print(f"{name:<10}{seconds:6.2f} s  {what}", flush=True)
+    print(f"{name:<12}{seconds:6.2f} s  {what}", flush=True)
     return done[0] if isinstance(done, tuple) else done
 
 
@@ -75,9 +103,9 @@ def _load(path: Path, device: torch.device) -> tuple[DeepseekV4ForCausalLM, str]
 
 def _compare(
     path: Path, model: DeepseekV4ForCausalLM, prompt: list[int], tokens: list[int]
-) -> bool:
+) -> list[Check]:
     twin = _step("independent", lambda: (_twin(model), "transformers with dequantised weights"))
-    dropped = _step("drop-in", lambda: _drop_in(path, model.device))
+    dropped = _step(_DROP_IN, lambda: _drop_in(path, model.device))
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         wanted = _greedy(twin, ids)
@@ -85,12 +113,10 @@ def _compare(
         sequence = torch.tensor([[*prompt, *wanted]], device=model.device)
         truth = twin(sequence, use_cache=False).logits
         ours, swapped = model(sequence), dropped(sequence, use_cache=False).logits
-    return all(
-        [
-            _agree("our model", tokens, wanted, ours, truth),
-            _agree("drop-in", theirs, wanted, swapped, truth),
-        ]
-    )
+    return [
+        _agree(_OWN, tokens, wanted, ours, truth),
+        _agree(_DROP_IN, theirs, wanted, swapped, truth),
+    ]
 
 
 def _twin(model: DeepseekV4ForCausalLM) -> Any:
@@ -124,20 +150,27 @@ def _generate(model: Any, ids: torch.Tensor) -> list[int]:
 
 def _agree(
     name: str, tokens: list[int], wanted: list[int], logits: torch.Tensor, truth: torch.Tensor
-) -> bool:
+) -> Check:
     """Print and return whether tokens and logits are those of the independent model."""
     error = float((logits.double() - truth.double()).norm() / truth.double().norm())
     good = tokens == wanted and error <= TOLERANCE
-    words = f"{len(tokens)} tokens " + ("equal" if tokens == wanted else f"{tokens}, not {wanted}")
+    differ = sum(a != b for a, b in zip(tokens, wanted, strict=False))
+    differ += abs(len(tokens) - len(wanted))
+    words = f"{differ} of {len(wanted)} tokens differ" if differ else f"{len(wanted)} tokens equal"
+    words += f", logits {error:.1e} off"
     print(
-        f"{'compare':<11}{'ok' if good else 'WRONG':>7}  {name}: {words}, logits {error:.1e} off "
+        f"{'compare':<11}{'ok' if good else 'WRONG':>7}  {name}: {words} "
         f"(relative; allowed {TOLERANCE:.0e})",
         flush=True,
     )
-    return good
+    if differ:
+        print(f"{'found':>18}  {tokens}\n{'wanted':>18}  {wanted}", flush=True)
+    return Check(_KIND, name, good, words)
 
 
-def operators(options: Options, rates: Rates) -> list[Row]:
-    """Every operator at tiny sizes."""
-    chosen = [case for op in MAKERS for case in cases(op, "tiny", TOKENS) if case.brief]
-    return [measure(case, options, rates) for case in chosen]
+def operators(options: Options, rates: Rates, rows: list[Row]) -> None:
+    """Measure every operator at tiny sizes into ``rows``."""
+    for op in MAKERS:
+        for case in cases(op, "tiny", TOKENS):
+            if case.brief:
+                rows.append(attempt(case, options, rates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,25 @@ class Options:
         return f"{case} {RESTED}".strip() if self.rest else case
 
 
+def attempt(case: Case, options: Options, rates: Rates) -> Row:
+    """``measure``, where an implementation that raises is a row whose check failed.
+
+    The traceback goes to stderr.
+
+    Raises:
+        UsageError: as ``measure`` does.
+    """
+    try:
+        return measure(case, options, rates)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever it is, the other operators are still measured
+        traceback.print_exc()
+        said = f"raised {type(error).__name__}: {error}"
+        row = Row(case.op, options.named(case.name), case.shape, case.tokens, options.backend)
+        return dataclasses.replace(row, match=False, message=said)
+
+
 def measure(case: Case, options: Options, rates: Rates) -> Row:
     """Run one case. A row whose check fails has no time.
 
@@ -79,7 +99,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
         "flops": problem.flops,
     }
     if verdict is not None:
-        row |= {"match": verdict.match, "message": verdict.message}
+        row |= {"match": verdict.match, "message": verdict.message, "ratio": verdict.ratio}
         row["error"] = verdict.error
         if verdict.match and verdict.error is None:
             row["error"] = "bitwise"
@@ -130,18 +150,23 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
         options.repeat,
         options.rest,
     )
+    note = taken.note
     times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "rivals": {}}
-    if taken.note:
-        times["message"] = taken.note
-    able = rivals(case.op, problem, options.rivals)
+    refused: dict[str, str] = {}
+    op = dispatch.arguments(problem.function, *problem.args, **problem.kwargs).op
+    able = rivals(op, problem, options.rivals, refused)
     # Who cannot do the first is not asked again: a compiler takes seconds to say so each time.
-    others = [rivals(case.op, each, tuple(able)) for each in problems[1:]]
+    others = [rivals(op, each, tuple(able)) for each in problems[1:]]
     for name, call in able.items():
         if not all(name in calls for calls in others):
             continue  # it did not fit the memory as often as the problem does
         calls = [call, *(calls[name] for calls in others)]
         taken = timing.measure(calls, options.device, options.repeat, options.rest)
         times["rivals"][name] = taken.us
+    # Of those that were asked for by name it is said why they have no time.
+    asked = refused.items() if options.rivals else ()
+    notes = [note, *(f"baseline {name} was not timed: {why}" for name, why in asked)]
+    times["message"] = "; ".join(filter(None, notes))
     return times
 
 

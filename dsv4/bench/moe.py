@@ -29,9 +29,10 @@ from dsv4.bench.environment import Rates
 from dsv4.bench.measure import BACK_TO_BACK, RESTED, Options
 from dsv4.bench.moe_parts import PARTS, ROUTINGS, Inputs, Layer, all_inputs, config_of, draw_layer
 from dsv4.bench.problem import Draw, UsageError, Verdict
-from dsv4.bench.report import number, plain
+from dsv4.bench.report import baselines, number
 from dsv4.bench.results import Row
-from dsv4.bench.rivals import is_among
+from dsv4.bench.rivals import check_names, is_among
+from dsv4.bench.tables import plain, wrapped
 from dsv4.layers import DeepseekV4SparseMoeBlock
 
 ROUTER = "router"  # the layer's routing
@@ -138,7 +139,8 @@ def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> 
 
 def _checked(verdict: Verdict) -> dict[str, Any]:
     error = "bitwise" if verdict.match and verdict.error is None else verdict.error
-    return {"match": verdict.match, "error": error, "message": verdict.message}
+    found = {"match": verdict.match, "error": error, "message": verdict.message}
+    return {**found, "ratio": verdict.ratio}
 
 
 # Preset, routing (ROUTER for the layer), tokens, seconds of rest before each timed run.
@@ -192,9 +194,7 @@ def _rivals(options: Options) -> dict[str, moe_rivals.Prepare]:
     known, asked = moe_rivals.RIVALS, options.rivals
     if asked is None:
         return known
-    for name in asked:
-        if not any(is_among(one, (name,)) for one in known):
-            raise UsageError(f"rival is {name!r}, wanted some of {', '.join(known)}")
+    check_names(asked, known)
     return {name: prepare for name, prepare in known.items() if is_among(name, asked)}
 
 
@@ -279,28 +279,25 @@ HEADINGS = (
     "tokens",
     "timed",
     "experts",
-    "floor us",
+    "bound us",
     "gate_up us",
     "down us",
     "pair us",
-    "pair / floor",
+    "pair / bound",
     "around us",
     "block us",
     "around / block",
     "layer us",
-    "layer / floor",
+    "layer / bound",
     "check",
-    "rivals' pair us, or block's",
 )
 
 
 def cells(point: Point, rows: dict[str, Row]) -> tuple[str, ...]:
-    """The texts of a point, in the order of ``HEADINGS``; the floor is that of pair or layer."""
+    """The texts of a point, in the order of ``HEADINGS``; the bound is that of pair or layer."""
     whose = rows["layer" if point[1] == ROUTER else "pair"]
     us = {part: rows[part].us if part in rows else None for part in (*PARTS, "layer")}
     times = {part: "-" if value is None else number(value) for part, value in us.items()}
-    beside = whose.rivals | (rows["block"].rivals if "block" in rows else {})
-    rivals = (f"{name} {number(value)}" for name, value in beside.items())
     return (
         point[0],
         point[1],
@@ -318,7 +315,6 @@ def cells(point: Point, rows: dict[str, Row]) -> tuple[str, ...]:
         times["layer"],
         _over(us["layer"], whose.floor_us),
         "ok" if all(row.match for row in rows.values()) else "WRONG",
-        ", ".join(rivals),
     )
 
 
@@ -326,8 +322,9 @@ def _over(us: float | None, other: float | None, digits: int = 2) -> str:
     return "-" if us is None or other is None else f"{us / other:.{digits}f}"
 
 
-def table(found: Found) -> str:
-    """A line a point, then what was wrong and why rivals have no time."""
-    lines = plain(HEADINGS, [cells(*item) for item in found.items()])
-    notes = [row.message for rows in found.values() for row in rows.values() if row.message]
-    return "\n".join([*lines, *dict.fromkeys(notes)])
+def lines(found: Found) -> list[str]:
+    """A line a point, then baselines and why some have no time."""
+    table = plain(HEADINGS, [cells(*item) for item in found.items()], keys=4)
+    rows = [row for parts in found.values() for row in parts.values()]
+    notes = dict.fromkeys(row.message for row in rows if row.message and row.match is not False)
+    return [*table, *baselines(rows), *(line for note in notes for line in wrapped(note))]

@@ -1,59 +1,49 @@
-"""Rows for people and spreadsheets: a table (rich if it is there), Markdown, CSV."""
+"""Rows for people and spreadsheets: a table (in colour with rich), Markdown, CSV."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from dsv4.bench.results import Row
+from dsv4.bench.tables import is_right, labelled, short, wrapped
+from dsv4.bench.verdict import label, where
 
-HEADINGS = (
-    "operator",
-    "case",
-    "shape",
-    "tokens",
-    "backend",
-    "error",
-    "check",
-    "us",
-    "floor us",
-    "% copy",
-    "rivals us",
-    "best rival / us",
-    "why this backend",
-)
-_RIGHT = (
-    *("tokens", "error", "us", "floor us", "% copy", "best rival / us"),
-    *("experts", "gate_up us", "down us", "pair us", "pair / floor", "block us"),
-    *("points", "bf16 error", "f32 error"),
-    *("around us", "around / block", "layer us", "layer / floor"),
-    *("us / floor", "TFLOP/s", "TB/s"),
-)
+REASON = 60  # characters of why an implementation was chosen; `explain OP` prints all
+_NUMBERS = ("tokens", "backend", "error", "check", "us", "bound us", "% copy", "speedup")
+_LABEL = "operator [case] shape"
+HEADINGS = ("operator", "case", "shape", *_NUMBERS, "baselines us", "why")
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of a row, in the order of ``HEADINGS``."""
-    check = {True: "ok", False: "WRONG", None: "not run"}[row.match]
+    op, _, shape = label(row)
+    rivals = ", ".join(f"{name} {number(us)}" for name, us in row.rivals.items())
+    return op, row.case, shape, *_numbers(row), rivals, short(row.reason, REASON)
+
+
+def _numbers(row: Row) -> tuple[str, ...]:
+    """The texts in the order of ``_NUMBERS``."""
     error = f"{row.error:.1e}" if isinstance(row.error, float) else (row.error or "-")
     return (
-        row.op,
-        row.case,
-        " ".join(f"{name}={size}" for name, size in row.shape.items()),
         str(row.tokens),
         row.backend,
         error,
-        check,
+        check(row.match),
         "-" if row.us is None else number(row.us),
         number(row.floor_us),
         "-" if row.copy_share is None else f"{100 * row.copy_share:.0f}",
-        ", ".join(f"{name} {number(us)}" for name, us in row.rivals.items()),
         "-" if row.rival_ratio is None else f"{row.rival_ratio:.2f}",
-        row.reason,
     )
+
+
+def check(match: bool | None) -> str:
+    """A check's result in a word."""
+    return {True: "ok", False: "WRONG", None: "not run"}[match]
 
 
 def number(value: float) -> str:
@@ -63,50 +53,75 @@ def number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The table, why each implementation was chosen, and all baselines."""
+    reasons = dict.fromkeys(dict.fromkeys(short(row.reason, REASON) for row in rows), 0)
+    reasons = {reason: i + 1 for i, reason in enumerate(reasons)}
+    body = [(label(row), (*_numbers(row), str(reasons[short(row.reason, REASON)]))) for row in rows]
+    found = labelled((_LABEL, *_NUMBERS, "why"), body)
+    if any(reasons):
+        found += ["", "why this implementation runs (`explain OP` has the whole reason):"]
+        found += [f"{i:>3}  {reason}" for reason, i in reasons.items()]
+    return [*found, *baselines(rows), *notes(rows)]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What was said of rows that are right, each text once."""
+    said = dict.fromkeys(row.message for row in rows if row.message and row.match is not False)
+    return [line for text in said for line in wrapped(f"note: {text}")]
+
+
+def baselines(rows: Sequence[Row]) -> list[str]:
+    """A table of all baselines that were timed, after an empty line; nothing if none was."""
+    body = [
+        (
+            label(row),
+            (str(row.tokens), number(row.us), name, number(us), f"{us / row.us:.2f}"),
+        )
+        for row in rows
+        if row.us
+        for name, us in row.rivals.items()
+    ]
+    if not body:
+        return []
+    headings = (_LABEL, "tokens", "us", "baseline", "baseline us", "speedup")
+    return ["", "speedup: the baseline's time over ours", *labelled(headings, body)]
+
+
 def table(rows: Sequence[Row], stream: TextIO | None = None) -> None:
-    """Print a table: with rich on a terminal, else in plain lines; then the checks that failed."""
+    """Print the rows, in colour on a terminal that has rich; then the checks that failed."""
     stream = stream or sys.stdout
+    text = [*lines(rows), *wrong(rows)]
     if stream.isatty() and importlib.util.find_spec("rich") is not None:
-        _rich(rows, stream)
+        _rich(text, stream)
     else:
-        print("\n".join(plain(HEADINGS, [cells(row) for row in rows])), file=stream)
+        print("\n".join(text), file=stream)
+
+
+def wrong(rows: Sequence[Row]) -> list[str]:
+    """The checks that failed, each with all that was found."""
+    found = []
     for row in rows:
         if row.match is False:
-            print(f"WRONG {row.op} {row.case}: {row.message}", file=stream)
+            found += wrapped(f"WRONG {where(row)}: {row.message}")
+    return found
 
 
-def plain(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns."""
-    widths = [max(len(line[i]) for line in (headings, *body)) for i in range(len(headings))]
-    pads: list[Callable[[str, int], str]] = [
-        str.rjust if name in _RIGHT else str.ljust for name in headings
-    ]
-
-    def line(texts: Sequence[str]) -> str:
-        padded = (pad(text, width) for pad, text, width in zip(pads, texts, widths, strict=True))
-        return "  ".join(padded).rstrip()
-
-    return [line(headings), line(["-" * width for width in widths]), *map(line, body)]
-
-
-def _rich(rows: Sequence[Row], stream: TextIO) -> None:
+def _rich(text: Sequence[str], stream: TextIO) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(header_style="bold")
-    for name in HEADINGS:
-        drawn.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*map(Text, cells(row)), style="bold red" if row.match is False else None)
-    Console(file=stream).print(drawn)
+    console = Console(file=stream)
+    for i, line in enumerate(text):
+        style = "bold" if i == 0 else ("bold red" if "WRONG" in line else "")
+        console.print(Text(line, style=style), soft_wrap=True)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A Markdown table."""
-    lines = [HEADINGS, ["---:" if name in _RIGHT else "---" for name in HEADINGS]]
+    rules = [HEADINGS, ["---:" if is_right(name) else "---" for name in HEADINGS]]
     body = [[text.replace("|", "\\|") for text in cells(row)] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (*lines, *body))
+    return "".join(f"| {' | '.join(line)} |\n" for line in (*rules, *body))
 
 
 def write_csv(path: str, rows: Sequence[Row]) -> Path:

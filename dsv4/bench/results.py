@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.bench.environment import slug
+from dsv4.bench.problem import UsageError
 
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
@@ -44,6 +45,10 @@ _ROW: dict[str, Any] = {
 }
 
 
+# Absent from files written before they were measured.
+_ADDED: dict[str, Any] = {"ratio": (*_OPTIONAL_NUMBER, str)}
+
+
 @dataclass(frozen=True)
 class Row:
     """One case measured.
@@ -64,6 +69,8 @@ class Row:
         error: Largest error of a row over the norm of the row against float64, ``"bitwise"``, or
             None if unchecked.
         match: Whether the check passed, or None if unchecked.
+        ratio: Largest error in units of what is allowed there; infinite where bits or NaNs are
+            wrong, None if unchecked or unknown.
         timer: How ``us`` was taken.
         message: What the check found, or why the timer is not a graph.
     """
@@ -73,17 +80,18 @@ class Row:
     shape: dict[str, int]
     tokens: int
     backend: str
-    reason: str
-    us: float | None
-    floor_us: float
-    bytes: int
-    flops: int
+    reason: str = ""
+    us: float | None = None
+    floor_us: float = 0.0
+    bytes: int = 0
+    flops: int = 0
     rivals: dict[str, float] = field(default_factory=dict)
     error: float | str | None = None
     match: bool | None = None
     timer: str = ""
     message: str = ""
     copy_share: float | None = None
+    ratio: float | None = None
 
     @property
     def rival_ratio(self) -> float | None:
@@ -98,8 +106,9 @@ def document(header: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
 
 def _plain(row: Row) -> dict[str, Any]:
     values = asdict(row)
-    if row.error == float("inf"):
-        values["error"] = "inf"
+    for name in ("error", "ratio"):
+        if values[name] == float("inf"):
+            values[name] = "inf"
     return values
 
 
@@ -117,32 +126,68 @@ def validate(found: Any) -> None:
         raise ValueError("results: rows is not a list")
     for i, row in enumerate(found["rows"]):
         where = f"rows[{i}]"
-        _fields(where, row, _ROW)
+        _fields(where, row, _ROW, _ADDED)
         for name in ("shape", "rivals"):
             wanted = int if name == "shape" else _NUMBER
             for key, value in row[name].items():
                 _typed(f"{where}.{name}.{key}", value, wanted)
         if isinstance(row["error"], str) and row["error"] not in ("bitwise", "inf"):
             raise ValueError(f"results: {where}.error is {row['error']!r}, wanted 'bitwise'")
+        if isinstance(row.get("ratio"), str) and row["ratio"] != "inf":
+            raise ValueError(f"results: {where}.ratio is {row['ratio']!r}, wanted a number")
         if row["match"] is False and (row["us"] is not None or row["rivals"]):
             raise ValueError(f"results: {where} has a time although its check failed")
 
 
-def _fields(where: str, found: Any, schema: dict[str, Any]) -> None:
+def _fields(
+    where: str, found: Any, schema: dict[str, Any], optional: dict[str, Any] | None = None
+) -> None:
     if not isinstance(found, dict):
         raise ValueError(f"results: {where} is {type(found).__name__}, wanted named fields")
+    known = {**schema, **(optional or {})}
     for name in [*schema, *found]:
-        if name not in found or name not in schema:
+        if name not in found or name not in known:
             kind = "unknown" if name in found else "missing"
             raise ValueError(f"results: {where}.{name} is {kind}")
-    for name, wanted in schema.items():
-        _typed(f"{where}.{name}", found[name], wanted)
+    for name, value in found.items():
+        _typed(f"{where}.{name}", value, known[name])
 
 
 def _typed(where: str, value: Any, wanted: Any) -> None:
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"results: {where} is {value!r}, wanted {kinds}")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a file holds.
+
+    Attributes:
+        header: Where the numbers come from.
+        rows: In the order of the file.
+    """
+
+    header: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+def read_json(path: str) -> Results:
+    """Read a file that ``write_json`` wrote, by this version or an older one.
+
+    Raises:
+        UsageError: if it cannot be read or is no file of results; says which and why.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        validate(found)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    rows = []
+    for row in found["rows"]:
+        numbers = {n: float("inf") for n in ("error", "ratio") if row.get(n) == "inf"}
+        rows.append(Row(**{**row, **numbers}))
+    return Results(found["header"], tuple(rows))
 
 
 def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Path]:

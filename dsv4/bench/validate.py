@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from dsv4 import dispatch
-from dsv4.bench import report, validate_dense, validate_experts
+from dsv4.bench import validate_dense, validate_experts
 from dsv4.bench.cases import PRESETS, matrices
 from dsv4.bench.problem import UsageError
+from dsv4.bench.tables import plain, wrapped
 from dsv4.bench.validate_kernel import HEADINGS, Kernel, Refused, Request
+from dsv4.bench.verdict import line
 
 TOKENS = [1, 8, 16, 17, 64, 65, 300, 1024]
 # Names of what is validated, whatever the model.
@@ -42,16 +44,23 @@ class Found:
         return sum(1 for kernel in self.kernels if kernel.failed)
 
     def lines(self) -> list[str]:
-        """The report without its header."""
-        lines = report.plain(HEADINGS, [kernel.cells() for kernel in self.kernels])
+        """The report without its header and its verdict."""
+        lines = plain(HEADINGS, [kernel.cells() for kernel in self.kernels], keys=5)
+        notes: list[str] = []
         for kernel in self.kernels:
             where = f"{kernel.backend} {kernel.matrix} {kernel.layout} {kernel.activation}"
-            lines += [f"WRONG {where}: {message}" for message in kernel.messages]
+            notes += [f"WRONG {where}: {message}" for message in kernel.messages]
         for backend, reasons in self.absent.items():
-            lines += [f"not run: {backend}: {why}" for why in reasons]
+            notes += [f"not run: {backend}: {why}" for why in reasons]
+        return [*lines, *(line for note in notes for line in wrapped(note))]
+
+    def verdict(self) -> str:
+        """What failed and where, or that all passed, in one line."""
         count = sum(kernel.points for kernel in self.kernels)
-        lines.append(f"{len(self.kernels)} kernels, {count} products, {self.wrong} kernels wrong")
-        return lines
+        if not self.kernels:
+            return "FAILED: no kernel ran"
+        checks = [kernel.check() for kernel in self.kernels]
+        return f"{line(checks)}; {count} products compared"
 
     def document(self, header: dict[str, Any]) -> dict[str, Any]:
         """What a JSON file holds; an infinite error is the string ``"inf"``."""

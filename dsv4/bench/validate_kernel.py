@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import report
+from dsv4.bench.verdict import Check
 from dsv4.formats import LINEAR
 
 HEADINGS = (
@@ -57,6 +59,14 @@ class Kernel:
         if ratio > 1:
             self.failed += 1
             self.messages.append(f"{what}, {name}: {message or f'{ratio:.3g} times the budget'}")
+
+    def check(self) -> Check:
+        """The check of all its points."""
+        where = f"{self.matrix} {self.layout} {self.activation}, {self.backend}"
+        worst = max(self.worst.values(), default=0.0)
+        size = f"{worst:.3g} times its budget" if math.isfinite(worst) else "not the right bits"
+        found = f"{self.failed} of {self.points} products, error {size}" if self.failed else ""
+        return Check("kernel", where, not self.failed, found)
 
     def cells(self) -> tuple[str, ...]:
         """The texts of its line, in the order of ``HEADINGS``."""

@@ -11,11 +11,11 @@ run. Whatever does less is a bound on what the library could reach, not an equal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from dsv4.bench.problem import Problem
+from dsv4.bench.problem import Problem, UsageError
 from dsv4.bench.rivals import flash_mla, inductor, liger, packed, plain, tile_kernels, torchao
-from dsv4.bench.rivals._prepare import Call, Rival
+from dsv4.bench.rivals._prepare import Call, Rival, reasons
 
 # Prepared only when asked for by name.
 SLOW = (inductor.NAME, *liger.SLOW, *packed.SLOW)
@@ -42,7 +42,12 @@ def register(op: str, name: str) -> Callable[[Rival], Rival]:
     return add
 
 
-def rivals(op: str, problem: Problem, names: tuple[str, ...] | None = None) -> dict[str, Call]:
+def rivals(
+    op: str,
+    problem: Problem,
+    names: tuple[str, ...] | None = None,
+    refused: dict[str, str] | None = None,
+) -> dict[str, Call]:
     """Prepared calls, by name, of the rivals that can do this problem.
 
     Args:
@@ -50,12 +55,33 @@ def rivals(op: str, problem: Problem, names: tuple[str, ...] | None = None) -> d
         problem: What to do.
         names: Which rivals, with their note or without, in any case; None for all but those in
             ``SLOW``.
+        refused: Gets the reason of each that cannot.
     """
     known = RIVALS.get(op, {})
     usual = [name for name in known if name not in SLOW]
     wanted = usual if names is None else [name for name in known if is_among(name, names)]
-    prepared = {name: known[name](problem) for name in wanted}
-    return {name: call for name, call in prepared.items() if call is not None}
+    prepared: dict[str, Call] = {}
+    for name in wanted:
+        with reasons() as said:
+            call = known[name](problem)
+        if call is not None:
+            prepared[name] = call
+        elif refused is not None:
+            refused[name] = "; ".join(said) or "it cannot do this problem"
+    return prepared
+
+
+def check_names(names: Iterable[str] | None, known: Iterable[str]) -> None:
+    """Check that every name asked for is that of a baseline; see ``is_among``.
+
+    Raises:
+        UsageError: naming the first that is not, and those that there are.
+    """
+    known = list(dict.fromkeys(known))
+    for asked in names or ():
+        if not any(is_among(name, (asked,)) for name in known):
+            there = f"wanted some of {', '.join(known)}" if known else "but there are none here"
+            raise UsageError(f"--baselines has {asked!r}, {there}")
 
 
 def is_among(name: str, names: tuple[str, ...]) -> bool:

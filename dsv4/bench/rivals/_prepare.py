@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ Rival = Callable[[Problem], "Call | None"]
 Table = dict[str, dict[str, Rival]]
 
 _log = logging.getLogger(__name__)
+_reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 # How libraries say that they cannot do something: TileKernels by assertions, compilers by
 # RuntimeError and its subclasses, bindings by TypeError and ValueError, a compiler that is missing
 # or fails by OSError and SubprocessError.
@@ -30,6 +33,25 @@ _REFUSALS = (
     OSError,
     subprocess.SubprocessError,
 )
+
+
+@contextmanager
+def reasons() -> Iterator[list[str]]:
+    """Collects why baselines that are prepared inside cannot be timed."""
+    found: list[str] = []
+    token = _reasons.set(found)
+    try:
+        yield found
+    finally:
+        _reasons.reset(token)
+
+
+def _refuse(reason: str) -> None:
+    """Log a reason at level INFO, and give it to ``reasons``."""
+    _log.info("%s", reason)
+    found = _reasons.get()
+    if found is not None:
+        found.append(reason)
 
 
 def captured(problem: Problem) -> dispatch.Call:
@@ -54,22 +76,22 @@ class FromLibrary:
     def __call__(self, problem: Problem) -> Call | None:
         """The prepared call, or None."""
         found = captured(problem)
-        library = _imported(self.module) if found.device.type == "cuda" else None
+        if found.device.type != "cuda":
+            _refuse(f"{self.module}: runs on a CUDA GPU, the tensors are on {found.device.type}")
+            return None
+        library = _imported(self.module)
         if library is None:
             return None
         return attempt(lambda: self.prepare(library, *found.args), f"{self.module}: {found.op}")
 
 
 def attempt(prepare: Callable[[], Call], what: str) -> Call | None:
-    """The prepared call after a first run, which compiles it; None if either fails.
-
-    The reason is logged at level INFO.
-    """
+    """The prepared call after a first run, which compiles it; None if either fails."""
     try:
         call = prepare()
         call()
     except _REFUSALS as refusal:
-        _log.info("%s: %s: %s", what, type(refusal).__name__, refusal)
+        _refuse(f"{what}: {type(refusal).__name__}: {refusal}")
         return None
     return call
 
@@ -78,5 +100,5 @@ def _imported(module: str) -> Any | None:
     try:
         return importlib.import_module(module)
     except Exception as missing:  # whatever it is that another's library does not find
-        _log.info("%s: %s: %s", module, type(missing).__name__, missing)
+        _refuse(f"{module}: {type(missing).__name__}: {missing}")
         return None

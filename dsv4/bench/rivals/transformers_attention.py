@@ -56,7 +56,7 @@ def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
     wanted: dict[str, str | None] = {}
     if options.device.type == "cuda" or options.rivals is not None:
         wanted[EAGER] = None
-    if inductor.NAME in asked:
+    if asked & {inductor.NAME, COMPILED}:
         wanted[COMPILED] = inductor.NAME
     found, missing = dict[str, float](), list[str]()
     for name, backend in wanted.items():

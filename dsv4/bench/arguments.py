@@ -1,0 +1,194 @@
+"""Commands of the bench and their options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.problem import UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands, by name in ``command``, and their options."""
+    top = _Parser(
+        prog="python -m dsv4.bench",
+        description="Without a command: check generation and every operator on this machine.",
+        epilog="The last line says what failed and where, or that all passed.",
+    )
+    _common(top)
+    top.add_argument("--version", action="store_true", help="print versions and exit")
+    top.set_defaults(command="main job")
+    commands = top.add_subparsers(metavar="command", parser_class=_Parser)
+    _run(
+        commands.add_parser(
+            "run", help="check, then time operators; `run gemm --check` validates every kernel"
+        )
+    )
+    listing = commands.add_parser("list", help="operators, their cases and implementations")
+    listing.set_defaults(command="list")
+    layer = commands.add_parser(
+        "layer", help="a decode step of one layer without its products, on a GPU"
+    )
+    _sizes(layer)
+    layer.add_argument("--context", type=_positive, default=8192, help="tokens before; 8192")
+    _common(layer)
+    layer.set_defaults(command="layer")
+    _moe(
+        commands.add_parser("moe", help="routed experts and the block around them, by routing"),
+    )
+    env = commands.add_parser("env", help="this machine: names, versions, measured rates")
+    env.add_argument("--device", default=argparse.SUPPRESS)
+    env.set_defaults(command="env")
+    explain = commands.add_parser("explain", help="which implementation runs, and why")
+    explain.add_argument("op", metavar="OP")
+    _sizes(explain)
+    _own_sizes(explain)
+    explain.add_argument("--backend", default="auto")
+    explain.add_argument("--device", default=argparse.SUPPRESS)
+    explain.set_defaults(command="explain")
+    _compare(commands.add_parser("compare", help="two files of results, row by row"))
+    return top
+
+
+def _run(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "ops",
+        nargs="*",
+        metavar="OP",
+        help="operators, as dsv4.ops names them; default: all. Or attention, indexer or "
+        "attention_layer alone, which have sizes of their own",
+    )
+    _sizes(run)
+    _own_sizes(run)
+    run.add_argument(
+        "--cases",
+        type=_names,
+        help="shell patterns over the names of cases, comma-separated, e.g. 'q_b,*w4a4'",
+    )
+    run.add_argument("--backend", default="auto", help="implementations, comma-separated")
+    _baselines(run, "cublas,quack; default: those quick to prepare")
+    run.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="validate every kernel of the product and print a report to send back; "
+        "--no-check: time unchecked. Default: check each result, then time it",
+    )
+    _rest(run)
+    _common(run)
+    run.set_defaults(command="run")
+
+
+def _moe(moe: argparse.ArgumentParser) -> None:
+    _sizes(moe, None)
+    moe.add_argument(
+        "--routings",
+        type=_names,
+        default=["uniform", "zipf", "single"],
+        help="uniform, zipf, single, comma-separated; default all",
+    )
+    _baselines(moe, "Humming; default all")
+    _rest(moe)
+    _common(moe)
+    moe.set_defaults(command="moe")
+
+
+def _compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("a", metavar="A.json", help="results before")
+    compare.add_argument("b", metavar="B.json", help="results after")
+    compare.add_argument(
+        "--threshold",
+        type=_percent,
+        default=5.0,
+        metavar="PERCENT",
+        help="a smaller difference counts as none; default 5",
+    )
+    compare.set_defaults(command="compare")
+
+
+def _common(to: argparse.ArgumentParser) -> None:
+    # Suppressed defaults: a command's parser must not undo what was given before the command.
+    add = to.add_argument
+    none = argparse.SUPPRESS
+    add("--json", metavar="PATH", default=none, help="a file, or DIR/ for results/<gpu>/<op>.json")
+    add("--csv", metavar="PATH", default=none, help="a file")
+    add("--markdown", action="store_true", default=none, help="print a Markdown table")
+    add("--repeat", type=_positive, default=none, help="timed runs; default 5, on a GPU 50")
+    add("--seed", type=int, default=none, help="of the random inputs; default 0")
+    add("--device", default=none, help="default: cuda:0 if there is one, else cpu")
+
+
+def _baselines(to: argparse.ArgumentParser, example: str) -> None:
+    to.add_argument(
+        "--baselines",
+        "--rivals",
+        dest="rivals",
+        type=lambda text: () if text == "none" else tuple(text.split(",")),
+        metavar="NAMES",
+        help=f"what to time for comparison, comma-separated, or none; e.g. {example} "
+        "(--rivals: the old name)",
+    )
+
+
+def _rest(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--rest",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="time everything, baselines too, once more with so much rest before each timed run, "
+        "in rows named 'rested' (a GPU at its power limit has a lower clock without); 0.06, say",
+    )
+
+
+def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] | None = (16,)) -> None:
+    to.add_argument("--shapes", default="tiny", help=f"{', '.join(PRESETS)}, comma-separated")
+    usual = "16" if tokens else "1,8,64,512,4096, on a CPU 1,8"
+    to.add_argument(
+        "--tokens", type=_numbers, default=tokens, help=f"e.g. 1,16,256; default {usual}"
+    )
+
+
+def _own_sizes(to: argparse.ArgumentParser) -> None:
+    for name, what in (("n", "N, rows of the weight"), ("k", "K, its columns")):
+        to.add_argument(
+            f"--{name}",
+            type=_positive,
+            metavar=name.upper(),
+            help=f"{what}, for gemm alone, in place of --shapes; M is --tokens",
+        )
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 60:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 to 60 seconds")
+    return value
+
+
+def _percent(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 to 100 percent")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]

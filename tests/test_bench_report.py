@@ -1,0 +1,569 @@
+"""What the bench prints: tables that fit, the verdict in the last line, versions, comparisons."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import dsv4
+from dsv4 import dispatch
+from dsv4.bench import (
+    attention,
+    cli,
+    environment,
+    main_job,
+    measure,
+    moe_rivals,
+    report,
+    results,
+    rivals,
+    tables,
+    verdict,
+)
+from dsv4.bench.cases import MAKERS, PRESETS, cases
+from dsv4.bench.cli import main
+from dsv4.bench.measure import Options
+from dsv4.bench.problem import UsageError
+from dsv4.bench.results import Row
+from dsv4.bench.verdict import Check
+
+CPU = torch.device("cpu")
+RATES = environment.Rates(0.02, 0.01, 0.1)
+HEADER = {
+    "gpu": "g",
+    "driver": "d",
+    "versions": {"torch": "1"},
+    "commit": "c",
+    "command": "x",
+    "date": "d",
+    "copy_tbs": 1.0,
+    "read_tbs": 1.0,
+    "bf16_tflops": 1.0,
+    "node_us": 0.9,
+}
+ROW = Row("op", "case", {"N": 1}, 1, "reference", "why", 2.0, 0.5, 8, 0, match=True, error=1e-3)
+WRONG = dataclasses.replace(ROW, us=None, match=False, ratio=3.25, message="off by a lot")
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "rates", lambda device: RATES)
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Put an implementation before all others of an operator."""
+    load = dispatch._load
+
+    def add(op: str, function) -> None:
+        row = dispatch.Implementation(op, "wrong", f"wrong:{op}", lambda call: None)
+        monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
+        monkeypatch.setattr(
+            dispatch, "_load", lambda target: function if target == row.target else load(target)
+        )
+        dispatch.implementations.cache_clear()
+
+    yield add
+    monkeypatch.undo()
+    dispatch.implementations.cache_clear()
+    dispatch.operators.cache_clear()
+
+
+def last_line(capsys) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+class TestTables:
+    @pytest.mark.parametrize("preset", PRESETS)
+    @pytest.mark.parametrize("rest", ["", " rested"])
+    def test_rows_of_every_case_fit(self, preset: str, rest: str):
+        every = [case for op in MAKERS for case in cases(op, preset, 4096)]
+        for group in (attention.attention, attention.indexer):
+            every += group(preset, 1)
+        names = {name for known in rivals.RIVALS.values() for name in known}
+        backends = [row.name for row in dispatch.IMPLEMENTATIONS]
+        rows = [
+            Row(
+                *(case.op, case.name + rest, case.shape, case.tokens, max(backends, key=len)),
+                *("why " * 50, 123456.0, 54321.0, 1 << 30, 1 << 40, dict.fromkeys(names, 98765.0)),
+                error="bitwise",
+                match=None,
+                copy_share=1.0,
+                message="said " * 40,
+            )
+            for case in every
+        ]
+        lines = report.lines(rows)
+        assert max(map(len, lines)) <= tables.WIDTH == 120
+        text = "\n".join(lines)
+        for case in every:
+            assert case.op in text
+            assert f"[{case.name}{rest}]" in text or not case.name
+        assert max(map(len, attention.lines(rows))) <= 120
+
+    @given(
+        parts=st.lists(st.text("abc =", max_size=70), min_size=1, max_size=3),
+        others=st.lists(st.text("xyz", max_size=15), min_size=1, max_size=5),
+    )
+    @example(parts=["grouped_gemm", "[gate_up]", "E=384 " * 9], others=["x" * 15] * 5)
+    @example(parts=["", "", ""], others=["x"])
+    def test_a_label_takes_what_is_left(self, parts, others):
+        headings = ["label", *(f"h{i}" for i in range(len(others)))]
+        lines = tables.labelled(headings, [(parts, others), (["b"], others)])
+        assert max(map(len, lines)) <= 120
+        printed = " ".join(lines[2:]).split()
+        for word in " ".join(parts).split():
+            assert word in printed or len(word) > 20
+
+    @given(
+        st.integers(1, 8).flatmap(
+            lambda n: st.lists(
+                st.lists(st.text("ab ", max_size=30), min_size=n, max_size=n), max_size=4
+            ).map(lambda body: (n, body))
+        ),
+        st.integers(0, 2),
+    )
+    def test_a_plain_table_fits(self, sized, keys):
+        columns, body = sized
+        headings = [f"h{i}" for i in range(columns)]
+        keys = min(keys, columns - 1)
+        if not keys and columns > 3:
+            return  # the other columns of a table that is wrapped are short
+        lines = tables.plain(headings, body, keys)
+        assert max(map(len, lines)) <= 120
+        words = " ".join(lines).split()
+        assert all(word in words for row in body for text in row for word in text.split())
+
+    def test_columns_that_do_not_fit_follow_below(self):
+        headings = ["key", *(f"column {i}" for i in range(20))]
+        body = [["a", *("x" * 9 for _ in range(20))], ["b", *("y" * 9 for _ in range(20))]]
+        lines = tables.plain(headings, body, keys=1)
+        assert [line.split()[0] for line in lines if line and line[0] != "-"] == (
+            ["key", "a", "b"] * 2
+        )
+        assert lines.count("") == 1
+
+    @given(st.text(max_size=200), st.integers(10, 80))
+    def test_short_is_short(self, text: str, most: int):
+        found = tables.short(text, most)
+        assert len(found) <= most
+        line = " ".join(text.split())
+        assert found == line or (found.endswith("...") and line.startswith(found[:-3]))
+
+    def test_each_row_has_one_short_reason(self):
+        rows = [dataclasses.replace(ROW, reason=why) for why in ("first " * 30, "second", "second")]
+        lines = report.lines(rows)
+        assert [line.split()[-1] for line in lines[2:5]] == ["1", "2", "2"]
+        place = next(i for i, line in enumerate(lines) if line.startswith("why this"))
+        assert lines[place + 2] == "  2  second"
+        assert lines[place + 1].endswith("...")
+        assert len(lines[place + 1]) <= report.REASON + 5
+
+    def test_microseconds_are_in_headings_alone(self):
+        row = dataclasses.replace(ROW, rivals={"torch": 3.0})
+        lines = report.lines([row])
+        headings = [line for line in lines if line.startswith("operator")]
+        assert len(headings) == 2
+        assert all(heading.split().count("us") >= 1 for heading in headings)
+        others = [line for line in lines if line not in headings]
+        assert not any("us" in line.split() or "/ us" in line for line in others)
+        assert not any("/ us" in name for name in report.HEADINGS)
+
+    def test_without_rich_or_terminal_it_is_plain(self, capsys):
+        report.table([ROW])
+        heading, rule, line = capsys.readouterr().out.splitlines()[:3]
+        assert heading.startswith("operator")
+        assert set(rule) <= {"-", " "}
+        assert "1.0e-03" in line
+
+    def test_on_a_terminal(self, monkeypatch: pytest.MonkeyPatch):
+        pytest.importorskip("rich")
+        monkeypatch.setenv("COLUMNS", "200")
+        written: list[str] = []
+        stream = SimpleNamespace(isatty=lambda: True, write=written.append, flush=lambda: None)
+        report.table([dataclasses.replace(WRONG, op="op[x]")], stream)
+        assert "op[x]" in "".join(written)
+        assert "WRONG" in "".join(written)
+
+    def test_the_fastest_baseline_is_set_against_ours(self, tmp_path: Path):
+        base = dataclasses.replace(ROW, rivals={"slow": 9.0, "fast": 3.0})
+        assert base.rival_ratio == 1.5
+        alone = dataclasses.replace(base, rivals={})
+        wrong = dataclasses.replace(base, us=None, rivals={})
+        assert alone.rival_ratio is None
+        assert wrong.rival_ratio is None
+        rows = [base, alone]
+        place = report.HEADINGS.index("speedup")
+        assert [report.cells(row)[place] for row in rows] == ["1.50", "-"]
+        listed = [line.split()[-3:] for line in report.baselines(rows)[-2:]]
+        assert listed == [["slow", "9.00", "4.50"], ["fast", "3.00", "1.50"]]
+        path = report.write_csv(str(tmp_path / "x.csv"), rows)
+        with path.open() as stream:
+            assert [row["rival_ratio"] for row in csv.DictReader(stream)] == ["1.5", ""]
+        results.validate(results.document(HEADER, rows))
+
+
+class TestVerdict:
+    def test_all_passed(self):
+        checks = [Check("check", "x", True), Check("check", "y", True), Check("model", "z", True)]
+        assert verdict.line(checks) == "PASSED: 2 checks, 1 model passed"
+
+    def test_what_failed_and_where(self):
+        row = dataclasses.replace(WRONG, op="gemm", case="q_b", shape={"N": 256, "K": 32})
+        checks = [verdict.of_row(ROW), verdict.of_row(row), Check("generation", "drop-in", True)]
+        assert verdict.line(checks) == (
+            "FAILED: 1 of 2 checks: gemm [q_b] N=256 K=32, 1 token, reference: "
+            "error 3.25 times its budget"
+        )
+        bits = dataclasses.replace(
+            row, ratio=float("inf"), message="codes differs at 3 of 64 places, " * 3
+        )
+        assert verdict.line([verdict.of_row(bits)]).endswith(
+            ": codes differs at 3 of 64 places, codes differs at 3 of 64..."
+        )
+
+    def test_many_failures_are_counted(self):
+        checks = [Check("check", f"place {i}", False, "bad") for i in range(5)]
+        line = verdict.line([*checks, Check("check", "unknown", None)], "interrupted after 5 rows")
+        assert line == (
+            "FAILED: 5 of 5 checks: place 0: bad; place 1: bad; place 2: bad; and 2 more"
+            "; 1 not checked; interrupted after 5 rows"
+        )
+
+    def test_nothing_checked_is_not_passed(self):
+        checks = [Check("check", "x", None)]
+        assert verdict.line(checks) == "NOT CHECKED: nothing was checked; 1 not checked"
+        assert verdict.line([], "interrupted").startswith("STOPPED: nothing was checked")
+
+    @given(
+        st.lists(
+            st.builds(
+                Check,
+                st.sampled_from(["check", "generation"]),
+                st.sampled_from(["here", "there"]),
+                st.sampled_from([True, False, None]),
+                st.just("bad"),
+            ),
+            max_size=8,
+        )
+    )
+    def test_one_line_whose_first_word_is_the_result(self, checks):
+        line = verdict.line(checks)
+        assert "\n" not in line
+        results = {check.passed for check in checks}
+        word = "FAILED" if False in results else "PASSED" if True in results else "NOT CHECKED"
+        assert line.startswith(f"{word}: ")
+
+    def test_the_error_is_kept_in_units_of_its_budget(self, register, tmp_path: Path, capsys):
+        load = dispatch._load(dispatch.implementations("swiglu")[-1].target)
+        register("swiglu", lambda *args: load(*args) * 1.1)
+        path = tmp_path / "x.json"
+        assert main(["run", "swiglu", "--device", "cpu", "--json", str(path)]) == 2
+        (row,) = results.read_json(str(path)).rows
+        assert 1 < row.ratio < 1000
+        assert last_line(capsys) == (
+            f"FAILED: 1 of 1 check: swiglu I=32, 16 tokens, wrong: "
+            f"error {row.ratio:.3g} times its budget"
+        )
+
+    def test_an_operator_that_raises_is_named_and_the_others_are_measured(self, register, capsys):
+        def broken(*args):
+            raise RuntimeError("no kernel image")
+
+        register("swiglu", broken)
+        command = ["run", "swiglu", "rms_norm", "--repeat", "1", "--device", "cpu"]
+        assert main(command) == 2
+        printed = capsys.readouterr()
+        assert printed.out.splitlines()[-1] == (
+            "FAILED: 1 of 3 checks: swiglu I=32, 16 tokens, auto: "
+            "raised RuntimeError: no kernel image"
+        )
+        assert "Traceback" in printed.err
+
+    def test_unchecked_rows_are_not_passed(self, capsys):
+        assert main(["run", "swiglu", "--no-check", "--repeat", "1", "--device", "cpu"]) == 0
+        assert last_line(capsys) == "NOT CHECKED: nothing was checked; 1 not checked"
+
+
+class TestMainJob:
+    def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+        find = main_job.importlib.util.find_spec
+        monkeypatch.setattr(
+            main_job.importlib.util,
+            "find_spec",
+            lambda name, *rest: None if name == "transformers" else find(name, *rest),
+        )
+        path = tmp_path / "all.json"
+        assert main(["--repeat", "1", "--json", str(path), "--device", "cpu"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert any("transformers is not installed" in line for line in printed)
+        assert max(len(line) for line in printed if not line.startswith("wrote ")) <= 120
+        found = json.loads(path.read_text())
+        results.validate(found)
+        assert {row["op"] for row in found["rows"]} == set(MAKERS)
+        assert printed[-1] == f"PASSED: {len(found['rows'])} checks passed; 2 not checked"
+
+    def test_generation_equals_transformers(self, capsys):
+        pytest.importorskip("transformers")
+        found = main_job.generation(CPU)
+        assert [(check.where, check.passed) for check in found] == [
+            ("our model", True),
+            ("drop-in", True),
+        ]
+        printed = capsys.readouterr().out
+        assert printed.count("tokens equal") == 2
+        assert "fp8_block" in printed
+        assert "nvfp4" in printed
+
+    def test_a_wrong_operator_is_found_by_generation(self, register, capsys):
+        pytest.importorskip("transformers")
+        target = dispatch._load(dispatch.implementations("rope")[-1].target)
+        register("rope", lambda x, cos, sin, inverse: target(x, cos, 1.001 * sin, inverse))
+        assert [check.passed for check in main_job.generation(CPU)] == [False, False]
+        assert capsys.readouterr().out.count("WRONG") == 2
+
+    def test_generation_that_differs_fails_the_job(self, monkeypatch, capsys):
+        monkeypatch.setattr(main_job, "operators", lambda options, rates, rows: rows.append(ROW))
+        found = Check("generation", "drop-in", False, "11 of 12 tokens differ")
+        monkeypatch.setattr(main_job, "generation", lambda device, seed: [found])
+        assert main(["--device", "cpu"]) == 2
+        assert last_line(capsys) == ("FAILED: 1 of 1 generation: drop-in: 11 of 12 tokens differ")
+
+    @pytest.mark.parametrize("step", ["_write", "_load", "_compare"])
+    def test_a_step_that_raises_fails_the_job_and_operators_follow(self, step, monkeypatch, capsys):
+        def fail(*arguments):
+            raise KeyError("a name")
+
+        monkeypatch.setattr(main_job, step, fail)
+        monkeypatch.setattr(main_job, "operators", lambda options, rates, rows: rows.append(ROW))
+        assert main(["--device", "cpu"]) == 2
+        printed = capsys.readouterr()
+        name = step.strip("_")
+        assert printed.out.splitlines()[-1] == (
+            f"FAILED: 1 of 1 generation: {name}: raised KeyError: 'a name'"
+        )
+        assert "Traceback" in printed.err
+
+    def test_an_interrupt_keeps_what_was_measured(self, monkeypatch, capsys):
+        def stop(options, rates, rows):
+            rows.append(ROW)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(main_job, "operators", stop)
+        monkeypatch.setattr(main_job, "generation", lambda device, seed: [])
+        assert main(["--device", "cpu"]) == 130
+        assert last_line(capsys) == "STOPPED: 1 check passed; interrupted after 1 rows"
+
+    def test_a_difference_in_tokens_or_logits_is_wrong(self, capsys):
+        logits = torch.ones(1, 2, 3)
+        assert main_job._agree("x", [1, 2], [1, 2], logits, logits).passed
+        tokens = main_job._agree("x", [1, 3], [1, 2], logits, logits)
+        assert (tokens.passed, tokens.found) == (False, "1 of 2 tokens differ, logits 0.0e+00 off")
+        assert not main_job._agree("x", [1], [1, 2], logits, logits).passed
+        assert not main_job._agree("x", [1], [1], logits * 1.001, logits).passed
+        assert capsys.readouterr().out.count("WRONG") == 3
+
+
+class TestBaselines:
+    @pytest.mark.parametrize("option", ["--baselines", "--rivals"])
+    @pytest.mark.parametrize(
+        ("arguments", "known"),
+        [
+            (["run", "rms_norm"], "torch rms_norm, Liger"),
+            (["run", "quantize"], "TileKernels (no global scale)"),
+            (["run", "gemm", "--n", "16", "--k", "16"], "torch bf16, cuBLAS (bf16 weight)"),
+            (["run"], "QuACK (one global scale)"),
+            (["run", "attention"], "FlashMLA (no rotation)"),
+            (["run", "indexer"], "inductor"),
+            (["run", "attention_layer"], "transformers eager, transformers inductor, inductor"),
+            (["moe"], next(iter(moe_rivals.RIVALS))),
+        ],
+    )
+    def test_unknown_names_are_errors(self, option, arguments, known, capsys):
+        assert main([*arguments, option, "foo", "--device", "cpu"]) == 1
+        printed = capsys.readouterr()
+        assert "--baselines has 'foo', wanted some of " in printed.err
+        assert known in printed.err
+        assert "operator [case]" not in printed.out, "nothing was measured"
+
+    def test_names_of_other_operators_are_errors(self, capsys):
+        assert main(["run", "rms_norm", "--baselines", "quack", "--device", "cpu"]) == 1
+        assert "--baselines has 'quack', wanted some of torch rms_norm" in capsys.readouterr().err
+        assert main(["run", "rope_tables", "--baselines", "liger", "--device", "cpu"]) == 1
+        assert "--baselines has 'liger', wanted some of inductor" in capsys.readouterr().err
+
+    def test_those_asked_for_are_timed_or_it_is_said_why_not(self, capsys):
+        command = ["run", "gemm", "--cases", "q_b", "--repeat", "1", "--device", "cpu"]
+        assert main([*command, "--baselines", "torch bf16,QUACK"]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "torch bf16" in printed
+        reason = "quack.gemm_w4: runs on a CUDA GPU, the tensors are on cpu"
+        assert f"baseline QuACK (one global scale) was not timed: {reason}" in printed
+        assert main(command) == 0
+        assert "was not timed" not in capsys.readouterr().out
+
+    def test_none_at_all(self, tmp_path: Path):
+        path = tmp_path / "x.json"
+        command = ["run", "swiglu", "--baselines", "none", "--repeat", "1", "--device", "cpu"]
+        assert main([*command, "--json", str(path)]) == 0
+        assert results.read_json(str(path)).rows[0].rivals == {}
+
+
+class TestVersion:
+    def test_versions_one_to_a_line(self, capsys):
+        assert main(["--version"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"dsv4 {dsv4.__version__}"
+        assert f"torch {torch.__version__}" in lines
+        names = [line.split()[0] for line in lines]
+        assert {"triton", "transformers", "nvidia-cutlass-dsl", "python"} <= set(names)
+
+    def test_what_is_missing_is_said(self, monkeypatch):
+        monkeypatch.setattr(environment, "versions", lambda: {"python": "3", "dsv4": "1"})
+        assert environment.version_lines()[:3] == ["dsv4 1", "python 3", "torch not installed"]
+
+    def test_from_the_shell(self):
+        command = [sys.executable, "-m", "dsv4.bench", "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(f"dsv4 {dsv4.__version__}\n")
+
+
+class TestOwnSizes:
+    def test_gemm(self, tmp_path: Path):
+        path = tmp_path / "x.json"
+        sizes = ["--n", "48", "--k", "80", "--tokens", "1,5"]
+        command = ["run", "gemm", *sizes, "--repeat", "1", "--device", "cpu", "--json", str(path)]
+        assert main(command) == 0
+        rows = results.read_json(str(path)).rows
+        assert [(row.case, row.tokens) for row in rows] == [
+            (name, tokens) for name in ("own", "own w4a4", "own fp8") for tokens in (1, 5)
+        ]
+        assert all(row.shape == {"N": 48, "K": 80} and row.match for row in rows)
+        assert [row.flops for row in rows[:2]] == [2 * 48 * 80, 10 * 48 * 80]
+
+    def test_explain(self, capsys):
+        assert main(["explain", "gemm", "--n", "48", "--k", "80", "--device", "cpu"]) == 0
+        assert "gemm [own w4a4] N=48 K=80, 16 tokens" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["gemm", "--n", "48"], "--n and --k go together"),
+            (["rope", "--n", "48", "--k", "80"], "for gemm alone"),
+            (["--n", "48", "--k", "80"], "for gemm alone"),
+            (["gemm", "--n", "48", "--k", "81"], "--k is 81, wanted a multiple of 16"),
+            (["gemm", "--n", "0", "--k", "80"], "0 is below 1"),
+            (["gemm", "--n", "48", "--k", "80", "--shapes", "pro"], "in place of --shapes"),
+            (["gemm", "--n", "48", "--k", "80", "--check"], "--check has sizes of its own"),
+            (["attention", "--n", "48"], "--n and --k are for gemm alone"),
+        ],
+    )
+    def test_what_cannot_be(self, arguments, message, capsys):
+        assert main(["run", *arguments, "--device", "cpu"]) == 1
+        assert message in capsys.readouterr().err
+
+
+def row_of(case: str, us: float | None, **changes) -> Row:
+    return dataclasses.replace(ROW, **{"case": case, "us": us, **changes})
+
+
+class TestCompare:
+    def compared(self, tmp_path, a, b, *more, header=HEADER) -> int:
+        results.write_json(str(tmp_path / "a.json"), HEADER, a)
+        results.write_json(str(tmp_path / "b.json"), header, b)
+        return main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), *more])
+
+    def test_faster_slower_and_the_same(self, tmp_path, capsys):
+        a = [row_of("x", 10.0), row_of("y", 10.0), row_of("z", 10.0), row_of("old", 1.0)]
+        b = [row_of("z", 10.4), row_of("x", 5.0), row_of("y", 20.0)]
+        assert self.compared(tmp_path, a, b) == 0
+        lines = capsys.readouterr().out.splitlines()
+        body = {line.split()[1]: line.split()[-2:] for line in lines[2:5]}
+        assert body == {
+            "[z]": ["1.040", "same"],
+            "[x]": ["0.500", "faster"],
+            "[y]": ["2.000", "slower"],
+        }
+        assert lines[-1] == (
+            "COMPARED: 3 rows: 1 same, 1 faster, 1 slower (within 5 %); "
+            "B / A 1.013 (geometric mean); 1 rows in A alone, 0 in B alone"
+        )
+
+    @given(
+        us=st.floats(1e-3, 1e6),
+        ratio=st.floats(0.01, 100),
+        threshold=st.sampled_from([0.0, 5.0, 50.0]),
+    )
+    def test_words_mirror(self, us, ratio, threshold):
+        from dsv4.bench.compare import Comparison
+
+        found = Comparison(None, None, threshold)
+        a, b = row_of("x", us), row_of("x", us * ratio)
+        opposite = {"slower": "faster", "faster": "slower", "same": "same"}
+        assert found.word(b, a) == opposite[found.word(a, b)]
+        assert found.word(a, a) == "same"
+
+    def test_a_failure_in_the_second_file_fails(self, tmp_path, capsys):
+        assert self.compared(tmp_path, [ROW], [WRONG]) == 2
+        printed = capsys.readouterr().out
+        assert "WRONG, was ok" in printed
+        assert printed.splitlines()[-1].startswith("FAILED: 1 of 1 check: op [case] N=1")
+        assert self.compared(tmp_path, [WRONG], [ROW]) == 0
+        assert "ok, was WRONG" in capsys.readouterr().out
+
+    def test_nothing_in_common_fails(self, tmp_path, capsys):
+        assert self.compared(tmp_path, [row_of("x", 1.0)], [row_of("y", 1.0)]) == 2
+        assert last_line(capsys).startswith("FAILED: no row is in both files; 1 rows in A alone")
+
+    def test_other_machines_are_named(self, tmp_path, capsys):
+        header = {**HEADER, "gpu": "h", "versions": {"torch": "2", "triton": "3"}}
+        assert self.compared(tmp_path, [ROW], [ROW], header=header) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == ["gpu: g -> h", "versions: torch 1 -> 2, triton None -> 3"]
+
+    def test_several_backends_are_matched_in_order(self, tmp_path, capsys):
+        rows = [row_of("x", 1.0), row_of("x", 2.0, backend="triton")]
+        assert self.compared(tmp_path, rows, rows) == 0
+        assert "COMPARED: 2 rows: 2 same" in last_line(capsys)
+
+    @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"header": 1, "rows": []}', "[" * 9999])
+    def test_what_is_no_file_of_results(self, content, tmp_path, capsys):
+        path = tmp_path / "x.json"
+        path.write_text(content)
+        assert main(["compare", str(path), str(path)]) == 1
+        assert f"error: {path}: " in capsys.readouterr().err
+        assert main(["compare", str(tmp_path / "missing"), str(path)]) == 1
+        assert "No such file" in capsys.readouterr().err
+
+    def test_what_is_written_is_read(self, tmp_path):
+        rows = (dataclasses.replace(WRONG, error=float("inf"), ratio=float("inf")), ROW)
+        results.write_json(str(tmp_path / "x.json"), HEADER, list(rows))
+        found = results.read_json(str(tmp_path / "x.json"))
+        assert (found.header, found.rows) == (HEADER, rows)
+
+    def test_files_without_ratios_are_read(self, tmp_path):
+        found = results.document(HEADER, [ROW])
+        del found["rows"][0]["ratio"]
+        (tmp_path / "x.json").write_text(json.dumps(found))
+        assert results.read_json(str(tmp_path / "x.json")).rows == (ROW,)
+        found["rows"][0]["ratio"] = "large"
+        with pytest.raises(ValueError, match="ratio is 'large'"):
+            results.validate(found)
+
+
+def test_usage_errors_are_not_failed_checks():
+    options = Options(CPU, "no such backend")
+    with pytest.raises(UsageError):
+        measure.attempt(cases("swiglu", "tiny", 1)[0], options, RATES)
+    assert cli.OK == 0
