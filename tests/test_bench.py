@@ -181,7 +181,8 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
     printed = capsys.readouterr()
     assert "WRONG" in printed.out
     last, count = printed.out.splitlines()[-1], len(found["rows"])
-    assert last.startswith(f"FAILED: {count} of {count} checks: {function} ")
+    assert last.startswith(f"FAILED: {count} of {count} check")
+    assert f": {function} " in last
     assert ", 5 tokens, wrong: " in last
 
 

@@ -226,12 +226,9 @@ class TestVerdict:
             "FAILED: 1 of 2 checks: gemm [q_b] N=256 K=32, 1 token, reference: "
             "error 3.25 times its budget"
         )
-        bits = dataclasses.replace(
-            row, ratio=float("inf"), message="codes differs at 3 of 64 places, " * 3
-        )
-        assert verdict.line([verdict.of_row(bits)]).endswith(
-            ": codes differs at 3 of 64 places, codes differs at 3 of 64..."
-        )
+        place = "codes differs at 3 of 64 places, first at [0, 1]: "
+        bits = dataclasses.replace(row, ratio=float("inf"), message=place + "250, wanted 17")
+        assert verdict.line([verdict.of_row(bits)]).endswith(f"{place}250,...")
 
     def test_many_failures_are_counted(self):
         checks = [Check("check", f"place {i}", False, "bad") for i in range(5)]
