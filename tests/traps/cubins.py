@@ -7,7 +7,7 @@ from .mutant import Mutant
 IMAGES, TRUSTED = "dsv4/cute/_images.py", "dsv4/cute/_trusted.py"
 FORMAT = "dsv4/cute/_cubin_file.py"
 TEST = "tests/test_cubin_cache.py::"
-BITS = TEST + "TestFormat::test_any_flipped_bit_is_found"
+BITS = "tests/test_cubin_file.py::test_any_flipped_bit_is_found"
 PLANTED = TEST + "TestOtherUsers::test_planted_files_are_refused"
 FOLDERS = TEST + "TestOtherUsers::test_a_folder_of_others_is_neither_read_nor_written"
 REASONS = TEST + "TestTrust::test_reasons"
@@ -29,7 +29,7 @@ MUTANTS = (
         "    return _HASHED.pack(MAGIC, hashlib.sha256(rest).digest()) + rest",
         "    rest = fields + name + image.cubin\n"
         "    return _HASHED.pack(MAGIC, hashlib.sha256(image.cubin).digest()) + rest",
-        TEST + "TestFormat::test_what_was_encoded_is_decoded",
+        "tests/test_cubin_file.py::test_what_was_encoded_is_decoded",
     ),
     Mutant(
         "cubin",

@@ -1,0 +1,230 @@
+"""Commands of the bench: baselines by name, versions, own sizes, comparisons of two files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dsv4
+from dsv4.bench import environment, moe_rivals, results
+from dsv4.bench.cli import main
+from dsv4.bench.compare import Comparison
+from dsv4.bench.results import Row
+
+RATES = environment.Rates(0.02, 0.01, 0.1)
+HEADER = {
+    "gpu": "g",
+    "driver": "d",
+    "versions": {"torch": "1"},
+    "commit": "c",
+    "command": "x",
+    "date": "d",
+    "copy_tbs": 1.0,
+    "read_tbs": 1.0,
+    "bf16_tflops": 1.0,
+    "node_us": 0.9,
+}
+ROW = Row("op", "case", {"N": 1}, 1, "reference", "why", 2.0, 0.5, 8, 0, match=True, error=1e-3)
+WRONG = dataclasses.replace(ROW, us=None, match=False, ratio=3.25, message="off by a lot")
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "rates", lambda device: RATES)
+
+
+def last_line(capsys) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+class TestBaselines:
+    @pytest.mark.parametrize("option", ["--baselines", "--rivals"])
+    @pytest.mark.parametrize(
+        ("arguments", "known"),
+        [
+            (["run", "rms_norm"], "torch rms_norm, Liger"),
+            (["run", "quantize"], "TileKernels (no global scale)"),
+            (["run", "gemm", "--n", "16", "--k", "16"], "torch bf16, cuBLAS (bf16 weight)"),
+            (["run"], "QuACK (one global scale)"),
+            (["run", "attention"], "FlashMLA (no rotation)"),
+            (["run", "indexer"], "inductor"),
+            (["run", "attention_layer"], "transformers eager, transformers inductor, inductor"),
+            (["moe"], next(iter(moe_rivals.RIVALS))),
+        ],
+    )
+    def test_unknown_names_are_errors(self, option, arguments, known, capsys):
+        assert main([*arguments, option, "foo", "--device", "cpu"]) == 1
+        printed = capsys.readouterr()
+        assert "--baselines has 'foo', wanted some of " in printed.err
+        assert known in printed.err
+        assert "operator [case]" not in printed.out, "nothing was measured"
+
+    def test_names_of_other_operators_are_errors(self, capsys):
+        assert main(["run", "rms_norm", "--baselines", "quack", "--device", "cpu"]) == 1
+        assert "--baselines has 'quack', wanted some of torch rms_norm" in capsys.readouterr().err
+        assert main(["run", "rope_tables", "--baselines", "liger", "--device", "cpu"]) == 1
+        assert "--baselines has 'liger', wanted some of inductor" in capsys.readouterr().err
+
+    def test_those_asked_for_are_timed_or_it_is_said_why_not(self, capsys):
+        command = ["run", "gemm", "--cases", "q_b", "--repeat", "1", "--device", "cpu"]
+        assert main([*command, "--baselines", "torch bf16,QUACK"]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "torch bf16" in printed
+        reason = "quack.gemm_w4: runs on a CUDA GPU, the tensors are on cpu"
+        assert f"baseline QuACK (one global scale) was not timed: {reason}" in printed
+        assert main(command) == 0
+        assert "was not timed" not in capsys.readouterr().out
+
+    def test_none_at_all(self, tmp_path: Path):
+        path = tmp_path / "x.json"
+        command = ["run", "swiglu", "--baselines", "none", "--repeat", "1", "--device", "cpu"]
+        assert main([*command, "--json", str(path)]) == 0
+        assert results.read_json(str(path)).rows[0].rivals == {}
+
+
+class TestVersion:
+    def test_versions_one_to_a_line(self, capsys):
+        assert main(["--version"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"dsv4 {dsv4.__version__}"
+        assert f"torch {torch.__version__}" in lines
+        names = [line.split()[0] for line in lines]
+        assert {"triton", "transformers", "nvidia-cutlass-dsl", "python"} <= set(names)
+
+    def test_what_is_missing_is_said(self, monkeypatch):
+        monkeypatch.setattr(environment, "versions", lambda: {"python": "3", "dsv4": "1"})
+        assert environment.version_lines()[:3] == ["dsv4 1", "python 3", "torch not installed"]
+
+    def test_from_the_shell(self):
+        command = [sys.executable, "-m", "dsv4.bench", "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(f"dsv4 {dsv4.__version__}\n")
+
+
+class TestOwnSizes:
+    def test_gemm(self, tmp_path: Path):
+        path = tmp_path / "x.json"
+        sizes = ["--n", "48", "--k", "80", "--tokens", "1,5"]
+        command = ["run", "gemm", *sizes, "--repeat", "1", "--device", "cpu", "--json", str(path)]
+        assert main(command) == 0
+        rows = results.read_json(str(path)).rows
+        assert [(row.case, row.tokens) for row in rows] == [
+            (name, tokens) for name in ("own", "own w4a4", "own fp8") for tokens in (1, 5)
+        ]
+        assert all(row.shape == {"N": 48, "K": 80} and row.match for row in rows)
+        assert [row.flops for row in rows[:2]] == [2 * 48 * 80, 10 * 48 * 80]
+
+    def test_explain(self, capsys):
+        assert main(["explain", "gemm", "--n", "48", "--k", "80", "--device", "cpu"]) == 0
+        assert "gemm [own w4a4] N=48 K=80, 16 tokens" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["gemm", "--n", "48"], "--n and --k go together"),
+            (["rope", "--n", "48", "--k", "80"], "for gemm alone"),
+            (["--n", "48", "--k", "80"], "for gemm alone"),
+            (["gemm", "--n", "48", "--k", "81"], "--k is 81, wanted a multiple of 16"),
+            (["gemm", "--n", "0", "--k", "80"], "0 is below 1"),
+            (["gemm", "--n", "48", "--k", "80", "--shapes", "pro"], "in place of --shapes"),
+            (["gemm", "--n", "48", "--k", "80", "--check"], "--check has sizes of its own"),
+            (["attention", "--n", "48"], "--n and --k are for gemm alone"),
+        ],
+    )
+    def test_what_cannot_be(self, arguments, message, capsys):
+        assert main(["run", *arguments, "--device", "cpu"]) == 1
+        assert message in capsys.readouterr().err
+
+
+def row_of(case: str, us: float | None, **changes) -> Row:
+    return dataclasses.replace(ROW, **{"case": case, "us": us, **changes})
+
+
+class TestCompare:
+    def compared(self, tmp_path, a, b, *more, header=HEADER) -> int:
+        results.write_json(str(tmp_path / "a.json"), HEADER, a)
+        results.write_json(str(tmp_path / "b.json"), header, b)
+        return main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), *more])
+
+    def test_faster_slower_and_the_same(self, tmp_path, capsys):
+        a = [row_of("x", 10.0), row_of("y", 10.0), row_of("z", 10.0), row_of("old", 1.0)]
+        b = [row_of("z", 10.4), row_of("x", 5.0), row_of("y", 20.0)]
+        assert self.compared(tmp_path, a, b) == 0
+        lines = capsys.readouterr().out.splitlines()
+        body = {line.split()[1]: line.split()[-2:] for line in lines[2:5]}
+        assert body == {
+            "[z]": ["1.040", "same"],
+            "[x]": ["0.500", "faster"],
+            "[y]": ["2.000", "slower"],
+        }
+        assert lines[-1] == (
+            "COMPARED: 3 rows: 1 same, 1 faster, 1 slower (within 5 %); "
+            "B / A 1.013 (geometric mean); 1 rows in A alone, 0 in B alone"
+        )
+
+    @given(
+        us=st.floats(1e-3, 1e6),
+        ratio=st.floats(0.01, 100),
+        threshold=st.sampled_from([0.0, 5.0, 50.0]),
+    )
+    def test_words_mirror(self, us, ratio, threshold):
+        found = Comparison(None, None, threshold)
+        a, b = row_of("x", us), row_of("x", us * ratio)
+        opposite = {"slower": "faster", "faster": "slower", "same": "same"}
+        assert found.word(b, a) == opposite[found.word(a, b)]
+        assert found.word(a, a) == "same"
+
+    def test_a_failure_in_the_second_file_fails(self, tmp_path, capsys):
+        assert self.compared(tmp_path, [ROW], [WRONG]) == 2
+        printed = capsys.readouterr().out
+        assert "WRONG, was ok" in printed
+        assert printed.splitlines()[-1].startswith("FAILED: 1 of 1 check: op [case] N=1")
+        assert self.compared(tmp_path, [WRONG], [ROW]) == 0
+        assert "ok, was WRONG" in capsys.readouterr().out
+
+    def test_nothing_in_common_fails(self, tmp_path, capsys):
+        assert self.compared(tmp_path, [row_of("x", 1.0)], [row_of("y", 1.0)]) == 2
+        assert last_line(capsys).startswith("FAILED: no row is in both files; 1 rows in A alone")
+
+    def test_other_machines_are_named(self, tmp_path, capsys):
+        header = {**HEADER, "gpu": "h", "versions": {"torch": "2", "triton": "3"}}
+        assert self.compared(tmp_path, [ROW], [ROW], header=header) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == ["gpu: g -> h", "versions: torch 1 -> 2, triton None -> 3"]
+
+    def test_several_backends_are_matched_in_order(self, tmp_path, capsys):
+        rows = [row_of("x", 1.0), row_of("x", 2.0, backend="triton")]
+        assert self.compared(tmp_path, rows, rows) == 0
+        assert "COMPARED: 2 rows: 2 same" in last_line(capsys)
+
+    @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"header": 1, "rows": []}', "[" * 9999])
+    def test_what_is_no_file_of_results(self, content, tmp_path, capsys):
+        path = tmp_path / "x.json"
+        path.write_text(content)
+        assert main(["compare", str(path), str(path)]) == 1
+        assert f"error: {path}: " in capsys.readouterr().err
+        assert main(["compare", str(tmp_path / "missing"), str(path)]) == 1
+        assert "No such file" in capsys.readouterr().err
+
+    def test_what_is_written_is_read(self, tmp_path):
+        rows = (dataclasses.replace(WRONG, error=float("inf"), ratio=float("inf")), ROW)
+        results.write_json(str(tmp_path / "x.json"), HEADER, list(rows))
+        found = results.read_json(str(tmp_path / "x.json"))
+        assert (found.header, found.rows) == (HEADER, rows)
+
+    def test_files_without_ratios_are_read(self, tmp_path):
+        found = results.document(HEADER, [ROW])
+        del found["rows"][0]["ratio"]
+        (tmp_path / "x.json").write_text(json.dumps(found))
+        assert results.read_json(str(tmp_path / "x.json")).rows == (ROW,)
+        found["rows"][0]["ratio"] = "large"
+        with pytest.raises(ValueError, match="ratio is 'large'"):
+            results.validate(found)
