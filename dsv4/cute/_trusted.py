@@ -81,7 +81,8 @@ def others_reason(status: os.stat_result, user: User, *, has_acl: bool = False) 
         has_acl: Whether an access-control list gives rights that the mode does not name.
     """
     if status.st_uid not in (_ROOT, user.uid):
-        return f"belongs to user {status.st_uid}, not to root or user {user.uid}"
+        allowed = "root" if user.uid == _ROOT else f"root or user {user.uid}"
+        return f"belongs to user {status.st_uid}, not to {allowed}"
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX:
         return None

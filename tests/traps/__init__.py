@@ -7,6 +7,7 @@ numbers are those of the specification's list of traps (section 15; D2 is in sec
 from __future__ import annotations
 
 from .attention import MUTANTS as _ATTENTION
+from .bench import MUTANTS as _BENCH
 from .cubins import MUTANTS as _CUBINS
 from .kernels import MUTANTS as _KERNELS
 from .mixing import MUTANTS as _MIXING
@@ -16,5 +17,13 @@ from .state import MUTANTS as _STATE
 
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
 
-MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_MIXING, *_STATE, *_QUANTISATION, *_KERNELS, *_CUBINS)
+MUTANTS: tuple[Mutant, ...] = (
+    *_ATTENTION,
+    *_MIXING,
+    *_STATE,
+    *_QUANTISATION,
+    *_KERNELS,
+    *_CUBINS,
+    *_BENCH,
+)
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
