@@ -69,6 +69,13 @@ def empty_state(
     return state
 
 
+def live_slots(tokens: int, ratio: int, overlap: bool) -> list[int]:
+    """Slots of the tokens that later windows pool, after that many."""
+    slots = (2 if overlap else 1) * ratio
+    first = max(0, tokens // ratio * ratio - (slots - ratio))
+    return [p % slots for p in range(first, tokens)]
+
+
 @dataclass
 class Stream:
     """A compressor with its state, fed piece by piece, that keeps what came out."""
@@ -177,8 +184,8 @@ def test_any_chunking_equals_the_loops(device, wide, kind, seed, schedule):
     for i, n in enumerate(lengths):
         close(stream.entries(rows[i]), naive(data[i][0], data[i][1], ape, overlap))
         once.feed([(rows[i], 0, data[i][0], data[i][1])])
-        if n:
-            assert_bitwise(stream.state[rows[i]], once.state[rows[i]], "final state")
+        live = live_slots(n, ratio, overlap)
+        assert_bitwise(stream.state[rows[i], live], once.state[rows[i], live], "final state")
     unused = [r for r in range(5) if r not in rows]
     assert bool(stream.state[unused].isnan().all())
 
@@ -202,7 +209,7 @@ def test_every_position_phase(device, wide, kind):
 
 @given(kinds, seeds(), st.integers(0, 30), st.integers(1, 30))
 def test_state_is_a_function_of_the_last_tokens(device, wide, kind, seed, tokens, again):
-    """Slots: the window before the open one, then the open one; unfilled: 0 and -inf."""
+    """A slot per position modulo their number; those of no such token are not written."""
     ratio, overlap = kind
     kv, score, ape = inputs(seed, tokens, ratio, overlap, 2, device, wide)
     stream = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, wide, device))
@@ -212,9 +219,34 @@ def test_state_is_a_function_of_the_last_tokens(device, wide, kind, seed, tokens
     for slot in range(stream.state.shape[1]):
         if 0 <= first + slot < tokens:
             p = first + slot
-            expected[0, slot, 0] = kv[p]
-            expected[0, slot, 1] = score[p] + ape[p % ratio]
+            expected[0, p % stream.state.shape[1], 0] = kv[p]
+            expected[0, p % stream.state.shape[1], 1] = score[p] + ape[p % ratio]
     assert_bitwise(stream.state, expected)
+
+
+@given(kinds, seeds(), st.integers(0, 60))
+@example((4, True), 0, 7)
+@example((8, False), 0, 7)
+def test_one_token_can_be_taken_twice(device, wide, kind, seed, start):
+    """A step that was not finished is repeated: also where it closes a window."""
+    ratio, overlap = kind
+    kv, score, ape = inputs(seed, start + 2, ratio, overlap, 2, device, wide)
+    streams = []
+    for other in (None, kv.flip(0)):
+        stream = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, wide, device))
+        stream.feed([(0, 0, kv[:start], score[:start])])
+        if other is not None:
+            before = dict(stream.out)
+            stream.feed([(0, start, other[start : start + 1], score[:1])])
+            stream.out = before
+            for row, entries in stream.out.items():
+                stream.out[row] = entries[: start // ratio]
+        stream.feed([(0, start, kv[start : start + 1], score[start : start + 1])])
+        stream.feed([(0, start + 1, kv[start + 1 :], score[start + 1 :])])
+        streams.append(stream)
+    assert_bitwise(streams[1].entries(0), streams[0].entries(0))
+    live = live_slots(start + 2, ratio, overlap)
+    assert_bitwise(streams[1].state[0, live], streams[0].state[0, live])
 
 
 @given(kinds, seeds(), st.integers(1, 25), st.integers(1, 25))
@@ -229,7 +261,8 @@ def test_a_reused_row_forgets(device, wide, kind, seed, first, second):
     fresh = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, wide, device))
     fresh.feed([(0, 0, kv, score)])
     assert_bitwise(used.entries(0), fresh.entries(0))
-    assert_bitwise(used.state, fresh.state)
+    live = live_slots(second, ratio, overlap)
+    assert_bitwise(used.state[0, live], fresh.state[0, live])
 
 
 @given(kinds, seeds(), st.integers(1, 40), st.data())
@@ -663,16 +696,10 @@ class Ragged:
         state = empty_state(rows, ratio, overlap, d, torch.float32, device)
         filled = normal(seed + 3, state.shape).to(device)
         for row, start, _ in pieces:
-            # The open window as far as it has come, and the one before it from position 0 on.
-            present = start % ratio
-            if overlap:
-                state[row, ratio : ratio + present] = filled[row, ratio : ratio + present]
-            else:
-                state[row, :present] = filled[row, :present]
-            if overlap and start >= ratio:
-                state[row, :ratio] = filled[row, :ratio]
-            if start == 0:
-                state[row] = torch.nan
+            # What no window pools any more is poisoned.
+            state[row] = torch.nan
+            live = live_slots(start, ratio, overlap)
+            state[row, live] = filled[row, live]
         lengths = torch.tensor([0, *(n for *_, n in pieces)])
         whole = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 3).to(device)
         cu = lengths.cumsum(0).to(device)
@@ -690,7 +717,7 @@ class Ragged:
         """How far pooled values may be off; see ``test_float32_is_within_its_budget``."""
         slots = self.ape.shape[0] * (1 + self.overlap)
         largest = max(
-            float(self.kv.abs().max()), float(self.state[:, :, 0].nan_to_num().abs().max())
+            float(self.kv.abs().max()), float(self.state[:, :, 0].nan_to_num(0).abs().max())
         )
         return (3 * slots + 8 + 6 * 24) * unit_roundoff(torch.float32) * largest
 

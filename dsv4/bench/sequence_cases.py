@@ -73,6 +73,8 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
         ape = draw.normal(ratio, width, dtype=torch.float32)
         args = (kv, score, ape, state, bounds, starts, sequences)
         used = state.nbytes // (batch + 1) * batch
+        slots = state.shape[1]
+        stored = sum(min(length, slots) for length in lengths) * (state[0].nbytes // slots)
         entries = 4 * d * (tokens // ratio)
         return Problem(
             ops.compressor_update,
@@ -80,7 +82,7 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
             {"overlap": overlap},
             budgets.compressor,
             nbytes(kv, score, ape) + used,
-            writes=used + entries,
+            writes=stored + entries,
             mutates=(3,),
         )
 
@@ -145,10 +147,10 @@ def _write_compressed(*args: Any, inv_freq: torch.Tensor, **kwargs: Any) -> None
 
 
 def _state(draw: Draw, rows: int, ratio: int, width: int, overlap: bool) -> torch.Tensor:
-    """Every slot filled but that of the next token; the last slot of the open window."""
+    """Every slot filled but that of the next token, the last one of the third window."""
     slots = 2 * ratio if overlap else ratio
     state = draw.normal(rows, slots, 2, width, dtype=torch.float32)
-    state[:, -1, 0], state[:, -1, 1] = 0, -torch.inf
+    state[:, (3 * ratio - 1) % slots, 0], state[:, (3 * ratio - 1) % slots, 1] = 0, -torch.inf
     return state
 
 

@@ -221,7 +221,9 @@ def compressor_update(
     """Take the next tokens of some sequences, emit an entry for every window that closes.
 
     Specification sections 5.2 and 5.3. Any way of cutting a sequence into calls gives the same
-    entries and the same final state. Mutates ``state`` in the rows ``sequences``.
+    entries. Mutates ``state`` in the rows ``sequences``: it writes the new tokens that a later
+    window pools, and nothing else. A call whose tokens have other slots than those that it reads,
+    as one token has, can therefore be repeated.
 
     Entry b of the batch has the tokens ``cu_seqlens[b] : cu_seqlens[b+1]`` at the positions
     ``starts[b], starts[b] + 1, ...``. An entry without tokens is ignored, its ``starts`` and
@@ -234,8 +236,9 @@ def compressor_update(
         score: ``[T, c*d]``, WITHOUT ape.
         ape: ``[m, c*d]``, added to the scores: row = position modulo m. m is the ratio.
         state: ``[S, slots, 2, c*d]`` float32 or float64, the dtype of the computation. slots is
-            2m with overlap (the window before the open one, then the open one), else m;
-            ``[..., 0, :]`` is kv, ``[..., 1, :]`` score + ape. Unfilled slots hold 0 and -inf.
+            2m with overlap, else m. Slot ``p % slots`` holds the token at position p, of those in
+            the open window and, with overlap, the one before; other slots hold anything.
+            ``[..., 0, :]`` is kv, ``[..., 1, :]`` score + ape.
         cu_seqlens: ``[B+1]`` int, starts with 0.
         starts: ``[B]`` int, tokens each sequence has seen before.
         sequences: ``[B]`` int, state rows; distinct among entries with tokens.

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.pages import COMPACT_FORMATS
 from dsv4.reference._precision import compute_dtype
-from dsv4.reference._scatter import put_rows
+from dsv4.reference._scatter import merge_skipped
 from dsv4.reference.indexer import indexer_rotate_quantize, rotated
 from dsv4.reference.kv_cache import write_kv
 from dsv4.reference.norm import rms_norm
@@ -70,13 +70,10 @@ class _Source:
     def rows(self, b: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Row of ``kv`` that holds ``position`` of sequence ``b`` (same shapes)."""
         start = self.start[b]
-        # The state starts with the window before the open one, if there is overlap.
-        open_window = start // self.ratio * self.ratio
-        slot = position - open_window + self.slots - self.ratio
         row = torch.where(
             position >= start,
             self.first_token[b] + position - start,
-            self.state_base[b] + slot.clamp(0, self.slots - 1),
+            self.state_base[b] + position.remainder(self.slots),
         )
         present = (position >= 0) & (position < self.end[b])
         return torch.where(present, row, self.kv.shape[0] - 1)
@@ -171,14 +168,22 @@ def _pool_rows(
 def _store_state(
     source: _Source, state: torch.Tensor, sequences: torch.Tensor, cu: torch.Tensor
 ) -> None:
-    # Slot i holds position i of the open window (and of the one before it, if there is overlap).
+    # New tokens of the open window (and of the one before it, if there is overlap). No other slot
+    # changes, so that a step of one token leaves all that the same step reads once more.
     slot = torch.arange(source.slots, device=cu.device)
     open_window = source.end // source.ratio * source.ratio
     position = (open_window - source.slots + source.ratio).unsqueeze(-1) + slot
     b = torch.arange(position.shape[0], device=cu.device).unsqueeze(-1).expand_as(position)
     rows = source.rows(b, position)
     new = torch.stack((source.kv[rows], source.score[rows]), dim=2)
-    put_rows(state, torch.where(cu.diff() > 0, sequences.to(torch.int64), -1), new)
+    owner = torch.where(cu.diff() > 0, sequences.to(torch.int64), -1).unsqueeze(-1)
+    written = (position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))
+    place = owner * source.slots + position.remainder(source.slots)
+    place = torch.where(written & (owner >= 0), place, -1).flatten()
+    if place.shape[0] == 0 or state.shape[0] == 0:
+        return
+    place, new = merge_skipped(place, new.flatten(0, 1), state[0, :1])
+    state[place // source.slots, place % source.slots] = new
 
 
 def compress_write(

@@ -6,8 +6,9 @@ and threads exchange nothing but sums over slots.
 
 The programs of a ragged batch are, first, one *head* per entry of the batch. The open window of the
 entry's state, with the new tokens that belong to it, is loaded once: it is pooled if it closes,
-with overlap also as the window before the next, and stored in the new state as far as it belongs
-there. Nobody else touches that state, so one launch does all without a race. The windows after
+with overlap also as the window before the next. New tokens that a later window pools are stored in
+the slot of their position. Nobody else touches that state, so one launch does all without a race.
+With overlap a window has one half of the slots, and the next window the other. The windows after
 those hold new tokens alone; each is a *tail*. An entry with n tokens has at most n // m of them, so
 ``B + T // m`` programs are enough, the number of output rows.
 """
@@ -284,10 +285,11 @@ def _head(
     base, by_row, by_slot, by_kind, by_column = state
     kept = (base + row * by_row, by_slot, by_kind, by_column)
     window = start // RATIO
+    here = (window % 2).to(tl.int32) * EARLIER  # first slot of the open window
     lag = _clip(start - window * RATIO)
     closed = _clip(end // RATIO - window)
     token = first - lag
-    if (closed > 0) | ((start == 0) & (end > 0)) | (slot.shape[0] <= _STEP):
+    if (closed > 0) | (slot.shape[0] <= _STEP):
         _renew(
             tokens,
             kept,
@@ -312,7 +314,7 @@ def _head(
             for half in tl.static_range(1 + OVERLAP):
                 column = channel + half * CHANNELS
                 k, s, a = _load_tokens(tokens, token, i, column, inside)
-                _store_state(kept, i + EARLIER, column, inside, widen(k), _score(s, a))
+                _store_state(kept, i + here, column, inside, widen(k), _score(s, a))
         _, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
         _clear_unused(out, b, total, slot, channel, CHANNELS)
 
@@ -334,24 +336,24 @@ def _renew(
     SCAN: tl.constexpr,
     SEVERAL: tl.constexpr,
 ):
-    """Pool the windows that close and store the state, with the whole open window in registers."""
+    """Pool the windows that close and store new tokens, with the whole open window in registers."""
     EARLIER: tl.constexpr = RATIO if OVERLAP else 0
     token, start, end, window, row = entry
+    here = (window % 2).to(tl.int32) * EARLIER  # first slot of the open window
     lag = _clip(start - window * RATIO)
     closed = _clip(end // RATIO - window)
     inside = channel < CHANNELS
     own = channel + (CHANNELS if OVERLAP else 0)
-    whole = (slot < RATIO) & inside
     # Slots of the open window: those that are new and, if it closes, those that were there.
     new = (slot >= lag) & (slot < tl.minimum(_clip(end - window * RATIO), RATIO)) & inside
     old = (slot < tl.where(closed > 0, lag, 0)) & inside
     k, s, a = _load_tokens(tokens, token, slot, own, new)
-    x, y = _load_state(kept, slot + EARLIER, own, old)
+    x, y = _load_state(kept, slot + here, own, old)
     if OVERLAP:
         k0, s0, a0 = _load_tokens(tokens, token, slot, channel, new)
-        x0, y0 = _load_state(kept, slot + EARLIER, channel, old)
+        x0, y0 = _load_state(kept, slot + here, channel, old)
         there = (slot < tl.where((closed > 0) & (window > 0), RATIO, 0)) & inside
-        before = _load_state(kept, slot, channel, there)
+        before = _load_state(kept, slot + (RATIO - here), channel, there)
     place, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, b, total, slot, channel, CHANNELS)
     if closed > 0:
@@ -376,31 +378,29 @@ def _renew(
         _store_row(out, place, position, row, values, slot, channel, CHANNELS)
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
-        _store_state(kept, slot + EARLIER, own, whole, widen(ka), _score(sa, aa))
+        ahead = ((window + closed) % 2).to(tl.int32) * EARLIER  # first slot of the window now open
+        _store_state(kept, slot + ahead, own, begun, widen(ka), _score(sa, aa))
         if OVERLAP:
-            _store_state(kept, slot + RATIO, channel, whole, widen(ka0), _score(sa0, aa0))
+            _store_state(kept, slot + ahead, channel, begun, widen(ka0), _score(sa0, aa0))
             # The window before is the one that was open, unless another has closed since.
+            previous = slot + (RATIO - ahead)
             if SEVERAL:
                 kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
-                _store_state(kept, slot, own, whole, kb1, sb1)
+                _store_state(kept, previous, own, new | later, kb1, sb1)
                 kb1, sb1 = _merge(later, kb0, sb0, ab0, kv0, score0)
-                _store_state(kept, slot, channel, whole, kb1, sb1)
+                _store_state(kept, previous, channel, new | later, kb1, sb1)
                 if closed > 1:
                     values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
                     position += RATIO
                     _store_row(out, place + 1, position, row, values, slot, channel, CHANNELS)
             else:
-                _store_state(kept, slot, own, whole, kv, score)
-                _store_state(kept, slot, channel, whole, kv0, score0)
+                _store_state(kept, previous, own, new, kv, score)
+                _store_state(kept, previous, channel, new, kv0, score0)
     else:
-        # The window stays open. A new sequence begins with a state of nothing but its tokens.
-        fresh = (slot < tl.where((start == 0) & (end > 0), RATIO, 0)) & inside
-        nothing = tl.zeros(x.shape, tl.float32)
-        _store_state(kept, slot + EARLIER, own, new | fresh, widen(k), _score(s, a))
+        # The window stays open.
+        _store_state(kept, slot + here, own, new, widen(k), _score(s, a))
         if OVERLAP:
-            _store_state(kept, slot + RATIO, channel, new | fresh, widen(k0), _score(s0, a0))
-            _store_state(kept, slot, own, fresh, nothing, nothing + _ABSENT)
-            _store_state(kept, slot, channel, fresh, nothing, nothing + _ABSENT)
+            _store_state(kept, slot + here, channel, new, widen(k0), _score(s0, a0))
 
 
 @triton.jit
