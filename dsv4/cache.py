@@ -9,7 +9,8 @@ tokens each sequence has, change tables in place and never wait for a GPU.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.layer_cache import CacheSize, LayerBuilder, LayerCache, check_layers
+from dsv4.layer_cache import CacheSize, LayerBuilder, LayerCache, State, check_layers
 from dsv4.page_tables import CacheFullError, Growth, PageTable, to_device
 from dsv4.pages import COMPACT_FORMATS, ENTRY_FORMATS
+from dsv4.step_record import StepRecord, save
 
 __all__ = ["Batch", "CacheFullError", "CacheStep", "LayerCache", "PagedCache"]
 
@@ -88,6 +90,9 @@ class PagedCache:
     from pools that all share as it grows, and gives back those that its window has left. Then
     ``prepare`` has to come before every step.
 
+    A step happens or does not: within ``atomic``, or with ``undo`` after an error, whatever raises
+    leaves the cache such that the step can be repeated.
+
     Attributes:
         config: The model's.
         size: What there is room for.
@@ -148,7 +153,7 @@ class PagedCache:
         build = LayerBuilder(config, size, entry_format, index_format, dtype, device)
         layers = build.layers()
         lengths = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self._hold(config, size, layers, lengths, build.tables)
+        self._hold(config, size, layers, lengths, build.tables, list(build.states.values()))
 
     @classmethod
     def of_layers(
@@ -181,7 +186,8 @@ class PagedCache:
         check_layers(config, layers, size)
         cache = cls.__new__(cls)
         lengths = torch.zeros(rows, dtype=torch.int64, device=layers[0].window_table.device)
-        cache._hold(config, size, list(layers), lengths, {})
+        states = [state for layer in layers for state in State.of_layer(layer)]
+        cache._hold(config, size, list(layers), lengths, {}, states)
         cache._brought = True
         return cache
 
@@ -192,12 +198,16 @@ class PagedCache:
         layers: list[LayerCache],
         lengths: torch.Tensor,
         tables: Mapping[int, PageTable],
+        states: list[State],
     ) -> None:
         self.config = config
         self.size = size
         self.layers = layers
         self.lengths = lengths
         self._tables = tables
+        self._states = states
+        self._records: list[StepRecord] = []  # of the latest step, or of all within ``atomic``
+        self._within: set[int] | None = None  # within ``atomic``: its rows of several steps
         self._live = [False] * size.sequences
         self._tokens = [0] * size.sequences  # that each sequence was prepared for
         self._grown: set[int] = set()  # sequences of the last step, whose windows may have moved on
@@ -226,9 +236,12 @@ class PagedCache:
 
     @property
     def free_pages(self) -> dict[str, int]:
-        """Pages that no sequence holds, by pool; empty without pools."""
-        self._trim()
-        return {table.pool.name: table.pool.free for table in self._tables.values()}
+        """Pages that no sequence holds or needs, by pool; empty without pools."""
+        free = {table.pool.name: table.pool.free for table in self._tables.values()}
+        if 0 in self._tables:
+            window = self._tables[0]
+            free[window.pool.name] += window.freed_by(list(self._stale(window).values()))
+        return free
 
     def allocate(self) -> int:
         """Row of a new, empty sequence; the lowest free one.
@@ -243,8 +256,9 @@ class PagedCache:
                 "or make the cache with a larger max_sequences"
             )
         sequence = self._live.index(False)
+        self._release(sequence)
+        self.lengths[sequence] = 0
         self._live[sequence] = True
-        self.reset(sequence)
         return sequence
 
     def free(self, sequence: int) -> None:
@@ -264,6 +278,8 @@ class PagedCache:
         self.lengths[sequence] = 0
 
     def _release(self, sequence: int) -> None:
+        self._outside("free, reset or copy")
+        self._records.clear()
         self._tokens[sequence] = 0
         self._grown.discard(sequence)
         for table in self._tables.values():
@@ -287,13 +303,15 @@ class PagedCache:
         target = self.allocate()
         try:
             self.copy(source, target)
-        except CacheFullError:
+        except BaseException:
             self.free(target)
             raise
         return target
 
     def copy(self, source: int, target: int) -> None:
         """Make ``target`` forget its tokens and go on where ``source`` is; see ``fork``.
+
+        Whatever else raises leaves ``target`` without tokens, and ``source`` as it was.
 
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
@@ -311,12 +329,20 @@ class PagedCache:
         for ratio, table in self._tables.items():
             room = table.pool.free + table.own_pages(target)
             self._check_room("copy", table, table.fork_pages(source, sealed[ratio]), room)
-        self._release(target)
-        for ratio, table in self._tables.items():
-            self._copy_pages(ratio, table.fork(source, target, sealed[ratio]))
-            table.flush()
-        self._tokens[target] = self._tokens[source]
-        self.lengths[target] = self.lengths[source]
+        self.reset(target)
+        try:
+            for ratio, table in self._tables.items():
+                self._copy_pages(ratio, table.fork(source, target, sealed[ratio]))
+                table.flush()
+            self._copy_rows(source, target)
+            self.lengths[target] = self.lengths[source]
+            self._tokens[target] = self._tokens[source]
+        except BaseException:
+            self.reset(target)
+            raise
+
+    def _copy_rows(self, source: int, target: int) -> None:
+        """Copy what no pool holds."""
         for layer in self.layers:
             for tensor, pages in layer.tensors():
                 if pages is None:
@@ -365,18 +391,168 @@ class PagedCache:
             for row, new, start in zip(sequences, lengths, starts, strict=True)
             if row >= 0 and new > 0
         ]
-        self._trim()
+        self._check_repeated(steps)
+        tokens = {row: self._tokens[row] for row, _, _ in steps}
+        record = StepRecord(tokens, frozenset(self._grown))
+        try:
+            self._grow(steps, record)
+        except BaseException:
+            self._take_back(record)
+            self._write_back(record)
+            raise
+        if self._within is None:
+            self._records.clear()
+        self._records.append(record)
+
+    def _check_repeated(self, steps: Sequence[tuple[int, int, int]]) -> None:
+        if self._within is None:
+            return
+        for row, _, _ in steps:
+            if row not in self._within and any(row in record.tokens for record in self._records):
+                raise RuntimeError(
+                    f"PagedCache.prepare: a second step of row {row} within atomic, wanted it "
+                    "among the sequences of atomic"
+                )
+
+    def _grow(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
+        """Change tables and counts for a step, and say in ``record`` what they were."""
+        self._trim(record)
         growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
         for ratio, table in self._tables.items():
             need = sum(growth.pages for growth in growths[ratio])
             self._check_room("prepare", table, need, table.pool.free)
+        if self._within is None or not self._records:
+            self._save_states(steps, record)
         for ratio, table in self._tables.items():
+            if growths[ratio]:
+                self._save_pages(ratio, growths[ratio], record)
+                record.tables.append((table, table.before_growth(growths[ratio])))
             for growth in growths[ratio]:
                 self._copy_pages(ratio, table.grow(growth))
             table.flush()
         for row, _, end in steps:
             self._tokens[row] = end
             self._grown.add(row)
+
+    def _save_states(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
+        """Save open windows of which a step of several tokens takes slots."""
+        if all(end - start == 1 for _, start, end in steps):
+            return
+        for state in self._states:
+            rows = [row for row, start, end in steps if state.loses(start, end)]
+            record.saved += save([state.tensor], 1, rows)
+
+    def _save_pages(self, ratio: int, growths: Sequence[Growth], record: StepRecord) -> None:
+        """Save pages that have to be as before when their table is."""
+        found = [self._tables[ratio].overwrites(growth) for growth in growths]
+        pages = [page for page in found if page is not None]
+        record.saved += save([data for layer in self.layers for data in layer.pools(ratio)], 0, pages)
+
+    @contextmanager
+    def atomic(self, sequences: Sequence[int] = (), lengths: Sequence[int] = ()) -> Iterator[None]:
+        """Undo the steps within if anything raises, ``KeyboardInterrupt`` too.
+
+        A step is ``prepare``, the work of all layers, ``advance``, and what else has to succeed.
+        After an error the cache is as it was: its caller can repeat the call, and gets the bits of
+        a run without the error. Steps of a captured graph are undone with ``undo``.
+
+        Args:
+            sequences: Rows of which several steps come within.
+            lengths: New tokens of each in all steps together.
+        """
+        self._outside("atomic")
+        self._records.clear()
+        self._within = set(sequences)
+        try:
+            self._save_windows(sequences, lengths)
+            yield
+        except BaseException:
+            self._undo_all()
+            raise
+        finally:
+            self._within = None
+            self._records.clear()
+
+    def undo(self, batch: Batch | None = None) -> None:
+        """Take back the latest ``prepare``, whose step did not come to its end.
+
+        To be called at once after the error. Nothing happens if there is none to take back: it was
+        undone, or another row was freed, reset or copied since.
+
+        Args:
+            batch: The step's, if ``advance`` may have run.
+        """
+        self._outside("undo")
+        if self._records:
+            self._records[-1].batch = batch
+            self._undo_all()
+
+    def _outside(self, what: str) -> None:
+        if self._within is not None:
+            raise RuntimeError(f"PagedCache.{what}: called within atomic, wanted outside")
+
+    def _undo_all(self) -> None:
+        for record in reversed(self._records):
+            self._take_back(record)
+        if self.lengths.is_cuda and not torch.cuda.is_current_stream_capturing():
+            # Layers write on other streams, too.
+            torch.cuda.synchronize(self.lengths.device)
+        for record in reversed(self._records):
+            self._write_back(record)
+        self._records.clear()
+
+    def _take_back(self, record: StepRecord) -> None:
+        """Undo on the host what a step changed, as far as it came."""
+        for table, before in reversed(record.tables):
+            table.restore(before)
+        for row, tokens in record.tokens.items():
+            self._tokens[row] = tokens
+        self._grown = set(record.grown)
+
+    def _write_back(self, record: StepRecord) -> None:
+        """The same on the device."""
+        for table in self._tables.values():
+            table.flush()
+        for saved in record.saved:
+            saved.restore()
+        if record.batch is not None:
+            new = record.batch.cu_seqlens.diff()
+            self._set_lengths(record.batch, new, record.batch.starts)
+
+    def _save_windows(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """Save what several steps overwrite of rows that hold tokens: windows, and states."""
+        held = self._prepared(sequences) if self.pooled else self.lengths.tolist()
+        if not self.pooled:
+            held = [held[row] for row in sequences]
+        steps = [
+            (row, start, start + new)
+            for row, new, start in zip(sequences, lengths, held, strict=True)
+            if row >= 0 and start > 0 and new > 0
+        ]
+        if not steps:
+            return
+        record = StepRecord({}, frozenset(self._grown))
+        self._save_states(steps, record)
+        pages: dict[tuple[int, int], torch.Tensor] = {}
+        for layer in self.layers:
+            key = id(layer.window_table), layer.window.page_size
+            if key not in pages:
+                pages[key] = self._window_pages(layer, steps)
+            record.saved += save([layer.window.data], 0, pages[key])
+        self._records.append(record)
+
+    def _window_pages(
+        self, layer: LayerCache, steps: Sequence[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Pages of what the first token of each step sees raw."""
+        size, columns = layer.window.page_size, layer.window_table.shape[1]
+        places = [
+            (row, number % columns)
+            for row, start, _ in steps
+            for number in range(self._window_low(start) // size, -(-start // size))
+        ]
+        rows, column = to_device(places, layer.window_table.device).unbind(1)
+        return layer.window_table[rows, column].clamp(min=0).to(torch.int64)
 
     def _prepared(self, rows: Sequence[int]) -> list[int]:
         """Tokens that each was prepared for, 0 of no row."""
@@ -394,11 +570,22 @@ class PagedCache:
         """First position that the token at position ``tokens`` sees raw."""
         return max(0, tokens - self.config.sliding_window + 1)
 
-    def _trim(self) -> None:
+    def _stale(self, window: PageTable) -> dict[int, dict[int, int]]:
+        """Pages that windows have left since the last step, by row and number."""
+        found = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
+        return {row: found[row] for row in sorted(found) if found[row]}
+
+    def _trim(self, record: StepRecord | None = None) -> None:
         """Evict the pages that windows have left since the last step."""
         if 0 in self._tables:
-            for row in sorted(self._grown):
-                self._tables[0].trim(row, self._window_low(self._tokens[row]))
+            window = self._tables[0]
+            stale = self._stale(window)
+            if record is None:
+                self._records.clear()
+            elif stale:
+                record.tables.append((window, window.before_trim(stale)))
+            for row in stale:
+                window.trim(row, self._window_low(self._tokens[row]))
         self._grown.clear()
 
     def _check_room(self, what: str, table: PageTable, need: int, room: int) -> None:
@@ -500,7 +687,8 @@ class PagedCache:
             ValueError: what ``prepare`` raises of one of them.
         """
         rehearsed = copy.copy(self)
-        rehearsed.layers = []
+        rehearsed.layers, rehearsed._states, rehearsed._records = [], [], []
+        rehearsed._within = None
         rehearsed._grown = set(self._grown)
         rehearsed._tables = {ratio: table.rehearsed() for ratio, table in self._tables.items()}
         rehearsed._tokens = list(self._tokens) if self.pooled else self.lengths.tolist()
@@ -543,11 +731,16 @@ class PagedCache:
 
         Entries with a negative sequence or without tokens are ignored.
         """
+        if self._within is not None and self._records:
+            self._records[-1].batch = batch
         new = batch.cu_seqlens.diff()
+        self._set_lengths(batch, new, batch.starts + new)
+
+    def _set_lengths(self, batch: Batch, new: torch.Tensor, lengths: torch.Tensor) -> None:
         row = batch.sequences.clamp(min=0)
         counts = (batch.sequences >= 0) & (new > 0)
         # Added as a difference, so that ignored entries change nothing wherever they point.
-        change = torch.where(counts, batch.starts + new - self.lengths[row], 0)
+        change = torch.where(counts, lengths - self.lengths[row], 0)
         self.lengths.index_add_(0, row, change)
 
     def nbytes(self) -> int:

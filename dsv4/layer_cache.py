@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dsv4.config import CSA, ModelConfig
+from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.ops import _check
 from dsv4.ops.kv_cache import check_pages
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
@@ -146,6 +146,34 @@ class LayerCache:
         return self.compressed, self.compressed_table
 
 
+@dataclass(frozen=True, eq=False)
+class State:
+    """Open windows of the compressors of one kind, of one or more layers.
+
+    Attributes:
+        ratio: Tokens of a window.
+        tensor: ``[layers, S, slots, 2, channels]``.
+    """
+
+    ratio: int
+    tensor: torch.Tensor
+
+    @classmethod
+    def of_layer(cls, layer: LayerCache) -> list[State]:
+        """Those of a layer."""
+        states = (layer.state, layer.indexer_state)
+        return [cls(layer.ratio, state.unsqueeze(0)) for state in states if state is not None]
+
+    def loses(self, start: int, end: int) -> bool:
+        """Whether tokens from ``start`` up to ``end`` take slots of earlier ones still pooled.
+
+        They do not if a single token is all.
+        """
+        slots = self.tensor.shape[2]
+        first = max(0, start // self.ratio * self.ratio - (slots - self.ratio))
+        return first < start and end > first + slots
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """How much a cache has room for.
@@ -177,6 +205,7 @@ class LayerBuilder:
     Attributes:
         tables: Page tables with pools, by ratio, 0 for the window; empty where every sequence has
             pages of its own.
+        states: Open windows of all layers of a kind.
     """
 
     config: ModelConfig
@@ -186,7 +215,9 @@ class LayerBuilder:
     dtype: torch.dtype
     device: torch.device | str | None
     tables: dict[int, PageTable] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
     _places: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    _made: dict[str, int] = field(default_factory=dict)
 
     def layers(self) -> list[LayerCache]:
         """One ``LayerCache`` per main layer, then one per MTP layer."""
@@ -221,7 +252,7 @@ class LayerBuilder:
             ratio=ratio,
             compressed_table=table,
             compressed=self._pages(count, page_size, config.head_dim, self.entry_format),
-            state=self._state(ratio, overlap, config.head_dim),
+            state=self._state(CSA if overlap else HCA, ratio, overlap, config.head_dim),
         )
         if not overlap:
             return layer
@@ -230,7 +261,7 @@ class LayerBuilder:
         return replace(
             layer,
             indexer_pages=self._pages(count, page_size, config.index_head_dim, self.index_format),
-            indexer_state=self._state(ratio, overlap, config.index_head_dim),
+            indexer_state=self._state("indexer", ratio, overlap, config.index_head_dim),
         )
 
     def _place(
@@ -254,16 +285,24 @@ class LayerBuilder:
         rope = self.config.qk_rope_head_dim
         return Pages.allocate(count, size, dim, rope, entry_format, self.dtype, self.device)
 
-    def _state(self, ratio: int, overlap: bool, dim: int) -> torch.Tensor:
+    def _state(self, kind: str, ratio: int, overlap: bool, dim: int) -> torch.Tensor:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         shape = state_shape(self.size.sequences, ratio, overlap, dim)
-        state = torch.zeros(shape, dtype=wide, device=self.device)
-        state[:, :, 1] = -torch.inf
-        return state
+        if kind not in self.states:
+            types = [self.config.layer_type(i) for i in range(self.config.total_layers)]
+            layers = types.count(CSA) if overlap else len(types) - types.count(CSA)
+            state = torch.zeros((layers, *shape), dtype=wide, device=self.device)
+            state[:, :, :, 1] = -torch.inf
+            self.states[kind], self._made[kind] = State(ratio, state), 0
+        self._made[kind] += 1
+        return self.states[kind].tensor[self._made[kind] - 1]
 
 
 def state_shape(sequences: int, ratio: int, overlap: bool, dim: int) -> tuple[int, int, int, int]:
-    """Of the open windows of a compressor: ``[S, slots, 2, channels]``, values and scores."""
+    """Of the open windows of a compressor: ``[S, slots, 2, channels]``, values and scores.
+
+    The token at position p has slot ``p % slots``.
+    """
     c = 2 if overlap else 1
     return sequences, c * ratio, 2, c * dim
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,16 @@ class PagePool:
     def free(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)
+
+    def last_free(self, count: int) -> tuple[int, ...]:
+        """The pages that the next ``count`` calls of ``take`` give, in the order of the list."""
+        return tuple(self._free[len(self._free) - count :])
+
+    def restore(self, record: TableRecord) -> None:
+        """Make free pages and users what they were when ``record`` was made."""
+        self._free[record.free_before :] = record.taken
+        for page, users in record.users.items():
+            self._users[page] = users
 
     def users(self, page: int) -> int:
         """How many hold a page."""
@@ -78,6 +88,40 @@ class Growth:
     shared: bool = False
     split: bool = False
     pages: int = 0
+
+
+@dataclass(frozen=True)
+class HeldRecord:
+    """Pages of a sequence as they were.
+
+    Attributes:
+        first: Number of its first page.
+        end: One past that of its last.
+        twin: Number of the page in the place of the first, or None.
+        pages: Those that are about to go or to move, by number.
+    """
+
+    first: int
+    end: int
+    twin: int | None
+    pages: dict[int, int]
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """What a change of a table needs to be undone; see ``PageTable.restore``.
+
+    Attributes:
+        free_before: Free pages of the pool that the change does not take.
+        taken: Those that it takes.
+        users: How many hold a page, of each page whose number changes.
+        held: Pages of the sequences that change, by row.
+    """
+
+    free_before: int
+    taken: tuple[int, ...]
+    users: dict[int, int]
+    held: dict[int, HeldRecord]
 
 
 @dataclass
@@ -124,6 +168,65 @@ class PageTable:
     def columns(self) -> int:
         """Pages a sequence can hold."""
         return self.table.shape[1]
+
+    def stale(self, row: int, low: int) -> dict[int, int]:
+        """Pages, by number, that only hold entries before ``low``."""
+        held = self._held[row]
+        end = min(held.end, low // self.page_size)
+        return {q: held.pages[q] for q in range(held.first, end)} if held.first < end else {}
+
+    def freed_by(self, stale: Sequence[dict[int, int]]) -> int:
+        """How many pages become free if sequences let go of these."""
+        counts = Counter(page for pages in stale for page in pages.values())
+        return sum(self.pool.users(page) == count for page, count in counts.items())
+
+    def before_trim(self, stale: Mapping[int, dict[int, int]]) -> TableRecord:
+        """What undoes ``trim`` of rows, given their stale pages."""
+        pages = {page for numbers in stale.values() for page in numbers.values()}
+        users = {page: self.pool.users(page) for page in pages}
+        held = {row: self._record(row, pages) for row, pages in stale.items()}
+        return TableRecord(self.pool.free, (), users, held)
+
+    def before_growth(self, growths: Sequence[Growth]) -> TableRecord:
+        """What undoes ``grow`` of these."""
+        count = sum(growth.pages for growth in growths)
+        taken = self.pool.last_free(count)
+        users, held = dict.fromkeys(taken, 0), {}
+        for row in (growth.row for growth in growths):
+            now = self._held[row]
+            moving = {q: now.pages[q] for q in (now.first, now.twin) if q in now.pages}
+            users.update({page: self.pool.users(page) for page in moving.values()})
+            held[row] = self._record(row, moving)
+        return TableRecord(self.pool.free - count, taken, users, held)
+
+    def _record(self, row: int, pages: dict[int, int]) -> HeldRecord:
+        held = self._held[row]
+        return HeldRecord(held.first, held.end, held.twin, pages)
+
+    def restore(self, record: TableRecord) -> None:
+        """Undo the latest change, made since ``record`` was; ``flush`` tells the device.
+
+        Also a change that was interrupted. Changes are undone in the reverse of their order.
+        """
+        self.pool.restore(record)
+        for row, old in record.held.items():
+            now = self._held[row].pages
+            pages = {q: page for q, page in now.items() if q < old.end} | old.pages
+            self._held[row] = _Held(pages, old.first, old.end, old.twin)
+            standing = {q % self.columns: pages[q] for q in sorted(pages)}
+            for q in (*(q for q in now if q >= old.end), *old.pages):
+                self._changes[row, q % self.columns] = standing.get(q % self.columns, -1)
+
+    def overwrites(self, growth: Growth) -> int | None:
+        """The page of the pool that a step writes although it has to be as before to be undone.
+
+        One page that leaves the place of the first, while another takes that place.
+        """
+        if not (growth.split and growth.shared):
+            return None
+        held = self._held[growth.row]
+        assert held.twin is not None
+        return held.pages[held.twin]
 
     def trim(self, row: int, low: int) -> None:
         """Let go of the pages that only hold entries before ``low``."""
