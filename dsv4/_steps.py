@@ -164,7 +164,8 @@ def _prefill(model: DeepseekV4ForCausalLM, tokens: int) -> None:
 
 
 def _cache(model: DeepseekV4ForCausalLM, tokens: int) -> PagedCache:
-    return model.new_cache(tokens, _CONTEXT, tokens)
+    context = min(_CONTEXT, model.config.max_position_embeddings)
+    return model.new_cache(tokens, context, tokens)
 
 
 def _pack(found: Steps, names: list[str]) -> None:

@@ -380,6 +380,8 @@ class PagedCache:
             ValueError: if a row is not allocated or occurs twice, a sequence would have too many
                 tokens, in the chunk or in all, or starts before its end.
         """
+        if self._within is None:
+            self._records.clear()
         if starts is None:
             if self._brought:
                 raise ValueError("PagedCache.prepare: starts is None, wanted it with brought pages")
@@ -400,8 +402,6 @@ class PagedCache:
             self._take_back(record)
             self._write_back(record)
             raise
-        if self._within is None:
-            self._records.clear()
         self._records.append(record)
 
     def _check_repeated(self, steps: Sequence[tuple[int, int, int]]) -> None:
@@ -473,7 +473,7 @@ class PagedCache:
             self._within = None
             self._records.clear()
 
-    def undo(self, batch: Batch | None = None) -> None:
+    def undo(self, batch: Batch | None = None) -> bool:
         """Take back the latest ``prepare``, whose step did not come to its end.
 
         To be called at once after the error. Nothing happens if there is none to take back: it was
@@ -481,11 +481,16 @@ class PagedCache:
 
         Args:
             batch: The step's, if ``advance`` may have run.
+
+        Returns:
+            Whether there was one.
         """
         self._outside("undo")
-        if self._records:
-            self._records[-1].batch = batch
-            self._undo_all()
+        if not self._records:
+            return False
+        self._records[-1].batch = batch
+        self._undo_all()
+        return True
 
     def _outside(self, what: str) -> None:
         if self._within is not None:
@@ -611,6 +616,45 @@ class PagedCache:
                 f"PagedCache.{what}: sequence is {sequence}, wanted one that is allocated"
             )
 
+    def check_rows(self, what: str, sequences: Sequence[int]) -> None:
+        """Raise unless rows are distinct and, but for -1, in use.
+
+        Raises:
+            ValueError: naming the row.
+        """
+        rows = [row for row in sequences if row != -1]
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"PagedCache.{what}: sequences are {rows}, wanted distinct ones")
+        for i, row in enumerate(sequences):
+            if row == -1:
+                continue
+            if self._brought and not 0 <= row < self.max_sequences:
+                raise ValueError(
+                    f"PagedCache.{what}: sequences[{i}] is {row}, wanted -1 to "
+                    f"{self.max_sequences - 1}"
+                )
+            if not self._brought:
+                self._check_allocated(what, row)
+
+    def starts_of(self, sequences: Sequence[int]) -> list[int] | None:
+        """Tokens of rows, 0 of -1; None with pools, where ``prepare`` knows them.
+
+        Without pools steps need not have been announced: the lengths are read from the device, but
+        for a GPU's, which would have to be waited for.
+        """
+        if self.pooled or (self.lengths.device.type != "cpu" and not self._brought):
+            return None
+        held = self.lengths.tolist()
+        return [held[row] if row >= 0 else 0 for row in sequences]
+
+    def is_prepared(self, sequences: Sequence[int]) -> bool:
+        """Whether the latest ``prepare`` was for one more token of these rows, on the CPU."""
+        rows = [row for row in sequences if row >= 0]
+        if self.lengths.device.type != "cpu" or not rows:
+            return False
+        held = self.lengths.tolist()
+        return all(self._tokens[row] == held[row] + 1 for row in rows)
+
     def _check_step(
         self, sequences: Sequence[int], lengths: Sequence[int], starts: Sequence[int]
     ) -> None:
@@ -619,21 +663,12 @@ class PagedCache:
                 f"PagedCache.prepare: {len(sequences)} sequences, {len(lengths)} lengths and "
                 f"{len(starts)} starts, wanted as many of each"
             )
-        rows = [row for row in sequences if row != -1]
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"PagedCache.prepare: sequences are {rows}, wanted distinct ones")
+        self.check_rows("prepare", sequences)
         for i, (row, new, start) in enumerate(zip(sequences, lengths, starts, strict=True)):
             if new < 0:
                 raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
             if row == -1:
                 continue
-            if self._brought and not 0 <= row < self.max_sequences:
-                raise ValueError(
-                    f"PagedCache.prepare: sequences[{i}] is {row}, wanted -1 to "
-                    f"{self.max_sequences - 1}"
-                )
-            if not self._brought:
-                self._check_allocated("prepare", row)
             held = 0 if self._brought and start == 0 else self._tokens[row]
             # Without pools a step need not have been announced.
             if start != held and (start < held or self.pooled):
@@ -792,6 +827,8 @@ def _size(
         ("pool_tokens", pool_tokens),
         ("window_pages", window_pages),
     ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"PagedCache: {name} is {value!r}, wanted an int")
         if value is not None and value < 1:
             raise ValueError(f"PagedCache: {name} is {value}, wanted >= 1")
     if window_pages is not None and pool_tokens is None:

@@ -5,12 +5,22 @@ The module tree has transformers' names, so that one checkpoint map serves both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from dsv4._requests import (
+    INTEGERS,
+    check_choice,
+    check_tokens,
+    check_vocabulary,
+    checked_count,
+    checked_prompts,
+    checked_rows,
+    checked_stops,
+)
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
@@ -57,7 +67,7 @@ class DeepseekV4Model(nn.Module):
             TypeError: if ``input_ids`` are not integers.
             ValueError: if their shape is wrong.
         """
-        _check_ids(input_ids)
+        _check_ids(input_ids, self.config.vocab_size)
         position_ids = self._positions(input_ids, position_ids, past_key_values)
         embedded = self.embed_tokens(input_ids)
         streams = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
@@ -142,7 +152,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         Returns:
             Logits ``[B, S, vocab]`` of the token after ``next_ids``, and the new streams.
         """
-        _check_ids(next_ids)
+        _check_ids(next_ids, self.config.vocab_size)
+        if not 0 <= layer < len(self.mtp):
+            raise ValueError(
+                f"draft: layer is {layer}, wanted one of {len(self.mtp)} multi-token-prediction layers"
+            )
         embedded = self.model.embed_tokens(next_ids)
         hidden, streams = self.mtp[layer](streams, embedded, input_ids=next_ids)
         return self.logits(hidden), streams
@@ -165,7 +179,17 @@ class DeepseekV4ForCausalLM(nn.Module):
             index_format: Of the indexer's keys, see ``PagedCache``.
             pool_tokens: Room for compressed entries in shared pools, see ``PagedCache``.
             window_pages: Room for raw key-values in them.
+
+        Raises:
+            ValueError: if ``max_tokens`` is more than the configuration's
+                ``max_position_embeddings``, and what ``PagedCache`` raises.
         """
+        most = self.config.max_position_embeddings
+        if max_tokens > most:
+            raise ValueError(
+                f"new_cache: max_tokens is {max_tokens}, wanted at most {most} "
+                "(max_position_embeddings)"
+            )
         return PagedCache(
             self.config,
             max_sequences=max_sequences,
@@ -183,10 +207,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         self,
         prompts: Sequence[Sequence[int]],
         cache: PagedCache,
-        sequences: Sequence[int],
+        sequences: Sequence[int] | torch.Tensor,
         chunk: int | None = None,
     ) -> torch.Tensor:
         """Process prompts, of any lengths, in chunks; continues sequences that hold tokens.
+
+        All chunks happen, or none: whatever raises, the cache is as it was and the call can be
+        repeated.
 
         Args:
             prompts: Token ids per sequence, at least one each.
@@ -198,22 +225,39 @@ class DeepseekV4ForCausalLM(nn.Module):
             Logits ``[B, vocab]`` after each prompt's last token.
 
         Raises:
-            CacheFullError: if a pool of the cache has too few pages for a chunk; nothing is done.
-            ValueError: if a prompt is empty or too long, or ``chunk`` is not within 1 and
-                ``max_chunk``.
+            CacheFullError: if a pool of the cache has too few pages for a chunk.
+            TypeError: if a prompt is no list of ints.
+            ValueError: if there is no prompt, one is empty or too long, an id is not of the
+                vocabulary, the rows are not as many or not allocated, or ``chunk`` is not within 1
+                and ``max_chunk``.
         """
-        if any(len(prompt) == 0 for prompt in prompts):
-            raise ValueError("prefill: a prompt is empty, wanted at least one token")
-        size = cache.max_chunk if chunk is None else chunk
-        if not 1 <= size <= cache.max_chunk:
+        pieces = checked_prompts("prefill", prompts, self.config.vocab_size)
+        rows = checked_rows("prefill", sequences)
+        if not pieces:
+            raise ValueError("prefill: there is no prompt, wanted at least one")
+        if len(rows) != len(pieces):
+            raise ValueError(
+                f"prefill: {len(pieces)} prompts and {len(rows)} sequences, wanted as many of each"
+            )
+        size = cache.max_chunk if chunk is None else checked_count("prefill", "chunk", chunk, 1)
+        if size > cache.max_chunk:
             raise ValueError(f"prefill: chunk is {size}, wanted 1 to {cache.max_chunk}")
-        lengths = [len(prompt) for prompt in prompts]
-        if max(lengths) > size:
-            cache.check_prompts(sequences, lengths, size)
+        lengths = [len(piece) for piece in pieces]
+        cache.check_rows("prefill", rows)
+        if max(lengths) <= size:
+            with cache.atomic():
+                return self._step(pieces, cache, rows)
+        cache.check_prompts(rows, lengths, size)
+        with cache.atomic(rows, lengths):
+            return self._prefill_chunks(pieces, cache, rows, size)
+
+    def _prefill_chunks(
+        self, prompts: list[list[int]], cache: PagedCache, rows: list[int], size: int
+    ) -> torch.Tensor:
         last: torch.Tensor | None = None
-        for begin in range(0, max(lengths), size):
-            pieces = [list(prompt[begin : begin + size]) for prompt in prompts]
-            logits = self._step(pieces, cache, sequences)
+        for begin in range(0, max(map(len, prompts)), size):
+            pieces = [prompt[begin : begin + size] for prompt in prompts]
+            logits = self._step(pieces, cache, rows)
             live = torch.tensor([len(piece) > 0 for piece in pieces], device=logits.device)
             last = logits if last is None else torch.where(live.unsqueeze(1), logits, last)
         assert last is not None
@@ -225,29 +269,51 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """One token per sequence.
 
-        With rows on the host the step is prepared and checked here. With rows on the device, as in
-        a graph, ``cache.prepare`` is the caller's: a token without room is not stored, without an
-        error, because asking would read the lengths back from the device on every step.
+        With rows on the host, a list or a tensor on the CPU, everything is checked here, the step
+        is prepared unless ``cache.prepare`` was called for it, and it happens or does not: whatever
+        raises, the cache is as it was and the call can be repeated.
+
+        With rows on another device, as in a graph, nothing is read from there, because that would
+        wait for it: ``cache.prepare`` is the caller's, which checks, and after an error
+        ``cache.undo``. A token without room is not stored, without an error.
 
         Args:
-            tokens: ``[B]`` int64.
+            tokens: ``[B]`` int64, on the model's device. Ids out of the vocabulary are refused on
+                the CPU and undefined elsewhere.
             cache: From ``new_cache``.
-            sequences: ``[B]`` cache rows: ints, or int64 on the model's device.
+            sequences: ``[B]`` cache rows, -1 for padding: ints, or an int64 tensor.
 
         Returns:
             Logits ``[B, vocab]``.
 
         Raises:
             CacheFullError: if a pool of the cache has no page left.
-            ValueError: if a sequence has ``cache.max_tokens`` tokens already.
+            TypeError: if ``tokens`` is no tensor of integers.
+            ValueError: if there are not as many tokens as rows, a row occurs twice or is not
+                allocated, a sequence has ``cache.max_tokens`` tokens already, or an id is not of
+                the vocabulary.
         """
-        if not isinstance(sequences, torch.Tensor):
-            cache.prepare(sequences, [1] * len(sequences))
-            sequences = to_device(sequences, self.device)
-        batch = Batch.decode(cache.lengths[sequences], sequences)
+        vocabulary = self.config.vocab_size
+        if isinstance(sequences, torch.Tensor) and sequences.device.type != "cpu":
+            check_tokens("decode", tokens, len(sequences), vocabulary, self.device)
+            return self._decode_step(tokens, cache, sequences)
+        rows = checked_rows("decode", sequences)
+        check_tokens("decode", tokens, len(rows), vocabulary, self.device)
+        cache.check_rows("decode", rows)
+        if isinstance(sequences, torch.Tensor) and cache.is_prepared(rows):
+            return self._decode_step(tokens, cache, to_device(rows, self.device))
+        with cache.atomic():
+            cache.prepare(rows, [1] * len(rows), cache.starts_of(rows))
+            return self._decode_step(tokens, cache, to_device(rows, self.device))
+
+    def _decode_step(
+        self, tokens: torch.Tensor, cache: PagedCache, rows: torch.Tensor
+    ) -> torch.Tensor:
+        batch = Batch.decode(cache.lengths[rows], rows)
         hidden, _ = self.model(tokens.unsqueeze(0), None, CacheStep(cache, batch))
+        logits = self.logits(hidden[0])
         cache.advance(batch)
-        return self.logits(hidden[0])
+        return logits
 
     def _step(
         self, pieces: Sequence[Sequence[int]], cache: PagedCache, sequences: Sequence[int]
@@ -262,9 +328,10 @@ class DeepseekV4ForCausalLM(nn.Module):
         flat = [token for piece in pieces for token in piece]
         ids = to_device(flat, self.device).unsqueeze(0)
         hidden, _ = self.model(ids, None, CacheStep(cache, batch))
-        cache.advance(batch)
         ends = (batch.cu_seqlens[1:] - 1).clamp(min=0)
-        return self.logits(hidden[0, ends.long()])
+        logits = self.logits(hidden[0, ends.long()])
+        cache.advance(batch)
+        return logits
 
     @torch.inference_mode()
     def generate(
@@ -273,42 +340,65 @@ class DeepseekV4ForCausalLM(nn.Module):
         max_new_tokens: int,
         *,
         sampler: Sampler | None = None,
-        stop_ids: Sequence[int] | None = None,
+        stop_ids: Iterable[int] | torch.Tensor | None = None,
         chunk: int | None = None,
     ) -> list[list[int]]:
         """Continue each prompt until a stop token or ``max_new_tokens``.
 
         Args:
             prompts: Token ids per sequence, at least one each.
-            max_new_tokens: Most tokens to add.
+            max_new_tokens: Most tokens to add, 0 and up.
             sampler: How to choose; greedy if None.
             stop_ids: Tokens that end a sequence, kept in the output; default the configuration's
                 ``eos_token_id``.
-            chunk: Most prompt tokens of a sequence per step.
+            chunk: Most prompt tokens of a sequence per step; default 512.
 
         Returns:
             The new tokens of each prompt.
+
+        Raises:
+            RuntimeError: if logits hold NaN or infinity, naming the prompt.
+            TypeError: if a prompt is no list of ints, or another argument is none of these.
+            ValueError: if a prompt is empty, an id is not of the vocabulary, a number is too small,
+                or prompt and new tokens are more than ``max_position_embeddings``.
         """
-        if not prompts or max_new_tokens < 1:
-            return [[] for _ in prompts]
+        vocabulary = self.config.vocab_size
+        checked = checked_prompts("generate", prompts, vocabulary)
+        most = checked_count("generate", "max_new_tokens", max_new_tokens, 0)
+        size = checked_count("generate", "chunk", 512 if chunk is None else chunk, 1)
         choose = sampler or Sampler()
-        stops = set(_eos_ids(self.config) if stop_ids is None else stop_ids)
-        longest = max(len(prompt) for prompt in prompts)
-        cache = self.new_cache(len(prompts), longest + max_new_tokens, chunk or min(longest, 512))
-        sequences = [cache.allocate() for _ in prompts]
-        tokens = choose(self.prefill(prompts, cache, sequences, chunk))
-        out: list[list[int]] = [[] for _ in prompts]
-        live = list(range(len(prompts)))
-        for count in range(1, max_new_tokens + 1):
-            for i, token in zip(live, tokens.tolist(), strict=True):
+        stops = frozenset(_eos_ids(self.config))
+        if stop_ids is not None:
+            stops = checked_stops("generate", stop_ids, vocabulary)
+        if not checked or most == 0:
+            return [[] for _ in checked]
+        longest = max(map(len, checked))
+        self._check_total(longest, most)
+        cache = self.new_cache(len(checked), longest + most, min(size, longest))
+        sequences = [cache.allocate() for _ in checked]
+        tokens = choose(self.prefill(checked, cache, sequences))
+        out: list[list[int]] = [[] for _ in checked]
+        live = list(range(len(checked)))
+        for count in range(1, most + 1):
+            chosen = tokens.tolist()
+            check_choice("generate", chosen, live, count)
+            for i, token in zip(live, chosen, strict=True):
                 out[i].append(token)
             keep = [k for k, i in enumerate(live) if out[i][-1] not in stops]
             live = [live[k] for k in keep]
-            if not live or count == max_new_tokens:
+            if not live or count == most:
                 break
             kept = tokens[to_device(keep, self.device)]
             tokens = choose(self.decode(kept, cache, [sequences[i] for i in live]))
         return out
+
+    def _check_total(self, longest: int, new: int) -> None:
+        most = self.config.max_position_embeddings
+        if longest + new > most:
+            raise ValueError(
+                f"generate: the longest prompt has {longest} tokens and max_new_tokens is {new}, "
+                f"wanted at most {most} together (max_position_embeddings)"
+            )
 
 
 def _eos_ids(config: ModelConfig) -> tuple[int, ...]:
@@ -318,8 +408,9 @@ def _eos_ids(config: ModelConfig) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _check_ids(input_ids: torch.Tensor) -> None:
-    if input_ids.dtype not in (torch.int32, torch.int64):
+def _check_ids(input_ids: torch.Tensor, vocabulary: int) -> None:
+    if input_ids.dtype not in INTEGERS:
         raise TypeError(f"input_ids have dtype {input_ids.dtype}, wanted int64")
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids have shape {list(input_ids.shape)}, wanted [B, S]")
+    check_vocabulary("forward", "input_ids", input_ids, vocabulary)

@@ -204,14 +204,43 @@ def test_what_a_paged_cache_cannot_is_refused_in_words() -> None:
         model(ids_of(config, 3, 2), past_key_values=used)
 
 
-def test_a_forward_that_failed_has_to_be_reset() -> None:
+@pytest.mark.parametrize("sizes", [{}, {"pool_tokens": 768}])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_forward_that_failed_did_not_happen(layer: int, sizes: Any) -> None:
+    """Whatever its batch was: the next one gives the bits of a cache that saw no failure."""
+    model, config = swapped()
+    ids = ids_of(config, 2, 16)
+    cache, untroubled = (paged_cache(model, max_tokens=30, max_sequences=2, **sizes) for _ in "ab")
+    for piece in ids.split([7, 1, 8], 1):
+        for batch in (piece, piece[:, -1:]):
+            hook = model.model.layers[layer].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(batch, past_key_values=cache)
+            hook.remove()
+        found, wanted = (model(piece, past_key_values=c).logits for c in (cache, untroubled))
+        assert torch.equal(found, wanted)
+    assert cache.get_seq_length() == 16
+    assert cache.paged.free_pages == untroubled.paged.free_pages
+
+
+def test_a_failed_first_forward_keeps_no_rows() -> None:
+    model, config = swapped()
+    cache = paged_cache(model, max_tokens=30, max_sequences=2, max_chunk=4)
+    with pytest.raises(ValueError, match="max_chunk"):
+        model(ids_of(config, 2, 9), past_key_values=cache)
+    assert model(ids_of(config, 1, 3), past_key_values=cache).logits.shape[0] == 1
+    assert cache.paged.lengths.tolist() == [3, 0]
+
+
+def test_a_failed_forward_that_cannot_be_undone_has_to_be_reset() -> None:
     model, config = swapped()
     ids = ids_of(config, 1, 9)
-    cache = paged_cache(model, max_tokens=30)
+    cache = paged_cache(model, max_tokens=30, max_sequences=2)
     hook = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(ids, past_key_values=cache)
     hook.remove()
+    cache.paged.allocate()
     with pytest.raises(RuntimeError, match=r"did not come to its end.*reset"):
         model(ids, past_key_values=cache)
     cache.reset()

@@ -93,25 +93,33 @@ class PagedTransformersCache(Cache):
         self._rows_there: torch.Tensor | None = None
         self._all_begun = False
         self._packed: PackedRows | None = None
+        self._before = (0, False)  # columns and whether all had begun, before this forward
 
     def packed_rows(
         self, layer_idx: int, hidden_states: torch.Tensor, mask: torch.Tensor | None
     ) -> PackedRows:
         """The flat batch of a forward; its first layer makes it, and makes room for it.
 
+        A forward before that did not come to the end of its last attention did not happen: it is
+        undone here.
+
         Raises:
             CacheFullError: if the cache has no room for the batch; nothing is changed then.
-            RuntimeError: if the forward before did not come to its end.
+            RuntimeError: if the forward before cannot be undone, because rows changed since.
             ValueError: if the batch is of another size than before, or too long.
         """
         if layer_idx == 0:
-            if self._packed is not None:
-                raise RuntimeError(
-                    "dsv4's paged cache: the forward before did not come to its end, which leaves "
-                    "layers of different lengths; reset() the cache"
-                )
+            self._undo()
+            self._before = self.columns, self._all_begun
             rows, tokens = hidden_states.shape[:2]
-            self._packed = self._begin(rows, tokens, mask)
+            try:
+                self._packed = self._begin(rows, tokens, mask)
+            except BaseException:
+                self.paged.undo()
+                self._all_begun = self._before[1]
+                if self.columns == 0:
+                    self.reset()
+                raise
         if self._packed is None:
             raise RuntimeError(
                 f"dsv4's paged cache: the first layer of a forward is {layer_idx}, wanted 0"
@@ -122,8 +130,22 @@ class PagedTransformersCache(Cache):
         """A layer is through; the last one's tokens count from now on."""
         if layer_idx == len(self.layers) - 1 and self._packed is not None:
             self.paged.advance(self._packed.step.batch)
-            self.columns += hidden_states.shape[1]
+            self.columns = self._before[0] + hidden_states.shape[1]
             self._packed = None
+
+    def _undo(self) -> None:
+        """Take back a forward that did not come to its end."""
+        if self._packed is None:
+            return
+        if not self.paged.undo(self._packed.step.batch):
+            raise RuntimeError(
+                "dsv4's paged cache: the forward before did not come to its end, and rows of the "
+                "cache changed since, which leaves layers of different lengths; reset() the cache"
+            )
+        self.columns, self._all_begun = self._before
+        self._packed = None
+        if self.columns == 0:
+            self.reset()
 
     def _begin(self, rows: int, tokens: int, mask: torch.Tensor | None) -> PackedRows:
         there = self._take_rows(rows)
@@ -157,7 +179,8 @@ class PagedTransformersCache(Cache):
                 f"dsv4's paged cache: batch of {count}, wanted at most max_sequences "
                 f"({self.paged.max_sequences})"
             )
-        self._rows = [self.paged.allocate() for _ in range(count)]
+        while len(self._rows) < count:
+            self._rows.append(self.paged.allocate())
         self._rows_there = to_device(self._rows, self.paged.lengths.device)
         return self._rows_there
 

@@ -19,15 +19,22 @@ def quantize_(
     Args:
         model: Any module; changed in place.
         format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
-        names: Shell patterns over qualified module names, e.g. ``"*.mlp.experts"``.
+        names: Shell patterns over qualified module names, e.g. ``["*.mlp.experts"]``.
 
     Returns:
         The names of the layers that were quantised.
 
     Raises:
+        TypeError: if ``names`` is one string, whose letters would be patterns, or holds another
+            thing than strings.
         ValueError: if no layer matches, or a matching one cannot have the format.
     """
+    if isinstance(names, str | bytes):
+        raise TypeError(f"quantize_: names is {names!r}, wanted a list of patterns: [{names!r}]")
     patterns = tuple(names)
+    for i, pattern in enumerate(patterns):
+        if not isinstance(pattern, str):
+            raise TypeError(f"quantize_: names[{i}] is {pattern!r}, wanted a pattern as str")
     chosen = {
         name: module
         for name, module in model.named_modules()
