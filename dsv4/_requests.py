@@ -24,9 +24,7 @@ def checked_prompts(op: str, prompts: Any, vocabulary: int) -> list[list[int]]:
             "token ids: prompts.tolist() of a [B, S] tensor"
         )
     if not _is_sequence(prompts):
-        raise TypeError(
-            f"{op}: prompts is {_shown(prompts)}, wanted a list of lists of token ids"
-        )
+        raise TypeError(f"{op}: prompts is {_shown(prompts)}, wanted a list of lists of token ids")
     return [_checked_ids(op, f"prompts[{i}]", ids, vocabulary) for i, ids in enumerate(prompts)]
 
 
@@ -128,10 +126,10 @@ def check_tokens(op: str, tokens: Any, rows: int, vocabulary: int, device: torch
         )
     if tokens.device != device:
         raise ValueError(f"{op}: tokens is on {tokens.device}, wanted {device}")
-    check_vocabulary(op, "tokens", tokens, vocabulary)
+    check_vocabulary(f"{op}: tokens", tokens, vocabulary)
 
 
-def check_vocabulary(op: str, name: str, ids: torch.Tensor, vocabulary: int) -> None:
+def check_vocabulary(name: str, ids: torch.Tensor, vocabulary: int) -> None:
     """Raise unless ids are of the vocabulary; those on a GPU, or of no memory, are not read.
 
     Raises:
@@ -143,8 +141,7 @@ def check_vocabulary(op: str, name: str, ids: torch.Tensor, vocabulary: int) -> 
     if len(bad):
         place = bad[0].tolist()
         raise ValueError(
-            f"{op}: {name}{place} is {int(ids[tuple(place)])}, wanted 0 to {vocabulary - 1}, the "
-            "vocabulary"
+            f"{name}{place} is {int(ids[tuple(place)])}, wanted 0 to {vocabulary - 1}, the vocabulary"
         )
 
 
@@ -163,8 +160,10 @@ def check_choice(op: str, chosen: Sequence[int], prompts: Sequence[int], step: i
 
 
 def _is_sequence(value: Any) -> bool:
-    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(
-        value, str | bytes | dict
+    return (
+        hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, str | bytes | dict)
     )
 
 

@@ -135,7 +135,9 @@ def _declare_packed(layer: Linear, layout: str) -> None:
     if layout == SWIZZLED:
         scales = torch.empty(swizzled_size(rows, columns // 16), dtype=torch.float8_e4m3fn)
     try:
-        layer.set_weight(QuantizedTensor(codes, scales, torch.empty(1), NVFP4, layout))
+        layer.set_weight(
+            QuantizedTensor(codes, scales, torch.empty(1, dtype=torch.float32), NVFP4, layout)
+        )
     except ValueError:  # no whole number of tiles: pack_ leaves it
         layer.to_format(NVFP4)
 
@@ -221,7 +223,9 @@ class _Recorder(TorchDispatchMode):
                 dispatch.first(op, rest)
                 if op == "moe_gather_quantize":  # and with the scales of calibrated experts
                     x, rows, offsets, _, layout = rest
-                    scales = torch.empty(offsets.shape[0] - 1, device=offsets.device)
+                    scales = torch.empty(
+                        offsets.shape[0] - 1, dtype=torch.float32, device=offsets.device
+                    )
                     dispatch.first(op, (x, rows, offsets, scales, layout))
         ran.kernels.update(self.names)
 
@@ -238,7 +242,7 @@ class _Recorder(TorchDispatchMode):
         if given.get("activation") != NVFP4.name:
             return
         experts = 1 if "offsets" not in given else given["offsets"].shape[0] - 1
-        for scale in (None, torch.empty(experts, device=x.device)):
+        for scale in (None, torch.empty(experts, dtype=torch.float32, device=x.device)):
             if row.name == "cute":
                 each = scale if scale is None else scale[:1]
                 bfloat16_operand(x, each)

@@ -446,7 +446,9 @@ class PagedCache:
         """Save pages that have to be as before when their table is."""
         found = [self._tables[ratio].overwrites(growth) for growth in growths]
         pages = [page for page in found if page is not None]
-        record.saved += save([data for layer in self.layers for data in layer.pools(ratio)], 0, pages)
+        record.saved += save(
+            [data for layer in self.layers for data in layer.pools(ratio)], 0, pages
+        )
 
     @contextmanager
     def atomic(self, sequences: Sequence[int] = (), lengths: Sequence[int] = ()) -> Iterator[None]:

@@ -128,4 +128,4 @@ def scale_bytes() -> torch.Tensor:
             table.append(((4 - shift) << 3) | ((mantissa << shift) & 7))
         else:
             table.append(((exponent + 3) << 3) | mantissa)
-    return torch.tensor(table, dtype=torch.uint8)
+    return torch.tensor(table, dtype=torch.uint8, device="cpu")

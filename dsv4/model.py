@@ -152,7 +152,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         Returns:
             Logits ``[B, S, vocab]`` of the token after ``next_ids``, and the new streams.
         """
-        _check_ids(next_ids, self.config.vocab_size)
+        _check_ids(next_ids, self.config.vocab_size, "next_ids")
         if not 0 <= layer < len(self.mtp):
             raise ValueError(
                 f"draft: layer is {layer}, wanted one of {len(self.mtp)} multi-token-prediction layers"
@@ -258,7 +258,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         for begin in range(0, max(map(len, prompts)), size):
             pieces = [prompt[begin : begin + size] for prompt in prompts]
             logits = self._step(pieces, cache, rows)
-            live = torch.tensor([len(piece) > 0 for piece in pieces], device=logits.device)
+            live = to_device([len(piece) > 0 for piece in pieces], logits.device).bool()
             last = logits if last is None else torch.where(live.unsqueeze(1), logits, last)
         assert last is not None
         return last
@@ -408,9 +408,9 @@ def _eos_ids(config: ModelConfig) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _check_ids(input_ids: torch.Tensor, vocabulary: int) -> None:
-    if input_ids.dtype not in INTEGERS:
-        raise TypeError(f"input_ids have dtype {input_ids.dtype}, wanted int64")
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids have shape {list(input_ids.shape)}, wanted [B, S]")
-    check_vocabulary("forward", "input_ids", input_ids, vocabulary)
+def _check_ids(ids: torch.Tensor, vocabulary: int, name: str = "input_ids") -> None:
+    if ids.dtype not in INTEGERS:
+        raise TypeError(f"{name} have dtype {ids.dtype}, wanted int64")
+    if ids.dim() != 2:
+        raise ValueError(f"{name} have shape {list(ids.shape)}, wanted [B, S]")
+    check_vocabulary(name, ids, vocabulary)

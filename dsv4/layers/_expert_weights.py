@@ -322,7 +322,9 @@ class ExpertWeights(FixedDtypeModule):
         self._check_tiles(layout)
         self._finish(layout)
         rows = (self.num_local_experts, 2 * self.intermediate_dim)
-        self.gate_up_row_scale = torch.empty(rows, device=self.gate_up_proj.device)
+        self.gate_up_row_scale = torch.empty(
+            rows, dtype=torch.float32, device=self.gate_up_proj.device
+        )
 
     def _declare(
         self,
@@ -338,17 +340,19 @@ class ExpertWeights(FixedDtypeModule):
         for suffix in _SUFFIXES:
             setattr(self, name + suffix, None)
         if chosen is None:
-            setattr(self, name, nn.Parameter(torch.empty(shape, device=device)))
+            weight = torch.empty(shape, dtype=torch.get_default_dtype(), device=device)
+            setattr(self, name, nn.Parameter(weight))
             return
         empty = empty_quantized(shape, chosen, scale_dtype, device)
         setattr(self, name, frozen(empty.codes))
         setattr(self, name + "_scale", frozen(empty.scales))
         if empty.global_scale is not None:
             count = 2 if gate_up else 1
-            scale_2 = torch.empty(self.num_local_experts, count, device=device)
+            per_expert = (self.num_local_experts, count)
+            scale_2 = torch.empty(per_expert, dtype=torch.float32, device=device)
             setattr(self, name + "_scale_2", frozen(scale_2))
         if input_scale:
-            scale = torch.empty(self.num_local_experts, device=device)
+            scale = torch.empty(self.num_local_experts, dtype=torch.float32, device=device)
             setattr(self, name + "_input_scale", frozen(scale))
 
     @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import is_not
 from typing import Any
 
@@ -45,6 +47,30 @@ class FixedDtypeModule(nn.Module):
 
         return super()._apply(guarded, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: 8-bit floats as bytes, because torch cannot read their storage back."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        for group in ("_parameters", "_buffers"):
+            state[group] = {name: _as_bytes(tensor) for name, tensor in state[group].items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what ``__getstate__`` gave."""
+        for group in ("_parameters", "_buffers"):
+            tensors = state[group].items()
+            state[group] = {
+                name: value.tensor() if isinstance(value, _Bytes) else value
+                for name, value in tensors
+            }
+        super().__setstate__(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy in which tensors that are shared stay so."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        own = {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        nn.Module.__setstate__(made, copy.deepcopy(own, memo))
+        return made
+
     def value_of(self, *parts: Any) -> QuantizedTensor:
         """``QuantizedTensor(*parts)``, and for the same parts the same one as before.
 
@@ -62,14 +88,45 @@ class FixedDtypeModule(nn.Module):
         self.__dict__.pop("_kept", None)
 
 
+@dataclass(frozen=True, eq=False)
+class _Bytes:
+    """A tensor of 8-bit floats in a pickle.
+
+    Attributes:
+        values: Its bytes, uint8.
+        dtype: What they are.
+        parameter: Whether it is a parameter.
+    """
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    parameter: bool
+
+    def tensor(self) -> torch.Tensor:
+        """It, as it was."""
+        values = self.values.view(self.dtype)
+        return frozen(values) if self.parameter else values
+
+
+def _as_bytes(tensor: torch.Tensor | None) -> Any:
+    if tensor is None or not (tensor.is_floating_point() and tensor.element_size() == 1):
+        return tensor
+    return _Bytes(tensor.detach().view(torch.uint8), tensor.dtype, isinstance(tensor, nn.Parameter))
+
+
 def frozen(tensor: torch.Tensor) -> nn.Parameter:
     """A parameter that takes no gradient: integer and 8-bit float tensors can have none."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def empty_weight(*shape: int, std: float = 0.02) -> nn.Parameter:
+def wide_dtype() -> torch.dtype:
+    """Of new tensors that are never narrower than float32, whatever the default dtype is."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def empty_weight(*shape: int, std: float = 0.02, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A weight drawn from N(0, std), or left unset on the meta device."""
-    weight = torch.empty(*shape)
+    weight = torch.empty(*shape, dtype=dtype)
     return nn.Parameter(weight if weight.is_meta else weight.normal_(0.0, std))
 
 
@@ -87,7 +144,9 @@ def empty_quantized(
         raise ValueError(f"{format.name}: scale_dtype is {dtype}, wanted {wanted}")
     codes = torch.empty(format.codes_shape(shape), dtype=format.codes_dtype, device=device)
     scales = torch.empty(format.scales_shape(shape), dtype=dtype, device=device)
-    scale = torch.empty((*shape[:-2], 1), device=device) if format.has_global_scale else None
+    scale = None
+    if format.has_global_scale:
+        scale = torch.empty((*shape[:-2], 1), dtype=torch.float32, device=device)
     return QuantizedTensor(codes, scales, scale, format)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, ModelConfig
-from dsv4.layers._module import FixedDtypeModule
+from dsv4.layers._module import FixedDtypeModule, wide_dtype
 from dsv4.layers.linear import Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
@@ -49,7 +49,9 @@ class PoolingModule(FixedDtypeModule):
         channels = width * (2 if self.overlap else 1)
         self.kv_proj = Linear(config.hidden_size, channels, activation=config.activation)
         self.gate_proj = Linear(config.hidden_size, channels, activation=config.activation)
-        self.position_bias = nn.Parameter(torch.zeros(self.compress_rate, channels))
+        self.position_bias = nn.Parameter(
+            torch.zeros(self.compress_rate, channels, dtype=wide_dtype())
+        )
         self.kv_norm = DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
 

@@ -10,7 +10,7 @@ from torch import nn
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers._beside import done, started
-from dsv4.layers._module import FixedDtypeModule
+from dsv4.layers._module import FixedDtypeModule, wide_dtype
 from dsv4.layers._pooling import plain_pages
 from dsv4.layers.compressor import (
     QUERIES,
@@ -54,7 +54,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         self.numerics = config.numerics
         self.scaling = config.head_dim**-0.5
         self._add_projections(config)
-        self.sinks = nn.Parameter(torch.zeros(self.num_heads))
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads, dtype=wide_dtype()))
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
         self.compressor: DeepseekV4CSACompressor | DeepseekV4HCACompressor | None = None
         if self.layer_type == CSA:

@@ -21,9 +21,10 @@ KEYS, ENTRIES, QUERIES = 1, 2, 3
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
     """Entry numbers ``[B, S, k]``, -1 for none, to an additive mask ``[B, 1, S, entries]``."""
     batch, queries = slots.shape[:2]
-    bias = torch.full((batch, queries, entries + 1), float("-inf"), device=slots.device)
+    shape = (batch, queries, entries + 1)
+    bias = torch.full(shape, float("-inf"), dtype=dtype, device=slots.device)
     bias.scatter_(-1, torch.where(slots < 0, entries, slots), 0.0)
-    return bias[:, None, :, :entries].to(dtype)
+    return bias[:, None, :, :entries]
 
 
 class _AttentionCompressor(PoolingModule):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers._module import FixedDtypeModule, empty_weight, hooked
+from dsv4.layers._module import FixedDtypeModule, empty_weight, hooked, wide_dtype
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 
@@ -32,9 +32,9 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         self.hc_eps = config.hc_eps
         self.norm_eps = config.rms_norm_eps
         self.numerics = config.numerics
-        self.fn = empty_weight((2 + n) * n, n * config.hidden_size)
-        self.base = nn.Parameter(torch.zeros((2 + n) * n))
-        self.scale = nn.Parameter(torch.ones(3))
+        self.fn = empty_weight((2 + n) * n, n * config.hidden_size, dtype=wide_dtype())
+        self.base = nn.Parameter(torch.zeros((2 + n) * n, dtype=wide_dtype()))
+        self.scale = nn.Parameter(torch.ones(3, dtype=wide_dtype()))
 
     def forward(
         self, hidden_streams: torch.Tensor
@@ -123,9 +123,9 @@ class DeepseekV4HyperHead(FixedDtypeModule):
         self.hc_mult = n
         self.eps = config.hc_eps
         self.input_norm = DeepseekV4UnweightedRMSNorm(config.rms_norm_eps)
-        self.hc_fn = empty_weight(n, n * config.hidden_size)
-        self.hc_base = nn.Parameter(torch.zeros(n))
-        self.hc_scale = nn.Parameter(torch.ones(1))
+        self.hc_fn = empty_weight(n, n * config.hidden_size, dtype=wide_dtype())
+        self.hc_base = nn.Parameter(torch.zeros(n, dtype=wide_dtype()))
+        self.hc_scale = nn.Parameter(torch.ones(1, dtype=wide_dtype()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, S, n, H] -> [B, S, H]`` in the same dtype."""

@@ -309,17 +309,20 @@ class Linear(FixedDtypeModule):
         """Declare the parameters of a format, uninitialised, on the device of the present weight.
 
         Args:
-            format: Name or descriptor, or None for a plain weight.
+            format: Name or descriptor, or None for a plain weight, whose dtype is that of the
+                present one if it is plain, or else torch's default.
             scale_dtype: Dtype of the block scales, where the format allows several.
             input_scale: Whether to declare ``input_scale``.
         """
         device = self.device
         shape = (self.out_features, self.in_features)
         if format is None:
-            self.set_weight(torch.empty(shape, device=device))
+            dtype = torch.get_default_dtype() if self.format is not None else self.weight.dtype
+            self.set_weight(torch.empty(shape, dtype=dtype, device=device))
             return
         empty = empty_quantized(shape, format_named(format), scale_dtype, device)
-        self.set_weight(empty, torch.empty(1, device=device) if input_scale else None)
+        scale = torch.empty(1, dtype=torch.float32, device=device) if input_scale else None
+        self.set_weight(empty, scale)
 
     def quantize(self, format: str = "nvfp4") -> None:
         """Quantise a plain weight in place.

@@ -16,7 +16,7 @@ class AmaxObserver:
     """
 
     def __init__(self, slots: int = 1) -> None:
-        self.amax = torch.zeros(slots)
+        self.amax = torch.zeros(slots, dtype=torch.float32, device="cpu")
 
     def see(self, x: torch.Tensor, slot: int = 0) -> None:
         """Take in ``x`` of any shape; non-finite values are left out."""

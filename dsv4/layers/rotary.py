@@ -42,7 +42,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         if known is not None:
             return known
         values = self.parameters_of[layer_type].inv_freq()
-        made = torch.as_tensor(values, dtype=torch.float32).to(device)
+        made = torch.as_tensor(values, dtype=torch.float32, device="cpu").to(device)
         if type(made) is torch.Tensor:  # a tracer's stand-in must not outlive the trace
             self._frequencies[device, layer_type] = made
         return made

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.layers._module import FixedDtypeModule, empty_weight
+from dsv4.layers._module import FixedDtypeModule, empty_weight, wide_dtype
 from dsv4.ops.router import route_hash, route_topk
 
 
@@ -45,7 +45,8 @@ class DeepseekV4TopKRouter(_Router):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.register_buffer("e_score_correction_bias", torch.zeros(self.num_experts))
+        bias = torch.zeros(self.num_experts, dtype=wide_dtype())
+        self.register_buffer("e_score_correction_bias", bias)
 
     def forward(
         self, hidden_states: torch.Tensor

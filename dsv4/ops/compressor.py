@@ -110,7 +110,7 @@ def _check_batch_and_pages(
     writes = _has_tokens(cu_seqlens, sequences) & (first < last)
     if not bool(writes.any()):
         return
-    entry = page_size * torch.arange(page_table.shape[1])
+    entry = page_size * torch.arange(page_table.shape[1], device=page_table.device)
     holds = (entry + page_size > first.unsqueeze(1)) & (entry < last.unsqueeze(1))
     pages = page_table[sequences.where(writes, 0)]
     past = writes.unsqueeze(1) & holds & (pages >= data.shape[0])

@@ -88,7 +88,7 @@ def rope_tables(
         _check.same_device("rope_tables", positions=positions, parameters=parameters)
         frequencies = parameters
     else:
-        frequencies = torch.as_tensor(parameters.inv_freq(), dtype=torch.float32).to(
+        frequencies = torch.as_tensor(parameters.inv_freq(), dtype=torch.float32, device="cpu").to(
             positions.device
         )
     return _rope_tables(positions, frequencies, backend)

@@ -41,8 +41,8 @@ def unpack(
     """See ``dsv4.fragments.unpack``; scales are uint8. A byte that no scale has becomes 0."""
     if codes.storage_offset() % 4:
         codes = codes.clone()  # words are read
-    decode = torch.zeros(256, dtype=torch.uint8)
-    decode[scale_bytes().long()] = torch.arange(128, dtype=torch.uint8)
+    decode = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    decode[scale_bytes().long()] = torch.arange(128, dtype=torch.uint8, device="cpu")
     decode = decode.to(codes.device)
     linear, moved = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (codes, scales))
     for source, target, scale_source, scale_target in _chunks(codes, linear, scales, moved):

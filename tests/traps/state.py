@@ -9,6 +9,8 @@ CACHE = "tests/test_cache.py::test_trap_"
 COMPRESSOR = "tests/test_compressor.py::test_trap_"
 INDEXER = "tests/test_indexer.py::test_trap_"
 FORK = "tests/test_page_pools.py::test_trap_t15_every_accepted_prefix_of_a_guess_is_serial"
+ATOMIC = "tests/test_steps_atomic.py::test_failures_at_every_place_leave_nothing"
+TWICE = "tests/test_compressor.py::test_one_token_can_be_taken_twice"
 FORMULA = "tests/test_layers.py::test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula"
 BEHIND = "tests/test_triton_compile.py::test_trap_t18_state_is_read_and_written_behind_the_wait"
 COMPILES = "::test_compiles_without_spills_and_with_the_expected_products"
@@ -79,6 +81,62 @@ MUTANTS = (
         "            for data in layer.pools(ratio):\n",
         "            for data in layer.pools(ratio) if ratio else ():\n",
         FORK,
+    ),
+    Mutant(
+        "T15",
+        "a step that failed and whose tokens still count",
+        "dsv4/cache.py",
+        "            self._tokens[row] = tokens\n",
+        "            pass\n",
+        ATOMIC,
+    ),
+    Mutant(
+        "T15",
+        "a step that failed and whose pages stay in the table",
+        "dsv4/cache.py",
+        "            table.restore(before)\n",
+        "            pass\n",
+        ATOMIC,
+    ),
+    Mutant(
+        "T15",
+        "a step that failed after the lengths were set, which stay",
+        "dsv4/cache.py",
+        "            self._set_lengths(record.batch, new, record.batch.starts)\n",
+        "            pass\n",
+        ATOMIC,
+    ),
+    Mutant(
+        "T15",
+        "a step of several tokens that failed after it took slots of the open windows",
+        "dsv4/layer_cache.py",
+        "return first < start and end > first + slots",
+        "return False",
+        ATOMIC,
+    ),
+    Mutant(
+        "T15",
+        "a step that failed after a page took the place of another, whose entries are gone",
+        "dsv4/page_tables.py",
+        "        if not (growth.split and growth.shared):\n",
+        "        if True:\n",
+        ATOMIC,
+    ),
+    Mutant(
+        "T15",
+        "a prompt of several chunks that failed after it overwrote the window",
+        "dsv4/cache.py",
+        "            record.saved += save([layer.window.data], 0, pages[key])\n",
+        "",
+        ATOMIC,
+    ),
+    Mutant(
+        "T15",
+        "a token that closes a window clears slots that its repetition reads",
+        REFERENCE + "compressor.py",
+        "written = (position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))",
+        "written = position < source.end.unsqueeze(-1) + source.slots",
+        TWICE,
     ),
     Mutant(
         "T16",
