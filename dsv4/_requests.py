@@ -140,9 +140,8 @@ def check_vocabulary(name: str, ids: torch.Tensor, vocabulary: int) -> None:
     bad = ((ids < 0) | (ids >= vocabulary)).nonzero()
     if len(bad):
         place = bad[0].tolist()
-        raise ValueError(
-            f"{name}{place} is {int(ids[tuple(place)])}, wanted 0 to {vocabulary - 1}, the vocabulary"
-        )
+        found = int(ids[tuple(place)])
+        raise ValueError(f"{name}{place} is {found}, wanted 0 to {vocabulary - 1}, the vocabulary")
 
 
 def check_choice(op: str, chosen: Sequence[int], prompts: Sequence[int], step: int) -> None:

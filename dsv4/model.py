@@ -155,7 +155,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         _check_ids(next_ids, self.config.vocab_size, "next_ids")
         if not 0 <= layer < len(self.mtp):
             raise ValueError(
-                f"draft: layer is {layer}, wanted one of {len(self.mtp)} multi-token-prediction layers"
+                f"draft: layer is {layer}, wanted one of {len(self.mtp)} layers of multi-token "
+                "prediction"
             )
         embedded = self.model.embed_tokens(next_ids)
         hidden, streams = self.mtp[layer](streams, embedded, input_ids=next_ids)

@@ -134,8 +134,8 @@ MUTANTS = (
         "T15",
         "a token that closes a window clears slots that its repetition reads",
         REFERENCE + "compressor.py",
-        "written = (position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))",
-        "written = position < source.end.unsqueeze(-1) + source.slots",
+        "(position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))",
+        "position < source.end.unsqueeze(-1) + source.slots",
         TWICE,
     ),
     Mutant(
