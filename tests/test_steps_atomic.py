@@ -207,9 +207,8 @@ def compare(model: DeepseekV4ForCausalLM, chunk: int, sizes: dict[str, Any], act
             for at, error in failures.get(i, ()):
                 before = Host.of(troubled.cache)
                 trouble, seen = Trouble(at, error), len(troubled.out)
-                with injected(trouble):
-                    with suppress(error):
-                        troubled.do(action)
+                with injected(trouble), suppress(error):
+                    troubled.do(action)
                 if not trouble.done:
                     break
                 assert len(troubled.out) == seen
