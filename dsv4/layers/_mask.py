@@ -62,13 +62,17 @@ def window_slots(
     return torch.where(numbers < 0, -1, numbers).expand(batch, queries, window)
 
 
-def masked_slots(slots: torch.Tensor, mask: torch.Tensor, keys: int) -> torch.Tensor:
+def masked_slots(
+    mask: torch.Tensor, batch: int, queries: int, keys: int, window: int
+) -> torch.Tensor:
     """Key numbers that a mask shows, -1 for none.
 
     Args:
-        slots: Of ``window_slots``, ``[B, S, window]``.
         mask: ``[B or 1, 1, S, L]``.
+        batch: B.
+        queries: S.
         keys: L.
+        window: Keys that a query sees without a mask.
 
     Returns:
         ``[B, S, window]``, or ``[B, S, L]`` if the mask shows a key outside the window.
@@ -77,7 +81,6 @@ def masked_slots(slots: torch.Tensor, mask: torch.Tensor, keys: int) -> torch.Te
         ValueError: if the shape is wrong or an entry neither shows nor hides its key. One token on
             a GPU is taken at its word: to read its mask would wait for the GPU in every layer.
     """
-    batch, queries, window = slots.shape
     check_shape(mask, batch, queries, keys)
     shown = shown_by(mask[:, 0])
     if (queries > 1 or mask.device.type == "cpu") and not torch.compiler.is_compiling():
@@ -88,5 +91,5 @@ def masked_slots(slots: torch.Tensor, mask: torch.Tensor, keys: int) -> torch.Te
         if beyond:
             numbers = torch.arange(keys, device=mask.device)
             return torch.where(shown, numbers, -1).expand(batch, queries, keys)
-    shown = shown.expand(batch, -1, -1)
-    return torch.where(shown.gather(2, slots.clamp(min=0)), slots, -1)
+    slots = window_slots(batch, queries, keys, window, mask.device)
+    return torch.where(shown.expand(batch, -1, -1).gather(2, slots.clamp(min=0)), slots, -1)

@@ -123,9 +123,7 @@ class DeepseekV4Attention(FixedDtypeModule):
             if position_ids is None:
                 position_ids = following_positions(hidden_states, past, self.layer_idx)
             tables = given or self.rotary_emb(hidden_states, position_ids, label)
-            out = self._attend_dense(
-                hidden_states, tables, position_ids, attention_mask, past
-            )
+            out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
         grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
 
@@ -234,12 +232,14 @@ class DeepseekV4Attention(FixedDtypeModule):
             return q
         if self.numerics == "deepseek":
             kv = fake_quantize_kv(kv, self.rope_dim)
+        keys = queries if past is None else past.get_mask_sizes(queries, self.layer_idx)[0]
+        if attention_mask is not None:  # refused, if it has to be, before the cache changes
+            shown = masked_slots(attention_mask, batch, queries, keys, self.sliding_window)
         if past is not None:
             key = kv.unsqueeze(1)
             kv = past.update(key, key, self.layer_idx)[0].squeeze(1)
-        chosen_window = window_slots(batch, queries, kv.shape[1], self.sliding_window, kv.device)
-        if attention_mask is not None:
-            chosen_window = masked_slots(chosen_window, attention_mask, kv.shape[1])
+        if attention_mask is None:
+            shown = window_slots(batch, queries, kv.shape[1], self.sliding_window, kv.device)
         compressed, slots = None, None
         if self.compressor is not None:
             entries = self.compressor.dense_entries(hidden_states, past, self.layer_idx)
@@ -252,7 +252,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         out = sparse_attention(
             q.flatten(0, 1),
             plain_pages(kv),
-            _flat_slots(chosen_window, kv.shape[1]),
+            _flat_slots(shown, kv.shape[1]),
             compressed,
             slots,
             self.sinks,
