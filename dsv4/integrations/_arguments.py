@@ -28,7 +28,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "cu_seq_lens_k": _FLASH,
     "max_length_q": _FLASH,
     "max_length_k": _FLASH,
-    "is_causal": "read by SDPA and flash attention; here the mask decides",
+    "is_causal": "transformers' model reads it and makes the mask, which alone decides here",
     "seq_idx": "read by convolutions and state-space layers, which DeepSeek-V4 lacks",
     "cache_position": "older callers pass it; the cache knows its own positions",
 }
