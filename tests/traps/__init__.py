@@ -1,12 +1,14 @@
 """A table of mistakes: every known way of getting the model wrong, as a change of the code.
 
 ``python -m tests.traps [T9 ...]`` makes each of them in a copy and watches the named test fail. The
-numbers are those of the specification's list of traps (section 15; D2 is in section 1).
+numbers are those of the specification's list of traps (section 15; D2 is in section 1); HF are
+mistakes of the drop-in for transformers.
 """
 
 from __future__ import annotations
 
 from .attention import MUTANTS as _ATTENTION
+from .dropin import MUTANTS as _DROPIN
 from .kernels import MUTANTS as _KERNELS
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
@@ -15,5 +17,12 @@ from .state import MUTANTS as _STATE
 
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
 
-MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_MIXING, *_STATE, *_QUANTISATION, *_KERNELS)
+MUTANTS: tuple[Mutant, ...] = (
+    *_ATTENTION,
+    *_MIXING,
+    *_STATE,
+    *_QUANTISATION,
+    *_KERNELS,
+    *_DROPIN,
+)
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
