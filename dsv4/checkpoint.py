@@ -10,7 +10,7 @@ of any size from a stream.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -183,6 +183,7 @@ def fill(
     dtype: torch.dtype | None = None,
     activation: str = "bf16",
     mxfp4: str = "keep",
+    float32: Collection[str] = (),
     ignore: Sequence[str] = (),
     check_values: bool = True,
     progress: bool = True,
@@ -199,9 +200,11 @@ def fill(
         prefix: What the checkpoint's names have before the module's, e.g. ``"model."``.
         device: Where the values go; None keeps each parameter's device, and puts meta on the CPU.
         dtype: Dtype of plain floating tensors; None keeps the checkpoint's (bfloat16 for what is
-            dequantised). Tensors that are float32 by definition are never narrower.
+            dequantised). Tensors that are float32 by definition are never narrower, and weights of
+            norms never narrower than stored.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        float32: Canonical names of other plain tensors that are never narrower than float32.
         ignore: Shell patterns of canonical names that may be left over, e.g. ``"mtp.*"``.
         check_values: Read all values once before writing any. Without it a bad value is found
             while filling, and what was filled before it stays.
@@ -214,7 +217,7 @@ def fill(
     if mxfp4 not in ("keep", "nvfp4"):
         raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
     place = None if device is None else torch.device(device)
-    options = Options(place, dtype, activation, mxfp4 == "nvfp4")
+    options = Options(place, dtype, activation, mxfp4 == "nvfp4", frozenset(float32))
     slots = slots_of(model, prefix)
     problems, total = dry_run(
         slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore)
@@ -274,7 +277,8 @@ def load(
         device: Where the model goes.
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
         activation: ``"bf16"`` or ``"nvfp4"``.
-        dtype: Dtype of plain weights; None keeps the checkpoint's.
+        dtype: Dtype of plain weights; None keeps the checkpoint's. Weights of norms, sinks,
+            hyper-connections and biases are not rounded to it.
         mtp: Whether to load the multi-token-prediction layers. They are never dropped silently: a
             checkpoint without them, whose configuration has them, needs ``mtp=False``.
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.

@@ -23,6 +23,7 @@ from dsv4._requests import (
 )
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
+from dsv4.layers.attention import following_positions
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
@@ -51,47 +52,52 @@ class DeepseekV4Model(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        past_key_values: CacheStep | None = None,
+        past_key_values: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers.
 
         Args:
             input_ids: ``[B, S]`` int64; ``[1, T]`` with a ``CacheStep``.
-            position_ids: ``[B, S]`` or ``[1, S]``; by default 0 to S-1, or those of the step.
-            past_key_values: None, or the paged cache with this batch.
+            position_ids: ``[B, S]`` or ``[1, S]``; by default those that follow the tokens of a
+                cache. A step has its own.
+            past_key_values: None, the paged cache with this batch, or a transformers cache.
 
         Returns:
             Normalised hidden states ``[B, S, H]`` and the streams before the head ``[B, S, n, H]``.
 
         Raises:
             TypeError: if ``input_ids`` are not integers.
-            ValueError: if their shape is wrong.
+            ValueError: if their shape is wrong, or a step comes with ``position_ids``.
         """
         _check_ids(input_ids, self.config.vocab_size)
-        position_ids = self._positions(input_ids, position_ids, past_key_values)
+        step = isinstance(past_key_values, CacheStep)
+        positions = self._positions(input_ids, position_ids, past_key_values)
         embedded = self.embed_tokens(input_ids)
         streams = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         tables = {
-            label: self.rotary_emb(embedded, position_ids, label) for label in ("main", "compress")
+            label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
         }
         for layer in self.layers:
             streams = layer(
                 streams,
                 input_ids,
                 position_embeddings=tables,
-                position_ids=position_ids,
+                position_ids=None if step else positions,
                 past_key_values=past_key_values,
             )
         return self.norm(self.hc_head(streams)), streams
 
     def _positions(
-        self, input_ids: torch.Tensor, given: torch.Tensor | None, step: CacheStep | None
+        self, input_ids: torch.Tensor, given: torch.Tensor | None, past: Any
     ) -> torch.Tensor:
-        if given is not None:
-            return given
-        if step is not None:
-            return step.batch.positions.unsqueeze(0)
-        return torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        if isinstance(past, CacheStep):
+            if given is not None:
+                raise ValueError(
+                    "position_ids beside a CacheStep, wanted None: "
+                    "a step has the positions of its tokens"
+                )
+            return past.batch.positions.unsqueeze(0)
+        return following_positions(input_ids, past) if given is None else given
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -127,7 +133,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        past_key_values: CacheStep | None = None,
+        past_key_values: Any = None,
     ) -> torch.Tensor:
         """Logits ``[B, S, vocab]`` for all positions; see ``DeepseekV4Model.forward``."""
         hidden, _ = self.model(input_ids, position_ids, past_key_values)

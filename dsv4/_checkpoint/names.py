@@ -94,6 +94,11 @@ def is_float32(name: str) -> bool:
     return _FLOAT32.search(name) is not None
 
 
+def is_norm(name: str) -> bool:
+    """Whether a canonical name is the weight of a norm, which a cast must not round."""
+    return name.endswith("norm.weight")
+
+
 def is_original(names: list[str]) -> bool:
     """Whether a checkpoint uses DeepSeek's original names."""
     return any(n in _ROOT or n.startswith("layers.") for n in names)

@@ -8,7 +8,7 @@ this package's modules, transformers' modules, and a mixture of the two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,13 +34,16 @@ class Options:
     dtype: torch.dtype | None = None
     activation: str = "bf16"
     to_nvfp4: bool = False
+    float32: Collection[str] = ()
 
     def plain_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
         """Dtype of a plain tensor in memory."""
         if not stored.is_floating_point:
             return torch.int64
         wanted = self.dtype or stored
-        return torch.promote_types(wanted, torch.float32) if names.is_float32(name) else wanted
+        if names.is_float32(name) or name in self.float32:
+            return torch.promote_types(wanted, torch.float32)
+        return torch.promote_types(wanted, stored) if names.is_norm(name) else wanted
 
     def format_of(self, entry: Entry) -> str | None:
         """Name of the format an entry has in memory, None if plain."""

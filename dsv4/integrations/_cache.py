@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.layers._mask import check_shape, is_bias, shown_by, window_band
 from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.page_tables import to_device
 
@@ -78,7 +79,9 @@ class PagedTransformersCache(Cache):
     """``past_key_values`` of a swapped model that lives in the pages of a ``PagedCache``.
 
     Rows are sequences of the paged cache, packed without padding: a left-padded prompt gives what
-    it gives alone. Positions are those of the cache, whatever ``position_ids`` say.
+    it gives alone. Positions are those of the cache, and a mask only says which new tokens are
+    padding; other masks and positions are refused. One new token is taken at its word on a GPU,
+    because to read its mask and position would wait for the GPU.
 
     Attributes:
         paged: The cache.
@@ -96,7 +99,11 @@ class PagedTransformersCache(Cache):
         self._before = (0, False)  # columns and whether all had begun, before this forward
 
     def packed_rows(
-        self, layer_idx: int, hidden_states: torch.Tensor, mask: torch.Tensor | None
+        self,
+        layer_idx: int,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
     ) -> PackedRows:
         """The flat batch of a forward; its first layer makes it, and makes room for it.
 
@@ -106,14 +113,15 @@ class PagedTransformersCache(Cache):
         Raises:
             CacheFullError: if the cache has no room for the batch; nothing is changed then.
             RuntimeError: if the forward before cannot be undone, because rows changed since.
-            ValueError: if the batch is of another size than before, or too long.
+            ValueError: if the batch is of another size than before, or too long, or the mask or
+                the positions are not those of a padded batch.
         """
         if layer_idx == 0:
             self._undo()
             self._before = self.columns, self._all_begun
             rows, tokens = hidden_states.shape[:2]
             try:
-                self._packed = self._begin(rows, tokens, mask)
+                self._packed = self._begin(rows, tokens, mask, position_ids)
             except BaseException:
                 self.paged.undo()
                 self._all_begun = self._before[1]
@@ -147,14 +155,25 @@ class PagedTransformersCache(Cache):
         if self.columns == 0:
             self.reset()
 
-    def _begin(self, rows: int, tokens: int, mask: torch.Tensor | None) -> PackedRows:
+    def _begin(
+        self,
+        rows: int,
+        tokens: int,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> PackedRows:
         there = self._take_rows(rows)
         lengths, kept = [tokens] * rows, None
         # Padding is on the left: once every row has begun, a single token is none.
-        if mask is not None and (tokens > 1 or not self._all_begun):
-            diagonal = mask[:, 0].diagonal(dim1=-2, dim2=-1).expand(rows, tokens)
-            real = diagonal if diagonal.dtype == torch.bool else diagonal >= 0
+        if tokens > 1 or not self._all_begun or there.device.type == "cpu":
+            real = self._real(rows, tokens, mask, there.device)
+            self._check(real, mask, position_ids, self.paged.lengths[there])
             lengths = real.sum(1).tolist()
+            if tokens == 1 and self._all_begun and not all(lengths):
+                raise ValueError(
+                    "dsv4's paged cache: attention_mask calls a single token padding after every "
+                    "row has begun, wanted 1"
+                )
             if sum(lengths) < rows * tokens:
                 kept = real.reshape(-1).nonzero().squeeze(1)
         self.paged.prepare(self._rows, lengths)
@@ -165,6 +184,50 @@ class PagedTransformersCache(Cache):
             batch = Batch.from_lengths(lengths, starts, there)
         self._all_begun = self._all_begun or all(lengths)
         return PackedRows(CacheStep(self.paged, batch), kept)
+
+    @staticmethod
+    def _real(
+        rows: int, tokens: int, mask: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """Which new tokens are no padding, ``[B, S]``."""
+        if mask is None:
+            return torch.ones(rows, tokens, dtype=torch.bool, device=device)
+        check_shape(mask, rows, tokens, tokens)
+        return shown_by(mask[:, 0].diagonal(dim1=-2, dim2=-1)).expand(rows, tokens)
+
+    def _check(
+        self,
+        real: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        starts: torch.Tensor,
+    ) -> None:
+        """Refuse a mask or positions that a padded batch would not have."""
+        good = torch.ones((), dtype=torch.bool, device=real.device)
+        masked = placed = good
+        tokens = real.shape[1]
+        if mask is not None:
+            band = window_band(tokens, tokens, self.paged.config.sliding_window, real.device)
+            wanted = band & real.unsqueeze(1)
+            # What a padding token sees is nobody's concern.
+            same = (shown_by(mask[:, 0]) == wanted) | ~real.unsqueeze(2)
+            masked = same.all() & ~is_bias(mask)
+        if position_ids is not None:
+            columns = torch.arange(tokens, device=real.device) + self.columns
+            packed = starts.unsqueeze(1) + real.long().cumsum(1) - 1
+            in_columns = (position_ids == columns).all()
+            placed = in_columns | ((position_ids == packed) | ~real).all()
+        mask_is_good, positions_are_good = torch.stack((masked, placed)).tolist()
+        if not mask_is_good:
+            raise ValueError(
+                "dsv4's paged cache: attention_mask shows other keys than the window before each "
+                "token, wanted [B, S] with 1 for tokens and 0 for padding"
+            )
+        if not positions_are_good:
+            raise ValueError(
+                "dsv4's paged cache: position_ids are not those that follow the cache's tokens, "
+                "wanted None"
+            )
 
     def _take_rows(self, count: int) -> torch.Tensor:
         if self._rows_there is not None:

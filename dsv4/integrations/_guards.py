@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from dsv4.integrations._report import Replaced
+from dsv4.layers._mask import is_bias, refuse_bias
 
 
 class NoAttentionWeights:
@@ -21,6 +26,65 @@ class NoAttentionWeights:
                 "output_attentions is True, wanted False: dsv4's attention never materialises its "
                 "weights. Leave 'attention' out of parts, or undo the swap, to get them"
             )
+
+
+class ModelGuard:
+    """Forward pre-hook of transformers' model around attention that is dsv4's."""
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse another attention implementation, and masks that attention cannot obey."""
+        check_implementation(module.config)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if isinstance(mask, dict):
+            mask = next(iter(mask.values()), None)
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+            return
+        if mask.dtype == torch.bool:
+            raise ValueError(
+                "attention_mask is bool with 4 dimensions, wanted an additive one: transformers' "
+                "eager attention would add its 0 and 1 to the logits, which hides nothing"
+            )
+        if bool(is_bias(mask)):
+            refuse_bias()
+
+
+def check_implementation(config: Any) -> None:
+    """Refuse a configuration that asks for another attention than transformers' eager one.
+
+    Raises:
+        ValueError: if it does.
+    """
+    name = getattr(config, "_attn_implementation", None)
+    if name not in (None, "eager"):
+        raise ValueError(
+            f"attn_implementation is {name!r}, wanted 'eager': dsv4's attention stands in its "
+            "place. Leave 'attention' out of parts, or undo the swap, to use another"
+        )
+
+
+class SavePretrained:
+    """``save_pretrained`` of a swapped model: transformers' own while no weight is quantised.
+
+    An attribute of the instance; a deep copy of the model gets one that saves the copy.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' ``save_pretrained``.
+
+        Raises:
+            ValueError: if a weight is quantised; nothing is written then.
+        """
+        for name, module in self.model.named_modules():
+            weights = getattr(module, "format", None)
+            if type(module).__module__.startswith("dsv4.") and weights is not None:
+                raise ValueError(
+                    f"save_pretrained: {name} has {weights.name} weights, which transformers "
+                    "cannot read back; wanted plain ones. Use dsv4.save(model, folder)"
+                )
+        return type(self.model).save_pretrained(self.model, *args, **kwargs)
 
 
 def no_gradient(module: nn.Module, args: Any, output: Any) -> None:
@@ -48,3 +112,33 @@ def guard(module: nn.Module, config: Any, *, attention: bool) -> None:
     module.register_forward_hook(no_gradient)
     if attention:
         module.register_forward_pre_hook(NoAttentionWeights(config), with_kwargs=True)
+
+
+@dataclass
+class Guards:
+    """What a swap puts around a model, beside its modules."""
+
+    hooks: list[Any]
+    savers: list[Any]
+
+    @classmethod
+    def install(cls, model: nn.Module, modeling: Any, replaced: Iterable[Replaced]) -> Guards:
+        """Guard masks where attention was replaced, and ``save_pretrained`` where anything was."""
+        parts = {entry.part for entry in replaced}
+        guards = cls([], [])
+        for module in model.modules():
+            if "attention" in parts and isinstance(module, modeling.DeepseekV4Model):
+                hook = module.register_forward_pre_hook(ModelGuard(), with_kwargs=True)
+                guards.hooks.append(hook)
+            saves = isinstance(module, modeling.DeepseekV4PreTrainedModel)
+            if parts and saves and "save_pretrained" not in vars(module):
+                module.save_pretrained = SavePretrained(module)  # type: ignore[assignment]
+                guards.savers.append(module)
+        return guards
+
+    def remove(self) -> None:
+        """Take all of it away."""
+        for hook in self.hooks:
+            hook.remove()
+        for module in self.savers:
+            del module.save_pretrained

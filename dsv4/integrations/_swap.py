@@ -11,8 +11,11 @@ from torch import nn
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
+from dsv4.integrations._arguments import check_signatures
 from dsv4.integrations._guards import guard
+from dsv4.integrations._modules import DeepseekV4Attention, DeepseekV4DecoderLayer, OutputHead
 from dsv4.integrations._report import Kept, Replaced
+from dsv4.integrations._settings import adopt_frequencies, settings_differ
 
 _FOREIGN_FORWARD = "its forward was replaced on the instance (an offload hook or another patch)"
 _ALREADY = "it is dsv4's already; undo first to change its numerics or activation"
@@ -26,14 +29,6 @@ _KNOWN_HOMES = (
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class OutputHead(layers.Linear):
-    """Output head whose logits are float32 whatever the model's dtype (specification section 2)."""
-
-    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``[..., H]`` to ``[..., vocab]``."""
-        return super().forward(x, out_dtype or torch.promote_types(x.dtype, torch.float32))
-
-
 @dataclass(frozen=True)
 class Rule:
     """How one class of transformers is replaced.
@@ -41,11 +36,13 @@ class Rule:
     Attributes:
         part: The part it belongs to.
         build: Makes the new module, on meta, from the configuration and the old module.
+        ours: The class of the new module.
         container: Name of the child that must be this package's for the rule to apply. The new
             module then takes over the children of the old one, replaced or not.
     """
 
     part: str
+    ours: type[nn.Module]
     build: Callable[[ModelConfig, Any], nn.Module]
     container: str | None = None
 
@@ -59,29 +56,32 @@ def _head(config: ModelConfig, old: Any) -> nn.Module:
     return head(config.hidden_size, config.vocab_size)
 
 
+def _of_config(part: str, ours: Any) -> Rule:
+    return Rule(part, ours, lambda config, old: ours(config))
+
+
+def _of_layer(part: str, ours: Any, container: str | None = None) -> Rule:
+    return Rule(part, ours, lambda config, old: ours(config, old.layer_idx), container)
+
+
 RULES: dict[str, Rule] = {
-    "DeepseekV4RotaryEmbedding": Rule(
-        "attention", lambda c, old: layers.DeepseekV4RotaryEmbedding(c)
+    "DeepseekV4RotaryEmbedding": _of_config("attention", layers.DeepseekV4RotaryEmbedding),
+    "DeepseekV4Attention": _of_layer("attention", DeepseekV4Attention),
+    "DeepseekV4TopKRouter": _of_config("router", layers.DeepseekV4TopKRouter),
+    "DeepseekV4HashRouter": _of_config("router", layers.DeepseekV4HashRouter),
+    "DeepseekV4Experts": _of_config("experts", layers.DeepseekV4Experts),
+    "DeepseekV4MLP": _of_config("mlp", layers.DeepseekV4MLP),
+    "DeepseekV4SparseMoeBlock": Rule(
+        "experts",
+        layers.DeepseekV4SparseMoeBlock,
+        lambda config, old: _moe_block(config, old),
+        "experts",
     ),
-    "DeepseekV4Attention": Rule(
-        "attention", lambda c, old: layers.DeepseekV4Attention(c, old.layer_idx)
-    ),
-    "DeepseekV4TopKRouter": Rule("router", lambda c, old: layers.DeepseekV4TopKRouter(c)),
-    "DeepseekV4HashRouter": Rule("router", lambda c, old: layers.DeepseekV4HashRouter(c)),
-    "DeepseekV4Experts": Rule("experts", lambda c, old: layers.DeepseekV4Experts(c)),
-    "DeepseekV4MLP": Rule("mlp", lambda c, old: layers.DeepseekV4MLP(c)),
-    "DeepseekV4SparseMoeBlock": Rule("experts", lambda c, old: _moe_block(c, old), "experts"),
-    "DeepseekV4HyperConnection": Rule(
-        "hyper_connection", lambda c, old: layers.DeepseekV4HyperConnection(c)
-    ),
-    "DeepseekV4HyperHead": Rule("hyper_connection", lambda c, old: layers.DeepseekV4HyperHead(c)),
-    "DeepseekV4DecoderLayer": Rule(
-        "hyper_connection",
-        lambda c, old: layers.DeepseekV4DecoderLayer(c, old.layer_idx),
-        "attn_hc",
-    ),
-    "DeepseekV4RMSNorm": Rule("norm", _norm),
-    "Linear": Rule("lm_head", _head),
+    "DeepseekV4HyperConnection": _of_config("hyper_connection", layers.DeepseekV4HyperConnection),
+    "DeepseekV4HyperHead": _of_config("hyper_connection", layers.DeepseekV4HyperHead),
+    "DeepseekV4DecoderLayer": _of_layer("hyper_connection", DeepseekV4DecoderLayer, "attn_hc"),
+    "DeepseekV4RMSNorm": Rule("norm", layers.DeepseekV4RMSNorm, _norm),
+    "Linear": Rule("lm_head", layers.Linear, _head),
 }
 # Where each class belongs: a module of another class in its place is reported as kept.
 _PLACES = {
@@ -233,13 +233,24 @@ class Plan:
         config: Configuration of the new modules.
         modeling: transformers' module of model code, whose classes are the expected ones.
         parts: The parts that were asked for.
+        frequencies: Inverse frequencies by label, where they are not the configuration's.
     """
 
     config: ModelConfig
     modeling: Any
     parts: tuple[str, ...]
+    frequencies: dict[str, torch.Tensor] = field(default_factory=dict)
     swaps: list[Swap] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Compare the arguments of what is to be replaced with those of what replaces it.
+
+        Raises:
+            TypeError: if ours does not take one of them.
+        """
+        pairs = [(type(swap.old), type(swap.new)) for swap in self.swaps]
+        check_signatures(pair for pair in pairs if pair[0] is not nn.Linear)
 
     def visit(self, parent: nn.Module, prefix: str = "") -> None:
         """Plan for the descendants of ``parent``, children before containers."""
@@ -289,7 +300,9 @@ class Plan:
             return f"its {rule.container} was not replaced", None
         with torch.device("meta"):
             new = rule.build(self.config, old)
-        problem = None if container else tensors_differ(old, new)
+        problem = settings_differ(old, new, container=container)
+        if problem is None and not container:
+            problem = tensors_differ(old, new)
         return ("", new) if problem is None else (problem, None)
 
     def _ours(self, module: nn.Module, child: str) -> bool:
@@ -301,6 +314,7 @@ class Plan:
         """Do it all."""
         for swap in self.swaps:
             swap.do()
+            adopt_frequencies(swap.new, self.frequencies)
             attention = type(swap.old).__name__ == "DeepseekV4Attention"
             guard(swap.new, getattr(swap.old, "config", None), attention=attention)
         return tuple(self._replaced())

@@ -25,7 +25,9 @@ What differs from transformers' own modules:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4._config_file import IGNORED_PREFIXES, KNOWN
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
+from dsv4.integrations._arguments import transformers_version, warn_if_untested
 from dsv4.integrations._experts import experts_forward
+from dsv4.integrations._guards import Guards, check_implementation
 from dsv4.integrations._report import Kept, Replaced, Report
+from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
 
 __all__ = [
@@ -109,9 +115,11 @@ def apply(
 
     Raises:
         ImportError: if transformers is not installed.
-        TypeError: if ``model`` is not one of the two classes.
-        ValueError: if a part, the numerics or the activation is unknown, or the model's
-            configuration is not one this package implements. Nothing is changed then.
+        TypeError: if ``model`` is not one of the two classes, or a forward of the installed
+            transformers has arguments that its replacement does not know. Nothing is changed then.
+        ValueError: if a part, the numerics or the activation is unknown, the model's configuration
+            is not one this package implements, or its rotary tables differ from each other. Nothing
+            is changed then.
     """
     modeling = _modeling()
     if not isinstance(model, (modeling.DeepseekV4ForCausalLM, modeling.DeepseekV4Model)):
@@ -119,14 +127,31 @@ def apply(
             f"apply: model is a {type(model).__module__}.{type(model).__qualname__}, wanted "
             "transformers' DeepseekV4ForCausalLM or DeepseekV4Model"
         )
-    config = _configuration(ModelConfig.of(model.config), numerics, activation)
-    plan = Plan(config, modeling, _chosen(parts))
+    config = _configuration(_config_of(model.config), numerics, activation)
+    return _apply(model, modeling, config, _chosen(parts))
+
+
+def _apply(model: Any, modeling: Any, config: ModelConfig, parts: tuple[str, ...]) -> Report:
+    warn_if_untested(transformers_version())
+    if "attention" in parts:
+        check_implementation(model.config)
+    plan = Plan(config, modeling, parts, changed_frequencies(model, config))
+    plan.visit(model)
+    plan.check()
     register_experts()
     _install_recorders(model, modeling)
-    plan.visit(model)
     replaced = plan.execute()
-    title = f"dsv4 in {type(model).__name__}, numerics {numerics}, activation {activation}"
-    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), (), plan.undo)
+    guards = Guards.install(model, modeling, replaced)
+
+    def undo() -> None:
+        plan.undo()
+        guards.remove()
+
+    title = (
+        f"dsv4 in {type(model).__name__}, numerics {config.numerics}, "
+        f"activation {config.activation}"
+    )
+    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), (), undo)
 
 
 def from_pretrained(
@@ -148,7 +173,9 @@ def from_pretrained(
     Args:
         path: Folder with config.json and safetensors, see ``dsv4.checkpoint``.
         device: Where the model goes.
-        dtype: Dtype of plain weights; None keeps the checkpoint's.
+        dtype: Dtype of plain weights; None keeps the checkpoint's. What the installed transformers
+            keeps in float32 (norms, sinks, hyper-connections, biases) is never narrower, but for
+            norms that are left to transformers up to 5.17, which cannot run them so.
         numerics: As for ``apply``.
         activation: As for ``apply``.
         parts: As for ``apply``.
@@ -157,12 +184,13 @@ def from_pretrained(
     Returns:
         The model in evaluation mode, with generation_config.json of the folder, or else begin and
         end tokens of the configuration. Its ``dsv4_report`` says what was replaced; the swap cannot
-        be undone. Save it with ``dsv4.save``: ``model.save_pretrained`` would write quantised
-        tensors that transformers cannot read.
+        be undone. Save it with ``dsv4.save``: ``model.save_pretrained`` raises while a weight is
+        quantised, because transformers could not read it.
 
     Raises:
         ImportError: if transformers is not installed.
         CheckpointError: if the checkpoint is damaged or contradicts its configuration.
+        TypeError: if transformers' forwards have arguments that are not known here.
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
@@ -174,13 +202,14 @@ def from_pretrained(
         config = _configuration(checkpoint.config(), numerics, activation)
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
-        report = apply(model, parts=chosen, numerics=numerics, activation=activation)
+        report = _apply(model, modeling, config, chosen)
         fill(
             model,
             checkpoint,
             device=device,
             dtype=dtype,
             activation=activation,
+            float32=_float32_names(model, modeling),
             ignore=("mtp.*",),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
@@ -280,6 +309,45 @@ def _configuration(config: ModelConfig, numerics: str, activation: str) -> Model
     return config.replace(numerics=numerics, activation=activation)
 
 
+def _known(name: str) -> bool:
+    return name in KNOWN or name.startswith(IGNORED_PREFIXES)
+
+
+def _config_of(config: Any) -> ModelConfig:
+    """The configuration of a transformers model, without attributes that only its user knows."""
+    values = config.to_dict()
+    declared = {f.name for f in dataclasses.fields(config)}
+    values = {name: v for name, v in values.items() if name in declared or _known(name)}
+    limit = values.get("swiglu_limit")
+    if limit == math.inf:
+        values["swiglu_limit"] = None
+    elif limit == 0:
+        raise ValueError(
+            f"swiglu_limit is {limit}, wanted a number > 0, or inf for no clamp: transformers "
+            "clamps at 0, so that every expert gives 0"
+        )
+    return ModelConfig.of(values)
+
+
+def _float32_names(model: nn.Module, modeling: Any) -> frozenset[str]:
+    """Parameters and buffers that the installed transformers keeps in float32 in narrower models.
+
+    Its norms up to 5.17 give the dtype of their weight, which the layer behind them refuses: there
+    only norms of this package are float32.
+    """
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    norm = modeling.DeepseekV4RMSNorm(1).float()
+    runs = norm(torch.zeros(1, 1, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    names = set()
+    for path, module in model.named_modules():
+        theirs = isinstance(module, modeling.DeepseekV4RMSNorm)
+        for name in (*module._parameters, *module._buffers):
+            full = f"{path}.{name}"
+            if any(pattern in full for pattern in patterns) and (runs or not theirs):
+                names.add(full)
+    return frozenset(names)
+
+
 def _install_recorders(model: nn.Module, modeling: Any) -> None:
     """Make transformers put its recording hooks on the modules now, so that a swap can keep them.
 
@@ -299,6 +367,7 @@ def _notes(replaced: Iterable[Replaced]) -> Iterable[str]:
         yield "inference only: a backward pass through a replaced module raises"
     if "attention" in parts:
         yield "output_attentions=True raises: attention weights are never materialised"
+        yield "attn_implementation other than eager raises, as do 4-D masks with a bias"
         yield "left-padded batches decode differently, but with paged_cache; see the module's text"
     if "experts" in parts:
         yield "experts_implementation has no effect on replaced experts"
@@ -309,6 +378,8 @@ def _their_config(config: ModelConfig, dtype: torch.dtype | None) -> Any:
 
     theirs = DeepseekV4Config(**config.to_transformers_dict())
     theirs.dtype = dtype or torch.bfloat16
+    if config.swiglu_limit is None:
+        theirs.swiglu_limit = math.inf  # 0, as DeepSeek writes no clamp, is one at 0 there
     theirs.architectures = ["DeepseekV4ForCausalLM"]
     return theirs
 

@@ -79,6 +79,8 @@ class PoolingModule(FixedDtypeModule):
         self, hidden_states: torch.Tensor, past_key_values: Any, layer_idx: int
     ) -> torch.Tensor:
         """All entries so far, ``[B, entries, head_dim]``."""
+        if past_key_values is not None and layer_idx < 0:
+            raise TypeError(f"{type(self).__name__}: a cache without layer_idx, wanted both")
         kv, score = self._project(hidden_states)
         state = None if past_key_values is None else past_key_values.layers[layer_idx]
         if state is None:
@@ -161,3 +163,19 @@ class PoolingModule(FixedDtypeModule):
 def plain_pages(entries: torch.Tensor) -> Pages:
     """Entries ``[B, n, d]``, n > 0, as pages: entry i of sequence b has slot ``b * n + i``."""
     return Pages(entries, entries.shape[1], "plain", entries.shape[2], 0)
+
+
+def one_cache(module: nn.Module, past_key_values: Any, cache: Any) -> Any:
+    """The cache of a forward, which transformers calls ``cache`` from 5.24 on.
+
+    Raises:
+        TypeError: if both names have a value, and not the same one.
+    """
+    if cache is None or past_key_values is cache:
+        return past_key_values
+    if past_key_values is not None:
+        raise TypeError(
+            f"{type(module).__name__}: cache and past_key_values are two names of one argument, "
+            "wanted one of them"
+        )
+    return cache

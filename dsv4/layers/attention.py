@@ -10,8 +10,9 @@ from torch import nn
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers._beside import done, started
+from dsv4.layers._mask import masked_slots, window_slots
 from dsv4.layers._module import FixedDtypeModule, wide_dtype
-from dsv4.layers._pooling import plain_pages
+from dsv4.layers._pooling import one_cache, plain_pages
 from dsv4.layers.compressor import (
     QUERIES,
     DeepseekV4CSACompressor,
@@ -84,48 +85,57 @@ class DeepseekV4Attention(FixedDtypeModule):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
-        **kwargs: Any,
+        *,
+        cache: Any = None,
     ) -> tuple[torch.Tensor, None]:
         """Attend.
 
         Args:
             hidden_states: ``[B, S, H]``; with a ``CacheStep``, ``[1, T, H]``: all its tokens.
             position_embeddings: cos and sin by ``"main"`` and ``"compress"``; made here if None.
-            position_ids: ``[B, S]`` or ``[1, S]``; by default 0 to S-1. A step has its own.
-            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive. A key
-                with a negative entry is hidden, any other is visible: it is no bias.
+            position_ids: ``[B, S]`` or ``[1, S]``; by default those that follow the tokens of a
+                cache. A step has its own.
+            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive; it
+                decides alone which of them a query sees. An entry of 0 shows its key, one of -1e4
+                or less hides it. None: the window that ends with the query.
             past_key_values: See the class.
-            **kwargs: Ignored; transformers passes options that have no meaning here.
+            cache: transformers' name of ``past_key_values`` from 5.24 on.
 
         Returns:
             ``[B, S, H]`` and None: attention weights are never materialised.
 
         Raises:
-            ValueError: if a shape is wrong.
+            TypeError: if the cache is given twice.
+            ValueError: if a shape is wrong, the mask has other entries, or a step comes with
+                positions or a mask.
         """
+        past = one_cache(self, past_key_values, cache)
         self._check(hidden_states, attention_mask)
-        if hasattr(past_key_values, "packed_rows"):
-            return self._forward_packed(hidden_states, attention_mask, past_key_values), None
+        if hasattr(past, "packed_rows"):
+            out = self._forward_packed(hidden_states, position_ids, attention_mask, past)
+            return out, None
         label = self.rope_layer_type
         given = None if position_embeddings is None else position_embeddings[label]
-        if isinstance(past_key_values, CacheStep):
-            out = self._attend_paged(hidden_states, given, past_key_values)
+        if isinstance(past, CacheStep):
+            _check_beside_step(position_ids, attention_mask)
+            out = self._attend_paged(hidden_states, given, past)
         else:
             if position_ids is None:
-                count = hidden_states.shape[1]
-                position_ids = torch.arange(count, device=hidden_states.device).unsqueeze(0)
+                position_ids = following_positions(hidden_states, past, self.layer_idx)
             tables = given or self.rotary_emb(hidden_states, position_ids, label)
-            out = self._attend_dense(
-                hidden_states, tables, position_ids, attention_mask, past_key_values
-            )
+            out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
         grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
         return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
 
     def _forward_packed(
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, past: Any
+        self,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        past: Any,
     ) -> torch.Tensor:
         """A ``[B, S]`` batch as the flat batch of a paged cache, at the cache's own positions."""
-        rows = past.packed_rows(self.layer_idx, hidden_states, mask)
+        rows = past.packed_rows(self.layer_idx, hidden_states, mask, position_ids)
         packed = rows.pack(hidden_states)
         out, _ = DeepseekV4Attention.forward(self, packed, past_key_values=rows.step)
         past.finished(self.layer_idx, hidden_states)
@@ -222,12 +232,14 @@ class DeepseekV4Attention(FixedDtypeModule):
             return q
         if self.numerics == "deepseek":
             kv = fake_quantize_kv(kv, self.rope_dim)
+        keys = queries if past is None else past.get_mask_sizes(queries, self.layer_idx)[0]
+        if attention_mask is not None:  # refused, if it has to be, before the cache changes
+            shown = masked_slots(attention_mask, batch, queries, keys, self.sliding_window)
         if past is not None:
             key = kv.unsqueeze(1)
             kv = past.update(key, key, self.layer_idx)[0].squeeze(1)
-        window_slots = _window_slots(batch, queries, kv.shape[1], self.sliding_window, kv.device)
-        if attention_mask is not None:
-            window_slots = _apply_mask(window_slots, attention_mask, kv.shape[1])
+        if attention_mask is None:
+            shown = window_slots(batch, queries, kv.shape[1], self.sliding_window, kv.device)
         compressed, slots = None, None
         if self.compressor is not None:
             entries = self.compressor.dense_entries(hidden_states, past, self.layer_idx)
@@ -240,7 +252,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         out = sparse_attention(
             q.flatten(0, 1),
             plain_pages(kv),
-            _flat_slots(window_slots, kv.shape[1]),
+            _flat_slots(shown, kv.shape[1]),
             compressed,
             slots,
             self.sinks,
@@ -251,25 +263,19 @@ class DeepseekV4Attention(FixedDtypeModule):
         return out.unflatten(0, (batch, queries))
 
 
-def _window_slots(
-    batch: int, queries: int, keys: int, window: int, device: torch.device
-) -> torch.Tensor:
-    """Key numbers ``[B, S, window]`` each query may see; the last S keys are the queries' own."""
-    own = torch.arange(queries, device=device) + (keys - queries)
-    numbers = own.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
-    return torch.where(numbers < 0, -1, numbers).expand(batch, queries, window)
+def following_positions(x: torch.Tensor, past: Any, layer_idx: int = 0) -> torch.Tensor:
+    """Positions ``[1, S]`` of the tokens ``x [B, S, ...]`` behind those of a transformers cache."""
+    seen = 0 if past is None else past.get_seq_length(layer_idx)
+    return (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
 
 
-def _apply_mask(slots: torch.Tensor, mask: torch.Tensor, keys: int) -> torch.Tensor:
-    """Set to -1 the key numbers that ``mask`` hides."""
-    if mask.shape[2] != slots.shape[1] or mask.shape[3] < keys:
-        raise ValueError(
-            f"DeepseekV4Attention: attention_mask has shape {list(mask.shape)}, "
-            f"wanted [B or 1, 1, {slots.shape[1]}, {keys}]"
-        )
-    shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-    shown = shown.expand(slots.shape[0], -1, -1)
-    return torch.where(shown.gather(2, slots.clamp(min=0)), slots, -1)
+def _check_beside_step(position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    for name, tensor in (("position_ids", position_ids), ("attention_mask", mask)):
+        if tensor is not None:
+            raise ValueError(
+                f"DeepseekV4Attention: {name} beside a CacheStep, wanted None: "
+                "a step has the positions of its tokens, and each sees those before it"
+            )
 
 
 def _flat_slots(numbers: torch.Tensor, per_sequence: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.layers._beside import started
-from dsv4.layers._pooling import PoolingModule
+from dsv4.layers._pooling import PoolingModule, one_cache
 from dsv4.layers.indexer import DeepseekV4Indexer
 
 Selection = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
@@ -59,8 +59,10 @@ class _AttentionCompressor(PoolingModule):
         hidden_states: torch.Tensor,
         q_residual: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Any,
-        layer_idx: int,
+        past_key_values: Any = None,
+        layer_idx: int = -1,
+        *,
+        cache: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' contract: all entries and the additive mask over them.
 
@@ -70,10 +72,12 @@ class _AttentionCompressor(PoolingModule):
             position_ids: ``[B, S]`` or ``[1, S]``.
             past_key_values: None or a transformers cache.
             layer_idx: The layer's place in that cache.
+            cache: transformers' name of ``past_key_values`` from 5.24 on.
 
         Returns:
             Entries ``[B, 1, n, head_dim]`` and mask ``[B, 1, S, n]`` of 0 and -inf.
         """
+        past_key_values = one_cache(self, past_key_values, cache)
         entries = self.dense_entries(hidden_states, past_key_values, layer_idx)
         chosen = self.select(
             entries, hidden_states, q_residual, position_ids, past_key_values, layer_idx

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers.attention import DeepseekV4Attention
+from dsv4.layers._pooling import one_cache
+from dsv4.layers.attention import DeepseekV4Attention, Tables
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
@@ -32,17 +34,44 @@ class DeepseekV4DecoderLayer(nn.Module):
         self.ffn_hc = DeepseekV4HyperConnection(config)
 
     def forward(
-        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        position_embeddings: dict[str, Tables] | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        *,
+        cache: Any = None,
     ) -> torch.Tensor:
         """``[B, S, n, H]`` streams to the same.
 
         Args:
             hidden_states: The residual streams.
             input_ids: ``[B, S]``; needed where the layer routes by hash.
-            **kwargs: For ``DeepseekV4Attention.forward``.
+            position_embeddings: For ``DeepseekV4Attention.forward``, as all that follow.
+            position_ids: See there.
+            attention_mask: See there.
+            past_key_values: See there.
+            cache: See there.
         """
+        options = {
+            "position_embeddings": position_embeddings,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "past_key_values": one_cache(self, past_key_values, cache),
+        }
+        return self.run(hidden_states, input_ids, options)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """``forward`` with the keyword arguments of the attention as they are."""
         post, comb, normed = self.attn_hc.collapse(hidden_states, self.input_layernorm)
-        output, _ = self.self_attn(normed, **kwargs)
+        output, _ = self.self_attn(normed, **options)
         hidden_states, (post, comb, normed) = self.attn_hc.hand_over(
             output, hidden_states, post, comb, self.ffn_hc, self.post_attention_layernorm
         )
@@ -69,19 +98,32 @@ class DeepseekV4MTP(nn.Module):
         self.norm = DeepseekV4RMSNorm(hidden, eps=eps)
 
     def forward(
-        self, streams: torch.Tensor, next_embeddings: torch.Tensor, **kwargs: Any
+        self,
+        streams: torch.Tensor,
+        next_embeddings: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        position_embeddings: dict[str, Tables] | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft.
 
         Args:
             streams: ``[B, S, n, H]``, the main model's residual streams before its head collapse.
             next_embeddings: ``[B, S, H]``, embeddings of the tokens that follow each position.
-            **kwargs: For the block.
+            input_ids: For ``DeepseekV4DecoderLayer.forward``, as all that follow.
+            position_embeddings: See there.
+            position_ids: See there.
+            attention_mask: See there.
+            past_key_values: See there.
 
         Returns:
             Hidden states for the output head ``[B, S, H]``, and the new streams ``[B, S, n, H]``.
         """
         embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)
         streams = embedded + self.h_proj(self.hnorm(streams))
-        streams = self.layer(streams, **kwargs)
+        streams = self.layer(
+            streams, input_ids, position_embeddings, position_ids, attention_mask, past_key_values
+        )
         return self.norm(self.hc_head(streams)), streams

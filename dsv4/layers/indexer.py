@@ -10,7 +10,7 @@ from torch import nn
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, ModelConfig
 from dsv4.formats import QuantizedTensor
-from dsv4.layers._pooling import PoolingModule, plain_pages
+from dsv4.layers._pooling import PoolingModule, one_cache, plain_pages
 from dsv4.layers.linear import Linear
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -164,8 +164,10 @@ class DeepseekV4Indexer(PoolingModule):
         hidden_states: torch.Tensor,
         q_residual: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Any,
-        layer_idx: int,
+        past_key_values: Any = None,
+        layer_idx: int = -1,
+        *,
+        cache: Any = None,
     ) -> torch.Tensor:
         """Entry numbers ``[B, S, min(index_topk, n)]`` int64, -1 where fewer are visible.
 
@@ -175,7 +177,9 @@ class DeepseekV4Indexer(PoolingModule):
             position_ids: ``[B, S]`` or ``[1, S]``.
             past_key_values: None or a transformers cache.
             layer_idx: The layer's place in that cache.
+            cache: transformers' name of ``past_key_values`` from 5.24 on.
         """
+        past_key_values = one_cache(self, past_key_values, cache)
         batch, queries, _ = hidden_states.shape
         keys = self.dense_entries(hidden_states, past_key_values, layer_idx)
         entries = keys.shape[1]

@@ -28,7 +28,27 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         config = ModelConfig.of(config)
         self.parameters_of = {"main": config.rope_main, "compress": config.rope_compress}
         self.numerics = config.numerics
+        self._given: dict[str, torch.Tensor] = {}
         self._frequencies: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    def set_inv_freq(self, layer_type: str, values: torch.Tensor) -> None:
+        """Rotate by these inverse frequencies instead of the configuration's.
+
+        Args:
+            layer_type: ``"main"`` or ``"compress"``.
+            values: ``[rope_dim / 2]``.
+
+        Raises:
+            ValueError: if ``layer_type`` is neither or the shape is wrong.
+        """
+        wanted = self.inv_freq(values.device, layer_type)
+        if values.shape != wanted.shape:
+            raise ValueError(
+                f"rotary: inverse frequencies have shape {list(values.shape)}, "
+                f"wanted {list(wanted.shape)}"
+            )
+        self._given[layer_type] = values.detach().float().cpu().clone()
+        self._frequencies.clear()
 
     def inv_freq(self, device: torch.device, layer_type: str) -> torch.Tensor:
         """Inverse frequencies ``[rope_dim / 2]`` float32 on ``device``.
@@ -41,7 +61,9 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         known = self._frequencies.get((device, layer_type))
         if known is not None:
             return known
-        values = self.parameters_of[layer_type].inv_freq()
+        values = self._given.get(layer_type)
+        if values is None:
+            values = self.parameters_of[layer_type].inv_freq()
         made = torch.as_tensor(values, dtype=torch.float32, device="cpu").to(device)
         if type(made) is torch.Tensor:  # a tracer's stand-in must not outlive the trace
             self._frequencies[device, layer_type] = made

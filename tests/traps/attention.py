@@ -364,9 +364,9 @@ MUTANTS = (
         "T14",
         "sink scaled at the layer",
         LAYERS + "attention.py",
-        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
+        "            _flat_slots(shown, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks,\n",
-        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
+        "            _flat_slots(shown, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks * self.scaling,\n",
         FORMULA,
     ),
@@ -382,9 +382,9 @@ MUTANTS = (
         "T14",
         "no sink at the layer",
         LAYERS + "attention.py",
-        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
+        "            _flat_slots(shown, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks,\n",
-        "            _flat_slots(window_slots, kv.shape[1]),\n            compressed,\n"
+        "            _flat_slots(shown, kv.shape[1]),\n            compressed,\n"
         "            slots,\n            self.sinks - torch.inf,\n",
         FORMULA,
     ),

@@ -127,7 +127,9 @@ def _prepared(
     hook.remove()
 
     def renew() -> Callable[[Callable[..., Any]], Any]:
-        new = {**kept["kwargs"], "past_key_values": copy.deepcopy(cache)}
+        # Called "cache" from transformers 5.24 on.
+        name = "cache" if "cache" in kept["kwargs"] else "past_key_values"
+        new = {**kept["kwargs"], name: copy.deepcopy(cache)}
         return lambda run: run(*kept["args"], **new)
 
     return attention, renew
