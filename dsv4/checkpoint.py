@@ -20,10 +20,13 @@ from torch import nn
 
 from dsv4 import _config_file
 from dsv4._checkpoint import layouts, names
-from dsv4._checkpoint.entries import Entry, group, raise_all
+from dsv4._checkpoint.dry_run import dry_run
+from dsv4._checkpoint.entries import Entry, group
+from dsv4._checkpoint.problems import Problem, raise_all
 from dsv4._checkpoint.progress import Progress
+from dsv4._checkpoint.report import LoadReport, mtp_layers, report_of
 from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_header
-from dsv4._checkpoint.slots import ExpertsSlot, Options, dry_run, slots_of
+from dsv4._checkpoint.slots import ExpertsSlot, Options, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
 from dsv4.formats import NVFP4, QuantizedTensor
@@ -31,7 +34,17 @@ from dsv4.formats import NVFP4, QuantizedTensor
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
 
-__all__ = ["Checkpoint", "CheckpointError", "Entry", "Item", "fill", "load", "save", "write"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Entry",
+    "Item",
+    "LoadReport",
+    "fill",
+    "load",
+    "save",
+    "write",
+]
 
 # One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
 Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
@@ -48,6 +61,7 @@ class Checkpoint:
         entries: Logical tensors by canonical name (transformers' names with one entry per expert,
             see ``dsv4._checkpoint.names``).
         stray: Names of tensors that belong to no known entry.
+        unused: Names of known tensors that have no effect here, by the reason.
     """
 
     def __init__(
@@ -59,7 +73,8 @@ class Checkpoint:
         self.path = path
         self.values = dict(values)
         self._shards = Shards(path)
-        self.entries, self.stray = group(tensors, self._shards)
+        grouped = group(tensors, self._shards)
+        self.entries, self.stray, self.unused = grouped.entries, grouped.stray, grouped.unused
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -68,7 +83,8 @@ class Checkpoint:
         Raises:
             FileNotFoundError: if there is no config.json.
             CheckpointError: if a shard is missing or truncated, the index leaves the folder or
-                disagrees with the shards, or the tensors of a matrix do not fit together.
+                disagrees with the shards, a tensor is there in two spellings, or the tensors of a
+                matrix do not fit together.
         """
         path = Path(path)
         values = _read_json(path / "config.json")
@@ -100,7 +116,20 @@ class Checkpoint:
     @property
     def has_mtp(self) -> bool:
         """Whether there are tensors of a multi-token-prediction layer."""
-        return any(names.is_mtp(name) for name in self.entries)
+        return self.mtp_layers > 0
+
+    @property
+    def mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers, found in the tensors; 0 for a DSpark draft."""
+        return 0 if self.has_dspark else len(self._draft_layers())
+
+    @property
+    def has_dspark(self) -> bool:
+        """Whether there are tensors of a DSpark draft head, which stands in the place of MTP."""
+        return any(names.is_dspark(name) for name in self.stray)
+
+    def _draft_layers(self) -> set[str]:
+        return {names.layer_of(name) for name in self.entries if names.is_mtp(name)}
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -170,7 +199,8 @@ def _indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
     problems += [
         f"{name} is not in {table[name]}, where the index puts it" for name in table.keys() - found
     ]
-    raise_all(f"{_INDEX} disagrees with the shards", sorted(problems))
+    listed = [Problem("tensors", text) for text in sorted(problems)]
+    raise_all(f"{_INDEX} disagrees with the shards", listed)
     return found
 
 
@@ -183,6 +213,7 @@ def fill(
     dtype: torch.dtype | None = None,
     activation: str = "bf16",
     mxfp4: str = "keep",
+    input_scales: str = "stored",
     ignore: Sequence[str] = (),
     check_values: bool = True,
     progress: bool = True,
@@ -202,24 +233,28 @@ def fill(
             dequantised). Tensors that are float32 by definition are never narrower.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
+            ``"token"`` leaves them out, so that NVFP4 layers make one per token.
         ignore: Shell patterns of canonical names that may be left over, e.g. ``"mtp.*"``.
         check_values: Read all values once before writing any. Without it a bad value is found
             while filling, and what was filled before it stays.
         progress: Whether to show a progress bar on stderr.
 
     Raises:
-        CheckpointError: listing all that is missing, extra, mis-shaped or of the wrong dtype; or
-            naming the first tensor with a bad value.
+        CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
+            examples; or naming the first tensor with a bad value.
+        ValueError: if ``mxfp4`` or ``input_scales`` is unknown.
     """
     if mxfp4 not in ("keep", "nvfp4"):
         raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
+    if input_scales not in ("stored", "token"):
+        raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
     place = None if device is None else torch.device(device)
-    options = Options(place, dtype, activation, mxfp4 == "nvfp4")
+    options = Options(place, dtype, activation, mxfp4 == "nvfp4", input_scales)
     slots = slots_of(model, prefix)
-    problems, total = dry_run(
-        slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore)
-    )
-    raise_all(f"{checkpoint.path} does not fit the model", problems)
+    plan = dry_run(slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore))
+    raise_all(f"{checkpoint.path} does not fit the model", plan.problems, plan.notes)
+    total = plan.nbytes
     if check_values:
         _each_layer(
             slots, checkpoint, Progress("checking", total, progress), "check_values", options
@@ -261,13 +296,22 @@ def load(
     numerics: str = "deepseek",
     activation: str = "bf16",
     dtype: torch.dtype | None = None,
-    mtp: bool = True,
+    mtp: bool | None = None,
     mxfp4: str = "keep",
+    input_scales: str = "stored",
     progress: bool = True,
 ) -> DeepseekV4ForCausalLM:
     """A model from a checkpoint folder, each weight in the format it is stored in.
 
     Memory holds the model and less than one layer more: the files are mapped a part at a time.
+
+    Headers, shapes, dtypes and the sizes of files are checked, and values that no sound checkpoint
+    holds (NaN, infinite weights, scales of 0) are refused. safetensors has no checksum: a byte of a
+    value that was changed into another finite value cannot be seen. Compare digests of the files
+    with those of their publisher where that matters.
+
+    The model's ``load_report`` says what was found and left out; the logger ``dsv4.checkpoint``
+    says the same, with a warning for each kind of tensor that was left out.
 
     Args:
         path: Folder with config.json and safetensors.
@@ -275,26 +319,29 @@ def load(
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
         activation: ``"bf16"`` or ``"nvfp4"``.
         dtype: Dtype of plain weights; None keeps the checkpoint's.
-        mtp: Whether to load the multi-token-prediction layers. They are never dropped silently: a
-            checkpoint without them, whose configuration has them, needs ``mtp=False``.
+        mtp: Multi-token-prediction layers. None loads those whose tensors are there, whatever
+            config.json says. True demands at least one, and as many as config.json says. False
+            leaves them out. This package has no layers for a DSpark draft head: None and False
+            leave it out, True raises.
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        input_scales: ``"stored"``: with ``activation="nvfp4"``, routed experts in NVFP4 need the
+            calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
+            out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
+            later.
         progress: Whether to show a progress bar on stderr.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged or contradicts its configuration.
-        ValueError: if config.json is not a configuration this package implements.
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration, or has not
+            the layers or scales that were demanded.
+        ValueError: if an option is unknown, or config.json is not a configuration this package
+            implements.
     """
     from dsv4.model import DeepseekV4ForCausalLM
 
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
-        if mtp and config.num_nextn_predict_layers and not checkpoint.has_mtp:
-            raise CheckpointError(
-                f"{path} has no mtp.* tensors, but num_nextn_predict_layers is "
-                f"{config.num_nextn_predict_layers}; pass mtp=False to load it without"
-            )
-        if not mtp:
-            config = config.replace(num_nextn_predict_layers=0)
+        count = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
+        config = config.replace(num_nextn_predict_layers=count)
         with torch.device("meta"):
             model = DeepseekV4ForCausalLM(config)
         fill(
@@ -304,10 +351,12 @@ def load(
             dtype=dtype,
             activation=activation,
             mxfp4=mxfp4,
-            ignore=() if mtp else ("mtp.*",),
+            input_scales=input_scales,
+            ignore=() if count else ("mtp.*", "model.mtp.*"),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
+        model.load_report = report_of(checkpoint, count, input_scales)
     return model.eval()
 
 
