@@ -22,6 +22,7 @@ from dsv4 import _config_file
 from dsv4._checkpoint import layouts, names
 from dsv4._checkpoint.dry_run import dry_run
 from dsv4._checkpoint.entries import Entry, group
+from dsv4._checkpoint.pairs import Pairing
 from dsv4._checkpoint.problems import Problem, raise_all
 from dsv4._checkpoint.progress import Progress
 from dsv4._checkpoint.report import LoadReport, mtp_layers, report_of
@@ -29,7 +30,7 @@ from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_he
 from dsv4._checkpoint.slots import ExpertsSlot, Options, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
-from dsv4.formats import NVFP4, QuantizedTensor
+from dsv4.formats import QuantizedTensor
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
@@ -374,11 +375,15 @@ def save(
     """Write a model as a checkpoint folder: shards, index and config.json.
 
     Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
-    ``dsv4._checkpoint.layouts`` for both). Files have temporary names until all are complete.
+    ``dsv4._checkpoint.layouts`` for both). Gate and up of an MLP in NVFP4 get one global scale,
+    because engines take one for both; where that would change a value they keep their own, and the
+    logger ``dsv4.checkpoint`` warns once with their number. Files have temporary names until all
+    are complete.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
-            input scale or None); a stream is written as it comes and never held.
+            input scale or None); a stream is written as it comes, and of it no more is held than
+            gate projections whose up projection has not come.
         path: Folder, made if missing.
         layout: ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
             ``"bf16"``.
@@ -398,22 +403,24 @@ def save(
     if given is None:
         raise ValueError("config is None, wanted one: a stream has none of its own")
     how = layouts.Layout(layout, _matcher(plain), plain_dtype)
-    stream = _items_of(source, how) if isinstance(source, nn.Module) else source
+    stream = _items_of(source) if isinstance(source, nn.Module) else source
+    pairing = Pairing(how)
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
-        for name, value, input_scale in stream:
+        for name, value, input_scale in pairing.convert(stream):
             for stored, tensor in how.encode(name, value, input_scale):
                 writer.add(stored, tensor)
         writer.finish(layouts.documents(how, ModelConfig.of(given)))
+    pairing.report(path)
 
 
 write = save
 
 
-def _items_of(model: nn.Module, layout: layouts.Layout) -> Iterator[Item]:
+def _items_of(model: nn.Module) -> Iterator[Item]:
     """The stream of a model's tensors, in the order of its modules."""
     for slot in slots_of(model):
         if isinstance(slot, ExpertsSlot):
-            yield from _experts_items(slot, layout)
+            yield from _experts_items(slot)
         elif hasattr(slot.module, "set_weight"):  # type: ignore[attr-defined]
             module = slot.module  # type: ignore[attr-defined]
             plain = module.format is None
@@ -423,14 +430,12 @@ def _items_of(model: nn.Module, layout: layouts.Layout) -> Iterator[Item]:
             yield slot.name, slot.tensor.detach(), None  # type: ignore[attr-defined]
 
 
-def _experts_items(slot: ExpertsSlot, layout: layouts.Layout) -> Iterator[Item]:
+def _experts_items(slot: ExpertsSlot) -> Iterator[Item]:
     module = slot.module
     quantised = getattr(module, "format", None) is not None
     for expert in range(slot.count):
         parts = _expert_parts(module, expert, quantised)
         gate, up, down = slot.names_of(expert)
-        if not quantised and layout.format_of(gate) == layout.format_of(up) == NVFP4:
-            parts = (*layouts.quantize_pair(parts[0], parts[1]), parts[2])
         scales = [getattr(module, f"{p}_input_scale", None) for p in ("gate_up_proj", "down_proj")]
         first, last = (None if s is None else s[expert : expert + 1] for s in scales)
         yield gate, parts[0], first
