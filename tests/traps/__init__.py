@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .attention import MUTANTS as _ATTENTION
 from .bench import MUTANTS as _BENCH
+from .checkpoints import MUTANTS as _CHECKPOINTS
 from .cubins import MUTANTS as _CUBINS
 from .kernels import MUTANTS as _KERNELS
 from .mixing import MUTANTS as _MIXING
@@ -25,5 +26,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_KERNELS,
     *_CUBINS,
     *_BENCH,
+    *_CHECKPOINTS,
 )
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
