@@ -25,9 +25,9 @@ from dsv4._checkpoint.entries import Entry, group
 from dsv4._checkpoint.pairs import Pairing
 from dsv4._checkpoint.problems import Problem, raise_all
 from dsv4._checkpoint.progress import Progress
-from dsv4._checkpoint.report import LoadReport, mtp_layers, report_of
+from dsv4._checkpoint.report import LoadReport, left_out, mtp_layers, report_of
 from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_header
-from dsv4._checkpoint.slots import ExpertsSlot, Options, slots_of
+from dsv4._checkpoint.slots import ExpertsSlot, Options, check_dtype, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
 from dsv4.formats import QuantizedTensor
@@ -82,12 +82,17 @@ class Checkpoint:
         """Read config.json, the index and all headers of a folder; no tensor data.
 
         Raises:
-            FileNotFoundError: if there is no config.json.
+            FileNotFoundError: if there is no such folder, or no config.json in it.
             CheckpointError: if a shard is missing or truncated, the index leaves the folder or
                 disagrees with the shards, a tensor is there in two spellings, or the tensors of a
                 matrix do not fit together.
         """
         path = Path(path)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{str(path)!r} is not a folder of this machine, wanted one with config.json and "
+                "safetensors; nothing is downloaded here (huggingface_hub.snapshot_download does)"
+            )
         values = _read_json(path / "config.json")
         if (path / _INDEX).exists():
             tensors = _indexed(path, _read_json(path / _INDEX))
@@ -244,18 +249,22 @@ def fill(
     Raises:
         CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
             examples; or naming the first tensor with a bad value.
+        TypeError: if ``dtype`` is not a floating torch.dtype.
         ValueError: if ``mxfp4`` or ``input_scales`` is unknown.
     """
     if mxfp4 not in ("keep", "nvfp4"):
         raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
     if input_scales not in ("stored", "token"):
         raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
+    check_dtype(dtype)
     place = None if device is None else torch.device(device)
     options = Options(place, dtype, activation, mxfp4 == "nvfp4", input_scales)
     slots = slots_of(model, prefix)
     plan = dry_run(slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore))
     raise_all(f"{checkpoint.path} does not fit the model", plan.problems, plan.notes)
     total = plan.nbytes
+    for reason, unused in checkpoint.unused.items():
+        left_out(checkpoint.path, len(unused), reason)
     if check_values:
         _each_layer(
             slots, checkpoint, Progress("checking", total, progress), "check_values", options
@@ -334,11 +343,14 @@ def load(
     Raises:
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or has not
             the layers or scales that were demanded.
+        FileNotFoundError: if there is no such folder, or no config.json in it.
+        TypeError: if ``dtype`` is not a floating torch.dtype, or ``mtp`` neither None nor a bool.
         ValueError: if an option is unknown, or config.json is not a configuration this package
             implements.
     """
     from dsv4.model import DeepseekV4ForCausalLM
 
+    check_dtype(dtype)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
         count = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
@@ -401,7 +413,8 @@ def save(
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
     given = config if config is not None else getattr(source, "config", None)
     if given is None:
-        raise ValueError("config is None, wanted one: a stream has none of its own")
+        kind = type(source).__name__ if isinstance(source, nn.Module) else "a stream"
+        raise ValueError(f"config is None, wanted one: {kind} has none of its own")
     how = layouts.Layout(layout, _matcher(plain), plain_dtype)
     stream = _items_of(source) if isinstance(source, nn.Module) else source
     pairing = Pairing(how)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_cases import SMALL, assert_same_state, edit, make_model, saved, state
 
-from dsv4.checkpoint import Checkpoint, CheckpointError, load, save
+from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, save
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import dequantize
 
@@ -225,3 +225,17 @@ def test_bad_bf16_scales_are_refused(tmp_path, value):
 def test_options_that_are_unknown_are_refused(whole):
     with pytest.raises(ValueError, match="input_scales is 'row', wanted 'stored' or 'token'"):
         load(whole, input_scales="row", progress=False)
+    with pytest.raises(TypeError, match="mtp is 'yes', wanted None, True or False"):
+        load(whole, mtp="yes", progress=False)  # type: ignore[arg-type]
+    for dtype in ("bfloat16", torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match=r"dtype is .*, wanted None or one of torch\.float64"):
+            load(whole, dtype=dtype, progress=False)
+        with pytest.raises(TypeError, match=r"dtype is .*, wanted None or one of torch\.float64"):
+            fill(make_model(), Checkpoint.open(whole), dtype=dtype, progress=False)
+
+
+def test_a_name_of_a_hub_is_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"'nvidia/x' is not a folder .* nothing is down"):
+        load("nvidia/x", progress=False)
+    with pytest.raises(ValueError, match="config is None, wanted one: Linear has none"):
+        save(torch.nn.Linear(2, 2), tmp_path / "x")

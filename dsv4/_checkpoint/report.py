@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4._checkpoint import names
@@ -31,12 +32,20 @@ class LoadReport:
     left_out: Mapping[str, int]
 
 
+def left_out(path: Path, number: int, reason: str) -> None:
+    """Warn of tensors that are in a checkpoint and have no effect."""
+    _logger.warning("%s: %d tensors left out: %s", path, number, reason)
+
+
 def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int:
     """Number of MTP layers to load; see ``dsv4.checkpoint.load``.
 
     Raises:
         CheckpointError: if ``mtp`` is true and the layers are not there.
+        TypeError: if ``mtp`` is neither None nor a bool.
     """
+    if mtp not in (None, True, False):
+        raise TypeError(f"mtp is {mtp!r}, wanted None, True or False")
     found = checkpoint.mtp_layers
     if mtp is None:
         if found != configured and not checkpoint.has_dspark:
@@ -67,7 +76,8 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
 
 def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str) -> LoadReport:
     """Report what was found and left out, and log it."""
-    left_out = {reason: len(found) for reason, found in checkpoint.unused.items()}
+    unused = {reason: len(found) for reason, found in checkpoint.unused.items()}  # logged by fill
+    others: dict[str, int] = {}
     dspark = checkpoint.has_dspark
     if not mtp:
         stray = [
@@ -77,13 +87,13 @@ def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str) -> LoadReport
         reason = "MTP layers (mtp.*)"
         if dspark:
             reason = "a DSpark draft head (mtp.*), for which this package has no layers"
-        left_out[reason] = number
+        others[reason] = number
     if input_scales == "token":
         scales = [entry for entry in checkpoint.entries.values() if entry.input_scale]
-        left_out["calibrated input scales, because of input_scales='token'"] = len(scales)
-    left_out = {reason: number for reason, number in left_out.items() if number}
-    for reason, number in left_out.items():
-        _logger.warning("%s: %d tensors left out: %s", checkpoint.path, number, reason)
+        others["calibrated input scales, because of input_scales='token'"] = len(scales)
+    others = {reason: number for reason, number in others.items() if number}
+    for reason, number in others.items():
+        left_out(checkpoint.path, number, reason)
     draft = "dspark" if dspark else "mtp" if checkpoint.has_mtp else "none"
     _logger.info("%s: %d MTP layers loaded, draft: %s", checkpoint.path, mtp, draft)
-    return LoadReport(mtp, draft, left_out)
+    return LoadReport(mtp, draft, {**unused, **others})
