@@ -1,8 +1,8 @@
 """Reading and writing DeepSeek-V4 checkpoints.
 
-``load`` builds a model from a folder, whoever wrote it: NVIDIA's NVFP4, the full NVFP4 export with
-transformers' names, compressed-tensors, DeepSeek's MXFP4 and FP8, or plain bfloat16 (specification
-section 11.5). ``save`` writes the same layouts. ``Checkpoint`` gives the tensors one by one,
+``load`` builds a model from a folder: NVIDIA's NVFP4, ModelOpt's exports, compressed-tensors
+(llm-compressor), AMD Quark's NVFP4, DeepSeek's MXFP4 and FP8, or plain weights (specification
+section 11.5), with DeepSeek's names, transformers' or a mixture. ``save`` writes five layouts. ``Checkpoint`` gives the tensors one by one,
 ``fill`` puts them into any module tree with transformers' names, and ``write`` makes a checkpoint
 of any size from a stream.
 """

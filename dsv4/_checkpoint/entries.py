@@ -251,12 +251,13 @@ def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> Grouped:
     out = Grouped()
     parts: dict[str, dict[str, TensorInfo]] = {}
     problems: list[Problem] = []
+    matrices: dict[str, str | None] = {}
     for name, info in tensors.items():
         reason = _unused(name)
         if reason is not None:
             out.unused.setdefault(reason, []).append(name)
             continue
-        canonical, last = _part_of(name)
+        canonical, last = _part_of(name, matrices)
         if canonical is None:
             out.stray.append(name)
             continue
@@ -281,16 +282,21 @@ def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> Grouped:
 
 def _unused(name: str) -> str | None:
     """Why a known tensor has no effect here; None if it has one, or is unknown."""
-    if names.is_mtp_copy(name):
-        return MTP_COPY
-    return CACHE_SCALE if names.is_cache_scale(name) else None
+    if name.endswith("_scale") and names.is_cache_scale(name):
+        return CACHE_SCALE
+    return MTP_COPY if names.is_mtp_copy(name) else None
 
 
-def _part_of(name: str) -> tuple[str | None, str]:
-    """Canonical name of the entry a tensor belongs to, or None; and which part of it it is."""
+def _part_of(name: str, matrices: dict[str, str | None]) -> tuple[str | None, str]:
+    """Canonical name of the entry a tensor belongs to, or None; and which part of it it is.
+
+    ``matrices`` keeps what was found for a stem: up to four tensors have the same one.
+    """
     stem, _, last = name.rpartition(".")
     if last in _WEIGHTS or last in _COMPANIONS:
-        matrix = names.canonical(f"{stem}.weight")
+        if stem not in matrices:
+            matrices[stem] = names.canonical(f"{stem}.weight")
+        matrix = matrices[stem]
         if matrix is not None:
             return matrix, last
     return names.canonical(name), "weight"
