@@ -1,10 +1,10 @@
 """Reading and writing DeepSeek-V4 checkpoints.
 
-``load`` builds a model from a folder, whoever wrote it: NVIDIA's NVFP4, the full NVFP4 export with
-transformers' names, compressed-tensors, DeepSeek's MXFP4 and FP8, or plain bfloat16 (specification
-section 11.5). ``save`` writes the same layouts. ``Checkpoint`` gives the tensors one by one,
-``fill`` puts them into any module tree with transformers' names, and ``write`` makes a checkpoint
-of any size from a stream.
+``load`` builds a model from a folder: NVIDIA's NVFP4, ModelOpt's exports, compressed-tensors
+(llm-compressor), AMD Quark's NVFP4, DeepSeek's MXFP4 and FP8, or plain weights (specification
+section 11.5), with DeepSeek's names, transformers' or a mixture. ``save`` writes five layouts.
+``Checkpoint`` gives the tensors one by one, ``fill`` puts them into any module tree with
+transformers' names, and ``write`` makes a checkpoint of any size from a stream.
 """
 
 from __future__ import annotations
@@ -20,18 +20,32 @@ from torch import nn
 
 from dsv4 import _config_file
 from dsv4._checkpoint import layouts, names
-from dsv4._checkpoint.entries import Entry, group, raise_all
+from dsv4._checkpoint.dry_run import dry_run
+from dsv4._checkpoint.entries import Entry, group
+from dsv4._checkpoint.pairs import Pairing
+from dsv4._checkpoint.problems import Problem, raise_all
 from dsv4._checkpoint.progress import Progress
+from dsv4._checkpoint.report import LoadReport, left_out, mtp_layers, report_of
 from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_header
-from dsv4._checkpoint.slots import ExpertsSlot, Options, dry_run, slots_of
+from dsv4._checkpoint.slots import ExpertsSlot, Options, check_dtype, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
-from dsv4.formats import NVFP4, QuantizedTensor
+from dsv4.formats import QuantizedTensor
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
 
-__all__ = ["Checkpoint", "CheckpointError", "Entry", "Item", "fill", "load", "save", "write"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Entry",
+    "Item",
+    "LoadReport",
+    "fill",
+    "load",
+    "save",
+    "write",
+]
 
 # One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
 Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
@@ -48,6 +62,7 @@ class Checkpoint:
         entries: Logical tensors by canonical name (transformers' names with one entry per expert,
             see ``dsv4._checkpoint.names``).
         stray: Names of tensors that belong to no known entry.
+        unused: Names of known tensors that have no effect here, by the reason.
     """
 
     def __init__(
@@ -59,18 +74,25 @@ class Checkpoint:
         self.path = path
         self.values = dict(values)
         self._shards = Shards(path)
-        self.entries, self.stray = group(tensors, self._shards)
+        grouped = group(tensors, self._shards)
+        self.entries, self.stray, self.unused = grouped.entries, grouped.stray, grouped.unused
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
         """Read config.json, the index and all headers of a folder; no tensor data.
 
         Raises:
-            FileNotFoundError: if there is no config.json.
+            FileNotFoundError: if there is no such folder, or no config.json in it.
             CheckpointError: if a shard is missing or truncated, the index leaves the folder or
-                disagrees with the shards, or the tensors of a matrix do not fit together.
+                disagrees with the shards, a tensor is there in two spellings, or the tensors of a
+                matrix do not fit together.
         """
         path = Path(path)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{str(path)!r} is not a folder of this machine, wanted one with config.json and "
+                "safetensors; nothing is downloaded here (huggingface_hub.snapshot_download does)"
+            )
         values = _read_json(path / "config.json")
         if (path / _INDEX).exists():
             tensors = _indexed(path, _read_json(path / _INDEX))
@@ -100,7 +122,20 @@ class Checkpoint:
     @property
     def has_mtp(self) -> bool:
         """Whether there are tensors of a multi-token-prediction layer."""
-        return any(names.is_mtp(name) for name in self.entries)
+        return self.mtp_layers > 0
+
+    @property
+    def mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers, found in the tensors; 0 for a DSpark draft."""
+        return 0 if self.has_dspark else len(self._draft_layers())
+
+    @property
+    def has_dspark(self) -> bool:
+        """Whether there are tensors of a DSpark draft head, which stands in the place of MTP."""
+        return any(names.is_dspark(name) for name in self.stray)
+
+    def _draft_layers(self) -> set[str]:
+        return {names.layer_of(name) for name in self.entries if names.is_mtp(name)}
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -170,7 +205,8 @@ def _indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
     problems += [
         f"{name} is not in {table[name]}, where the index puts it" for name in table.keys() - found
     ]
-    raise_all(f"{_INDEX} disagrees with the shards", sorted(problems))
+    listed = [Problem("tensors", text) for text in sorted(problems)]
+    raise_all(f"{_INDEX} disagrees with the shards", listed)
     return found
 
 
@@ -183,6 +219,7 @@ def fill(
     dtype: torch.dtype | None = None,
     activation: str = "bf16",
     mxfp4: str = "keep",
+    input_scales: str = "stored",
     float32: Collection[str] = (),
     ignore: Sequence[str] = (),
     check_values: bool = True,
@@ -204,6 +241,8 @@ def fill(
             norms never narrower than stored.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
+            ``"token"`` leaves them out, so that NVFP4 layers make one per token.
         float32: Canonical names of other plain tensors that are never narrower than float32.
         ignore: Shell patterns of canonical names that may be left over, e.g. ``"mtp.*"``.
         check_values: Read all values once before writing any. Without it a bad value is found
@@ -211,18 +250,26 @@ def fill(
         progress: Whether to show a progress bar on stderr.
 
     Raises:
-        CheckpointError: listing all that is missing, extra, mis-shaped or of the wrong dtype; or
-            naming the first tensor with a bad value.
+        CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
+            examples; or naming the first tensor with a bad value.
+        TypeError: if ``dtype`` is not a floating torch.dtype.
+        ValueError: if ``mxfp4`` or ``input_scales`` is unknown.
     """
     if mxfp4 not in ("keep", "nvfp4"):
         raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
+    if input_scales not in ("stored", "token"):
+        raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
+    check_dtype(dtype)
     place = None if device is None else torch.device(device)
-    options = Options(place, dtype, activation, mxfp4 == "nvfp4", frozenset(float32))
-    slots = slots_of(model, prefix)
-    problems, total = dry_run(
-        slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore)
+    options = Options(
+        place, dtype, activation, mxfp4 == "nvfp4", input_scales, frozenset(float32)
     )
-    raise_all(f"{checkpoint.path} does not fit the model", problems)
+    slots = slots_of(model, prefix)
+    plan = dry_run(slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore))
+    raise_all(f"{checkpoint.path} does not fit the model", plan.problems, plan.notes)
+    total = plan.nbytes
+    for reason, unused in checkpoint.unused.items():
+        left_out(checkpoint.path, len(unused), reason)
     if check_values:
         _each_layer(
             slots, checkpoint, Progress("checking", total, progress), "check_values", options
@@ -264,13 +311,22 @@ def load(
     numerics: str = "deepseek",
     activation: str = "bf16",
     dtype: torch.dtype | None = None,
-    mtp: bool = True,
+    mtp: bool | None = None,
     mxfp4: str = "keep",
+    input_scales: str = "stored",
     progress: bool = True,
 ) -> DeepseekV4ForCausalLM:
     """A model from a checkpoint folder, each weight in the format it is stored in.
 
     Memory holds the model and less than one layer more: the files are mapped a part at a time.
+
+    Headers, shapes, dtypes and the sizes of files are checked, and values that no sound checkpoint
+    holds (NaN, infinite weights, scales of 0) are refused. safetensors has no checksum: a byte of a
+    value that was changed into another finite value cannot be seen. Compare digests of the files
+    with those of their publisher where that matters.
+
+    The model's ``load_report`` says what was found and left out; the logger ``dsv4.checkpoint``
+    says the same, with a warning for each kind of tensor that was left out.
 
     Args:
         path: Folder with config.json and safetensors.
@@ -279,26 +335,32 @@ def load(
         activation: ``"bf16"`` or ``"nvfp4"``.
         dtype: Dtype of plain weights; None keeps the checkpoint's. Weights of norms, sinks,
             hyper-connections and biases are not rounded to it.
-        mtp: Whether to load the multi-token-prediction layers. They are never dropped silently: a
-            checkpoint without them, whose configuration has them, needs ``mtp=False``.
+        mtp: Multi-token-prediction layers. None loads those whose tensors are there, whatever
+            config.json says. True demands at least one, and as many as config.json says. False
+            leaves them out. This package has no layers for a DSpark draft head: None and False
+            leave it out, True raises.
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        input_scales: ``"stored"``: with ``activation="nvfp4"``, routed experts in NVFP4 need the
+            calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
+            out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
+            later.
         progress: Whether to show a progress bar on stderr.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged or contradicts its configuration.
-        ValueError: if config.json is not a configuration this package implements.
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration, or has not
+            the layers or scales that were demanded.
+        FileNotFoundError: if there is no such folder, or no config.json in it.
+        TypeError: if ``dtype`` is not a floating torch.dtype, or ``mtp`` neither None nor a bool.
+        ValueError: if an option is unknown, or config.json is not a configuration this package
+            implements.
     """
     from dsv4.model import DeepseekV4ForCausalLM
 
+    check_dtype(dtype)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
-        if mtp and config.num_nextn_predict_layers and not checkpoint.has_mtp:
-            raise CheckpointError(
-                f"{path} has no mtp.* tensors, but num_nextn_predict_layers is "
-                f"{config.num_nextn_predict_layers}; pass mtp=False to load it without"
-            )
-        if not mtp:
-            config = config.replace(num_nextn_predict_layers=0)
+        count = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
+        config = config.replace(num_nextn_predict_layers=count)
         with torch.device("meta"):
             model = DeepseekV4ForCausalLM(config)
         fill(
@@ -308,10 +370,12 @@ def load(
             dtype=dtype,
             activation=activation,
             mxfp4=mxfp4,
-            ignore=() if mtp else ("mtp.*",),
+            input_scales=input_scales,
+            ignore=() if count else ("mtp.*", "model.mtp.*"),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
+        model.load_report = report_of(checkpoint, count, input_scales)
     return model.eval()
 
 
@@ -329,11 +393,15 @@ def save(
     """Write a model as a checkpoint folder: shards, index and config.json.
 
     Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
-    ``dsv4._checkpoint.layouts`` for both). Files have temporary names until all are complete.
+    ``dsv4._checkpoint.layouts`` for both). Gate and up of an MLP in NVFP4 get one global scale,
+    because engines take one for both; where that would change a value they keep their own, and the
+    logger ``dsv4.checkpoint`` warns once with their number. Files have temporary names until all
+    are complete.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
-            input scale or None); a stream is written as it comes and never held.
+            input scale or None); a stream is written as it comes, and of it no more is held than
+            gate projections whose up projection has not come.
         path: Folder, made if missing.
         layout: ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
             ``"bf16"``.
@@ -351,24 +419,27 @@ def save(
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
     given = config if config is not None else getattr(source, "config", None)
     if given is None:
-        raise ValueError("config is None, wanted one: a stream has none of its own")
+        kind = type(source).__name__ if isinstance(source, nn.Module) else "a stream"
+        raise ValueError(f"config is None, wanted one: {kind} has none of its own")
     how = layouts.Layout(layout, _matcher(plain), plain_dtype)
-    stream = _items_of(source, how) if isinstance(source, nn.Module) else source
+    stream = _items_of(source) if isinstance(source, nn.Module) else source
+    pairing = Pairing(how)
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
-        for name, value, input_scale in stream:
+        for name, value, input_scale in pairing.convert(stream):
             for stored, tensor in how.encode(name, value, input_scale):
                 writer.add(stored, tensor)
         writer.finish(layouts.documents(how, ModelConfig.of(given)))
+    pairing.report(path)
 
 
 write = save
 
 
-def _items_of(model: nn.Module, layout: layouts.Layout) -> Iterator[Item]:
+def _items_of(model: nn.Module) -> Iterator[Item]:
     """The stream of a model's tensors, in the order of its modules."""
     for slot in slots_of(model):
         if isinstance(slot, ExpertsSlot):
-            yield from _experts_items(slot, layout)
+            yield from _experts_items(slot)
         elif hasattr(slot.module, "set_weight"):  # type: ignore[attr-defined]
             module = slot.module  # type: ignore[attr-defined]
             plain = module.format is None
@@ -378,14 +449,12 @@ def _items_of(model: nn.Module, layout: layouts.Layout) -> Iterator[Item]:
             yield slot.name, slot.tensor.detach(), None  # type: ignore[attr-defined]
 
 
-def _experts_items(slot: ExpertsSlot, layout: layouts.Layout) -> Iterator[Item]:
+def _experts_items(slot: ExpertsSlot) -> Iterator[Item]:
     module = slot.module
     quantised = getattr(module, "format", None) is not None
     for expert in range(slot.count):
         parts = _expert_parts(module, expert, quantised)
         gate, up, down = slot.names_of(expert)
-        if not quantised and layout.format_of(gate) == layout.format_of(up) == NVFP4:
-            parts = (*layouts.quantize_pair(parts[0], parts[1]), parts[2])
         scales = [getattr(module, f"{p}_input_scale", None) for p in ("gate_up_proj", "down_proj")]
         first, last = (None if s is None else s[expert : expert + 1] for s in scales)
         yield gate, parts[0], first

@@ -6,7 +6,7 @@ The module tree has transformers' names, so that one checkpoint map serves both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.page_tables import to_device
 from dsv4.sampling import Sampler
+
+if TYPE_CHECKING:
+    from dsv4.checkpoint import LoadReport
 
 
 class DeepseekV4Model(nn.Module):
@@ -106,7 +109,12 @@ class DeepseekV4ForCausalLM(nn.Module):
     Args:
         config: ``ModelConfig``, or transformers' ``DeepseekV4Config``.
         mtp: Whether to hold the multi-token-prediction layers.
+
+    Attributes:
+        load_report: What ``dsv4.load`` found and left out; None for a model that it did not make.
     """
+
+    load_report: LoadReport | None = None
 
     def __init__(self, config: Any, *, mtp: bool = True) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def test_the_name_map_is_a_bijection():
     theirs = [names.to_original(name) for name in ours]
     assert None not in theirs
     assert len(set(theirs)) == len(ours)
-    assert [names.from_original(name) for name in theirs] == ours
+    assert [names.canonical(name) for name in theirs] == ours
     assert not any("self_attn" in name or "mlp" in name for name in theirs)
 
 
@@ -86,13 +86,13 @@ def test_the_name_map_is_a_bijection():
     ],
 )
 def test_names_of_the_specification(original, ours):
-    assert names.from_original(original) == ours
+    assert names.canonical(original) == ours
     assert names.to_original(ours) == original
 
 
 @pytest.mark.parametrize("name", ["layers.0.attn.wq.weight", "blocks.0.x", "mtp.0.ffn.w1.weight"])
 def test_unknown_names_have_no_counterpart(name):
-    assert names.from_original(name) is None
+    assert names.canonical(name) is None
 
 
 def test_copies_of_embedding_and_head_under_mtp_are_told_apart():

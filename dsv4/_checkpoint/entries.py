@@ -7,21 +7,23 @@ producers disagree about which matrices are quantised, and config.json does not 
 weight                 companions                                            meaning
 =====================  ====================================================  ==================
 U8                     weight_scale E4M3, weight_scale_2, [input_scale]      NVFP4 (ModelOpt)
+U8                     weight_scale E4M3, weight_scale_2, [input_scale_2]    NVFP4 (AMD Quark)
 U8 ``weight_packed``   weight_scale E4M3, weight_global_scale, [input_...]   NVFP4, reciprocals
 I8 or U8               scale E8M0                                            MXFP4
-F8_E4M3                scale or weight_scale[_inv], E8M0 or F32              FP8, 128x128 blocks
+F8_E4M3                scale or weight_scale[_inv], E8M0, F32, BF16 or F16   FP8, 128x128 blocks
 float, I64, I32        none                                                  plain
 =====================  ====================================================  ==================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from dsv4._checkpoint import names
+from dsv4._checkpoint.problems import Problem, raise_all
 from dsv4._checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
 from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
 
@@ -34,13 +36,13 @@ _PLAIN = (
     torch.int32,
 )
 _BLOCK_SCALES = ("weight_scale", "scale", "weight_scale_inv")
-_COMPANIONS = (
-    *_BLOCK_SCALES,
-    "weight_scale_2",
-    "input_scale",
-    "weight_global_scale",
-    "input_global_scale",
-)
+_INPUT_SCALES = ("input_scale", "input_scale_2", "input_global_scale")
+_COMPANIONS = (*_BLOCK_SCALES, "weight_scale_2", "weight_global_scale", *_INPUT_SCALES)
+_WEIGHTS = ("weight", "weight_packed")
+# Block scales of FP8 that are held in float32, which has all their values.
+_WIDENED = (torch.bfloat16, torch.float16)
+MTP_COPY = "copies of the embedding or head under mtp, which share the main model's"
+CACHE_SCALE = "scales of a quantised KV cache, whose formats here need none"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,21 @@ class Entry:
         return (*self.weight.shape[:-1], 2 * self.weight.shape[-1])
 
     @property
+    def scale_dtype(self) -> torch.dtype | None:
+        """Dtype of the block scales in memory, None for a plain tensor."""
+        if self.scales is None:
+            return None
+        return torch.float32 if self.scales.dtype in _WIDENED else self.scales.dtype
+
+    @property
+    def input_scale_name(self) -> str:
+        """Name of the activation's global scale in the file, whether it is there or not."""
+        if self.input_scale is not None:
+            return self.input_scale.name
+        last = "input_global_scale" if self.reciprocal else "input_scale"
+        return f"{self.weight.name.rpartition('.')[0]}.{last}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes in the files."""
         parts = (self.weight, self.scales, self.global_scale, self.input_scale)
@@ -102,13 +119,15 @@ class Entry:
         self._check_codes(weight)
         scales = self.shards.read(self.scales, device)
         self._check_scales(scales)
+        if scales.dtype in _WIDENED:
+            scales = scales.float()
         scale = None if self.global_scale is None else self._scalar(self.global_scale, device)
         return QuantizedTensor(weight, scales, scale, self.format)
 
     def matrices(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
         """Those of a plain stack ``[E, N, K]``, one after another, as ``read`` gives the stack.
 
-        A stack of experts has up to 34 GB; whoever is done with one matrix need not hold it.
+        A stack of experts has up to 34 GB; one matrix at a time is held.
 
         Raises:
             CheckpointError: if a value is NaN or infinite.
@@ -157,7 +176,7 @@ class Entry:
 
     def _check_scales(self, scales: torch.Tensor) -> None:
         assert self.scales is not None
-        if scales.dtype == torch.float32:
+        if scales.dtype in (torch.float32, *_WIDENED):
             low, high = _range(scales)
             if not (low >= 0 and high < float("inf")):
                 self._complain(self.scales, ~(torch.isfinite(scales) & (scales >= 0)))
@@ -177,12 +196,16 @@ class Entry:
                 self._complain(self.weight, magnitude == 0x7F)
 
     def _check_plain(self, values: torch.Tensor, number: int | None = None) -> None:
-        # A sink of -inf is a head without one.
-        if not values.is_floating_point() or self.name.endswith(".sinks"):
+        if not values.is_floating_point():
             return
         low, high = _range(values)
-        if not (low > -float("inf") and high < float("inf")):
-            self._complain(self.weight, ~torch.isfinite(values), number)
+        # A sink of -inf is a head without one; of NaN or +inf it would drown every token.
+        lowest = low >= -float("inf") if self.name.endswith(".sinks") else low > -float("inf")
+        if not (lowest and high < float("inf")):
+            bad = ~torch.isfinite(values)
+            if self.name.endswith(".sinks"):
+                bad &= values != -float("inf")
+            self._complain(self.weight, bad, number)
 
     def _complain(self, info: TensorInfo, bad: torch.Tensor, number: int | None = None) -> None:
         if bool(bad.any()):
@@ -203,70 +226,97 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
     return low.item(), high.item()
 
 
-def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> tuple[dict[str, Entry], list[str]]:
-    """Entries by canonical name, and the names of tensors that belong to none.
+@dataclass
+class Grouped:
+    """What the tensors of a checkpoint are.
+
+    Attributes:
+        entries: Logical tensors by canonical name.
+        stray: Names of tensors that belong to no known entry.
+        unused: Names of known tensors without effect here, by the reason.
+    """
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    stray: list[str] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=dict)
+
+
+def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> Grouped:
+    """Sort the tensors of a checkpoint by what they are.
 
     Raises:
-        CheckpointError: listing every matrix whose tensors do not fit together.
+        CheckpointError: listing every tensor that is there in two spellings, and every matrix whose
+            tensors do not fit together.
     """
-    original = names.is_original(list(tensors))
-    entries: dict[str, Entry] = {}
-    used: set[str] = {name for name in tensors if names.is_mtp_copy(name)}
-    problems: list[str] = []
+    out = Grouped()
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    problems: list[Problem] = []
+    matrices: dict[str, str | None] = {}
     for name, info in tensors.items():
-        stem = _stem(name)
-        if name in used or (stem is None and _is_companion(name, tensors)):
+        reason = _unused(name)
+        if reason is not None:
+            out.unused.setdefault(reason, []).append(name)
             continue
-        parts = {} if stem is None else _companions(stem, tensors)
-        used.update((name, *(part.name for part in parts.values())))
-        logical = name if stem is None else stem + ".weight"
-        canonical = names.from_original(logical) if original else names.from_transformers(logical)
+        canonical, last = _part_of(name, matrices)
         if canonical is None:
-            used.discard(name)
+            out.stray.append(name)
+            continue
+        other = parts.setdefault(canonical, {}).setdefault(last, info)
+        if other is not info:
+            text = f"{other} and {info} are both {_logical(canonical, last)}, wanted one of them"
+            problems.append(Problem("in two spellings", text))
+    for canonical, members in parts.items():
+        weights = [members[last] for last in _WEIGHTS if last in members]
+        if not weights:
+            out.stray += [info.name for info in members.values()]
             continue
         try:
-            entries[canonical] = _entry(canonical, info, parts, shards)
+            companions = {k: v for k, v in members.items() if k not in _WEIGHTS}
+            out.entries[canonical] = _entry(canonical, weights, companions, shards)
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(Problem("matrices", str(error)))
     raise_all("the tensors do not fit together", problems)
-    return entries, sorted(set(tensors) - used)
+    out.stray.sort()
+    return out
 
 
-def raise_all(what: str, problems: Iterable[str]) -> None:
-    """Raise one CheckpointError that lists every problem, the first twenty in full."""
-    found = list(problems)
-    if not found:
-        return
-    shown = "".join(f"\n  {line}" for line in found[:20])
-    more = f"\n  and {len(found) - 20} more" if len(found) > 20 else ""
-    raise CheckpointError(f"{what} ({len(found)} problems):{shown}{more}")
+def _unused(name: str) -> str | None:
+    """Why a known tensor has no effect here; None if it has one, or is unknown."""
+    if name.endswith("_scale") and names.is_cache_scale(name):
+        return CACHE_SCALE
+    return MTP_COPY if names.is_mtp_copy(name) else None
 
 
-def _stem(name: str) -> str | None:
-    for ending in (".weight", ".weight_packed"):
-        if name.endswith(ending):
-            return name.removesuffix(ending)
-    return None
+def _part_of(name: str, matrices: dict[str, str | None]) -> tuple[str | None, str]:
+    """Canonical name of the entry a tensor belongs to, or None; and which part of it it is.
 
-
-def _is_companion(name: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a matrix claims this tensor; ``attn_hc.scale`` is no companion, it has no weight."""
+    ``matrices`` keeps what was found for a stem: up to four tensors have the same one.
+    """
     stem, _, last = name.rpartition(".")
-    owned = f"{stem}.weight" in tensors or f"{stem}.weight_packed" in tensors
-    return owned and last in _COMPANIONS
+    if last in _WEIGHTS or last in _COMPANIONS:
+        if stem not in matrices:
+            matrices[stem] = names.canonical(f"{stem}.weight")
+        matrix = matrices[stem]
+        if matrix is not None:
+            return matrix, last
+    return names.canonical(name), "weight"
 
 
-def _companions(stem: str, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    keys = {last: f"{stem}.{last}" for last in _COMPANIONS}
-    return {last: tensors[key] for last, key in keys.items() if key in tensors}
+def _logical(canonical: str, last: str) -> str:
+    return canonical if last == "weight" else f"{canonical.removesuffix('.weight')}.{last}"
 
 
-def _entry(name: str, info: TensorInfo, parts: dict[str, TensorInfo], shards: Shards) -> Entry:
+def _entry(
+    name: str, weights: list[TensorInfo], parts: dict[str, TensorInfo], shards: Shards
+) -> Entry:
+    if len(weights) > 1:
+        raise CheckpointError(f"{weights[0]} and {weights[1]}: wanted one weight")
+    info = weights[0]
     packed = info.name.endswith(".weight_packed")
     scale_names = [last for last in _BLOCK_SCALES if last in parts]
     if not packed and not scale_names and info.dtype in _PLAIN:
         # Quantisers that leave a matrix alone may still note its input scale.
-        stray = [str(p) for last, p in parts.items() if last != "input_scale"]
+        stray = [str(p) for last, p in parts.items() if last not in _INPUT_SCALES]
         if stray:
             raise CheckpointError(f"{info} is plain, but has {', '.join(stray)}")
         return Entry(name, info, shards)
@@ -284,7 +334,7 @@ def _entry(name: str, info: TensorInfo, parts: dict[str, TensorInfo], shards: Sh
         fmt,
         scales,
         _part(parts, "weight_global_scale" if packed else "weight_scale_2", fmt, info),
-        parts.get("input_global_scale" if packed else "input_scale"),
+        _input_scale(parts, packed, info),
         packed,
     )
     _check_entry(entry)
@@ -297,11 +347,12 @@ def _format(info: TensorInfo, scales: TensorInfo, packed: bool) -> Format:
         return NVFP4
     if nibbles and scales.dtype == torch.float8_e8m0fnu and not packed:
         return MXFP4
-    if info.dtype == torch.float8_e4m3fn and scales.dtype in FP8_BLOCK.scale_dtypes and not packed:
+    fp8_scales = (*FP8_BLOCK.scale_dtypes, *_WIDENED)
+    if info.dtype == torch.float8_e4m3fn and scales.dtype in fp8_scales and not packed:
         return FP8_BLOCK
     raise CheckpointError(
         f"{info} with {scales}: wanted U8 with F8_E4M3 scales (NVFP4), I8 with F8_E8M0 (MXFP4) "
-        "or F8_E4M3 with F8_E8M0 or F32 (FP8)"
+        "or F8_E4M3 with F8_E8M0, F32, BF16 or F16 (FP8)"
     )
 
 
@@ -313,6 +364,18 @@ def _part(
     if last not in parts:
         raise CheckpointError(f"{info} is {fmt.name} but has no {last}")
     return parts[last]
+
+
+def _input_scale(parts: dict[str, TensorInfo], packed: bool, info: TensorInfo) -> TensorInfo | None:
+    """The activation's global scale: a reciprocal beside packed weights, else what multiplies."""
+    names_of = ("input_global_scale",) if packed else ("input_scale", "input_scale_2")
+    found = [parts[last] for last in _INPUT_SCALES if last in parts]
+    if len(found) > 1:
+        raise CheckpointError(f"{info} has {found[0]} and {found[1]}, wanted one input scale")
+    other = [last for last in _INPUT_SCALES if last in parts and last not in names_of]
+    if other:
+        raise CheckpointError(f"{info} has {found[0]}, wanted {' or '.join(names_of)}")
+    return found[0] if found else None
 
 
 def _check_entry(entry: Entry) -> None:

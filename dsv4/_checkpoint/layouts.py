@@ -13,8 +13,9 @@ layout                 names         what a plain model becomes
 ``bf16``               DeepSeek      all plain: what transformers loads by itself
 =====================  ============  =============================================================
 
-What is quantised already is stored as it is, bitwise, in the layout's naming, with two exceptions:
-``bf16`` dequantises, and ``nvidia`` turns MXFP4 experts of the main layers into NVFP4.
+What is quantised already is stored as it is, bitwise, in the layout's naming, with exceptions:
+``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, and gate and up
+of an MLP in NVFP4 get one global scale (``dsv4._checkpoint.pairs``), their values unchanged.
 """
 
 from __future__ import annotations
@@ -115,12 +116,11 @@ class Layout:
     def encode(
         self, name: str, value: Matrix, input_scale: torch.Tensor | None
     ) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors as they go into the file.
+        """Names and tensors as they go into the file, of a value that ``convert`` returned.
 
         Raises:
-            ValueError: if the name has no counterpart in this layout, or ``convert`` refuses.
+            ValueError: if the name has no counterpart in this layout.
         """
-        value = self.convert(name, value)
         stored = names.to_original(name) if self.original_names else name
         if stored is None:
             raise ValueError(f"{name} has no name in layout {self.name}")
@@ -174,24 +174,6 @@ def _quantize(value: torch.Tensor, wanted: Format) -> QuantizedTensor:
     if wanted == NVFP4:
         return quantize(value, NVFP4, scaling="weight")
     return quantize(value, wanted)
-
-
-def quantize_pair(gate: torch.Tensor, up: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Gate and up in NVFP4 with one global scale, as NVIDIA's exporter writes them."""
-    both = quantize(torch.cat([gate, up]), NVFP4, scaling="weight")
-    assert both.global_scale is not None
-    rows = gate.shape[0]
-    parts = [
-        QuantizedTensor(
-            both.codes[part].contiguous(),
-            # Sliced as bytes: not every operation exists for 8-bit floats.
-            both.scales.view(torch.uint8)[part].contiguous().view(both.scales.dtype),
-            both.global_scale.clone(),
-            NVFP4,
-        )
-        for part in (slice(0, rows), slice(rows, None))
-    ]
-    return parts[0], parts[1]
 
 
 _DEEPSEEK_QUANTISATION: dict[str, Any] = {

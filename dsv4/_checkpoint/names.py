@@ -1,9 +1,13 @@
-"""One name for every tensor: DeepSeek's original names and transformers' names, both ways.
+"""One name for every tensor: DeepSeek's original names, transformers' names, and mixtures of both.
 
 The canonical name is transformers' (specification section 10, with the prefix ``model.`` and one
 entry per expert: ``model.layers.3.mlp.experts.7.gate_proj.weight``). transformers has no MTP; its
 block is ``mtp.<i>.layer.*`` here, beside ``mtp.<i>.{e_proj,h_proj,enorm,hnorm,norm}.weight`` and
 ``mtp.<i>.hc_head.*``.
+
+Files mix the two: what transformers and the tools on top of it save has original names below
+transformers' prefix, ``model.layers.3.attn.wq_a.weight``, and module names that its reverse mapping
+misses. So every part of a name is recognised on its own, with or without ``model.``.
 """
 
 from __future__ import annotations
@@ -59,14 +63,56 @@ def _reversed(table: dict[str, str]) -> dict[str, str]:
 
 
 _BLOCK_BACK, _ROOT_BACK, _MTP_BACK, _EXPERT_BACK = map(_reversed, (_BLOCK, _ROOT, _MTP, _EXPERT))
-# An indexer of transformers 5.8 and earlier holds the projection itself.
-_OLD_INDEXER = re.compile(r"\.compressor\.indexer\.weights_proj\.")
-_MTP_COPY = re.compile(r"mtp\.\d+\.(emb[^.]*|head|lm_head|shared_head)\.")
-_ORIGINAL_LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
+
+# Spellings of a part of a block's names, by where it stands. Order matters: the first that fits.
+_ATTENTION = {
+    "attn_sink": "sinks",
+    "wq_a": "q_a_proj",
+    "q_norm": "q_a_norm",
+    "wq_b": "q_b_proj",
+    "wkv": "kv_proj",
+    "norm": "kv_norm",
+    "wo_a": "o_a_proj",
+    "wo_b": "o_b_proj",
+}
+_COMPRESSOR = {"wkv": "kv_proj", "wgate": "gate_proj", "ape": "position_bias", "norm": "kv_norm"}
+_INDEXER = {**_COMPRESSOR, "wq_b": "q_b_proj", "weights_proj": "scorer.weights_proj"}
+# ``wgate``: transformers' reverse mapping turns the ``gate_proj`` of experts that a tool has made
+# modules of into the compressor's original name.
+_MLP = {**_EXPERT, "wgate": "gate_proj"}
+_SPELLINGS: tuple[tuple[re.Pattern[str], str, dict[str, str]], ...] = (
+    (
+        re.compile(r"(?:self_attn|attn)\.(?:compressor\.)?indexer\.(?:compressor\.)?(.+)"),
+        "self_attn.compressor.indexer.",
+        _INDEXER,
+    ),
+    (re.compile(r"(?:self_attn|attn)\.compressor\.(.+)"), "self_attn.compressor.", _COMPRESSOR),
+    (re.compile(r"(?:self_attn|attn)\.(.+)"), "self_attn.", _ATTENTION),
+    (re.compile(r"(?:mlp|ffn)\.gate\.(.+)"), "mlp.gate.", {"bias": "e_score_correction_bias"}),
+    (re.compile(r"(?:mlp|ffn)\.shared_experts\.(.+)"), "mlp.shared_experts.", _MLP),
+)
+_PREFIX = re.compile(r"(?:model\.)?(?:(layers|mtp)\.(\d{1,9})\.)?(.+)", re.DOTALL)
+_EXPERT_SPELLING = re.compile(r"(?:mlp|ffn)\.experts\.(\d{1,9})\.(\w+)\.weight")
+_STACKS = re.compile(r"(?:mlp|ffn)\.experts\.(gate_up_proj|down_proj)")
+_ROOT_NAMES = {
+    **_ROOT,
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "lm_head.weight": "lm_head.weight",
+    **{ours: "model." + ours for ours in _HEAD.values()},
+}
+_MTP_NAMES = {**_MTP, **{ours: ours for ours in _MTP.values()}}
+_BLOCK_NAMES = {**_BLOCK, **{ours: ours for ours in _BLOCK.values()}}
+
+_MTP_COPY = re.compile(r"(?:model\.)?mtp\.\d+\.(emb[^.]*|head|lm_head|shared_head)\.")
+_DSPARK = re.compile(r"(?:model\.)?mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.")
 _OURS_LAYER = re.compile(r"(model\.layers\.\d+|mtp\.\d+)\.(.+)")
-_ORIGINAL_EXPERT = re.compile(r"ffn\.experts\.(\d+)\.(w[123])\.weight")
 _OURS_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _ROUTED = re.compile(r"\.mlp\.experts\.(?:\d+\.)?\w+_proj(?:\.weight)?$")
+_PAIRED = re.compile(r"(.*\.mlp\.(?:experts\.\d+|shared_experts)\.)(gate_proj|up_proj)\.weight")
+# Scales of quantised KV caches, which formats this package's cache does not have.
+_CACHE_SCALE = re.compile(
+    r"(?:model\.)?(?:layers|mtp)\.\d+\.(?:self_attn|attn)\.(?:\w+\.)*(?:q|k|v|kv|prob|p)_scale"
+)
 # Float32 whatever the checkpoint (specification section 14).
 _FLOAT32 = re.compile(
     r"\.(attn_hc|ffn_hc)\.\w+$|(^|\.)hc_head\.hc_\w+$"
@@ -77,6 +123,16 @@ _FLOAT32 = re.compile(
 def is_mtp_copy(name: str) -> bool:
     """Whether a tensor is a second copy of the embedding or head, kept under ``mtp.``."""
     return _MTP_COPY.match(name) is not None
+
+
+def is_dspark(name: str) -> bool:
+    """Whether a tensor of a file is one that only a DSpark draft head has."""
+    return _DSPARK.match(name) is not None
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor of a file is the scale of a quantised KV cache."""
+    return _CACHE_SCALE.fullmatch(name) is not None
 
 
 def is_mtp(name: str) -> bool:
@@ -99,9 +155,16 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-def is_original(names: list[str]) -> bool:
-    """Whether a checkpoint uses DeepSeek's original names."""
-    return any(n in _ROOT or n.startswith("layers.") for n in names)
+def pair_of(name: str) -> str | None:
+    """Canonical name of the up projection beside a gate projection, and the other way round.
+
+    None for all other names. Engines multiply both at once, with one global scale.
+    """
+    match = _PAIRED.fullmatch(name)
+    if match is None:
+        return None
+    other = "up_proj" if match.group(2) == "gate_proj" else "gate_proj"
+    return f"{match.group(1)}{other}.weight"
 
 
 def layer_of(name: str) -> str:
@@ -110,21 +173,42 @@ def layer_of(name: str) -> str:
     return match.group(1) if match else ""
 
 
-def from_original(name: str) -> str | None:
-    """Canonical name of an original one, or None if it is unknown."""
-    if name in _ROOT:
-        return _ROOT[name]
-    match = _ORIGINAL_LAYER.fullmatch(name)
+def canonical(name: str) -> str | None:
+    """Canonical name of a tensor of a file in whatever spelling; None if it is unknown."""
+    match = _PREFIX.fullmatch(name)
     if match is None:
         return None
     kind, number, rest = match.groups()
-    if kind == "mtp" and rest in _MTP:
-        return f"mtp.{number}.{_MTP[rest]}"
-    prefix = f"model.layers.{number}." if kind == "layers" else f"mtp.{number}.layer."
-    expert = _ORIGINAL_EXPERT.fullmatch(rest)
+    if kind is None:
+        return _ROOT_NAMES.get(rest)
+    if kind == "layers":
+        inner = _block(rest)
+        return None if inner is None else f"model.layers.{int(number)}.{inner}"
+    if rest in _MTP_NAMES:
+        return f"mtp.{int(number)}.{_MTP_NAMES[rest]}"
+    inner = _block(rest.removeprefix("layer."))
+    return None if inner is None else f"mtp.{int(number)}.layer.{inner}"
+
+
+def _block(rest: str) -> str | None:
+    """Canonical name inside a decoder layer."""
+    if rest in _BLOCK_NAMES:
+        return _BLOCK_NAMES[rest]
+    expert = _EXPERT_SPELLING.fullmatch(rest)
     if expert is not None:
-        return f"{prefix}mlp.experts.{expert.group(1)}.{_EXPERT[expert.group(2)]}.weight"
-    return prefix + _BLOCK[rest] if rest in _BLOCK else None
+        projection = _MLP.get(expert.group(2), expert.group(2))
+        known = projection in _EXPERT_BACK
+        return f"mlp.experts.{int(expert.group(1))}.{projection}.weight" if known else None
+    stack = _STACKS.fullmatch(rest)
+    if stack is not None:
+        return f"mlp.experts.{stack.group(1)}"
+    for pattern, prefix, spellings in _SPELLINGS:
+        match = pattern.fullmatch(rest)
+        if match is not None:
+            part, dot, last = match.group(1).partition(".")
+            found = f"{prefix}{spellings.get(part, part)}{dot}{last}"
+            return found if found in _BLOCK_BACK else None
+    return None
 
 
 def to_original(name: str) -> str | None:
@@ -146,8 +230,3 @@ def to_original(name: str) -> str | None:
     if expert is not None:
         return f"{prefix}.ffn.experts.{expert.group(1)}.{_EXPERT_BACK[expert.group(2)]}.weight"
     return f"{prefix}.{_BLOCK_BACK[rest]}" if rest in _BLOCK_BACK else None
-
-
-def from_transformers(name: str) -> str:
-    """Canonical name of a transformers name: itself, but for spellings of older versions."""
-    return _OLD_INDEXER.sub(".compressor.indexer.scorer.weights_proj.", name)

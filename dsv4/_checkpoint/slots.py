@@ -8,7 +8,7 @@ this package's modules, transformers' modules, and a mixture of the two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
+from dsv4._checkpoint.problems import Problem
 from dsv4._checkpoint.shards import CheckpointError
 from dsv4.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4, QuantizedTensor, mxfp4_to_nvfp4
 
@@ -24,6 +25,12 @@ Matrix = torch.Tensor | QuantizedTensor
 Entries = Mapping[str, Entry]
 _Item = TypeVar("_Item")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_DTYPE, _FORMATS, _LAYOUT = "wrong dtype", "formats of experts", "packed layers"
+INPUT_SCALES = "input scales"
+WAYS_OUT = (
+    "without calibration pass input_scales='token' for a scale per token, from which "
+    "dsv4.layers.calibrate can go on, or activation='bf16'"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Options:
     dtype: torch.dtype | None = None
     activation: str = "bf16"
     to_nvfp4: bool = False
+    input_scales: str = "stored"
     float32: Collection[str] = ()
 
     def plain_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
@@ -55,7 +63,7 @@ class Options:
         """Read an entry as it is to be in memory."""
         value = entry.read(device)
         if isinstance(value, torch.Tensor):
-            return value.to(self.plain_dtype(entry.name, value.dtype))
+            return narrowed(value, self.plain_dtype(entry.name, value.dtype), str(entry.weight))
         if self.to_nvfp4 and value.format == MXFP4:
             return mxfp4_to_nvfp4(value)[0]
         return value
@@ -70,7 +78,7 @@ class Slot:
         """Canonical names and logical shapes."""
         raise NotImplementedError
 
-    def problems(self, entries: Entries, options: Options) -> Iterator[str]:
+    def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
         """What is wrong with entries that exist and have the right shape."""
         raise NotImplementedError
 
@@ -113,12 +121,12 @@ class PlainSlot(Slot):
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, tuple(self.tensor.shape)
 
-    def problems(self, entries: Entries, options: Options) -> Iterator[str]:
+    def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
         entry = entries[self.name]
         floating = entry.format is not None or entry.weight.dtype.is_floating_point
         if floating != self.tensor.is_floating_point():
             wanted = "a floating dtype" if self.tensor.is_floating_point() else "I64"
-            yield f"{entry.weight}: wrong dtype, wanted {wanted}"
+            yield Problem(_DTYPE, f"{entry.weight}: wrong dtype, wanted {wanted}")
 
     def check_values(self, entries: Entries, options: Options) -> None:
         super().check_values(entries, options)
@@ -155,12 +163,12 @@ class LinearSlot(Slot):
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.module.out_features, self.module.in_features)
 
-    def problems(self, entries: Entries, options: Options) -> Iterator[str]:
+    def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
         entry = entries[self.name]
         if entry.format is None and not entry.weight.dtype.is_floating_point:
-            yield f"{entry.weight}: wrong dtype, wanted a floating or a quantised one"
+            yield _wrong_dtype(entry)
         if getattr(self.module, "layout", LINEAR) != LINEAR:
-            yield f"{self.name}: the layer is packed, call dsv4.layers.unpack_ first"
+            yield _packed(self.name)
 
     def fill(self, entries: Entries, options: Options) -> None:
         entry = entries[self.name]
@@ -169,7 +177,8 @@ class LinearSlot(Slot):
         if isinstance(value, torch.Tensor):
             self.module.set_weight(value.requires_grad_(self.module.weight.requires_grad))
         else:
-            scale = entry.read_input_scale(device) if value.format == NVFP4 else None
+            stored = value.format == NVFP4 and options.input_scales == "stored"
+            scale = entry.read_input_scale(device) if stored else None
             self.module.set_weight(value, scale)
 
 
@@ -220,32 +229,38 @@ class ExpertsSlot(Slot):
             return [entries[name] for name in self.stacked()]
         return [entries[name] for e in range(self.count) for name in self.names_of(e)]
 
-    def problems(self, entries: Entries, options: Options) -> Iterator[str]:
+    def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
         if getattr(self.module, "layout", LINEAR) != LINEAR:
-            yield f"{self.name}: the layer is packed, call dsv4.layers.unpack_ first"
+            yield _packed(self.name)
         found = self._entries(entries)
         kinds = {options.format_of(entry) for entry in found}
         if len(kinds) > 1 or any(e.format and len(e.shape) == 3 for e in found):
             words = ", ".join(sorted({entry.kind for entry in found}))
             odd = _rarest(found, [options.format_of(entry) for entry in found])
-            yield (
+            yield Problem(
+                _FORMATS,
                 f"{self.name}: experts are {words}, wanted one format in a layer; "
-                f"{odd.weight} is {odd.kind}"
+                f"{odd.weight} is {odd.kind}",
             )
             return
         for entry in found:
             if entry.format is None and not entry.weight.dtype.is_floating_point:
-                yield f"{entry.weight}: wrong dtype, wanted a floating or a quantised one"
-        scales = [entry.scales for entry in found if entry.scales]
-        if len({scale.dtype for scale in scales}) > 1:
-            odd_scale = _rarest(scales, [scale.dtype for scale in scales])
-            yield (
+                yield _wrong_dtype(entry)
+        scaled = [entry for entry in found if entry.scales]
+        if len({entry.scale_dtype for entry in scaled}) > 1:
+            odd_scale = _rarest(scaled, [entry.scale_dtype for entry in scaled]).scales
+            yield Problem(
+                _FORMATS,
                 f"{self.name}: experts have block scales of several dtypes, wanted one; "
-                f"one is {odd_scale}"
+                f"one is {odd_scale}",
             )
         if kinds == {FP8_BLOCK.name} and self.shapes()[0][0] % 128 and self._quantised:
-            yield f"{self.name}: FP8 experts need an intermediate size that is a multiple of 128"
-        if options.activation == "nvfp4" and self._quantised:
+            yield Problem(
+                _FORMATS,
+                f"{self.name}: FP8 experts need an intermediate size that is a multiple of 128, "
+                f"found {self.shapes()[0][0]}",
+            )
+        if _calibrated(options) and self._quantised:
             yield from self._missing_input_scales(found)
 
     @property
@@ -253,11 +268,13 @@ class ExpertsSlot(Slot):
         return hasattr(self.module, "set_expert")
 
     @staticmethod
-    def _missing_input_scales(found: Sequence[Entry]) -> Iterator[str]:
+    def _missing_input_scales(found: Sequence[Entry]) -> Iterator[Problem]:
         for entry in found:
             if entry.format == NVFP4 and entry.input_scale is None:
-                stem = entry.weight.name.rpartition(".")[0]
-                yield f"{stem}.input_scale is missing, which activation='nvfp4' needs"
+                yield Problem(
+                    INPUT_SCALES,
+                    f"{entry.input_scale_name} is missing, which activation='nvfp4' needs",
+                )
 
     def check_values(self, entries: Entries, options: Options) -> None:
         for entry in self._entries(entries):
@@ -290,9 +307,8 @@ class ExpertsSlot(Slot):
         old = self.module.gate_up_proj.requires_grad
         name = options.format_of(first) if self._quantised else None
         if name is not None:
-            scales = first.scales
-            kept = scales is not None and name == first.kind
-            dtype = scales.dtype if scales is not None and kept else None
+            kept = first.scales is not None and name == first.kind
+            dtype = first.scale_dtype if kept else None
             self.module.to_format(name, scale_dtype=dtype, input_scale=input_scale)
             self.module.to_empty(device=device)
             return
@@ -310,7 +326,8 @@ class ExpertsSlot(Slot):
         for attribute, name in zip(("gate_up_proj", "down_proj"), self.stacked(), strict=True):
             stack = getattr(self.module, attribute)
             for expert, matrix in enumerate(entries[name].matrices(device)):
-                stack[expert].copy_(matrix)
+                what = f"{entries[name].weight}, matrix {expert},"
+                stack[expert].copy_(narrowed(matrix, stack.dtype, what))
 
     @torch.no_grad()
     def _copy_dense(self, expert: int, parts: Sequence[Matrix]) -> None:
@@ -331,16 +348,18 @@ class ExpertsSlot(Slot):
         gets the largest scale of its projection, as NVIDIA's exporter does (section 11.5b).
         """
         found = self._entries(entries)
+        if options.input_scales == "token":
+            return None
         if any(entry.format != NVFP4 or entry.input_scale is None for entry in found):
             return None
         gate_up = self._largest(entries, ("gate_proj", "up_proj"))
         down = self._largest(entries, ("down_proj",))
         if gate_up is not None and down is not None:
             return gate_up, down
-        if options.activation == "nvfp4":
+        if _calibrated(options):
             raise CheckpointError(
                 f"{self.name}: no expert has a calibrated input scale, "
-                "which activation='nvfp4' needs"
+                f"which activation='nvfp4' needs; {WAYS_OUT}"
             )
         return None
 
@@ -356,6 +375,44 @@ class ExpertsSlot(Slot):
             return None
         largest = max(known, key=float)
         return [largest if scale is None else scale for scale in best]
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise TypeError unless an argument ``dtype`` is None or a dtype that weights can have."""
+    wide = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype is not None and dtype not in wide:
+        raise TypeError(f"dtype is {dtype!r}, wanted None or one of {', '.join(map(str, wide))}")
+
+
+def narrowed(value: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """A tensor in another dtype.
+
+    Raises:
+        CheckpointError: if a finite value is beyond the range of a narrower dtype.
+    """
+    out = value.to(dtype)
+    if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(value.dtype).max:
+        return out
+    if bool((torch.isinf(out) & torch.isfinite(value)).any()):
+        largest = value[torch.isfinite(value)].abs().max().item()
+        raise CheckpointError(
+            f"{what} holds {largest:g}, which {dtype} cannot, wanted at most "
+            f"{torch.finfo(dtype).max:g} or another dtype"
+        )
+    return out
+
+
+def _calibrated(options: Options) -> bool:
+    """Whether NVFP4 experts need an input scale from the checkpoint."""
+    return options.activation == "nvfp4" and options.input_scales == "stored"
+
+
+def _wrong_dtype(entry: Entry) -> Problem:
+    return Problem(_DTYPE, f"{entry.weight}: wrong dtype, wanted a floating or a quantised one")
+
+
+def _packed(name: str) -> Problem:
+    return Problem(_LAYOUT, f"{name}: the layer is packed, call dsv4.layers.unpack_ first")
 
 
 def _rarest(items: Sequence[_Item], keys: Sequence[object]) -> _Item:
@@ -392,39 +449,3 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in skipped:
             yield name, tensor
-
-
-def dry_run(
-    slots: Sequence[Slot],
-    entries: Entries,
-    stray: Sequence[str],
-    options: Options,
-    ignored: Callable[[str], bool],
-) -> tuple[list[str], int]:
-    """Everything that is wrong, from the headers alone, and the bytes that would be read."""
-    problems: list[str] = []
-    taken: set[str] = set()
-    for slot in slots:
-        stacked = isinstance(slot, ExpertsSlot) and slot.stacked()[0] in entries
-        wanted = slot.wanted_stacked() if stacked else slot.wanted()  # type: ignore[attr-defined]
-        bad = []
-        for name, shape in wanted:
-            taken.add(name)
-            if name not in entries:
-                bad.append(f"{name} is missing{_original(name)}")
-            elif entries[name].shape != shape:
-                found = list(entries[name].shape)
-                bad.append(
-                    f"{entries[name].weight.name} has shape {found}, wanted {list(shape)} "
-                    "by the configuration"
-                )
-        problems += bad or slot.problems(entries, options)
-    extra = [entries[n].weight.name for n in entries if n not in taken and not ignored(n)]
-    extra += [name for name in stray if not ignored(name)]
-    problems += [f"{name} is not part of the model" for name in extra]
-    return problems, sum(entries[name].nbytes for name in taken if name in entries)
-
-
-def _original(name: str) -> str:
-    original = names.to_original(name)
-    return "" if original is None else f" ({original} in DeepSeek's names)"

@@ -162,6 +162,7 @@ def from_pretrained(
     numerics: str = "transformers",
     activation: str = "bf16",
     parts: Iterable[str] | None = None,
+    input_scales: str = "stored",
     progress: bool = True,
 ) -> Any:
     """A transformers ``DeepseekV4ForCausalLM`` filled from a checkpoint of any layout.
@@ -179,6 +180,7 @@ def from_pretrained(
         numerics: As for ``apply``.
         activation: As for ``apply``.
         parts: As for ``apply``.
+        input_scales: As for ``dsv4.load``.
         progress: Whether to show a progress bar on stderr.
 
     Returns:
@@ -210,6 +212,7 @@ def from_pretrained(
             dtype=dtype,
             activation=activation,
             float32=_float32_names(model, modeling),
+            input_scales=input_scales,
             ignore=("mtp.*",),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .attention import MUTANTS as _ATTENTION
 from .bench import MUTANTS as _BENCH
+from .checkpoints import MUTANTS as _CHECKPOINTS
 from .cubins import MUTANTS as _CUBINS
 from .dropin import MUTANTS as _DROPIN
 from .kernels import MUTANTS as _KERNELS
@@ -28,5 +29,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_CUBINS,
     *_BENCH,
     *_DROPIN,
+    *_CHECKPOINTS,
 )
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
