@@ -242,7 +242,7 @@ REFUSED = {
     "groups": (_with(o_groups=7), "num_attention_heads is 64, wanted a multiple of o_groups"),
     "experts": (_with(num_experts_per_tok=300), "wanted at most n_routed_experts"),
     "hadamard": (_with(index_head_dim=96), "index_head_dim is 96, wanted a power of two"),
-    "negative": (_with(hidden_size=-1), "hidden_size is -1, wanted >= 1"),
+    "negative": (_with(hidden_size=-1), "hidden_size is -1, wanted an integer >= 1"),
     "layers": (_with(num_hidden_layers=42), "after the main layers"),
 }
 
@@ -261,8 +261,10 @@ def test_all_problems_are_named_at_once():
 
 @pytest.mark.parametrize("value", [True, 64.0, "64", None])
 def test_a_field_of_the_wrong_type_is_refused(value):
-    with pytest.raises(TypeError, match=r"hidden_size is .*, wanted an integer"):
+    with pytest.raises(ValueError, match=r"hidden_size is .*, wanted an integer"):
         ModelConfig.from_dict(_with(hidden_size=value))
+    with pytest.raises(TypeError, match=r"hidden_size is .*, wanted an integer"):
+        PRESETS["flash"].replace(hidden_size=value)
 
 
 def test_fields_without_effect_are_accepted():
@@ -308,7 +310,7 @@ def test_a_file_on_disk(tmp_path):
     with pytest.raises(ValueError, match="is not JSON"):
         ModelConfig.from_path(tmp_path)
     file.write_text("[]")
-    with pytest.raises(ValueError, match="holds list, not fields"):
+    with pytest.raises(ValueError, match="holds list, wanted a table"):
         ModelConfig.from_path(tmp_path)
 
 
