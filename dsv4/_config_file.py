@@ -323,14 +323,18 @@ def _yarn(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 def _yarn_types(table: Mapping[str, Any]) -> list[str]:
     problems = []
     for name in _YARN:
-        value = table.get(name)
+        value: Any = table.get(name)
         whole = name == "original_max_position_embeddings"
         optional = name in ("beta_fast", "beta_slow")  # null is the default, as in transformers
         if name not in table or (optional and value is None):
             continue
-        least = 1 if name == "factor" else 0
-        if not (is_integer(value, 1) if whole else is_number(value) and value >= least):
-            wanted = "an integer >= 1" if whole else f"a number {'>= 1' if least else '> 0'}"
+        if whole:
+            sound, wanted = is_integer(value, 1), "an integer >= 1"
+        elif optional:
+            sound, wanted = is_number(value), "a number > 0"
+        else:
+            sound, wanted = is_number(value) and not value < 1, "a number >= 1"
+        if not sound:
             problems.append(f"rope_scaling.{name} is {show(value)}, wanted {wanted}")
     return problems
 

@@ -9,20 +9,26 @@ of any size from a stream.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dsv4 import _config_file
-from dsv4._checkpoint import layouts, names
+from dsv4._checkpoint import bounds, layouts, names, transaction
+from dsv4._checkpoint.arguments import as_dtype
 from dsv4._checkpoint.entries import Entry, group, raise_all
+from dsv4._checkpoint.folder import existing, open_folder
 from dsv4._checkpoint.progress import Progress
-from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_header
+from dsv4._checkpoint.shards import (
+    CheckpointError,
+    MissingCheckpointError,
+    Shards,
+    TensorInfo,
+)
 from dsv4._checkpoint.slots import ExpertsSlot, Options, dry_run, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
@@ -31,12 +37,21 @@ from dsv4.formats import NVFP4, QuantizedTensor
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
 
-__all__ = ["Checkpoint", "CheckpointError", "Entry", "Item", "fill", "load", "save", "write"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Entry",
+    "Item",
+    "MissingCheckpointError",
+    "fill",
+    "load",
+    "recover",
+    "save",
+    "write",
+]
 
 # One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
 Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
-
-_INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -55,30 +70,29 @@ class Checkpoint:
         path: Path,
         values: Mapping[str, Any],
         tensors: Mapping[str, TensorInfo],
+        places: Mapping[str, Path] | None = None,
     ) -> None:
         self.path = path
         self.values = dict(values)
-        self._shards = Shards(path)
+        self._shards = Shards(path, places)
         self.entries, self.stray = group(tensors, self._shards)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
         """Read config.json, the index and all headers of a folder; no tensor data.
 
+        Where a save was killed while it moved its files into the folder, the new checkpoint is
+        read, wherever its files are.
+
         Raises:
-            FileNotFoundError: if there is no config.json.
-            CheckpointError: if a shard is missing or truncated, the index leaves the folder or
-                disagrees with the shards, or the tensors of a matrix do not fit together.
+            MissingCheckpointError: if there is no such folder or no config.json in it; it is a
+                CheckpointError and a FileNotFoundError.
+            CheckpointError: if a shard is missing or truncated, a file is no regular one or changes
+                meanwhile, the index leaves the folder or disagrees with the shards, or the tensors
+                of a matrix do not fit together.
         """
-        path = Path(path)
-        values = _read_json(path / "config.json")
-        if (path / _INDEX).exists():
-            tensors = _indexed(path, _read_json(path / _INDEX))
-        elif (path / "model.safetensors").exists():
-            tensors = read_header(path / "model.safetensors")
-        else:
-            raise CheckpointError(f"{path} holds neither {_INDEX} nor model.safetensors")
-        return cls(path, values, tensors)
+        folder = open_folder(path)
+        return cls(folder.path, folder.values, folder.tensors, folder.places)
 
     def config(self, *, numerics: str = "deepseek", activation: str = "bf16") -> ModelConfig:
         """The model's configuration; see ``ModelConfig.from_dict``."""
@@ -136,42 +150,19 @@ class Checkpoint:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path.name} is missing from {path.parent}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, wanted a table")
-    return values
+def recover(path: str | Path) -> bool:
+    """Complete a save that was killed while it moved its files into a folder.
 
+    ``load`` reads such a folder as it is, and the next ``save`` completes it. Other programs find
+    no config.json until then.
 
-def _indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Headers of the shards an index names, checked against it."""
-    table = index.get("weight_map")
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path / _INDEX} has no weight_map")
-    shards = sorted(set(map(str, table.values())))
-    for shard in shards:
-        # Names only: a path could leave the folder.
-        if PurePosixPath(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
-            raise CheckpointError(
-                f"{_INDEX} points to {shard!r}, wanted the name of a file in {path}"
-            )
-    found: dict[str, TensorInfo] = {}
-    problems: list[str] = []
-    for shard in shards:
-        for name, info in read_header(path / shard).items():
-            if table.get(name) != shard:
-                problems.append(f"{name} is in {shard}, the index says {table.get(name)}")
-            found[name] = info
-    problems += [
-        f"{name} is not in {table[name]}, where the index puts it" for name in table.keys() - found
-    ]
-    raise_all(f"{_INDEX} disagrees with the shards", sorted(problems))
-    return found
+    Returns:
+        Whether there was such a save.
+
+    Raises:
+        BlockingIOError: if a save into the folder is under way.
+    """
+    return transaction.recover(existing(path))
 
 
 def fill(
@@ -180,7 +171,7 @@ def fill(
     *,
     prefix: str = "",
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     activation: str = "bf16",
     mxfp4: str = "keep",
     ignore: Sequence[str] = (),
@@ -198,8 +189,8 @@ def fill(
         checkpoint: Where from.
         prefix: What the checkpoint's names have before the module's, e.g. ``"model."``.
         device: Where the values go; None keeps each parameter's device, and puts meta on the CPU.
-        dtype: Dtype of plain floating tensors; None keeps the checkpoint's (bfloat16 for what is
-            dequantised). Tensors that are float32 by definition are never narrower.
+        dtype: Dtype of plain floating tensors, or its name; None keeps the checkpoint's (bfloat16
+            for what is dequantised). Tensors that are float32 by definition are never narrower.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
         ignore: Shell patterns of canonical names that may be left over, e.g. ``"mtp.*"``.
@@ -214,7 +205,7 @@ def fill(
     if mxfp4 not in ("keep", "nvfp4"):
         raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
     place = None if device is None else torch.device(device)
-    options = Options(place, dtype, activation, mxfp4 == "nvfp4")
+    options = Options(place, as_dtype(dtype), activation, mxfp4 == "nvfp4")
     slots = slots_of(model, prefix)
     problems, total = dry_run(
         slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore)
@@ -260,7 +251,7 @@ def load(
     device: torch.device | str = "cpu",
     numerics: str = "deepseek",
     activation: str = "bf16",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     mtp: bool = True,
     mxfp4: str = "keep",
     progress: bool = True,
@@ -274,7 +265,7 @@ def load(
         device: Where the model goes.
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
         activation: ``"bf16"`` or ``"nvfp4"``.
-        dtype: Dtype of plain weights; None keeps the checkpoint's.
+        dtype: Dtype of plain weights, or its name; None keeps the checkpoint's.
         mtp: Whether to load the multi-token-prediction layers. They are never dropped silently: a
             checkpoint without them, whose configuration has them, needs ``mtp=False``.
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
@@ -286,8 +277,10 @@ def load(
     """
     from dsv4.model import DeepseekV4ForCausalLM
 
+    dtype = as_dtype(dtype)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
+        bounds.check(config, checkpoint.entries)
         if mtp and config.num_nextn_predict_layers and not checkpoint.has_mtp:
             raise CheckpointError(
                 f"{path} has no mtp.* tensors, but num_nextn_predict_layers is "
@@ -325,7 +318,9 @@ def save(
     """Write a model as a checkpoint folder: shards, index and config.json.
 
     Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
-    ``dsv4._checkpoint.layouts`` for both). Files have temporary names until all are complete.
+    ``dsv4._checkpoint.layouts`` for both). A checkpoint that is replaced stays whole until the new
+    one is, whatever fails, and only its own files go: see ``dsv4._checkpoint.transaction``. The
+    disk must have room for both.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
@@ -340,21 +335,41 @@ def save(
         plain_dtype: Dtype of plain weights; None keeps each one's own.
 
     Raises:
-        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false.
+        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false, or a file that
+            is not the checkpoint's is in the way.
+        BlockingIOError: if another save into the folder is under way.
         ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
     """
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
-    given = config if config is not None else getattr(source, "config", None)
-    if given is None:
-        raise ValueError("config is None, wanted one: a stream has none of its own")
-    how = layouts.Layout(layout, _matcher(plain), plain_dtype)
+    given = ModelConfig.of(_config_of(source, config))
+    how = layouts.Layout(layout, _matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
     stream = _items_of(source, how) if isinstance(source, nn.Module) else source
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
         for name, value, input_scale in stream:
             for stored, tensor in how.encode(name, value, input_scale):
                 writer.add(stored, tensor)
-        writer.finish(layouts.documents(how, ModelConfig.of(given)))
+        writer.finish(layouts.documents(how, given))
+
+
+def _config_of(source: Any, config: Any) -> Any:
+    """The configuration to save with, which a model of DeepSeek-V4 has."""
+    if isinstance(source, nn.Module):
+        found = getattr(source, "config", None) if config is None else config
+        if found is None or not any(isinstance(s, ExpertsSlot) for s in slots_of(source)):
+            raise ValueError(
+                f"source is {type(source).__name__}, wanted a DeepseekV4ForCausalLM of dsv4 or of "
+                "transformers, or a stream of (name, tensor, input scale)"
+            )
+        return found
+    if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
+        raise TypeError(
+            f"source is {type(source).__name__}, wanted a model, or a stream of "
+            "(name, tensor, input scale)"
+        )
+    if config is None:
+        raise ValueError("config is None, wanted one: a stream has none of its own")
+    return config
 
 
 write = save
