@@ -42,7 +42,7 @@ _PARTS = 32
 # Bounds of a header: the published checkpoint with the most tensors, in one file, would have 22 MB
 # and 145,116 of them.
 _MAX_HEADER = 32 << 20
-_MAX_TENSORS = 300_000
+_MAX_TENSORS = 200_000
 
 
 class CheckpointError(ValueError):

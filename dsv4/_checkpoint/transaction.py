@@ -184,6 +184,7 @@ class Transaction:
         self._lock = _locked(folder)
         try:
             self._tidy()
+            self.overwrite = overwrite
             self.old = _old_files(folder, overwrite)
             self.staging = folder / f"{_WRITING}{secrets.token_hex(8)}"
             os.mkdir(self.staging, 0o700)
@@ -223,17 +224,22 @@ class Transaction:
         """Replace the old checkpoint by the new files.
 
         Raises:
-            FileExistsError: if a file that is not the old checkpoint's has one of the names.
+            FileExistsError: if a file that is not the old checkpoint's has one of the names, or the
+                old one has changed since this save began.
             OSError: if it fails; the message says whether the old or the new checkpoint is there.
         """
+        if _old_files(self.folder, self.overwrite) != self.old:
+            raise FileExistsError(
+                f"the checkpoint in {self.folder} has changed since this save began: another "
+                "program wrote it"
+            )
         for name in names:
             if name not in self.old and os.path.lexists(self.folder / name):
                 raise FileExistsError(
                     f"{self.folder / name} is in the way: no file of the checkpoint that is there"
                 )
-        marks = {name: _mark(self.folder / name) for name in self.old}
         files = sorted(names, key=lambda name: name == CONFIG)
-        text = json.dumps({"files": files, "old": {k: m for k, m in marks.items() if m}})
+        text = json.dumps({"files": files, "old": self.old})
         file = self.create(_LIST)
         file.write(text.encode())
         self.close_file(file)
@@ -342,8 +348,8 @@ def _remove_folder(folder: Path) -> None:
     os.rmdir(folder)
 
 
-def _old_files(folder: Path, overwrite: bool) -> tuple[str, ...]:
-    """Names of the files of the checkpoint that a save into a folder would replace."""
+def _old_files(folder: Path, overwrite: bool) -> dict[str, list[int]]:
+    """The files of the checkpoint that a save into a folder would replace, and their marks."""
     shards = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("."))
     found = [name for name in (*_DOCUMENTS, SINGLE) if os.path.lexists(folder / name)]
     if not overwrite:
@@ -352,7 +358,7 @@ def _old_files(folder: Path, overwrite: bool) -> tuple[str, ...]:
                 f"{folder} holds a checkpoint ({[*found, *shards][0]}), "
                 "wanted an empty folder or overwrite=True"
             )
-        return ()
+        return {}
     old = dict.fromkeys(found)
     if INDEX in old:
         old.update(dict.fromkeys(name for name in _indexed(folder) if name in shards))
@@ -366,7 +372,8 @@ def _old_files(folder: Path, overwrite: bool) -> tuple[str, ...]:
         kind = None if (folder / name).is_symlink() else irregular(os.lstat(folder / name).st_mode)
         if kind is not None:
             raise FileExistsError(f"{folder / name} is {kind}, wanted a file that can be replaced")
-    return tuple(old)
+    marks = {name: _mark(folder / name) for name in old}
+    return {name: mark for name, mark in marks.items() if mark is not None}
 
 
 def _indexed(folder: Path) -> Iterator[str]:
