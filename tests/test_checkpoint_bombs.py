@@ -258,7 +258,7 @@ def test_the_bounds_have_room_for_the_published_checkpoints():
         for part in ("w1", "w2", "w3")
         for last in ("weight", "weight_scale")
     ]
-    index = {"weight_map": {name: "model-00064-of-00064.safetensors" for name in names}}
+    index = {"weight_map": dict.fromkeys(names, "model-00064-of-00064.safetensors")}
     text = json.dumps(index, indent=2)
     assert len(text) < _json_file.MAX_BYTES / 2
     assert _json_file.parse(text, "index") == index
@@ -296,7 +296,7 @@ def test_a_config_given_in_python_is_bounded_too():
     with pytest.raises(ValueError, match="hidden_size is an integer of 16610 bits"):
         ModelConfig.from_dict({**SMALL.to_dict(), "hidden_size": 10**5000})
     for value in (10**400, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="routed_scaling_factor is .*, wanted a number > 0"):
+        with pytest.raises(ValueError, match=r"routed_scaling_factor is .*, wanted a number > 0"):
             SMALL.replace(routed_scaling_factor=value)
     with pytest.raises(ValueError, match="holds list, wanted a table"):
         ModelConfig.from_dict([1])  # type: ignore[arg-type]

@@ -125,6 +125,11 @@ def _indexed(
     problems: list[str] = []
     for shard in sorted(set(table.values())):
         place = (places or {}).get(shard, folder / shard)
+        if not os.path.lexists(place):
+            first = next(name for name in table if table[name] == shard)
+            raise CheckpointError(
+                f"{shard}: the shard is missing from {folder}, {INDEX} puts {show(first)} there"
+            )
         for name, info in read_header(place, shard).items():
             if table.get(name) != shard:
                 problems.append(f"{name} is in {shard}, the index says {table.get(name)}")
