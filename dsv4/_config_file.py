@@ -344,12 +344,12 @@ def _yarn_extras(table: Mapping[str, Any]) -> list[str]:
     problems = []
     factor, truncate = table.get("attention_factor"), table.get("truncate")
     if factor is not None and (isinstance(factor, bool) or factor != 1.0):
-        problems.append(f"attention_factor is {show(factor)}, wanted 1.0")
+        problems.append(f"rope_scaling.attention_factor is {show(factor)}, wanted 1.0")
     if truncate is not None and truncate is not True:
-        problems.append(f"truncate is {show(truncate)}, wanted True")
+        problems.append(f"rope_scaling.truncate is {show(truncate)}, wanted True")
     if table.get("mscale") != table.get("mscale_all_dim"):
         problems.append(
-            f"mscale is {show(table.get('mscale'))} and mscale_all_dim "
+            f"rope_scaling.mscale is {show(table.get('mscale'))} and mscale_all_dim "
             f"{show(table.get('mscale_all_dim'))}, wanted them equal: cos and sin are not scaled"
         )
     strange = sorted(str(key) for key in table if key not in _ROPE_KNOWN)

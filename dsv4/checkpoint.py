@@ -98,6 +98,16 @@ class Checkpoint:
         """The model's configuration; see ``ModelConfig.from_dict``."""
         return ModelConfig.from_dict(self.values, numerics=numerics, activation=activation)
 
+    def check_size(self, config: ModelConfig) -> None:
+        """Refuse a configuration of more layers, experts or dimensions than the tensors have.
+
+        To be called before a model is built of it: the work of building is bounded by nothing else.
+
+        Raises:
+            CheckpointError: naming the first such field.
+        """
+        bounds.check(config, self.entries)
+
     @property
     def producer(self) -> str:
         """Who quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
@@ -280,7 +290,7 @@ def load(
     dtype = as_dtype(dtype)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
-        bounds.check(config, checkpoint.entries)
+        checkpoint.check_size(config)
         if mtp and config.num_nextn_predict_layers and not checkpoint.has_mtp:
             raise CheckpointError(
                 f"{path} has no mtp.* tensors, but num_nextn_predict_layers is "

@@ -172,6 +172,7 @@ def from_pretrained(
     chosen = _chosen(parts)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
+        checkpoint.check_size(config)
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
         report = apply(model, parts=chosen, numerics=numerics, activation=activation)

@@ -1,7 +1,8 @@
 """A table of mistakes: every known way of getting the model wrong, as a change of the code.
 
 ``python -m tests.traps [T9 ...]`` makes each of them in a copy and watches the named test fail. The
-numbers are those of the specification's list of traps (section 15; D2 is in section 1).
+numbers are those of the specification's list of traps (section 15; D2 is in section 1); "files" are
+mistakes with files that are replaced, or come from elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from .attention import MUTANTS as _ATTENTION
 from .bench import MUTANTS as _BENCH
 from .cubins import MUTANTS as _CUBINS
+from .files import MUTANTS as _FILES
 from .kernels import MUTANTS as _KERNELS
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
@@ -25,5 +27,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_KERNELS,
     *_CUBINS,
     *_BENCH,
+    *_FILES,
 )
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
