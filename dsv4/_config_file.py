@@ -1,7 +1,9 @@
 """Reading and writing the fields of a config.json, for ``dsv4.config``.
 
 Four producers write them (specification sections 1, 10 and 11.5). Every field of a file is either
-read, checked against the one value that is implemented, known to have no effect here, or an error.
+read, checked against the one value that is implemented, known to have no effect here, or judged by
+its name (``dsv4._config_fields``). A file may be damaged or hostile: types are checked before
+values are used, and lengths before a schedule is made of a count.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dsv4 import _config_fields as fields
+from dsv4._config_fields import FIXED, OPTIONAL, REQUIRED, is_integer, is_number
+from dsv4._json_file import show
+
 if TYPE_CHECKING:
     from dsv4.config import ModelConfig, RopeParameters
 
@@ -17,132 +23,27 @@ SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
 
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "q_lora_rank",
-    "o_groups",
-    "o_lora_rank",
-    "sliding_window",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "routed_scaling_factor",
-    "swiglu_limit",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "max_position_embeddings",
-)
-OPTIONAL = (
-    "num_nextn_predict_layers",
-    "num_key_value_heads",
-    "n_shared_experts",
-    "rms_norm_eps",
-    "hc_eps",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-)
-# Fields whose other values are not implemented: the values accepted.
-FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("deepseek_v4",),
-    "scoring_func": ("sqrtsoftplus",),
-    "topk_method": ("noaux_tc",),
-    "norm_topk_prob": (True,),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0, None),
-    "tie_word_embeddings": (False,),
-    "n_group": (1, 0, None),
-    "topk_group": (1, 0, None),
-    "first_k_dense_replace": (0,),
-    "moe_layer_freq": (1,),
-    "num_key_value_heads": (1,),
-    "n_shared_experts": (1,),
-    "expert_dtype": ("fp4", "fp8", "bf16", None),
-}
-# Fields about training, generation defaults, or the file itself.
-IGNORED = frozenset(
-    (
-        "_name_or_path",
-        "architectures",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "auto_map",
-        "use_cache",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "output_router_logits",
-        "is_encoder_decoder",
-        "chunk_size_feed_forward",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "pad_token_id",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "aux_loss_alpha",
-        "seq_aux",
-        "ep_size",
-        "pretraining_tp",
-        "intermediate_size",
-        "quantization_config",
-        "compression_config",
-        "attn_implementation",
-        "_attn_implementation",
-        "experts_implementation",
-        "_experts_implementation",
-        "tokenizer_class",
-        "unsloth_fixed",
-    )
-)
-# The draft head of the 0731 and 0813 releases, which is not built here.
-IGNORED_PREFIXES = ("dspark_",)
-SCHEDULE = (
-    "compress_ratios",
-    "layer_types",
-    "compress_rates",
-    "compress_rate_csa",
-    "compress_rate_hca",
-    "num_hash_layers",
-    "mlp_layer_types",
-)
-ROPE = (
-    "rope_theta",
-    "compress_rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "qk_rope_head_dim",
-    "partial_rotary_factor",
-)
-ALIASES = {"num_local_experts": "n_routed_experts"}
-KNOWN = frozenset((*REQUIRED, *OPTIONAL, *FIXED, *IGNORED, *SCHEDULE, *ROPE, *ALIASES))
-
 
 def parse(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of ModelConfig, with ropes and rates still as plain values.
 
     Raises:
-        ValueError: naming every missing, unknown or contradictory field.
+        ValueError: naming every missing, unknown or contradictory field; of another model's file
+            the model alone.
     """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"config.json: holds {type(values).__name__}, wanted a table of fields")
+    another = fields.another_model(values)
+    if another is not None:
+        raise ValueError(f"config.json: {another}")
     problems = [
-        *_unknown(values),
-        *_fixed_problems(values),
+        *fields.unknown(values),
+        *fields.fixed(values),
         *_missing(values),
+        *fields.wrong_types(values),
         *_alias_problems(values),
     ]
     found = {name: values[name] for name in (*REQUIRED, *OPTIONAL) if name in values}
-    if not found.get("swiglu_limit"):
-        found["swiglu_limit"] = None  # DeepSeek's code writes "no clamp" as 0
     if not problems:
         found["compress_rates"] = _read_rates(values, problems)
         found["layer_types"] = _layer_types(values, found["compress_rates"], problems)
@@ -151,19 +52,6 @@ def parse(values: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise ValueError("config.json: " + "; ".join(problems))
     return found
-
-
-def _unknown(values: Mapping[str, Any]) -> list[str]:
-    names = [k for k in values if k not in KNOWN and not str(k).startswith(IGNORED_PREFIXES)]
-    return [f"unknown field {name}" for name in sorted(names)]
-
-
-def _fixed_problems(values: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} is {values[name]!r}, wanted {' or '.join(map(repr, wanted))}"
-        for name, wanted in FIXED.items()
-        if name in values and values[name] not in wanted
-    ]
 
 
 def _missing(values: Mapping[str, Any]) -> list[str]:
@@ -181,41 +69,78 @@ def _missing(values: Mapping[str, Any]) -> list[str]:
 
 def _alias_problems(values: Mapping[str, Any]) -> list[str]:
     return [
-        f"{alias} is {values[alias]}, which contradicts {name} ({values[name]})"
-        for alias, name in ALIASES.items()
+        f"{alias} is {show(values[alias])}, which contradicts {name} ({show(values[name])})"
+        for alias, name in fields.ALIASES.items()
         if alias in values and name in values and values[alias] != values[name]
     ]
 
 
-def rates(table: Mapping[str, int]) -> tuple[int, int]:
+def rates(table: Any) -> tuple[int, int]:
     """(CSA rate, HCA rate) of transformers' ``compress_rates``, which must name just these two."""
-    if set(table) != {CSA, HCA}:
-        raise ValueError(f"compress_rates names {sorted(table)}, wanted {CSA} and {HCA}")
-    return int(table[CSA]), int(table[HCA])
+    if not isinstance(table, Mapping) or set(table) != {CSA, HCA}:
+        names = sorted(map(str, table)) if isinstance(table, Mapping) else table
+        raise ValueError(f"compress_rates names {show(names)}, wanted {CSA} and {HCA}")
+    for name, rate in table.items():
+        if not is_integer(rate, 1):
+            raise ValueError(f"compress_rates.{name} is {show(rate)}, wanted an integer >= 1")
+    return table[CSA], table[HCA]
 
 
 def _read_rates(values: Mapping[str, Any], problems: list[str]) -> tuple[int, int]:
     table = values.get("compress_rates")
-    csa, hca = rates(table) if table is not None else (4, 128)
-    for name, current in (("compress_rate_csa", csa), ("compress_rate_hca", hca)):
-        given = values.get(name)
-        if table is not None and given is not None and given != current:
-            problems.append(f"{name} is {given}, which contradicts compress_rates ({current})")
-    return values.get("compress_rate_csa") or csa, values.get("compress_rate_hca") or hca
+    found = [4, 128]
+    try:
+        found = [4, 128] if table is None else list(rates(table))
+    except ValueError as error:
+        problems.append(str(error))
+    for place, name in enumerate(("compress_rate_csa", "compress_rate_hca")):
+        rate = values.get(name)
+        if rate is None:
+            continue
+        if not is_integer(rate, 1):
+            problems.append(f"{name} is {show(rate)}, wanted an integer >= 1 or null")
+        elif table is not None and rate != found[place]:
+            problems.append(f"{name} is {rate}, which contradicts compress_rates ({found[place]})")
+        else:
+            found[place] = rate
+    return found[0], found[1]
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(item, kind) and not isinstance(item, bool) for item in value
+    )
+
+
+def _types(values: Mapping[str, Any], name: str, problems: list[str]) -> tuple[str, ...] | None:
+    """A schedule given as a list of names, one for each layer."""
+    types, count = values.get(name), values["num_hidden_layers"]
+    if types is None:
+        return None
+    if not _is_list_of(types, str):
+        problems.append(f"{name} is {show(types)}, wanted a list of names")
+    elif len(types) != count:
+        problems.append(f"{name} has {len(types)} entries, num_hidden_layers is {count}")
+    else:
+        return tuple(types)
+    return None
 
 
 def _layer_types(
     values: Mapping[str, Any], compress_rates: tuple[int, int], problems: list[str]
 ) -> tuple[str, ...]:
-    types = values.get("layer_types")
+    types = _types(values, "layer_types", problems)
     ratios = values.get("compress_ratios")
     if ratios is None:
-        return tuple(types or ())
+        return types or ()
+    if not _is_list_of(ratios, int):
+        problems.append(f"compress_ratios is {show(ratios)}, wanted a list of integers")
+        return ()
     by_ratio = {0: SLIDING, compress_rates[0]: CSA, compress_rates[1]: HCA}
-    strange = sorted({str(r) for r in ratios if r not in by_ratio})
+    strange = sorted({show(r) for r in ratios if r not in by_ratio})
     if strange:
         wanted = ", ".join(map(str, by_ratio))
-        problems.append(f"compress_ratios holds {', '.join(strange)}, wanted {wanted}")
+        problems.append(f"compress_ratios holds {', '.join(strange[:6])}, wanted {wanted}")
         return ()
     count = values["num_hidden_layers"]
     total = count + values.get("num_nextn_predict_layers", 0)
@@ -226,47 +151,88 @@ def _layer_types(
         )
     if any(ratios[count:]):
         problems.append(
-            f"compress_ratios is {list(ratios[count:])} after the main layers, wanted zeros: "
+            f"compress_ratios is {show(list(ratios[count:]))} after the main layers, wanted zeros: "
             "MTP layers use sliding-window attention"
         )
     from_ratios = tuple(by_ratio[r] for r in ratios[:count])
-    if types is not None and tuple(types) != from_ratios:
+    if values.get("layer_types") is not None and types != from_ratios:
         problems.append("layer_types contradicts compress_ratios")
     return from_ratios
 
 
 def _mlp_layer_types(values: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
-    types = values.get("mlp_layer_types")
+    types = _types(values, "mlp_layer_types", problems)
     hashed = values.get("num_hash_layers")
     if hashed is None:
-        return tuple(types or ())
+        return types or ()
+    if not is_integer(hashed):
+        problems.append(f"num_hash_layers is {show(hashed)}, wanted an integer >= 0")
+    if problems:  # the count of layers may be anything while its schedule contradicts it
+        return ()
     count = values["num_hidden_layers"]
     from_count = tuple("hash_moe" if i < hashed else "moe" for i in range(count))
-    if types is not None and tuple(types) != from_count:
+    if types is not None and types != from_count:
         problems.append(f"mlp_layer_types contradicts num_hash_layers ({hashed})")
     return from_count
 
 
 def _ropes(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    nested = values.get("rope_parameters") or {}
-    scaling = values.get("rope_scaling")
-    if "main" in nested or "compress" in nested:
-        main, compress = dict(nested.get("main") or {}), dict(nested.get("compress") or {})
-    else:
-        main, compress = {}, dict(nested or scaling or {})
-        if nested and scaling is not None and scaling != nested:
-            problems.append("rope_scaling contradicts rope_parameters")
-        compress.pop("rope_theta", None)
+    main, compress = _rope_tables(values, problems)
     dim = _rope_dim(values, (main, compress), problems)
     theta = _theta("rope_theta", values, main, problems)
     compress_theta = _theta("compress_rope_theta", values, compress, problems)
-    if main.get("rope_type", main.get("type", "default")) != "default":
-        problems.append(f"rope_parameters.main is {main}, wanted rope_type 'default'")
+    if main and _kind("rope_parameters.main", main, problems) not in (None, "default"):
+        problems.append(f"rope_parameters.main is {show(main)}, wanted rope_type 'default'")
+    yarn = _yarn(compress, problems) if compress else {}
     return {
         "qk_rope_head_dim": dim,
         "rope_main": {"theta": theta, "dim": dim},
-        "rope_compress": {"theta": compress_theta, "dim": dim, **_yarn(compress, problems)},
+        "rope_compress": {"theta": compress_theta, "dim": dim, **yarn},
     }
+
+
+def _rope_tables(
+    values: Mapping[str, Any], problems: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables of main and of compressed layers, empty where a file has none.
+
+    DeepSeek's ``rope_scaling`` is null or YaRN's table. transformers' ``rope_parameters`` holds two
+    tables, or, in files of older releases, YaRN's alone.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        table = values.get(name)
+        if table is not None and not (isinstance(table, Mapping) and table):
+            problems.append(f"{name} is {show(table)}, wanted a table with its type, or null")
+        elif table is not None:
+            tables[name] = dict(table)
+    nested = tables.get("rope_parameters", {})
+    scaling = tables.get("rope_scaling", {})
+    if "main" not in nested and "compress" not in nested:
+        if nested and scaling and scaling != nested:
+            problems.append("rope_scaling contradicts rope_parameters")
+        return {}, _flat(values, nested or scaling, problems)
+    pair = []
+    for name in ("main", "compress"):
+        table = nested.pop(name, None)
+        if not (isinstance(table, Mapping) and table):
+            problems.append(f"rope_parameters.{name} is {show(table)}, wanted a table")
+            table = {}
+        pair.append(dict(table))
+    # transformers drops what it finds beside the two tables.
+    problems.extend(f"unknown field rope_parameters.{show(k)[1:-1]}" for k in nested)
+    if scaling and any(scaling.get(k) != pair[1].get(k) for k in _YARN):
+        problems.append("rope_scaling contradicts rope_parameters")
+    return pair[0], pair[1]
+
+
+def _flat(values: Mapping[str, Any], table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """YaRN's table alone: its theta, if it has one, repeats one of the two beside it."""
+    theta = table.pop("rope_theta", None)
+    beside = [values.get("rope_theta"), values.get("compress_rope_theta")]
+    if theta is not None and theta not in beside:
+        problems.append(f"rope_theta of the rope table is {show(theta)}, wanted one of {beside}")
+    return table
 
 
 def _rope_dim(
@@ -274,10 +240,16 @@ def _rope_dim(
 ) -> int:
     head_dim = values["head_dim"]
     dim = values.get("qk_rope_head_dim")
+    factors = [table.get("partial_rotary_factor") for table in (values, *tables)]
+    strange = [factor for factor in factors if factor is not None and not is_number(factor)]
+    problems.extend(f"partial_rotary_factor is {show(f)}, wanted a number > 0" for f in strange)
+    if dim is not None and not (is_integer(dim, 2) and dim % 2 == 0):
+        problems.append(f"qk_rope_head_dim is {show(dim)}, wanted an even number >= 2")
+    if problems:
+        return 2
     if dim is None:
         dim = round(head_dim * values["partial_rotary_factor"])
-    for table in (values, *tables):
-        factor = table.get("partial_rotary_factor")
+    for factor in factors:
         if factor is not None and round(head_dim * factor) != dim:
             problems.append(
                 f"partial_rotary_factor is {factor}, which contradicts qk_rope_head_dim ({dim}) "
@@ -290,12 +262,16 @@ def _theta(
     name: str, values: Mapping[str, Any], table: Mapping[str, Any], problems: list[str]
 ) -> float:
     nested, flat = table.get("rope_theta"), values.get(name)
-    if nested is None and flat is None:
+    theta = flat if nested is None else nested
+    if theta is None:
         problems.append(f"{name} is missing")
-        return 10000.0
-    if nested is not None and flat is not None and nested != flat:
-        problems.append(f"{name} is {flat}, which contradicts rope_parameters ({nested})")
-    return float(flat if nested is None else nested)  # type: ignore[arg-type]
+    elif not (is_number(theta) and theta > 1):
+        problems.append(f"{name} is {show(theta)}, wanted a number > 1")
+    elif nested is not None and flat is not None and nested != flat:
+        problems.append(f"{name} is {show(flat)}, which contradicts rope_parameters ({nested})")
+    else:
+        return float(theta)
+    return 10000.0
 
 
 _YARN = {
@@ -304,47 +280,89 @@ _YARN = {
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
 }
+_ROPE_KNOWN = frozenset(
+    (
+        *("type", "rope_type", "rope_theta", "partial_rotary_factor"),
+        *("attention_factor", "truncate", "mscale", "mscale_all_dim"),
+        *_YARN,
+    )
+)
+
+
+def _kind(what: str, table: Mapping[str, Any], problems: list[str]) -> str | None:
+    """The type a rope table names, under either of its keys; None after a problem.
+
+    A table without a type is refused: whoever wrote its numbers meant them, and the default is that
+    they have no effect.
+    """
+    kinds = [table[key] for key in ("type", "rope_type") if table.get(key) is not None]
+    if not kinds:
+        problems.append(f"{what} has no type, wanted type or rope_type 'default' or 'yarn'")
+    elif any(kind not in ("default", "yarn") for kind in kinds) or len(set(kinds)) > 1:
+        shown = ", ".join(kind if isinstance(kind, str) else show(kind) for kind in kinds)
+        problems.append(f"{what} type is {shown[:80]}, wanted yarn or default")
+    else:
+        return kinds[0]
+    return None
 
 
 def _yarn(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    kinds = {table[k] for k in ("type", "rope_type") if table.get(k) is not None} or {"default"}
-    if kinds == {"default"}:
-        return {}
-    if kinds != {"yarn"}:
-        problems.append(f"rope_scaling type is {', '.join(sorted(kinds))}, wanted yarn")
+    kind = _kind("rope_scaling", table, problems)
+    problems.extend(_yarn_extras(table))
+    if kind == "default":
+        idle = [name for name in _YARN if table.get(name) is not None]
+        problems.extend(f"rope_scaling.{name} has no effect with type 'default'" for name in idle)
+    if kind != "yarn":
         return {}
     lost = [k for k in ("factor", "original_max_position_embeddings") if k not in table]
     problems.extend(f"rope_scaling lacks {name}" for name in lost)
-    problems.extend(_yarn_extras(table))
+    problems.extend(_yarn_types(table))
     return {ours: table[theirs] for theirs, ours in _YARN.items() if table.get(theirs) is not None}
+
+
+def _yarn_types(table: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for name in _YARN:
+        value: Any = table.get(name)
+        whole = name == "original_max_position_embeddings"
+        optional = name in ("beta_fast", "beta_slow")  # null is the default, as in transformers
+        if name not in table or (optional and value is None):
+            continue
+        if whole:
+            sound, wanted = is_integer(value, 1), "an integer >= 1"
+        elif optional:
+            sound, wanted = is_number(value), "a number > 0"
+        else:
+            sound, wanted = is_number(value) and not value < 1, "a number >= 1"
+        if not sound:
+            problems.append(f"rope_scaling.{name} is {show(value)}, wanted {wanted}")
+    return problems
 
 
 def _yarn_extras(table: Mapping[str, Any]) -> list[str]:
     """Fields that would change the amplitude, which this model never scales (trap T2)."""
     problems = []
-    if table.get("attention_factor") not in (None, 1.0):
-        problems.append(f"attention_factor is {table['attention_factor']}, wanted 1.0")
-    if table.get("truncate") not in (None, True):
-        problems.append(f"truncate is {table['truncate']}, wanted True")
+    factor, truncate = table.get("attention_factor"), table.get("truncate")
+    if factor is not None and (isinstance(factor, bool) or factor != 1.0):
+        problems.append(f"rope_scaling.attention_factor is {show(factor)}, wanted 1.0")
+    if truncate is not None and truncate is not True:
+        problems.append(f"rope_scaling.truncate is {show(truncate)}, wanted True")
     if table.get("mscale") != table.get("mscale_all_dim"):
         problems.append(
-            f"mscale is {table.get('mscale')} and mscale_all_dim {table.get('mscale_all_dim')}, "
-            "wanted them equal: cos and sin are not scaled"
+            f"rope_scaling.mscale is {show(table.get('mscale'))} and mscale_all_dim "
+            f"{show(table.get('mscale_all_dim'))}, wanted them equal: cos and sin are not scaled"
         )
-    harmless = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor"}
-    known = harmless | {"truncate", "mscale", "mscale_all_dim"} | set(_YARN)
-    problems.extend(f"unknown field rope_scaling.{k}" for k in sorted(set(table) - known))
+    strange = sorted(str(key) for key in table if key not in _ROPE_KNOWN)
+    problems.extend(f"unknown field rope_scaling.{show(key)[1:-1]}" for key in strange[:20])
     return problems
 
 
 def _common(config: ModelConfig) -> dict[str, Any]:
-    names = [n for n in (*REQUIRED, *OPTIONAL) if n != "swiglu_limit"]
-    values = {name: getattr(config, name) for name in names}
+    values = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)}
     if isinstance(config.eos_token_id, tuple):
         values["eos_token_id"] = list(config.eos_token_id)
     fixed = ("model_type", "scoring_func", "norm_topk_prob", "hidden_act", "attention_bias")
     values.update({name: FIXED[name][0] for name in (*fixed, "tie_word_embeddings")})
-    values["swiglu_limit"] = config.swiglu_limit or 0.0
     values["architectures"] = ["DeepseekV4ForCausalLM"]
     values["rope_theta"] = config.rope_main.theta
     values["compress_rope_theta"] = config.rope_compress.theta
@@ -422,23 +440,24 @@ def producer(values: Mapping[str, Any]) -> str:
         ValueError: if quantization_config names a method that is none of these.
     """
     table = values.get("quantization_config") or values.get("compression_config") or {}
-    method = table.get("quant_method")
-    if table.get("moe_quant_algo") is not None:
-        if table["moe_quant_algo"] != "NVFP4":
-            raise ValueError(
-                f"config.json: moe_quant_algo is {table['moe_quant_algo']!r}, wanted 'NVFP4'"
-            )
+    if not isinstance(table, Mapping):
+        raise ValueError(f"config.json: quantization_config is {show(table)}, wanted a table")
+    method, routed = table.get("quant_method"), table.get("moe_quant_algo")
+    if routed is not None:
+        if routed != "NVFP4":
+            raise ValueError(f"config.json: moe_quant_algo is {show(routed)}, wanted 'NVFP4'")
         return "nvidia"
-    known = {
+    producers = {
         "compressed-tensors": "compressed-tensors",
         "modelopt": "modelopt",
         "modelopt_fp4": "modelopt",
         "fp8": "deepseek",
-        None: "none",
     }
-    if method not in known:
+    if method is None:
+        return "none"
+    if not isinstance(method, str) or method not in producers:
         raise ValueError(
-            f"config.json: quantization_config.quant_method is {method!r}, "
-            f"wanted one of {', '.join(str(k) for k in known)}"
+            f"config.json: quantization_config.quant_method is {show(method)}, "
+            f"wanted one of {', '.join(producers)} or null"
         )
-    return known[method]
+    return producers[method]

@@ -9,25 +9,31 @@ transformers' names, and ``write`` makes a checkpoint of any size from a stream.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dsv4 import _config_file
-from dsv4._checkpoint import layouts, names
+from dsv4._checkpoint import bounds, layouts, names, transaction
+from dsv4._checkpoint.arguments import as_dtype
 from dsv4._checkpoint.dry_run import dry_run
 from dsv4._checkpoint.entries import Entry, group
+from dsv4._checkpoint.folder import existing, open_folder
 from dsv4._checkpoint.pairs import Pairing
-from dsv4._checkpoint.problems import Problem, raise_all
+from dsv4._checkpoint.problems import raise_all
 from dsv4._checkpoint.progress import Progress
 from dsv4._checkpoint.report import LoadReport, left_out, mtp_layers, report_of
-from dsv4._checkpoint.shards import CheckpointError, Shards, TensorInfo, read_header
-from dsv4._checkpoint.slots import ExpertsSlot, Options, check_dtype, slots_of
+from dsv4._checkpoint.shards import (
+    CheckpointError,
+    MissingCheckpointError,
+    Shards,
+    TensorInfo,
+)
+from dsv4._checkpoint.slots import ExpertsSlot, Options, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
 from dsv4.formats import QuantizedTensor
@@ -41,16 +47,16 @@ __all__ = [
     "Entry",
     "Item",
     "LoadReport",
+    "MissingCheckpointError",
     "fill",
     "load",
+    "recover",
     "save",
     "write",
 ]
 
 # One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
 Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
-
-_INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -70,10 +76,11 @@ class Checkpoint:
         path: Path,
         values: Mapping[str, Any],
         tensors: Mapping[str, TensorInfo],
+        places: Mapping[str, Path] | None = None,
     ) -> None:
         self.path = path
         self.values = dict(values)
-        self._shards = Shards(path)
+        self._shards = Shards(path, places)
         grouped = group(tensors, self._shards)
         self.entries, self.stray, self.unused = grouped.entries, grouped.stray, grouped.unused
 
@@ -81,30 +88,32 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Read config.json, the index and all headers of a folder; no tensor data.
 
+        Where a save was killed while it moved its files into the folder, the new checkpoint is
+        read, wherever its files are.
+
         Raises:
-            FileNotFoundError: if there is no such folder, or no config.json in it.
-            CheckpointError: if a shard is missing or truncated, the index leaves the folder or
-                disagrees with the shards, a tensor is there in two spellings, or the tensors of a
-                matrix do not fit together.
+            MissingCheckpointError: if there is no such folder or no config.json in it; it is a
+                CheckpointError and a FileNotFoundError.
+            CheckpointError: if a shard is missing or truncated, a file is no regular one or changes
+                meanwhile, the index leaves the folder or disagrees with the shards, a tensor is
+                there in two spellings, or the tensors of a matrix do not fit together.
         """
-        path = Path(path)
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"{str(path)!r} is not a folder of this machine, wanted one with config.json and "
-                "safetensors; nothing is downloaded here (huggingface_hub.snapshot_download does)"
-            )
-        values = _read_json(path / "config.json")
-        if (path / _INDEX).exists():
-            tensors = _indexed(path, _read_json(path / _INDEX))
-        elif (path / "model.safetensors").exists():
-            tensors = read_header(path / "model.safetensors")
-        else:
-            raise CheckpointError(f"{path} holds neither {_INDEX} nor model.safetensors")
-        return cls(path, values, tensors)
+        folder = open_folder(path)
+        return cls(folder.path, folder.values, folder.tensors, folder.places)
 
     def config(self, *, numerics: str = "deepseek", activation: str = "bf16") -> ModelConfig:
         """The model's configuration; see ``ModelConfig.from_dict``."""
         return ModelConfig.from_dict(self.values, numerics=numerics, activation=activation)
+
+    def check_size(self, config: ModelConfig) -> None:
+        """Refuse a configuration of more layers, experts or dimensions than the tensors have.
+
+        To be called before a model is built of it: the work of building is bounded by nothing else.
+
+        Raises:
+            CheckpointError: naming the first such field.
+        """
+        bounds.check(config, self.entries)
 
     @property
     def producer(self) -> str:
@@ -171,43 +180,19 @@ class Checkpoint:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path.name} is missing from {path.parent}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, wanted a table")
-    return values
+def recover(path: str | Path) -> bool:
+    """Complete a save that was killed while it moved its files into a folder.
 
+    ``load`` reads such a folder as it is, and the next ``save`` completes it. Other programs find
+    no config.json until then.
 
-def _indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Headers of the shards an index names, checked against it."""
-    table = index.get("weight_map")
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path / _INDEX} has no weight_map")
-    shards = sorted(set(map(str, table.values())))
-    for shard in shards:
-        # Names only: a path could leave the folder.
-        if PurePosixPath(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
-            raise CheckpointError(
-                f"{_INDEX} points to {shard!r}, wanted the name of a file in {path}"
-            )
-    found: dict[str, TensorInfo] = {}
-    problems: list[str] = []
-    for shard in shards:
-        for name, info in read_header(path / shard).items():
-            if table.get(name) != shard:
-                problems.append(f"{name} is in {shard}, the index says {table.get(name)}")
-            found[name] = info
-    problems += [
-        f"{name} is not in {table[name]}, where the index puts it" for name in table.keys() - found
-    ]
-    listed = [Problem("tensors", text) for text in sorted(problems)]
-    raise_all(f"{_INDEX} disagrees with the shards", listed)
-    return found
+    Returns:
+        Whether there was such a save.
+
+    Raises:
+        BlockingIOError: if a save into the folder is under way.
+    """
+    return transaction.recover(existing(path))
 
 
 def fill(
@@ -216,7 +201,7 @@ def fill(
     *,
     prefix: str = "",
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     activation: str = "bf16",
     mxfp4: str = "keep",
     input_scales: str = "stored",
@@ -236,9 +221,9 @@ def fill(
         checkpoint: Where from.
         prefix: What the checkpoint's names have before the module's, e.g. ``"model."``.
         device: Where the values go; None keeps each parameter's device, and puts meta on the CPU.
-        dtype: Dtype of plain floating tensors; None keeps the checkpoint's (bfloat16 for what is
-            dequantised). Tensors that are float32 by definition are never narrower, and weights of
-            norms never narrower than stored.
+        dtype: Dtype of plain floating tensors, or its name; None keeps the checkpoint's (bfloat16
+            for what is dequantised). Tensors that are float32 by definition are never narrower, and
+            weights of norms never narrower than stored.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
         mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
@@ -259,10 +244,9 @@ def fill(
         raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
     if input_scales not in ("stored", "token"):
         raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
-    check_dtype(dtype)
     place = None if device is None else torch.device(device)
     options = Options(
-        place, dtype, activation, mxfp4 == "nvfp4", input_scales, frozenset(float32)
+        place, as_dtype(dtype), activation, mxfp4 == "nvfp4", input_scales, frozenset(float32)
     )
     slots = slots_of(model, prefix)
     plan = dry_run(slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore))
@@ -310,7 +294,7 @@ def load(
     device: torch.device | str = "cpu",
     numerics: str = "deepseek",
     activation: str = "bf16",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     mtp: bool | None = None,
     mxfp4: str = "keep",
     input_scales: str = "stored",
@@ -333,8 +317,8 @@ def load(
         device: Where the model goes.
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
         activation: ``"bf16"`` or ``"nvfp4"``.
-        dtype: Dtype of plain weights; None keeps the checkpoint's. Weights of norms, sinks,
-            hyper-connections and biases are not rounded to it.
+        dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
+            sinks, hyper-connections and biases are not rounded to it.
         mtp: Multi-token-prediction layers. None loads those whose tensors are there, whatever
             config.json says. True demands at least one, and as many as config.json says. False
             leaves them out. This package has no layers for a DSpark draft head: None and False
@@ -356,11 +340,12 @@ def load(
     """
     from dsv4.model import DeepseekV4ForCausalLM
 
-    check_dtype(dtype)
+    dtype = as_dtype(dtype)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
         count = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
         config = config.replace(num_nextn_predict_layers=count)
+        checkpoint.check_size(config)
         with torch.device("meta"):
             model = DeepseekV4ForCausalLM(config)
         fill(
@@ -395,8 +380,9 @@ def save(
     Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
     ``dsv4._checkpoint.layouts`` for both). Gate and up of an MLP in NVFP4 get one global scale,
     because engines take one for both; where that would change a value they keep their own, and the
-    logger ``dsv4.checkpoint`` warns once with their number. Files have temporary names until all
-    are complete.
+    logger ``dsv4.checkpoint`` warns once with their number. A checkpoint that is replaced stays
+    whole until the new one is, whatever fails, and only its own files go: see
+    ``dsv4._checkpoint.transaction``. The disk must have room for both.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
@@ -412,24 +398,43 @@ def save(
         plain_dtype: Dtype of plain weights; None keeps each one's own.
 
     Raises:
-        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false.
+        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false, or a file that
+            is not the checkpoint's is in the way.
+        BlockingIOError: if another save into the folder is under way.
         ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
     """
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
-    given = config if config is not None else getattr(source, "config", None)
-    if given is None:
-        kind = type(source).__name__ if isinstance(source, nn.Module) else "a stream"
-        raise ValueError(f"config is None, wanted one: {kind} has none of its own")
-    how = layouts.Layout(layout, _matcher(plain), plain_dtype)
+    given = ModelConfig.of(_config_of(source, config))
+    how = layouts.Layout(layout, _matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
     stream = _items_of(source) if isinstance(source, nn.Module) else source
     pairing = Pairing(how)
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
         for name, value, input_scale in pairing.convert(stream):
             for stored, tensor in how.encode(name, value, input_scale):
                 writer.add(stored, tensor)
-        writer.finish(layouts.documents(how, ModelConfig.of(given)))
+        writer.finish(layouts.documents(how, given))
     pairing.report(path)
+
+
+def _config_of(source: Any, config: Any) -> Any:
+    """The configuration to save with, which a model of DeepSeek-V4 has."""
+    if isinstance(source, nn.Module):
+        found = getattr(source, "config", None) if config is None else config
+        if found is None or not any(isinstance(s, ExpertsSlot) for s in slots_of(source)):
+            raise ValueError(
+                f"source is {type(source).__name__}, wanted a DeepseekV4ForCausalLM of dsv4 or of "
+                "transformers, or a stream of (name, tensor, input scale)"
+            )
+        return found
+    if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
+        raise TypeError(
+            f"source is {type(source).__name__}, wanted a model, or a stream of "
+            "(name, tensor, input scale)"
+        )
+    if config is None:
+        raise ValueError("config is None, wanted one: a stream has none of its own")
+    return config
 
 
 write = save

@@ -7,7 +7,6 @@ so layers accept either. The values and their meaning are in specification secti
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 
 from dsv4 import _config_file
+from dsv4._config_fields import MAX_INTEGER, is_number
+from dsv4._json_file import parse, read_bytes, show
 
 SLIDING = _config_file.SLIDING
 CSA = _config_file.CSA
@@ -50,10 +51,13 @@ class RopeParameters:
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"RopeParameters: dim is {self.dim}, wanted an even number >= 2")
-        if not self.theta > 1:
+        if not 1 < self.theta < math.inf:
             raise ValueError(f"RopeParameters: theta is {self.theta}, wanted a number > 1")
-        if self.factor is not None and not self.factor >= 1:
+        if self.factor is not None and not 1 <= self.factor < math.inf:
             raise ValueError(f"RopeParameters: factor is {self.factor}, wanted None or >= 1")
+        for name in ("beta_fast", "beta_slow"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"RopeParameters: {name} is {getattr(self, name)}, wanted > 0")
         if self.original_max_position < 1:
             raise ValueError(
                 "RopeParameters: original_max_position is "
@@ -171,7 +175,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.compress_rates, CompressRates):
-            rates = _config_file.rates(dict(self.compress_rates))
+            rates = _config_file.rates(self.compress_rates)
             object.__setattr__(self, "compress_rates", CompressRates(*rates))
         for name in ("layer_types", "mlp_layer_types"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -190,12 +194,16 @@ class ModelConfig:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise TypeError(f"ModelConfig: {f.name} is {value!r}, wanted an integer")
                 if value < least:
-                    raise ValueError(f"ModelConfig: {f.name} is {value}, wanted >= {least}")
+                    raise ValueError(f"ModelConfig: {f.name} is {show(value)}, wanted >= {least}")
+                if value > MAX_INTEGER:
+                    most = f"wanted at most {MAX_INTEGER}"
+                    raise ValueError(f"ModelConfig: {f.name} is {show(value)}, {most}")
             elif f.type in ("float", "float | None") and value is not None:
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     raise TypeError(f"ModelConfig: {f.name} is {value!r}, wanted a number")
-                if not (math.isfinite(value) and value > 0):
-                    raise ValueError(f"ModelConfig: {f.name} is {value}, wanted a number > 0")
+                if not is_number(value):
+                    found = show(value)
+                    raise ValueError(f"ModelConfig: {f.name} is {found}, wanted a number > 0")
 
     def _schedule_problems(self) -> Iterator[str]:
         n = self.num_hidden_layers
@@ -271,10 +279,12 @@ class ModelConfig:
     def from_json(
         cls, text: str | bytes, *, numerics: str = "deepseek", activation: str = "bf16"
     ) -> ModelConfig:
-        """``from_dict`` of a JSON text."""
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError(f"ModelConfig: config.json holds {type(values).__name__}, not fields")
+        """``from_dict`` of a JSON text.
+
+        Raises:
+            ValueError: also if it is no strict JSON, or longer or deeper than any published file.
+        """
+        values = parse(text, "config.json")
         return cls.from_dict(values, numerics=numerics, activation=activation)
 
     @classmethod
@@ -284,10 +294,8 @@ class ModelConfig:
         """``from_json`` of a file, or of the config.json in a folder."""
         path = Path(path)
         file = path / "config.json" if path.is_dir() else path
-        try:
-            return cls.from_json(file.read_bytes(), numerics=numerics, activation=activation)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"ModelConfig: {file} is not JSON: {error}") from error
+        values = parse(read_bytes(file), str(file))
+        return cls.from_dict(values, numerics=numerics, activation=activation)
 
     @classmethod
     def of(cls, config: Any, *, numerics: str | None = None) -> ModelConfig:
@@ -301,6 +309,9 @@ class ModelConfig:
         if isinstance(config, ModelConfig):
             keep = numerics is None or numerics == config.numerics
             return config if keep else config.replace(numerics=numerics)
+        if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+            kind = type(config).__name__
+            raise TypeError(f"config is {kind}, wanted a ModelConfig or a DeepseekV4Config")
         values = config if isinstance(config, Mapping) else config.to_dict()
         return cls.from_dict(values, numerics=numerics or "transformers")
 

@@ -6,10 +6,11 @@ import copy
 import json
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4._config_file import producer
@@ -242,7 +243,7 @@ REFUSED = {
     "groups": (_with(o_groups=7), "num_attention_heads is 64, wanted a multiple of o_groups"),
     "experts": (_with(num_experts_per_tok=300), "wanted at most n_routed_experts"),
     "hadamard": (_with(index_head_dim=96), "index_head_dim is 96, wanted a power of two"),
-    "negative": (_with(hidden_size=-1), "hidden_size is -1, wanted >= 1"),
+    "negative": (_with(hidden_size=-1), "hidden_size is -1, wanted an integer >= 1"),
     "layers": (_with(num_hidden_layers=42), "after the main layers"),
 }
 
@@ -261,8 +262,230 @@ def test_all_problems_are_named_at_once():
 
 @pytest.mark.parametrize("value", [True, 64.0, "64", None])
 def test_a_field_of_the_wrong_type_is_refused(value):
-    with pytest.raises(TypeError, match=r"hidden_size is .*, wanted an integer"):
+    with pytest.raises(ValueError, match=r"hidden_size is .*, wanted an integer"):
         ModelConfig.from_dict(_with(hidden_size=value))
+    with pytest.raises(TypeError, match=r"hidden_size is .*, wanted an integer"):
+        PRESETS["flash"].replace(hidden_size=value)
+
+
+_YARN = PRESETS["flash"].to_dict()["rope_scaling"]
+
+
+def _nested(**compress):
+    """transformers' two tables, with changes of that of compressed layers."""
+    tables = PRESETS["flash"].to_transformers_dict()["rope_parameters"]
+    return {"main": tables["main"], "compress": {**tables["compress"], **compress}}
+
+
+STRICT = {
+    "rope_scaling": (
+        *("", [], {}, False, True, 0, "yarn", [_YARN]),
+        {"factor": 16, "original_max_position_embeddings": 65536},  # no type: YaRN was dropped
+        {**_YARN, "type": None},
+        {**_YARN, "type": "default"},
+        {**_YARN, "type": 3},
+        {**_YARN, "type": ["yarn"]},
+        {**_YARN, "rope_type": "default"},
+        {**_YARN, "factor": None},
+        {**_YARN, "factor": "16"},
+        {**_YARN, "factor": True},
+        {**_YARN, "factor": 0.5},
+        {**_YARN, "original_max_position_embeddings": 65536.5},
+        {**_YARN, "original_max_position_embeddings": 0},
+        {**_YARN, "beta_fast": 0},
+        {**_YARN, "beta_slow": "1"},
+        {**_YARN, "attention_factor": True},
+        {**_YARN, "truncate": 1},
+        {**_YARN, "rope_theta": 500},
+    ),
+    "rope_parameters": (
+        *("", [], {}, False, 3, {"main": {}, "compress": {}}, {"main": [], "compress": 3}),
+        {**_nested(), "extra": 1},
+    ),
+    "swiglu_limit": ("", [], {}, False, True, 0, 0.0, -1.0, float("nan"), float("inf"), "10"),
+    "rms_norm_eps": (None, "", 0, -1e-6, False, [], float("nan"), 10**400),
+    "hc_eps": (None, "", 0, True, [1e-6]),
+    "routed_scaling_factor": (None, 0, "1.5", True, {}),
+    "initializer_range": (None, "0.02"),
+    "eos_token_id": (1.5, True, "1", [], [1.5], [1, None], -1, {"id": 1}, 2**31),
+    "bos_token_id": (0.0, False, [0], "0", -1),
+    "hidden_size": (None, 64.0, True, "64", [64], 2**31, 10**30),
+    "num_nextn_predict_layers": (None, 0.0, False, -1, "1"),
+    "compress_ratios": ("", 3, {}, [0.0] * 44, [False] * 44, ["0"] * 44, [[0]] * 44, [None] * 44),
+    "layer_types": ("", 3, [None] * 43, [["x"]] * 43, [SLIDING] * 42),
+    "mlp_layer_types": ("moe", 3, [None] * 43, ["moe"] * 42),
+    "num_hash_layers": (3.0, True, "3", [3], -1),
+    "compress_rates": ("", [], {}, False, {CSA: 4.7, HCA: 128}, {CSA: "4", HCA: 128}, {CSA: 4}),
+    "compress_rate_csa": (0, False, "", [], 4.5, "4"),
+    "rope_theta": ("10000", None, True, 1, float("inf"), [1e4]),
+    "compress_rope_theta": ("", False, 0.5, {}),
+    "qk_rope_head_dim": (64.0, True, "64", 63, 0, [64]),
+    "partial_rotary_factor": ("0.125", True, [], 0, -0.125),
+    "norm_topk_prob": (1, None, "true", [True]),
+    "num_key_value_heads": (True, 1.5, None),
+    "model_type": (None, 3, ["deepseek_v4"], {}),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, vs in STRICT.items() for v in vs])
+def test_a_value_of_the_wrong_kind_is_refused_by_field_and_value(field, value):
+    with pytest.raises(ValueError, match=r"^config\.json: ") as caught:
+        ModelConfig.from_dict(_with(**{field: value}))
+    words = str(caught.value)
+    assert field.removeprefix("compress_") in words or "rope" in words
+    assert len(words) < 1000
+    assert type(caught.value) is ValueError
+
+
+@given(
+    field=st.sampled_from(sorted({*PRESETS["flash"].to_dict(), *STRICT})),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+@example(field="compress_rates", value={CSA: 4, HCA: [128]})
+@example(field="quantization_config", value=[])
+def test_any_value_of_any_field_is_read_or_refused_by_name(field, value):
+    """What is read is what was written: no value stands for another."""
+    try:
+        config = ModelConfig.from_dict(_with(**{field: value}))
+    except ValueError as error:
+        if not str(error).startswith("config.json: "):
+            raise
+        return
+    if field in ("swiglu_limit", "bos_token_id", "eos_token_id"):
+        found = getattr(config, field)
+        assert (list(found) if isinstance(found, tuple) else found) == value
+        return
+    effect = config != PRESETS["flash"]
+    assert not effect or getattr(config, field, value) == value or "rope" in field
+
+
+NULLS = ("rope_scaling", "eos_token_id", "bos_token_id", "swiglu_limit", "compress_rate_csa")
+
+
+@pytest.mark.parametrize("field", [*NULLS, "rope_parameters", "layer_types", "attention_dropout"])
+def test_null_where_files_have_null(field):
+    config = ModelConfig.from_dict(_with(**{field: None}))
+    if field == "rope_scaling":
+        assert config.rope_compress.factor is None
+    elif field in ("eos_token_id", "bos_token_id", "swiglu_limit"):
+        assert getattr(config, field) is None
+        assert ModelConfig.from_dict(config.to_dict()) == config
+        assert json.loads(json.dumps(config.to_transformers_dict()))[field] is None
+    else:
+        assert config == PRESETS["flash"]
+
+
+def test_a_limit_of_zero_is_not_taken_for_no_limit():
+    words = "swiglu_limit is 0.0, wanted a number > 0, or null for no clamp: DeepSeek's code reads"
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_dict(_with(swiglu_limit=0.0))
+
+
+def test_tables_of_transformers_files():
+    flash = PRESETS["flash"].to_transformers_dict()
+    flat = {**flash, "rope_parameters": {**_YARN, "rope_theta": 160000.0}}
+    assert ModelConfig.from_dict(flat) == PRESETS["flash"]
+    both = {**flash, "rope_scaling": _YARN}
+    assert ModelConfig.from_dict(both) == PRESETS["flash"]
+    for change, words in (
+        ({"rope_scaling": {**_YARN, "factor": 8}}, "rope_scaling contradicts rope_parameters"),
+        ({"rope_parameters": _nested(rope_type=None)}, "has no type"),
+        ({"rope_parameters": _nested(rope_type="linear")}, "type is linear, wanted yarn"),
+        ({"rope_parameters": {"main": _nested()["main"]}}, "rope_parameters.compress is None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ModelConfig.from_dict({**flash, **change})
+
+
+@pytest.mark.parametrize("version", ["deepseek_v41", "deepseek_v41_text"])
+def test_the_next_architecture_is_refused_in_one_sentence(version):
+    differs = (
+        r"DeepSeek-V4\.1 is another architecture \(40 layers, hidden size 5120, 384 experts, "
+        r"single-pass hyper-connections, Engram tables\), which is not implemented here$"
+    )
+    nested = {"model_type": version, "text_config": {"hidden_size": 5120}, "vision_config": {}}
+    for values in (nested, _with(model_type=version)):
+        with pytest.raises(
+            ValueError, match=rf"^config\.json: model_type is '{version}'.*{differs}"
+        ):
+            ModelConfig.from_dict(values)
+    for field in ("engram_layer_ids", "kv_source_layer_ids", "candidate_source_layer_id"):
+        with pytest.raises(ValueError, match=rf"^config\.json: {field} is a field of .*{differs}"):
+            ModelConfig.from_dict(_with(**{field: [1, 14]}))
+
+
+def test_another_model_is_one_clause():
+    for values, words in (
+        ({"model_type": "llama", "hidden_size": 4096}, "model_type is 'llama', wanted"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"architectures is \['LlamaForCausalLM'\], wanted",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"^config\.json: {words} '?[dD]eepseek\w+'?$"):
+            ModelConfig.from_dict(values)
+    assert ModelConfig.from_dict(_with(architectures=["MyOwnName"])) == PRESETS["flash"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave", "index_topk_freq"),
+        *("num_experts", "n_experts", "attn_logit_softcapping", "final_logit_softcapping"),
+        *("sliding_window_pattern", "router_scale", "text_config.hidden_size", "logitsScale"),
+        *("kHeads", "layerNormEps", "use_qk_norm", "embedding_multiplier", "rope_local_base_freq"),
+    ],
+)
+def test_an_unknown_field_that_speaks_of_the_model_is_refused(field):
+    with pytest.raises(ValueError, match=rf"unknown field {field} \(by its name it may change"):
+        ModelConfig.from_dict(_with(**{field: 2}))
+    assert ModelConfig.from_dict(_with(**{field: None})) == PRESETS["flash"]  # not set
+
+
+def test_any_other_unknown_field_is_named_in_a_warning():
+    mine = {"run_name": "a", "my_note": {"x": 1}, "experiment_id": 3, "": 1, 5: 2, "x" * 9999: 1}
+    with pytest.warns(
+        UserWarning, match="ignored without effect: .*experiment_id.*run_name"
+    ) as log:
+        assert (
+            ModelConfig.from_dict(_with(**{str(k): v for k, v in mine.items()})) == PRESETS["flash"]
+        )
+    assert len(str(log[0].message)) < 500
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet = dict.fromkeys(("sep_token_id", "packed_modules_mapping", "unsloth_version"), 3)
+        assert ModelConfig.from_dict(_with(**quiet)) == PRESETS["flash"]
+
+
+@pytest.mark.parametrize("with_yarn", [True, False])
+def test_what_transformers_saves_today_is_read_without_a_warning(tmp_path, with_yarn):
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS["tiny"]
+    if not with_yarn:
+        config = config.replace(rope_compress=RopeParameters(160000.0, config.qk_rope_head_dim))
+    theirs = transformers.DeepseekV4Config(**config.to_transformers_dict())
+    theirs.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ModelConfig.from_path(tmp_path) == config
+        assert ModelConfig.of(theirs, numerics="deepseek") == config
+    theirs.run_name = "a user's own"
+    with pytest.warns(UserWarning, match="'run_name'"):
+        assert ModelConfig.of(theirs, numerics="deepseek") == config
+
+
+def test_a_quantisation_table_of_the_wrong_kind():
+    for table, words in (
+        ("fp8", "quantization_config is 'fp8', wanted a table"),
+        ({"quant_method": ["fp8"]}, "quant_method is"),
+        ({"moe_quant_algo": ["NVFP4"]}, "moe_quant_algo is"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            producer({"quantization_config": table})
 
 
 def test_fields_without_effect_are_accepted():
@@ -308,7 +531,7 @@ def test_a_file_on_disk(tmp_path):
     with pytest.raises(ValueError, match="is not JSON"):
         ModelConfig.from_path(tmp_path)
     file.write_text("[]")
-    with pytest.raises(ValueError, match="holds list, not fields"):
+    with pytest.raises(ValueError, match="holds list, wanted a table"):
         ModelConfig.from_path(tmp_path)
 
 

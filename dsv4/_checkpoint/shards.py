@@ -8,12 +8,15 @@ reading a checkpoint would otherwise fill the memory with the checkpoint.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from dsv4._json_file import irregular
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -36,18 +39,37 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PARTS = 32
 
 
+# Bounds of a header: the published checkpoint with the most tensors, in one file, would have 22 MB
+# and 145,116 of them.
+_MAX_HEADER = 32 << 20
+_MAX_TENSORS = 200_000
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read: the message names the file or tensor and what is wrong."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """A folder that does not exist or holds no config.json; also a FileNotFoundError."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its file's header describes it: its name, file's name, dtype and shape."""
+    """One tensor as its file's header describes it.
+
+    Attributes:
+        name: The tensor's name.
+        file: The file's name.
+        dtype: Its dtype.
+        shape: Its shape.
+        mark: What tells the file from one that takes its name later, see ``file_mark``.
+    """
 
     name: str
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    mark: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -58,44 +80,93 @@ class TensorInfo:
         return f"{self.name} ({DTYPE_NAMES[self.dtype]} {list(self.shape)})"
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def file_mark(path: Path) -> tuple[int, ...] | None:
+    """Device, number, size and time of change of a file; None if it cannot be asked."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def read_header(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, whose data must fill it to the last byte.
 
+    Args:
+        path: The file.
+        name: What messages call it; default the last part of ``path``.
+
     Raises:
-        CheckpointError: if the file is missing, truncated, not a safetensors file, or holds a
-            tensor whose dtype is not one of ``DTYPES``.
+        CheckpointError: if the file is missing, no regular file, truncated, not a safetensors file,
+            has a header longer than any published one, or holds a tensor whose dtype is not one of
+            ``DTYPES``.
     """
-    with _open(path) as file:
-        return {name: _info(path.name, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    name = name or path.name
+    mark = file_mark(path)
+    _check_header(path, name)
+    with _open(path, name) as file:
+        return {key: _info(name, key, file.get_slice(key), mark) for key in file.keys()}  # noqa: SIM118
 
 
-def _open(path: Path) -> safe_open:
+def _check_header(path: Path, name: str) -> None:
+    """Refuse what would take long or much memory to open, before it is opened."""
+    try:
+        kind = irregular(path.stat().st_mode)
+        if kind is not None:
+            raise CheckpointError(f"{name}: cannot be opened: it is {kind}, wanted a regular file")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER:
+                raise CheckpointError(
+                    f"{name}: truncated or not a safetensors file: its header would have {length} "
+                    f"bytes, wanted at most {_MAX_HEADER}"
+                )
+            header = file.read(length)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name}: the shard is missing from {path.parent}") from error
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be opened: {error}") from error
+    tables = header.count(b"{")
+    if tables > _MAX_TENSORS:
+        raise CheckpointError(
+            f"{name}: its header names {tables} tensors, wanted at most {_MAX_TENSORS}"
+        )
+
+
+def _open(path: Path, name: str) -> safe_open:
     """A handle; the package compares header and length of the file, so damage shows here."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.name}: the shard is missing from {path.parent}") from error
+        raise CheckpointError(f"{name}: the shard is missing from {path.parent}") from error
     except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be opened: {error}") from error
+        raise CheckpointError(f"{name}: cannot be opened: {error}") from error
     except SafetensorError as error:
+        mark = file_mark(path)
+        size = mark[2] if mark else 0
         raise CheckpointError(
-            f"{path.name}: truncated or not a safetensors file "
-            f"({path.stat().st_size} bytes): {error}"
+            f"{name}: truncated or not a safetensors file ({size} bytes): {str(error)[:300]}"
         ) from error
 
 
-def _info(file: str, name: str, tensor: Any) -> TensorInfo:
+def _info(file: str, name: str, tensor: Any, mark: tuple[int, ...] | None) -> TensorInfo:
     dtype = tensor.get_dtype()
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: {name} has dtype {dtype}, wanted {', '.join(DTYPES)}")
-    return TensorInfo(name, file, DTYPES[dtype], tuple(tensor.get_shape()))
+    return TensorInfo(name, file, DTYPES[dtype], tuple(tensor.get_shape()), mark)
 
 
 class Shards:
-    """The files of one folder, mapped when first read."""
+    """The files of one folder, mapped when first read.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The folder.
+        places: Paths of files that are elsewhere, by name.
+    """
+
+    def __init__(self, folder: Path, places: Mapping[str, Path] | None = None) -> None:
         self.folder = folder
+        self._places = dict(places or {})
         self._handles: dict[str, safe_open] = {}
         self._left: dict[str, int] = {}  # bytes to read before the handle is closed
 
@@ -117,9 +188,9 @@ class Shards:
 
     def _mapped(self, info: TensorInfo) -> torch.Tensor:
         if info.file not in self._handles:
-            path = self.folder / info.file
-            self._handles[info.file] = _open(path)
-            self._left[info.file] = path.stat().st_size // _PARTS
+            path = self._places.get(info.file, self.folder / info.file)
+            self._handles[info.file] = self._sound(info, path)
+            self._left[info.file] = info.mark[2] // _PARTS if info.mark else 0
         try:
             mapped = self._handles[info.file].get_tensor(info.name)
         except SafetensorError as error:
@@ -130,6 +201,22 @@ class Shards:
                 f"{DTYPE_NAMES.get(mapped.dtype, mapped.dtype)} {list(mapped.shape)}"
             )
         return mapped
+
+    @staticmethod
+    def _sound(info: TensorInfo, path: Path) -> safe_open:
+        """A handle of the file whose header was read, not of one that took its name since.
+
+        Tensors of two files that had one name would make a model of neither.
+        """
+        # Before, because a pipe would block; after, because what is mapped stays what it is.
+        changed = info.mark is not None and file_mark(path) != info.mark
+        handle = None if changed else _open(path, info.file)
+        if handle is None or (info.mark is not None and file_mark(path) != info.mark):
+            raise CheckpointError(
+                f"{info.file}: has changed since it was opened, when {info} was in it: "
+                "open the checkpoint again"
+            )
+        return handle
 
     def close(self) -> None:
         """Unmap every file; reading maps them again."""

@@ -377,13 +377,6 @@ class ExpertsSlot(Slot):
         return [largest if scale is None else scale for scale in best]
 
 
-def check_dtype(dtype: object) -> None:
-    """Raise TypeError unless an argument ``dtype`` is None or a dtype that weights can have."""
-    wide = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if dtype is not None and dtype not in wide:
-        raise TypeError(f"dtype is {dtype!r}, wanted None or one of {', '.join(map(str, wide))}")
-
-
 def narrowed(value: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
     """A tensor in another dtype.
 

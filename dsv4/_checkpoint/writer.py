@@ -10,11 +10,12 @@ import ctypes
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from dsv4._checkpoint.shards import DTYPE_NAMES
+from dsv4._checkpoint.transaction import INDEX, SINGLE, Transaction
 
 # Bytes set aside for a shard's header; a shard whose header would be longer is closed early.
 _HEADER_ROOM = 1 << 20
@@ -24,12 +25,15 @@ class ShardWriter:
     """Writes tensors one by one into safetensors shards of a folder.
 
     Memory holds one tensor at a time, besides those of odd length, which wait for the end of their
-    shard so that every tensor starts at a multiple of its item size. Files have temporary names
-    until ``finish``; an exception inside the ``with`` block removes them and leaves the folder as
-    it was.
+    shard so that every tensor starts at a multiple of its item size. The folder stays as it is
+    until ``finish``, which replaces the checkpoint in it as one step: see
+    ``dsv4._checkpoint.transaction``. One file is ``model.safetensors``; several are
+    ``model-<i>-of-<n>.safetensors`` with an index.
 
     Raises:
-        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false.
+        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false, or a file or
+            folder is in the way.
+        BlockingIOError: if another save into the folder is under way.
     """
 
     def __init__(
@@ -37,19 +41,17 @@ class ShardWriter:
     ) -> None:
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes is {max_shard_bytes}, wanted at least 1")
-        self.folder = Path(folder)
-        self.old = _present(self.folder)
-        if self.old and not overwrite:
-            raise FileExistsError(
-                f"{self.folder} holds a checkpoint ({self.old[0].name}), "
-                "wanted an empty folder or overwrite=True"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.max_shard_bytes = max_shard_bytes
         self.names: dict[str, int] = {}
         self.total = 0
-        self._paths: list[Path] = []
+        self._drafts: list[str] = []
         self._open: _Shard | None = None
+        self._files = Transaction(Path(folder), overwrite)
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint goes."""
+        return self._files.folder
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -60,10 +62,7 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._open is not None:
-            self._open.file.close()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        self._files.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append one tensor.
@@ -74,58 +73,50 @@ class ShardWriter:
         if name in self.names:
             raise ValueError(f"{name} is written twice")
         if self._open is not None and self._open.is_full(name, tensor, self.max_shard_bytes):
-            self._open.close()
-            self._open = None
+            self._close_shard()
         if self._open is None:
-            path = self.folder / f".writing-{len(self._paths):05d}.safetensors"
-            self._paths.append(path)
-            self._open = _Shard(path)
-        self.names[name] = len(self._paths)
+            self._drafts.append(f"shard-{len(self._drafts):05d}")
+            self._open = _Shard(self._files.create(self._drafts[-1]))
+        self.names[name] = len(self._drafts)
         self.total += tensor.numel() * tensor.element_size()
         self._open.add(name, tensor)
 
-    def finish(self, documents: dict[str, Any]) -> None:
-        """Give the files their names and write the index and ``documents`` (name to JSON value).
-
-        config.json should be among the documents: it is the last file to appear.
-        """
+    def _close_shard(self) -> None:
         if self._open is not None:
-            self._open.close()
+            self._open.complete()
+            self._files.close_file(self._open.file)
             self._open = None
-        count = len(self._paths)
-        finals = ["model.safetensors"]
+
+    def finish(self, documents: dict[str, Any]) -> None:
+        """Write the index and ``documents`` (name to JSON value) and replace the old checkpoint.
+
+        Raises:
+            FileExistsError: if a file that is not the old checkpoint's is in the way.
+        """
+        self._close_shard()
+        count = len(self._drafts)
+        finals = [SINGLE]
         if count != 1:
             finals = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
             index = {
                 "metadata": {"total_size": self.total},
                 "weight_map": {name: finals[i - 1] for name, i in self.names.items()},
             }
-            documents = {"model.safetensors.index.json": index, **documents}
-        for path in self.old:
-            path.unlink(missing_ok=True)
-        for path, final in zip(self._paths, finals, strict=True):
-            path.rename(self.folder / final)
-        self._paths = []
+            documents = {INDEX: index, **documents}
+        for draft, final in zip(self._drafts, finals, strict=True):
+            self._files.rename(draft, final)
         for name, value in documents.items():
-            draft = self.folder / f".writing-{name}"
-            draft.write_text(json.dumps(value, indent=2) + "\n")
-            draft.rename(self.folder / name)
-
-
-def _present(folder: Path) -> list[Path]:
-    """The files of a checkpoint in a folder."""
-    if not folder.is_dir():
-        return []
-    names = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-    shards = [p for p in folder.glob("*.safetensors") if not p.name.startswith(".")]
-    return sorted([folder / n for n in names if (folder / n).exists()] + shards)
+            file = self._files.create(name)
+            file.write((json.dumps(value, indent=2) + "\n").encode())
+            self._files.close_file(file)
+        self._files.commit([*finals, *documents])
 
 
 class _Shard:
     """One file being written: room for the header first, then data, then the header in its room."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("wb")
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
         self.file.write(b" " * (8 + _HEADER_ROOM))
         self.rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self.header_bytes = 64
@@ -165,7 +156,8 @@ class _Shard:
         }
         self.data_bytes = stop
 
-    def close(self) -> None:
+    def complete(self) -> None:
+        """Write what waits, and the header."""
         for name, tensor in sorted(self.waiting, key=lambda item: -item[1].element_size()):
             self._write(name, tensor)
         self.waiting = []
@@ -173,4 +165,3 @@ class _Shard:
         assert len(header) <= _HEADER_ROOM, "the estimate of a row's length is too small"
         self.file.seek(0)
         self.file.write(_HEADER_ROOM.to_bytes(8, "little") + header)
-        self.file.close()

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4._config_file import IGNORED_PREFIXES, KNOWN
+from dsv4._config_fields import IGNORED_PREFIXES, KNOWN
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
 from dsv4.integrations._arguments import transformers_version, warn_if_untested
 from dsv4.integrations._experts import experts_forward
@@ -202,6 +202,7 @@ def from_pretrained(
     chosen = _chosen(parts)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
+        checkpoint.check_size(config)
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
         report = _apply(model, modeling, config, chosen)

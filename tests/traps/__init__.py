@@ -2,7 +2,8 @@
 
 ``python -m tests.traps [T9 ...]`` makes each of them in a copy and watches the named test fail. The
 numbers are those of the specification's list of traps (section 15; D2 is in section 1); HF are
-mistakes of the drop-in for transformers.
+mistakes of the drop-in for transformers; "files" are mistakes with files that are replaced, or come
+from elsewhere.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from .bench import MUTANTS as _BENCH
 from .checkpoints import MUTANTS as _CHECKPOINTS
 from .cubins import MUTANTS as _CUBINS
 from .dropin import MUTANTS as _DROPIN
+from .files import MUTANTS as _FILES
 from .kernels import MUTANTS as _KERNELS
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
@@ -30,5 +32,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_BENCH,
     *_DROPIN,
     *_CHECKPOINTS,
+    *_FILES,
 )
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

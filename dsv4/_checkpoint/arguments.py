@@ -1,0 +1,29 @@
+"""Arguments that callers may spell in more than one way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def as_dtype(value: Any, what: str = "dtype") -> torch.dtype | None:
+    """A floating dtype given as such or by name, such as ``"bfloat16"``; None stays None.
+
+    Args:
+        value: The argument.
+        what: Its name, for messages.
+
+    Raises:
+        ValueError: if it is no floating dtype of plain weights.
+    """
+    found = value
+    if isinstance(value, str):
+        found = getattr(torch, value.removeprefix("torch."), None)
+    if found is None and not isinstance(value, str):
+        return None
+    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if not isinstance(found, torch.dtype) or found not in plain:
+        names = ", ".join(map(str, plain))
+        raise ValueError(f"{what} is {value!r}, wanted one of {names}, or None")
+    return found
