@@ -10,7 +10,6 @@ Triton for example; there torch's own version stays, and ``fit`` leaves the cons
 
 from __future__ import annotations
 
-import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -69,9 +68,9 @@ def _installed() -> dict[str, str]:
 
 
 def _write(path: Path) -> None:
-    python = ".".join(platform.python_version_tuple()[:2])
+    python, torch = sys.version_info[:2], metadata.version("torch")
     header = [
-        f"# Versions that the tests passed with: Python {python}, torch {metadata.version('torch')}.",
+        f"# Versions that the tests passed with: Python {python[0]}.{python[1]}, torch {torch}.",
         "# Written by `make constraints`.",
     ]
     path.write_text("\n".join([*header, *pins(_installed())]) + "\n")
