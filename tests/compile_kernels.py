@@ -2,7 +2,7 @@
 
 And those of ``dsv4.fragments``, which is no operator.
 
-    python -m tests.compile_kernels 90      (or 100; without TRITON_INTERPRET)
+    python -m tests.compile_kernels 90 [--most 2] [OP ...]     (or 100; without TRITON_INTERPRET)
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
@@ -11,11 +11,11 @@ which of the instructions of interest it has.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,8 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
 # Kernels of which the order of loads and exchanges between threads is reported.
 EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
-SIZES = (("flash", 1), ("pro", 1), ("flash", 64), ("flash", 2048))
+# The first two differ most: of a kernel that is compiled twice, few tokens and many.
+SIZES = (("flash", 1), ("flash", 2048), ("flash", 64), ("pro", 1))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
 
@@ -64,12 +65,20 @@ class _Unfilled(Draw):
         return torch.empty(shape, dtype=dtype)
 
 
-def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
-    """Compile what the bench's cases of ``ops`` launch; one report per kernel."""
+def compile_all(arch: int, ops: list[str], most: int | None = None) -> Iterator[dict]:
+    """Compile what the bench's cases of ``ops`` launch; one report per kernel.
+
+    Args:
+        arch: Compute capability times 10.
+        ops: Operators, and ``FRAGMENTS``.
+        most: How often each kernel of an operator is compiled, None for as often as it differs.
+    """
     found: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
 
     def compiled(self, *args, grid, warmup, **kwargs):
+        if most is not None and sum(name == self.__name__ for name, _ in found.values()) >= most:
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         found[kernel.hash] = (self.__name__, kernel)
         return kernel
@@ -173,11 +182,15 @@ def _tool(name: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
-    wanted = sys.argv[2:] or [*MAKERS, FRAGMENTS]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("ops", nargs="*", default=[*MAKERS, FRAGMENTS])
+    parser.add_argument("--most", type=int)
+    given = parser.parse_args()
     having = [
         op
-        for op in wanted
+        for op in given.ops
         if op == FRAGMENTS or any(r.name == "triton" for r in dispatch.implementations(op))
     ]
-    for report in compile_all(int(sys.argv[1]), having):
+    for report in compile_all(given.arch, having, given.most):
         print(json.dumps(report), flush=True)
