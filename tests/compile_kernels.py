@@ -196,7 +196,7 @@ if __name__ == "__main__":
     parser.add_argument("arch", type=int)
     parser.add_argument("ops", nargs="*", default=[*MAKERS, FRAGMENTS])
     parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     having = [
         op
         for op in given.ops
