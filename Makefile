@@ -1,19 +1,39 @@
-# make bench    the main job: checks and times everything this machine can run
-# make test     all tests
-# make check    lint, format and types
-# make traps    break the code for every known trap and watch a test fail
+# make bench        the main job: checks and times everything this machine can run
+# make test         all tests
+# make check        lint, format and types
+# make traps        break the code for every known trap and watch a test fail
+# make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
+# make constraints  the same; if all pass, write their versions to constraints/
 #
-# Each makes .venv first and needs Python and git alone. TORCH chooses what is installed first, e.g.
-#   make test TORCH=torch==2.13.0
+# Each makes its environment first and needs Python and git alone. All but the last two install the
+# versions in constraints/, one file per minor release of Python. Variables:
+#   PYTHON       the Python that makes the environment
+#   TORCH        the torch that is installed first, e.g. make test TORCH=torch==2.13.0
+#   EXTRAS       extras of pyproject.toml; with an NVIDIA driver they include cute
+#   CONSTRAINTS  another constraints file, or empty for the newest versions
+#   VENV         folder of the environment
 
 PYTHON ?= python3
 TORCH ?= torch>=2.10
 PYTEST_ARGS ?= -q -n auto
-VENV := .venv
+comma := ,
+EXTRAS ?= hf,bench,test,lint$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cute)
+VENV ?= .venv
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+MINOR := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+CONSTRAINTS ?= constraints/$(MINOR).txt
 READY := $(VENV)/.ready
 
-.PHONY: bench test check traps format clean
+# The file tells for what the environment was made. What differs is installed over it.
+FOR := $(MINOR) $(TORCH) $(EXTRAS) $(CONSTRAINTS)
+MADE_FOR := $(shell cat $(READY) 2>/dev/null)
+ifneq ($(MADE_FOR),$(FOR))
+.PHONY: $(READY)
+endif
+
+.PHONY: bench test check traps format test-newest constraints clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -22,22 +42,37 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(READY)
-	$(BIN)/ruff check dsv4 tests
-	$(BIN)/ruff format --check dsv4 tests
+	$(BIN)/ruff check dsv4 tests tools
+	$(BIN)/ruff format --check dsv4 tests tools
 	$(BIN)/mypy
 
 traps: $(READY)
 	$(BIN)/python -m tests.traps
 
 format: $(READY)
-	$(BIN)/ruff check --fix dsv4 tests
-	$(BIN)/ruff format dsv4 tests
+	$(BIN)/ruff check --fix dsv4 tests tools
+	$(BIN)/ruff format dsv4 tests tools
 
-$(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[hf,bench,test,dev]"
-	touch $(READY)
+test-newest:
+	rm -rf .venv-newest
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+
+constraints: test-newest
+	mkdir -p constraints
+	.venv-newest/bin/python tools/constraints.py write constraints/$(MINOR).txt
+
+$(READY): pyproject.toml tools/constraints.py $(CONSTRAINTS)
+	rm -f $(READY)
+	$(PYTHON) -m venv $(if $(filter $(MINOR),$(MADE_FOR)),,--clear) $(VENV)
+	$(PIP_INSTALL) "$(TORCH)"
+	$(if $(CONSTRAINTS),$(BIN)/python tools/constraints.py fit $(CONSTRAINTS) >$(VENV)/constraints.txt)
+	$(PIP_INSTALL) $(if $(CONSTRAINTS),-c $(VENV)/constraints.txt) -e ".[$(EXTRAS)]"
+	echo "$(FOR)" >$(READY)
+
+constraints/%.txt:
+	@echo "There is no $@: dsv4 supports Python 3.10 to 3.13, and $(PYTHON) is $(MINOR)." >&2
+	@echo "CONSTRAINTS= installs the newest versions, PYTHON=python3.12 takes another Python." >&2
+	@exit 1
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
+	rm -rf .venv .venv-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build

@@ -2,7 +2,7 @@
 
 And those of ``dsv4.fragments``, which is no operator.
 
-    python -m tests.compile_kernels 90      (or 100; without TRITON_INTERPRET)
+    python -m tests.compile_kernels 90 [--quick] [OP ...]     (or 100; without TRITON_INTERPRET)
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
@@ -11,11 +11,11 @@ which of the instructions of interest it has.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,8 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
 # Kernels of which the order of loads and exchanges between threads is reported.
 EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
-SIZES = (("flash", 1), ("pro", 1), ("flash", 64), ("flash", 2048))
+# The first two, few tokens and many, have nearly all kernels.
+SIZES = (("flash", 1), ("flash", 2048), ("flash", 64), ("pro", 1))
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
 # The public function of each operator, whose cases are named by the rest of the operator's name.
@@ -66,12 +67,21 @@ class _Unfilled(Draw):
         return torch.empty(shape, dtype=dtype)
 
 
-def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
-    """Compile what the bench's cases of ``ops`` launch; one report per kernel."""
+def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict]:
+    """Compile what the bench's cases of ``ops`` launch; one report per kernel.
+
+    Args:
+        arch: Compute capability times 10.
+        ops: Operators, and ``FRAGMENTS``.
+        quick: Of the last two sizes, compile only kernels that the first two have not.
+    """
+    passed: set[str] = set()
     found: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
 
     def compiled(self, *args, grid, warmup, **kwargs):
+        if self.__name__ in passed:
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         found[kernel.hash] = (self.__name__, kernel)
         return kernel
@@ -86,15 +96,18 @@ def compile_all(arch: int, ops: list[str]) -> Iterator[dict]:
     _launch.multiprocessors = lambda device: _MULTIPROCESSORS[arch]
     _launch.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
+        passed.clear()
         with _support.interpret_triton():
-            _move() if op == FRAGMENTS else _run(op)
+            _OTHERS.get(op, lambda: None)()
+            _run(op, SIZES[:2])
+            if quick:
+                passed.update(name for name, _ in found.values())
+            _run(op, SIZES[2:])
         yield from (_report(op, *found.pop(key)) for key in list(found))
 
 
-def _run(op: str) -> None:
-    if op == "indexer_select":
-        _select_with_few_heads()
-    for preset, tokens in SIZES:
+def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
+    for preset, tokens in sizes:
         for case in _cases(op, preset, tokens):
             problem = case.build(_Unfilled(0, torch.device("cpu")))
             if dispatch.explain(problem.function, *problem.args, **problem.kwargs).chosen:
@@ -118,7 +131,13 @@ def _select_with_few_heads() -> None:
             case.run(9, backend="triton")
 
 
+# Launches that are no case of the bench.
+_OTHERS = {FRAGMENTS: _move, "indexer_select": _select_with_few_heads}
+
+
 def _cases(op: str, preset: str, tokens: int) -> list[Case]:
+    if op == FRAGMENTS:
+        return []
     function = _FUNCTIONS[op]
     ending = _ENDINGS.get(op, op.removeprefix(function).removeprefix("_"))
     return [c for c in cases(function, preset, tokens) if c.name.endswith(ending)]
@@ -177,11 +196,15 @@ def _tool(name: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
-    wanted = sys.argv[2:] or [*_FUNCTIONS, FRAGMENTS]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, FRAGMENTS])
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_intermixed_args()
     having = [
         op
-        for op in wanted
+        for op in given.ops
         if op == FRAGMENTS or any(r.name == "triton" for r in dispatch.implementations(op))
     ]
-    for report in compile_all(int(sys.argv[1]), having):
+    for report in compile_all(given.arch, having, given.quick):
         print(json.dumps(report), flush=True)

@@ -1,6 +1,7 @@
-"""Every configuration of Blackwell's kernel compiles for Blackwell, on a machine without one.
+"""Configurations of Blackwell's kernel compile for Blackwell, on a machine without one.
 
-Compiled and inspected, not run.
+Compiled and inspected, not run. Every one of them in the nightly profile, else a sample with every
+pair of values of two fields.
 """
 
 from __future__ import annotations
@@ -20,12 +21,8 @@ from dsv4.cute import _images, gemm_nvfp4
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan
 from dsv4.cute.sm100.plans import Product, candidates
-from tests.machine_code import (
-    REGISTER_FILE,
-    instructions_of,
-    parameters_of,
-    usage_of,
-)
+from tests import covering
+from tests.machine_code import REGISTER_FILE, instructions_of, parameters_of, usage_of
 
 SPELLED = {"sm_100a": "4X", "sm_103a": "BLOCK16"}  # four scales for the 64 columns of a product
 BOTH = (False, True)
@@ -99,20 +96,24 @@ def check(plan, arch, image, numbers, instructions):
         assert begins("STSM") == (0 if plan.swiglu else tiles)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("arch", SPELLED)
-def test_every_configuration(arch, blocks, tmp_path):
-    wanted = plans(blocks)
+def check_each(wanted, arch, folder, check):
+    """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
     images = [_images.compile_image(plan, arch) for plan in wanted]
-    listings = instructions_of(images, arch, tmp_path / "code")
+    listings = instructions_of(images, arch, folder / "code")
     objections = []
     for plan, image, instructions in zip(wanted, images, listings, strict=True):
         try:
-            check(plan, arch, image, usage_of(image, tmp_path / "cubin"), instructions)
+            check(plan, arch, image, usage_of(image, folder / "cubin"), instructions)
         except AssertionError as error:
             objections.append(f"{plan}: {error}")
     assert not objections, "\n".join(objections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", covering.batches([*plans(1), *plans(2)], 16))
+@pytest.mark.parametrize("arch", SPELLED)
+def test_every_configuration(arch, batch, tmp_path):
+    check_each(batch, arch, tmp_path, check)
 
 
 def test_instructions_and_parameters(tmp_path):

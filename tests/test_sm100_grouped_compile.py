@@ -1,6 +1,7 @@
-"""Every configuration of Blackwell's grouped kernel compiles for Blackwell, without one.
+"""Configurations of Blackwell's grouped kernel compile for Blackwell, without one.
 
-Compiled and inspected, not run.
+Compiled and inspected, not run. Every one of them in the nightly profile, else a sample with every
+pair of values of two fields.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import _images, grouped_nvfp4
+from dsv4.cute import grouped_nvfp4
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.grouped_plan import AHEAD, GroupedPlan
-from tests.machine_code import REGISTER_FILE, instructions_of, parameters_of, usage_of
-from tests.test_sm100_compile import SPELLED
+from tests import covering
+from tests.machine_code import REGISTER_FILE, parameters_of
+from tests.test_sm100_compile import SPELLED, check_each
 from tests.test_sm100_grouped import PLANS
-
-_PARTS = 4  # that processes share
 
 
 def check(plan, arch, image, numbers, instructions):
@@ -78,19 +78,10 @@ def check(plan, arch, image, numbers, instructions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("batch", covering.batches(PLANS, 18))
 @pytest.mark.parametrize("arch", SPELLED)
-def test_every_configuration(arch, part, tmp_path):
-    wanted = PLANS[part::_PARTS]
-    images = [_images.compile_image(plan, arch) for plan in wanted]
-    listings = instructions_of(images, arch, tmp_path / "code")
-    objections = []
-    for plan, image, instructions in zip(wanted, images, listings, strict=True):
-        try:
-            check(plan, arch, image, usage_of(image, tmp_path / "cubin"), instructions)
-        except AssertionError as error:
-            objections.append(f"{plan}: {error}")
-    assert not objections, "\n".join(objections)
+def test_every_configuration(arch, batch, tmp_path):
+    check_each(batch, arch, tmp_path, check)
 
 
 def test_instructions_and_parameters(tmp_path):

@@ -24,9 +24,9 @@ E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rot
 E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4", "quantize_index_queries", "compress_write"}
 
 
-def compiled(arch, *ops):
+def compiled(arch, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_kernels", str(arch), *ops]
+    command = [sys.executable, "-m", "tests.compile_kernels", str(arch), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -76,10 +76,14 @@ def assert_loads_come_first(kernels):
 
 @pytest.mark.slow
 @pytest.mark.first
-@pytest.mark.parametrize("arch", [90, 100])
-def test_every_kernel_compiles_and_fits(arch):
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [(90, []), (100, ["--quick"]), pytest.param(100, [], marks=pytest.mark.nightly)],
+    ids=["90", "100 quick", "100"],
+)
+def test_every_kernel_compiles_and_fits(arch, how):
     """One test, because compiling takes minutes: no local memory, resources, the wait, E2M1."""
-    kernels = compiled(arch)
+    kernels = compiled(arch, *how)
     assert {kernel["op"] for kernel in kernels} == KERNEL_OPS | {"fragments"}
     assert not [k for k in kernels if k["stack"] or k["local"]]
     for kernel in kernels:

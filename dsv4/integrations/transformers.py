@@ -158,7 +158,7 @@ def from_pretrained(
     path: str | Path,
     *,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     numerics: str = "transformers",
     activation: str = "bf16",
     parts: Iterable[str] | None = None,
@@ -174,9 +174,10 @@ def from_pretrained(
     Args:
         path: Folder with config.json and safetensors, see ``dsv4.checkpoint``.
         device: Where the model goes.
-        dtype: Dtype of plain weights; None keeps the checkpoint's. What the installed transformers
-            keeps in float32 (norms, sinks, hyper-connections, biases) is never narrower, but for
-            norms that are left to transformers up to 5.17, which cannot run them so.
+        dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. What the installed
+            transformers keeps in float32 (norms, sinks, hyper-connections, biases) is never
+            narrower, except for norms that are left to transformers up to 5.17, which cannot run
+            them so.
         numerics: As for ``apply``.
         activation: As for ``apply``.
         parts: As for ``apply``.
@@ -196,10 +197,11 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
+    from dsv4._checkpoint.arguments import as_dtype
     from dsv4.checkpoint import Checkpoint, fill
 
     modeling = _modeling()
-    chosen = _chosen(parts)
+    chosen, dtype = _chosen(parts), as_dtype(dtype)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)

@@ -100,6 +100,10 @@ class ManyFp8Plan(ManyPlan):
         return self.rows * BLOCK
 
 
+# Few configurations serve all matrices, and keep what is derived from their fields.
+_configuration = functools.cache(ManyFp8Plan)
+
+
 @functools.cache
 def fp8_plan(product: Product, tokens: int, folded: bool) -> ManyFp8Plan | None:
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
@@ -124,7 +128,7 @@ def candidates(product: Product, tokens: int, folded: bool) -> Iterator[ManyFp8P
         return
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
     for (warpgroups, token_block, resident), blocks in itertools.product(shapes, RESIDENT):
-        plan = ManyFp8Plan(
+        plan = _configuration(
             token_block, warpgroups, blocks, 2, *kind, folded=folded, resident=resident
         )
         whole = product.groups == 1 or group_rows % plan.rows == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class ManyPlan:
         own = -(-self.token_block // 8 // self.blocks)
         return self.blocks * own * 8 * self.rows * 4
 
-    @property
+    @functools.cached_property
     def apart(self) -> bool:
         """Whether these sums have a room of their own: if enough stages are left beside it.
 
@@ -156,7 +157,7 @@ class ManyPlan:
         lines = min(8 * self.turned_tiles, self.token_block)
         return self.warpgroups * self.rooms * lines * LINE
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         """Stages of X and the weights."""
         return self._stages_in(self.apart_bytes)
@@ -206,6 +207,10 @@ class ManyPlan:
         return 1024 + stages + self.turned_bytes + self.beside_bytes + self.apart_bytes
 
 
+# Few configurations serve all matrices, and keep what is derived from their fields.
+_configuration = functools.cache(ManyPlan)
+
+
 def many_plan(
     rows: int,
     group_rows: int,
@@ -244,9 +249,8 @@ def candidates(
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
     for (warpgroups, tiles, depth, token_block), blocks in itertools.product(shapes, RESIDENT):
-        plan = ManyPlan(
-            token_block, warpgroups, blocks, depth, float32_out, row_scaled, tiles=tiles
-        )
+        kind = (float32_out, row_scaled)
+        plan = _configuration(token_block, warpgroups, blocks, depth, *kind, tiles=tiles)
         whole = rows == group_rows or group_rows % plan.rows == 0
         steps = columns // 64 // depth
         # What registers do not hold beside the sums.
