@@ -2,9 +2,9 @@
 
 ``load`` builds a model from a folder: NVIDIA's NVFP4, ModelOpt's exports, compressed-tensors
 (llm-compressor), AMD Quark's NVFP4, DeepSeek's MXFP4 and FP8, or plain weights (specification
-section 11.5), with DeepSeek's names, transformers' or a mixture. ``save`` writes five layouts. ``Checkpoint`` gives the tensors one by one,
-``fill`` puts them into any module tree with transformers' names, and ``write`` makes a checkpoint
-of any size from a stream.
+section 11.5), with DeepSeek's names, transformers' or a mixture. ``save`` writes five layouts.
+``Checkpoint`` gives the tensors one by one, ``fill`` puts them into any module tree with
+transformers' names, and ``write`` makes a checkpoint of any size from a stream.
 """
 
 from __future__ import annotations
