@@ -52,8 +52,8 @@ MUTANTS = (
         "cubin",
         "another user's file",
         TRUSTED,
-        "    if status.st_uid not in (_ROOT, user.uid):\n        return f",
-        "    if status.st_uid < 0:\n        return f",
+        "    if status.st_uid not in (_ROOT, user.uid):\n        allowed",
+        "    if status.st_uid < 0:\n        allowed",
         PLANTED,
     ),
     Mutant(
