@@ -9,81 +9,23 @@ tokens each sequence has, change tables in place and never wait for a GPU.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from dsv4.atomic_steps import AtomicSteps
+from dsv4.batch import Batch, CacheStep
 from dsv4.config import ModelConfig
 from dsv4.layer_cache import CacheSize, LayerBuilder, LayerCache, State, check_layers
 from dsv4.page_tables import CacheFullError, Growth, PageTable, to_device
 from dsv4.pages import COMPACT_FORMATS, ENTRY_FORMATS
-from dsv4.step_record import StepRecord, save
+from dsv4.step_record import StepRecord
 
 __all__ = ["Batch", "CacheFullError", "CacheStep", "LayerCache", "PagedCache"]
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """New tokens of some sequences, flat: entry b owns ``cu_seqlens[b] : cu_seqlens[b+1]``.
-
-    Attributes:
-        cu_seqlens: ``[B+1]`` int64.
-        starts: ``[B]`` int64, tokens each sequence had before.
-        sequences: ``[B]`` int64, rows of the cache.
-        positions: ``[T]`` int64, position of each token in its sequence.
-        sequence_of_token: ``[T]`` int64, row of the cache of each token.
-    """
-
-    cu_seqlens: torch.Tensor
-    starts: torch.Tensor
-    sequences: torch.Tensor
-    positions: torch.Tensor
-    sequence_of_token: torch.Tensor
-
-    @classmethod
-    def from_lengths(
-        cls, lengths: Sequence[int], starts: torch.Tensor, sequences: torch.Tensor
-    ) -> Batch:
-        """A ragged batch.
-
-        Args:
-            lengths: Number of new tokens of each entry, on the host; 0 is legal.
-            starts: ``[B]`` int.
-            sequences: ``[B]`` int, distinct.
-
-        Raises:
-            ValueError: if a length is negative or the three differ in number.
-        """
-        count = len(lengths)
-        if any(n < 0 for n in lengths):
-            raise ValueError(f"Batch: lengths are {list(lengths)}, wanted none negative")
-        for name, tensor in (("starts", starts), ("sequences", sequences)):
-            if tuple(tensor.shape) != (count,):
-                raise ValueError(f"Batch: {name} has shape {list(tensor.shape)}, wanted [{count}]")
-        starts, sequences = starts.to(torch.int64), sequences.to(torch.int64)
-        device, total = starts.device, sum(lengths)
-        cu = to_device(list(accumulate(lengths, initial=0)), device)
-        entry = torch.repeat_interleave(cu.diff(), output_size=total)
-        index = torch.arange(total, device=device)
-        positions = starts[entry] + index - cu[entry]
-        return cls(cu, starts, sequences, positions, sequences[entry])
-
-    @classmethod
-    def decode(cls, starts: torch.Tensor, sequences: torch.Tensor) -> Batch:
-        """One new token per sequence; ``starts`` and ``sequences`` are ``[B]`` int.
-
-        An entry with ``sequences`` -1 is padding: its slots are all -1.
-        """
-        starts, sequences = starts.to(torch.int64), sequences.to(torch.int64)
-        cu = torch.arange(starts.shape[0] + 1, device=starts.device)
-        return cls(cu, starts, sequences, starts, sequences)
-
-
-class PagedCache:
+class PagedCache(AtomicSteps):
     """Cache of ``max_sequences`` sequences of at most ``max_tokens`` tokens each.
 
     Each sequence has pages of its own for ``max_tokens``; or, with ``pool_tokens``, takes pages
@@ -404,16 +346,6 @@ class PagedCache:
             raise
         self._records.append(record)
 
-    def _check_repeated(self, steps: Sequence[tuple[int, int, int]]) -> None:
-        if self._within is None:
-            return
-        for row, _, _ in steps:
-            if row not in self._within and any(row in record.tokens for record in self._records):
-                raise RuntimeError(
-                    f"PagedCache.prepare: a second step of row {row} within atomic, wanted it "
-                    "among the sequences of atomic"
-                )
-
     def _grow(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
         """Change tables and counts for a step, and say in ``record`` what they were."""
         self._trim(record)
@@ -434,137 +366,6 @@ class PagedCache:
             self._tokens[row] = end
             self._grown.add(row)
 
-    def _save_states(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
-        """Save open windows of which a step of several tokens takes slots."""
-        if all(end - start == 1 for _, start, end in steps):
-            return
-        for state in self._states:
-            rows = [row for row, start, end in steps if state.loses(start, end)]
-            record.saved += save([state.tensor], 1, rows)
-
-    def _save_pages(self, ratio: int, growths: Sequence[Growth], record: StepRecord) -> None:
-        """Save pages that have to be as before when their table is."""
-        found = [self._tables[ratio].overwrites(growth) for growth in growths]
-        pages = [page for page in found if page is not None]
-        record.saved += save(
-            [data for layer in self.layers for data in layer.pools(ratio)], 0, pages
-        )
-
-    @contextmanager
-    def atomic(self, sequences: Sequence[int] = (), lengths: Sequence[int] = ()) -> Iterator[None]:
-        """Undo the steps within if anything raises, ``KeyboardInterrupt`` too.
-
-        A step is ``prepare``, the work of all layers, ``advance``, and what else has to succeed.
-        After an error the cache is as it was: its caller can repeat the call, and gets the bits of
-        a run without the error. Steps of a captured graph are undone with ``undo``.
-
-        Args:
-            sequences: Rows of which several steps come within.
-            lengths: New tokens of each in all steps together.
-        """
-        self._outside("atomic")
-        self._records.clear()
-        self._within = set(sequences)
-        try:
-            self._save_windows(sequences, lengths)
-            yield
-        except BaseException:
-            self._undo_all()
-            raise
-        finally:
-            self._within = None
-            self._records.clear()
-
-    def undo(self, batch: Batch | None = None) -> bool:
-        """Take back the latest ``prepare``, whose step did not come to its end.
-
-        To be called at once after the error. Nothing happens if there is none to take back: it was
-        undone, or another row was freed, reset or copied since.
-
-        Args:
-            batch: The step's, if ``advance`` may have run.
-
-        Returns:
-            Whether there was one.
-        """
-        self._outside("undo")
-        if not self._records:
-            return False
-        self._records[-1].batch = batch
-        self._undo_all()
-        return True
-
-    def _outside(self, what: str) -> None:
-        if self._within is not None:
-            raise RuntimeError(f"PagedCache.{what}: called within atomic, wanted outside")
-
-    def _undo_all(self) -> None:
-        for record in reversed(self._records):
-            self._take_back(record)
-        if self.lengths.is_cuda and not torch.cuda.is_current_stream_capturing():
-            # Layers write on other streams, too.
-            torch.cuda.synchronize(self.lengths.device)
-        for record in reversed(self._records):
-            self._write_back(record)
-        self._records.clear()
-
-    def _take_back(self, record: StepRecord) -> None:
-        """Undo on the host what a step changed, as far as it came."""
-        for table, before in reversed(record.tables):
-            table.restore(before)
-        for row, tokens in record.tokens.items():
-            self._tokens[row] = tokens
-        self._grown = set(record.grown)
-
-    def _write_back(self, record: StepRecord) -> None:
-        """The same on the device."""
-        for table in self._tables.values():
-            table.flush()
-        for saved in record.saved:
-            saved.restore()
-        if record.batch is not None:
-            new = record.batch.cu_seqlens.diff()
-            self._set_lengths(record.batch, new, record.batch.starts)
-
-    def _save_windows(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Save what several steps overwrite of rows that hold tokens: windows, and states."""
-        held = self._prepared(sequences) if self.pooled else self.lengths.tolist()
-        if not self.pooled:
-            held = [held[row] for row in sequences]
-        steps = [
-            (row, start, start + new)
-            for row, new, start in zip(sequences, lengths, held, strict=True)
-            if row >= 0 and start > 0 and new > 0
-        ]
-        if not steps:
-            return
-        record = StepRecord({}, frozenset(self._grown))
-        self._save_states(steps, record)
-        pages: dict[tuple[int, int], torch.Tensor] = {}
-        for layer in self.layers:
-            key = id(layer.window_table), layer.window.page_size
-            if key not in pages:
-                pages[key] = self._window_pages(layer, steps)
-            record.saved += save([layer.window.data], 0, pages[key])
-        self._records.append(record)
-
-    def _window_pages(
-        self, layer: LayerCache, steps: Sequence[tuple[int, int, int]]
-    ) -> torch.Tensor:
-        """Pages of what the first token of each step sees raw."""
-        size, columns = layer.window.page_size, layer.window_table.shape[1]
-        places = [
-            (row, number % columns)
-            for row, start, _ in steps
-            for number in range(self._window_low(start) // size, -(-start // size))
-        ]
-        rows, column = to_device(places, layer.window_table.device).unbind(1)
-        return layer.window_table[rows, column].clamp(min=0).to(torch.int64)
-
-    def _prepared(self, rows: Sequence[int]) -> list[int]:
-        """Tokens that each was prepared for, 0 of no row."""
-        return [self._tokens[row] if 0 <= row < self.max_sequences else 0 for row in rows]
-
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
         grow = self._tables[ratio].growth
         if ratio:
@@ -572,10 +373,6 @@ class PagedCache:
         else:
             found = [grow(row, self._window_low(start), end) for row, start, end in steps]
         return [growth for growth in found if growth is not None]
-
-    def _window_low(self, tokens: int) -> int:
-        """First position that the token at position ``tokens`` sees raw."""
-        return max(0, tokens - self.config.sliding_window + 1)
 
     def _stale(self, window: PageTable) -> dict[int, dict[int, int]]:
         """Pages that windows have left since the last step, by row and number."""
@@ -773,13 +570,6 @@ class PagedCache:
         new = batch.cu_seqlens.diff()
         self._set_lengths(batch, new, batch.starts + new)
 
-    def _set_lengths(self, batch: Batch, new: torch.Tensor, lengths: torch.Tensor) -> None:
-        row = batch.sequences.clamp(min=0)
-        counts = (batch.sequences >= 0) & (new > 0)
-        # Added as a difference, so that ignored entries change nothing wherever they point.
-        change = torch.where(counts, lengths - self.lengths[row], 0)
-        self.lengths.index_add_(0, row, change)
-
     def nbytes(self) -> int:
         """Bytes of all tensors; a table that layers share counts once."""
         tensors = {id(self.lengths): self.lengths}
@@ -854,40 +644,3 @@ def _shaping(*configs: ModelConfig) -> list[tuple[Any, ...]]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True, eq=False)
-class CacheStep:
-    """A cache and the batch about to extend it: what layers take as ``past_key_values``.
-
-    Attributes:
-        cache: Holds earlier tokens, receives the new ones.
-        batch: The new tokens; flat, so hidden states are ``[1, T, ...]``.
-    """
-
-    cache: PagedCache
-    batch: Batch
-    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned for ``key`` in this step: layers share tables and slots.
-
-        A step lives for one forward, so nothing outlives the numbers it came from.
-        """
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-    def write_slots(self, layer: LayerCache) -> torch.Tensor:
-        """Slot of each token's raw key-value, ``[T]``; see ``LayerCache.window_write_slots``."""
-        return self.once(
-            ("write", id(layer.window_table)),
-            lambda: layer.window_write_slots(self.batch.sequence_of_token, self.batch.positions),
-        )
-
-    def read_slots(self, layer: LayerCache) -> torch.Tensor:
-        """Slots each token sees, ``[T, sliding_window]``; see ``LayerCache.window_read_slots``."""
-        return self.once(
-            ("read", id(layer.window_table), layer.sliding_window),
-            lambda: layer.window_read_slots(self.batch.sequence_of_token, self.batch.positions),
-        )

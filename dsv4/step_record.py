@@ -11,7 +11,7 @@ import torch
 from dsv4.page_tables import PageTable, TableRecord, to_device
 
 if TYPE_CHECKING:
-    from dsv4.cache import Batch
+    from dsv4.batch import Batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4 import batch as batch_module
 from dsv4 import cache as cache_module
+from dsv4 import step_record as record_module
 from dsv4.cache import Batch, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers import _pooling, attention, decoder, indexer
@@ -85,6 +87,8 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (PagedCache, "_set_lengths"),
     (Batch, "__init__"),
     (cache_module, "to_device"),
+    (batch_module, "to_device"),
+    (record_module, "to_device"),
     (torch.nn.Embedding, "forward"),
     (_pooling, "compress_write"),
     (attention, "norm_rope_write_kv"),

@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "T15",
         "a step that failed and whose tokens still count",
-        "dsv4/cache.py",
+        "dsv4/atomic_steps.py",
         "            self._tokens[row] = tokens\n",
         "            pass\n",
         ATOMIC,
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant(
         "T15",
         "a step that failed and whose pages stay in the table",
-        "dsv4/cache.py",
+        "dsv4/atomic_steps.py",
         "            table.restore(before)\n",
         "            pass\n",
         ATOMIC,
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "T15",
         "a step that failed after the lengths were set, which stay",
-        "dsv4/cache.py",
+        "dsv4/atomic_steps.py",
         "            self._set_lengths(record.batch, new, record.batch.starts)\n",
         "            pass\n",
         ATOMIC,
@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant(
         "T15",
         "a prompt of several chunks that failed after it overwrote the window",
-        "dsv4/cache.py",
+        "dsv4/atomic_steps.py",
         "            record.saved += save([layer.window.data], 0, pages[key])\n",
         "",
         ATOMIC,
