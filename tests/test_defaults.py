@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,28 +107,33 @@ def results(work: Callable[[DeepseekV4ForCausalLM], None], numerics: str, seed: 
     with around:
         work(model)
         sampler = Sampler(temperature=1.0, top_p=0.9, generator=generator)
-        cache = model.new_cache(3, 64, 8, pool_tokens=768, index_format="index_mxfp4")
-        rows = [cache.allocate(), cache.allocate()]
-        logits = model.prefill([list(range(19)), [3]], cache, rows)
+        paged = model.new_cache(3, 64, 8, pool_tokens=768, index_format="index_mxfp4")
+        rows = [paged.allocate(), paged.allocate()]
+        logits = model.prefill([list(range(19)), [3]], paged, rows)
         tokens = model.generate([[1, 2, 3], [4]], 4, stop_ids=[], sampler=sampler, chunk=2)
         found = {
             "dense": model(ids),
             "prefill": logits,
-            "decode": model.decode(logits.argmax(-1), cache, rows),
-            "forked": model.decode(logits.argmax(-1)[:1], cache, [cache.fork(rows[0])]),
+            "decode": model.decode(logits.argmax(-1), paged, rows),
+            "forked": model.decode(logits.argmax(-1)[:1], paged, [paged.fork(rows[0])]),
         }
     return {**found, **dict(model.state_dict())}, tokens
 
 
+@cache
+def untouched(work: Callable[[DeepseekV4ForCausalLM], None], numerics: str, seed: int):
+    return results(work, numerics, seed, defaults(torch.float32, None, None))
+
+
 @pytest.mark.parametrize("work", WORK)
 @given(
-    seed=st.integers(0, 2**20),
+    seed=st.integers(0, 1),
     numerics=st.sampled_from(["deepseek", "transformers"]),
     chosen=st.sampled_from(DEFAULTS),
 )
 @settings(max_examples=4)
 def test_a_model_gives_the_same_bits_under_other_defaults(work, seed, numerics, chosen) -> None:
-    wanted, tokens = results(work, numerics, seed, defaults(torch.float32, None, None))
+    wanted, tokens = untouched(work, numerics, seed)
     found, others = results(work, numerics, seed, defaults(*chosen))
     assert_same(found, wanted)
     assert others == tokens
