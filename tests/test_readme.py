@@ -21,7 +21,9 @@ def blocks() -> list[str]:
 
 def test_every_block_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a small checkpoint in NVIDIA's layout where the README names the published one."""
-    model = random_model(dsv4.ModelConfig.tiny(vocab_size=8192), 1, mtp=True)
+    model = random_model(
+        dsv4.ModelConfig.tiny(vocab_size=8192, max_position_embeddings=8192), 1, mtp=True
+    )
     dsv4.save(model, tmp_path / "checkpoint", layout="nvidia")
     names: dict[str, object] = {}
     for block in blocks():
