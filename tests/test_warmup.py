@@ -341,7 +341,7 @@ def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
     for module in model.modules():
         if isinstance(module, layers.Linear):
-            module.to_format("fp8_block")
+            module.quantize("fp8_block")
     module, found = importlib.import_module("dsv4.ops.gemm"), []
     run = module._gemm
 
