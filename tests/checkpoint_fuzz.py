@@ -53,7 +53,7 @@ class Subject:
         index = json.loads(self.files["model.safetensors.index.json"])
         fields = json.loads(self.files["config.json"])
         stored = list(index["weight_map"])
-        return {*self.files, *fields, *stored, *filter(None, map(names.from_original, stored))}
+        return {*self.files, *fields, *stored, *filter(None, map(names.canonical, stored))}
 
     def file_of(self, target: str, rng: random.Random) -> str:
         """The file that a target damages."""

@@ -72,7 +72,6 @@ def change(folder: Path, **fields) -> None:
     ("field", "value"),
     [
         ("num_hidden_layers", 10**9),
-        ("num_nextn_predict_layers", 10**9),
         ("n_routed_experts", 10**6),
         ("vocab_size", 2**31 - 1),
         ("vocab_size", 10**17),
@@ -96,6 +95,16 @@ def test_a_count_that_no_tensor_has(folder, style, field, value):
         more = {"partial_rotary_factor": 16 / value, "rope_parameters": None, "rope_theta": 1e4}
     change(folder, **{field: value}, **more)
     refused(folder, "config.json", field)
+
+
+def test_a_count_of_mtp_layers_that_nobody_stored(folder):
+    """The headers say how many there are; to demand what config.json says is refused."""
+    values = {**SMALL.to_transformers_dict(), "num_nextn_predict_layers": 10**9}
+    (folder / "config.json").write_text(json.dumps(values))
+    with small_and_quick():
+        assert len(load(folder, progress=False).mtp) == 1
+    with small_and_quick(), pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
+        load(folder, mtp=True, progress=False)
 
 
 def test_schedules_of_great_length(folder):
@@ -268,7 +277,7 @@ def test_a_folder_that_is_not_there(tmp_path):
     name = "nvidia/DeepSeek-V4-Flash-NVFP4"
     with pytest.raises(FileNotFoundError, match=rf"no folder '{name}'.*download the files first"):
         load(name)
-    with pytest.raises(CheckpointError, match=r"there is no folder '/nowhere/at/all'$"):
+    with pytest.raises(CheckpointError, match=r"no folder '/nowhere/at/all', wanted .* files$"):
         load("/nowhere/at/all")
     with pytest.raises(MissingCheckpointError, match=r"config\.json is missing from"):
         Checkpoint.open(tmp_path)

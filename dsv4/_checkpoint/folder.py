@@ -75,9 +75,9 @@ def existing(path: str | Path) -> Path:
     try:
         mode = folder.stat().st_mode
     except (OSError, ValueError) as error:
-        why = "" if isinstance(error, FileNotFoundError) else f" ({error})"
+        why = _hint(path) if isinstance(error, FileNotFoundError) else f" ({error})"
         raise MissingCheckpointError(
-            f"there is no folder {str(path)!r}{why}{_hint(path)}"
+            f"there is no folder {str(path)!r}, wanted one with {CONFIG} and safetensors files{why}"
         ) from None
     if not stat.S_ISDIR(mode):
         raise CheckpointError(f"{folder} is {irregular(mode) or 'a file'}, wanted a folder")
