@@ -9,6 +9,12 @@ What differs from transformers' own modules:
 * Inference only: a backward pass through a swapped module raises.
 * ``output_attentions=True`` raises where the attention was swapped, because the weights are never
   materialised. ``output_hidden_states`` and ``output_router_logits`` work.
+* Masks: attention chooses keys. An additive mask with 4 dimensions is obeyed if its entries are 0
+  and at most -1e4, also outside the window; one that adds other numbers, or is bool, raises.
+* ``attn_implementation`` other than ``"eager"`` raises where the attention was swapped.
+* Keyword arguments that transformers would pass down and ignore raise ``TypeError``, but for those
+  known to have no effect (``dsv4.integrations._arguments.WITHOUT_EFFECT``).
+* ``save_pretrained`` works while all weights are plain, and raises while one is quantised.
 * The experts ignore ``config._experts_implementation``; ``set_experts_implementation`` is harmless.
   Where they were not swapped, ``experts_implementation="dsv4"`` runs transformers' own experts on
   this package's operators, see ``register_experts``.
@@ -20,7 +26,8 @@ What differs from transformers' own modules:
   ``past_key_values=paged_cache(model, ...)``, which packs prompts of any lengths without padding,
   as ``dsv4.DeepseekV4ForCausalLM.generate`` does.
 * With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search,
-  ``crop`` and assisted generation raise: a compressor's state cannot go back.
+  ``crop`` and assisted generation raise: a compressor's state cannot go back. So do masks that
+  say more than which new tokens are padding, and positions that are not the cache's.
 """
 
 from __future__ import annotations
