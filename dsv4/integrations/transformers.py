@@ -221,13 +221,14 @@ def from_pretrained(
             device=device,
             dtype=dtype,
             activation=activation,
-            float32=_float32_names(model, modeling),
+            float32=_float32_names(model),
             input_scales=input_scales,
             ignore=("mtp.*",),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
         report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
+    _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
     model.generation_config = _generation_config(Path(path), config)
     report.title = f"{report.title}, from {path}"
@@ -342,23 +343,24 @@ def _config_of(config: Any) -> ModelConfig:
     return ModelConfig.of(values)
 
 
-def _float32_names(model: nn.Module, modeling: Any) -> frozenset[str]:
-    """Parameters and buffers that the installed transformers keeps in float32 in narrower models.
-
-    Its norms up to 5.17 give the dtype of their weight, which the layer behind them refuses: there
-    only norms of this package are float32.
-    """
+def _float32_names(model: nn.Module) -> frozenset[str]:
+    """Parameters and buffers that the installed transformers keeps float32 in a narrower model."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return frozenset(name for name, _ in tensors if any(pattern in name for pattern in patterns))
+
+
+def _narrow_norms(model: Any, modeling: Any) -> None:
+    """Give norms that stay transformers' the model's dtype where they cannot be float32.
+
+    Up to 5.17 their results have the dtype of the weight, which the layer behind them refuses.
+    """
     norm = modeling.DeepseekV4RMSNorm(1).float()
-    runs = norm(torch.zeros(1, 1, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    names = set()
-    for path, module in model.named_modules():
-        theirs = isinstance(module, modeling.DeepseekV4RMSNorm)
-        for name in (*module._parameters, *module._buffers):
-            full = f"{path}.{name}"
-            if any(pattern in full for pattern in patterns) and (runs or not theirs):
-                names.add(full)
-    return frozenset(names)
+    if norm(torch.zeros(1, 1, dtype=torch.bfloat16)).dtype == torch.bfloat16:
+        return
+    for module in model.modules():
+        if isinstance(module, modeling.DeepseekV4RMSNorm):
+            module.to(model.get_input_embeddings().weight.dtype)
 
 
 def _install_recorders(model: nn.Module, modeling: Any) -> None:
