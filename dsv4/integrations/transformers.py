@@ -391,10 +391,11 @@ def _notes(replaced: Iterable[Replaced]) -> Iterable[str]:
 def _their_config(config: ModelConfig, dtype: torch.dtype | None) -> Any:
     from transformers import DeepseekV4Config
 
-    theirs = DeepseekV4Config(**config.to_transformers_dict())
-    theirs.dtype = dtype or torch.bfloat16
+    values = config.to_transformers_dict()
     if config.swiglu_limit is None:
-        theirs.swiglu_limit = math.inf  # 0, as DeepSeek writes no clamp, is one at 0 there
+        values["swiglu_limit"] = math.inf  # transformers clamps at 0 and takes no None
+    theirs = DeepseekV4Config(**values)
+    theirs.dtype = dtype or torch.bfloat16
     theirs.architectures = ["DeepseekV4ForCausalLM"]
     return theirs
 
