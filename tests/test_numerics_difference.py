@@ -80,6 +80,9 @@ class Recording:
         self.change = change
         self.keys: torch.Tensor | None = None
 
+    def get_seq_length(self, layer: int) -> int:
+        return 0
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> Any:
         self.keys = keys if self.change is None else self.change(keys)
         return self.keys, self.keys

@@ -132,7 +132,7 @@ def test_deepseek_numerics_in_bfloat16_are_near_float32(dtype: Any, tmp_path: Pa
 
 
 def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
         from_pretrained(tmp_path / "nothing", progress=False)
     path = checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match="input_scale is missing"):

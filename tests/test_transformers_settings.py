@@ -177,12 +177,15 @@ def float32_names(model: Any) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("parts", [None, *[(part,) for part in PARTS]], ids=str)
-def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path, parts: Any) -> None:
+@pytest.mark.parametrize("stored", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [None, ("attention",), ("norm", "lm_head"), ("mlp",)], ids=str)
+def test_what_transformers_keeps_in_float32_stays_so(
+    tmp_path: Path, parts: Any, stored: Any
+) -> None:
     """A bfloat16 model of transformers, loaded by it and swapped, or loaded by this package."""
     truth = model_of(3)
     truth.save_pretrained(tmp_path / "theirs")
-    save(random_model(tiny(), 3), tmp_path / "ours", layout="bf16", plain_dtype=None)
+    save(random_model(tiny(), 3), tmp_path / "ours", layout="bf16", plain_dtype=stored)
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "theirs", dtype=torch.bfloat16, **options
@@ -205,7 +208,7 @@ def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path, parts: Any)
             found.append(theirs(ids).logits)
         for logits in found:
             assert (logits.double() - exact).norm() < 0.2 * exact.norm()
-        if len(found) == 2:
+        if len(found) == 2 and stored is None:  # else its norms were rounded when it was saved
             assert (found[0] - found[1]).norm() < 0.1 * exact.norm()
 
 

@@ -9,6 +9,12 @@ What differs from transformers' own modules:
 * Inference only: a backward pass through a swapped module raises.
 * ``output_attentions=True`` raises where the attention was swapped, because the weights are never
   materialised. ``output_hidden_states`` and ``output_router_logits`` work.
+* Masks: attention chooses keys. An additive mask with 4 dimensions is obeyed if its entries are 0
+  and at most -1e4, also outside the window; one that adds other numbers, or is bool, raises.
+* ``attn_implementation`` other than ``"eager"`` raises where the attention was swapped.
+* Keyword arguments that transformers would pass down and ignore raise ``TypeError``, but for those
+  known to have no effect (``dsv4.integrations._arguments.WITHOUT_EFFECT``).
+* ``save_pretrained`` works while all weights are plain, and raises while one is quantised.
 * The experts ignore ``config._experts_implementation``; ``set_experts_implementation`` is harmless.
   Where they were not swapped, ``experts_implementation="dsv4"`` runs transformers' own experts on
   this package's operators, see ``register_experts``.
@@ -20,7 +26,8 @@ What differs from transformers' own modules:
   ``past_key_values=paged_cache(model, ...)``, which packs prompts of any lengths without padding,
   as ``dsv4.DeepseekV4ForCausalLM.generate`` does.
 * With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search,
-  ``crop`` and assisted generation raise: a compressor's state cannot go back.
+  ``crop`` and assisted generation raise: a compressor's state cannot go back. So do masks that
+  say more than which new tokens are padding, and positions that are not the cache's.
 """
 
 from __future__ import annotations
@@ -214,13 +221,14 @@ def from_pretrained(
             device=device,
             dtype=dtype,
             activation=activation,
-            float32=_float32_names(model, modeling),
+            float32=_float32_names(model),
             input_scales=input_scales,
             ignore=("mtp.*",),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
         report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
+    _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
     model.generation_config = _generation_config(Path(path), config)
     report.title = f"{report.title}, from {path}"
@@ -335,23 +343,24 @@ def _config_of(config: Any) -> ModelConfig:
     return ModelConfig.of(values)
 
 
-def _float32_names(model: nn.Module, modeling: Any) -> frozenset[str]:
-    """Parameters and buffers that the installed transformers keeps in float32 in narrower models.
-
-    Its norms up to 5.17 give the dtype of their weight, which the layer behind them refuses: there
-    only norms of this package are float32.
-    """
+def _float32_names(model: nn.Module) -> frozenset[str]:
+    """Parameters and buffers that the installed transformers keeps float32 in a narrower model."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return frozenset(name for name, _ in tensors if any(pattern in name for pattern in patterns))
+
+
+def _narrow_norms(model: Any, modeling: Any) -> None:
+    """Give norms that stay transformers' the model's dtype where they cannot be float32.
+
+    Up to 5.17 their results have the dtype of the weight, which the layer behind them refuses.
+    """
     norm = modeling.DeepseekV4RMSNorm(1).float()
-    runs = norm(torch.zeros(1, 1, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    names = set()
-    for path, module in model.named_modules():
-        theirs = isinstance(module, modeling.DeepseekV4RMSNorm)
-        for name in (*module._parameters, *module._buffers):
-            full = f"{path}.{name}"
-            if any(pattern in full for pattern in patterns) and (runs or not theirs):
-                names.add(full)
-    return frozenset(names)
+    if norm(torch.zeros(1, 1, dtype=torch.bfloat16)).dtype == torch.bfloat16:
+        return
+    for module in model.modules():
+        if isinstance(module, modeling.DeepseekV4RMSNorm):
+            module.to(model.get_input_embeddings().weight.dtype)
 
 
 def _install_recorders(model: nn.Module, modeling: Any) -> None:
@@ -382,10 +391,11 @@ def _notes(replaced: Iterable[Replaced]) -> Iterable[str]:
 def _their_config(config: ModelConfig, dtype: torch.dtype | None) -> Any:
     from transformers import DeepseekV4Config
 
-    theirs = DeepseekV4Config(**config.to_transformers_dict())
-    theirs.dtype = dtype or torch.bfloat16
+    values = config.to_transformers_dict()
     if config.swiglu_limit is None:
-        theirs.swiglu_limit = math.inf  # 0, as DeepSeek writes no clamp, is one at 0 there
+        values["swiglu_limit"] = math.inf  # transformers clamps at 0 and takes no None
+    theirs = DeepseekV4Config(**values)
+    theirs.dtype = dtype or torch.bfloat16
     theirs.architectures = ["DeepseekV4ForCausalLM"]
     return theirs
 

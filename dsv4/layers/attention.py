@@ -232,8 +232,8 @@ class DeepseekV4Attention(FixedDtypeModule):
             return q
         if self.numerics == "deepseek":
             kv = fake_quantize_kv(kv, self.rope_dim)
-        keys = queries if past is None else past.get_mask_sizes(queries, self.layer_idx)[0]
         if attention_mask is not None:  # refused, if it has to be, before the cache changes
+            keys = queries if past is None else past.get_mask_sizes(queries, self.layer_idx)[0]
             shown = masked_slots(attention_mask, batch, queries, keys, self.sliding_window)
         if past is not None:
             key = kv.unsqueeze(1)

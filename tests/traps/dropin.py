@@ -81,7 +81,7 @@ MUTANTS = (
         "HF",
         "what transformers keeps in float32 is rounded",
         INTEGRATIONS + "transformers.py",
-        "            float32=_float32_names(model, modeling),\n",
+        "            float32=_float32_names(model),\n",
         "",
         SETTINGS + "what_transformers_keeps_in_float32_stays_so",
     ),
