@@ -113,7 +113,7 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the first such field.
         """
-        bounds.check(config, self.entries)
+        bounds.check(config, self.entries, self.stray)
 
     @property
     def producer(self) -> str:

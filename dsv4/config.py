@@ -355,7 +355,11 @@ class ModelConfig:
         return _config_file.deepseek_style(self)
 
     def to_transformers_dict(self) -> dict[str, Any]:
-        """The config.json that transformers would write; ``DeepseekV4Config(**it)`` accepts it."""
+        """The config.json that transformers would write; ``DeepseekV4Config(**it)`` accepts it.
+
+        Except where ``swiglu_limit`` is None: transformers writes no clamp as infinity, which JSON
+        does not have.
+        """
         return _config_file.transformers_style(self)
 
     @property

@@ -173,7 +173,7 @@ def test_a_sink_of_minus_infinity_is_a_head_without_one(whole, tmp_path):
     assert model.model.layers[1].self_attn.sinks[2] == -float("inf")
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "layers.0.ffn.experts.0.w1.weight"])
+@pytest.mark.parametrize("name", ["embed.weight", "layers.0.ffn.experts.0.w1.weight"])
 def test_a_value_beyond_the_dtype_asked_for_is_refused(tmp_path, name):
     folder = saved(make_model(), tmp_path, layout="bf16", plain_dtype=torch.float32)
     edit(folder, lambda tensors: tensors[name].view(-1)[3].fill_(1e6))
@@ -227,15 +227,15 @@ def test_options_that_are_unknown_are_refused(whole):
         load(whole, input_scales="row", progress=False)
     with pytest.raises(TypeError, match="mtp is 'yes', wanted None, True or False"):
         load(whole, mtp="yes", progress=False)  # type: ignore[arg-type]
-    for dtype in ("bfloat16", torch.int64, torch.float8_e4m3fn):
-        with pytest.raises(TypeError, match=r"dtype is .*, wanted None or one of torch\.float64"):
+    for dtype in ("int8", torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"dtype is .*, wanted one of torch\.float16"):
             load(whole, dtype=dtype, progress=False)
-        with pytest.raises(TypeError, match=r"dtype is .*, wanted None or one of torch\.float64"):
+        with pytest.raises(ValueError, match=r"dtype is .*, wanted one of torch\.float16"):
             fill(make_model(), Checkpoint.open(whole), dtype=dtype, progress=False)
 
 
 def test_a_name_of_a_hub_is_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'nvidia/x' is not a folder .* nothing is down"):
+    with pytest.raises(FileNotFoundError, match=r"no folder 'nvidia/x'.*A name on a hub"):
         load("nvidia/x", progress=False)
-    with pytest.raises(ValueError, match="config is None, wanted one: Linear has none"):
+    with pytest.raises(ValueError, match="source is Linear, wanted a Deepseek"):
         save(torch.nn.Linear(2, 2), tmp_path / "x")

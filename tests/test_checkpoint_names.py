@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -192,12 +193,9 @@ def test_names_of_another_kind_are_shown_where_all_are_missing(plain, tmp_path):
     )
     with pytest.raises(CheckpointError) as error:
         load(tmp_path, progress=False)
-    lines = str(error.value).splitlines()
-    assert len(lines) < 20
-    assert max(map(len, lines)) < 400
-    assert any("nearest names found: " in line and "net." in line for line in lines)
-    assert any(line.strip().startswith("missing: ") for line in lines)
-    assert any(line.strip().startswith("not part of the model: ") for line in lines)
+    text = str(error.value)
+    assert len(text) < 400
+    assert re.search("no tensor has the name of one in a layer; names found instead: net\\.", text)
 
 
 def test_the_nearest_name_is_shown_for_a_missing_one(plain, tmp_path):

@@ -7,7 +7,7 @@ work of building a model is bounded by the size of the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
@@ -16,6 +16,7 @@ from dsv4._config_fields import INTEGERS
 from dsv4.config import ModelConfig
 
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_EXAMPLES = 5  # names that an error shows
 # Fields that are no dimension of a tensor.
 _COUNTS = frozenset(
     (
@@ -26,8 +27,13 @@ _COUNTS = frozenset(
 )
 
 
-def check(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str]) -> None:
     """Refuse a configuration that asks for more than the headers hold.
+
+    Args:
+        config: The configuration.
+        entries: Tensors of the headers by canonical name.
+        stray: Names of the headers that are no tensor of the model.
 
     Numbers of layers and of routed experts are compared with those of the names, any other
     dimension with the largest of a tensor that has values. What passes is compared in full later,
@@ -37,7 +43,13 @@ def check(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
         CheckpointError: naming the field, its value and what the headers hold.
     """
     layers = {names.layer_of(name) for name in entries}
-    _at_most(config, "num_hidden_layers", sum(n.startswith("model.") for n in layers), "layers")
+    found = sum(n.startswith("model.") for n in layers)
+    if stray and config.num_hidden_layers and not found:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {config.num_hidden_layers}, but no tensor has the "
+            f"name of one in a layer; names found instead: {', '.join(stray[:_EXAMPLES])}"
+        )
+    _at_most(config, "num_hidden_layers", found, "layers")
     drafts = sum(name.startswith("mtp.") for name in layers)
     # A checkpoint without any is judged by the caller, who may do without them.
     _at_most(config, "num_nextn_predict_layers", drafts or config.num_nextn_predict_layers, "MTP")

@@ -8,6 +8,7 @@ global scale wherever the block scales can be re-encoded without changing a valu
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,7 @@ def tie(
     # The largest common scale that works, so that small block scales stay normal numbers.
     for common in (first, second, *(larger * 2.0**-k for k in range(_SHIFTS))):
         scales = [_encoded(part, own, common) for part, own in ((gate, first), (up, second))]
-        exact = torch.tensor(common, dtype=torch.float32).item() == common
+        exact = ctypes.c_float(common).value == common
         if exact and scales[0] is not None and scales[1] is not None:
             shared = torch.tensor([common], dtype=torch.float32, device=gate.device)
             return (

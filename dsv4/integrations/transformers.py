@@ -356,7 +356,7 @@ def _narrow_norms(model: Any, modeling: Any) -> None:
     Up to 5.17 their results have the dtype of the weight, which the layer behind them refuses.
     """
     norm = modeling.DeepseekV4RMSNorm(1).float()
-    if norm(torch.zeros(1, 1, dtype=torch.bfloat16)).dtype == torch.bfloat16:
+    if norm(torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu")).dtype == torch.bfloat16:
         return
     for module in model.modules():
         if isinstance(module, modeling.DeepseekV4RMSNorm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -96,7 +97,10 @@ def transformers_twin(
     from transformers import DeepseekV4Config
     from transformers import DeepseekV4ForCausalLM as Theirs
 
-    config = DeepseekV4Config(**model.config.to_transformers_dict())
+    values = model.config.to_transformers_dict()
+    if model.config.swiglu_limit is None:
+        values["swiglu_limit"] = math.inf
+    config = DeepseekV4Config(**values)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     theirs: nn.Module = Theirs(config)
