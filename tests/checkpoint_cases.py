@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from experts_cases import quantize_apart
 from safetensors.torch import load_file, save_file
 
 from dsv4.checkpoint import save
@@ -71,7 +72,7 @@ def calibrated(folder: Path, **options) -> Path:
     model = make_model()
     for layer in model.model.layers:
         experts = layer.mlp.experts
-        experts.quantize("nvfp4")
+        quantize_apart(experts)
         for name in ("gate_up_proj", "down_proj"):
             scale = torch.nn.Parameter(torch.full((4,), 0.01), False)
             setattr(experts, name + "_input_scale", scale)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from dsv4.formats import LINEAR
+from dsv4.formats import LINEAR, NVFP4
+from dsv4.ops.quantize import quantize
 from dsv4.testing.assertions import unit_roundoff
 
 
@@ -58,3 +59,16 @@ def truth_and_budget(experts, x, ids, weights, shared=None, *, eager=False):
     if shared is not None:
         out, sizes = out + shared.double(), sizes + shared.double().abs()
     return out, rounded(out, error + (ids.shape[1] + 3) * wide * sizes)
+
+
+def quantize_apart(experts):
+    """Quantise routed experts in NVFP4, gate and up with a global scale each.
+
+    ``quantize`` gives both the same one; checkpoints of other tools do not always.
+    """
+    inner = experts.intermediate_dim
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    experts.to_format("nvfp4")
+    for e in range(experts.num_local_experts):
+        parts = (gate_up[e, :inner], gate_up[e, inner:], down[e])
+        experts.set_expert(e, *(quantize(part, NVFP4, scaling="weight") for part in parts))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from dsv4._checkpoint.pairs import tie
 from dsv4.checkpoint import Checkpoint, load, save, write
 from dsv4.formats import NVFP4, QuantizedTensor
+from dsv4.layers import quantize_
 from dsv4.ops.quantize import dequantize, quantize
 
 E4M3 = torch.float8_e4m3fn
@@ -142,10 +143,29 @@ def test_shared_experts_are_tied_too(tmp_path):
         assert float((got - up).norm() / up.norm()) < 0.2
 
 
+def test_what_is_quantised_in_memory_is_tied(tmp_path, caplog):
+    model = _louder_gates()
+    quantize_(model, "nvfp4", ["*.mlp.*"])
+    for layer in model.model.layers:
+        experts, shared = layer.mlp.experts, layer.mlp.shared_experts
+        assert torch.equal(*experts.gate_up_proj_scale_2.unbind(1))
+        assert torch.equal(shared.gate_proj.weight_scale_2, shared.up_proj.weight_scale_2)
+        up = experts.dense_weight("gate_up_proj")[:, experts.intermediate_dim :]
+        assert bool(up.isfinite().all())
+    save(model, tmp_path, layout="nvidia")
+    assert not [r for r in caplog.records if "weight_scale_2" in r.message]
+
+
 def test_pairs_that_cannot_be_tied_keep_their_values_and_it_is_said(tmp_path, caplog):
     model = make_model()
     for layer in model.model.layers:
-        layer.mlp.experts.quantize("nvfp4")
+        experts = layer.mlp.experts
+        inner = experts.intermediate_dim
+        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        experts.to_format("nvfp4")
+        for e in range(experts.num_local_experts):
+            parts = (gate_up[e, :inner], 1.1 * gate_up[e, inner:], down[e])
+            experts.set_expert(e, *(quantize(part, NVFP4, scaling="weight") for part in parts))
     save(model, tmp_path, layout="nvidia")
     [record] = [r for r in caplog.records if "weight_scale_2" in r.message]
     count = SMALL.num_hidden_layers * SMALL.n_routed_experts

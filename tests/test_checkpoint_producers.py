@@ -17,6 +17,7 @@ from checkpoint_cases import (
     saved,
     state,
 )
+from experts_cases import quantize_apart
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,7 @@ def test_reciprocal_global_scales_are_inverted(tmp_path):
     """T25: compressed-tensors stores 2688/amax; both scales multiply in memory."""
     model = make_model()
     for layer in model.model.layers:
-        layer.mlp.experts.quantize("nvfp4")
+        quantize_apart(layer.mlp.experts)
         for name, low in (("gate_up_proj", 1e-4), ("down_proj", 3e-3)):
             scale = low * torch.arange(1.0, 5.0)
             setattr(layer.mlp.experts, name + "_input_scale", torch.nn.Parameter(scale, False))
@@ -76,7 +77,7 @@ def test_uncalibrated_experts_take_the_largest_scale(tmp_path):
     model = make_model()
     for layer in model.model.layers:
         experts = layer.mlp.experts
-        experts.quantize("nvfp4")
+        quantize_apart(experts)
         experts.gate_up_proj_input_scale = torch.nn.Parameter(
             torch.tensor([1e-4, 1.0, 5e-4, 2e-4]), False
         )

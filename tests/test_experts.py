@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from experts_cases import quantize_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def experts_of(kind: str, activation: str = "bf16", numerics: str = "deepseek", 
     )
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
     if kind != "plain":
-        experts.quantize()
+        quantize_apart(experts)
     if kind == "packed":
         experts.pack()
     return experts

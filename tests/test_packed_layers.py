@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from experts_cases import truth_and_budget
+from experts_cases import quantize_apart, truth_and_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import normal, raw, same_state
@@ -318,7 +318,7 @@ def routed(seed, *, hidden=64, inner=64, count=5, activation="bf16", numerics="d
     )
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
     experts.gate_up_proj[:, :inner] *= 3  # else gate and up might do with one global scale
-    experts.quantize()
+    quantize_apart(experts)
     if static:
         drawn = torch.rand(2, count, generator=strategies.generator(seed)) + 0.5
         for name, scale in zip(("gate_up_proj", "down_proj"), drawn, strict=True):

@@ -41,7 +41,8 @@ def shared(seed, activation="bf16", scales=(None,) * 3, ratio=3.0, hidden=64, in
     config = ModelConfig.tiny(activation=activation, **sizes)
     mlp = randomize_(layers.DeepseekV4MLP(config).requires_grad_(False), seed)
     mlp.up_proj.weight *= ratio
-    layers.quantize_(mlp)
+    for name in PARTS:  # apart: together gate and up would get one global scale
+        mlp.get_submodule(name).quantize()
     for name, scale in zip(PARTS, scales, strict=True):
         part = mlp.get_submodule(name)
         if scale is not None:
@@ -235,9 +236,9 @@ class TestJoining:
             assert layers.join_weights(pair, in_turn=in_turn_now)
             assert pair[0].joint.in_turn == in_turn_now
             assert close(packed(x), plain(x))
-            assert torch.equal(
-                layers.joint_linear(pair, x), torch.cat([layer(x) for layer in pair], -1)
-            )
+            # Not bitwise: a BLAS may sum in another order for another number of rows.
+            apart = torch.cat([layer(x) for layer in pair], -1)
+            torch.testing.assert_close(layers.joint_linear(pair, x), apart, rtol=0, atol=1e-13)
             same_state(packed.state_dict(), plain.state_dict())
 
     def test_up_before_gate_is_not_taken_for_gate_before_up(self):

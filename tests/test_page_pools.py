@@ -556,7 +556,9 @@ def test_somebody_elses_pools_serve_as_ours_do() -> None:
         batch = Batch.from_lengths([0, len(piece)], theirs.lengths[there], there)
         theirs.prepare([0, 1], [0, len(piece)], theirs.lengths.tolist())
         found = stack.run(piece, theirs, batch)
-        assert_bitwise(found, stack.step(ours, rows, [piece[:0], piece])[1], "brought")
+        # Not bitwise: their tables are wider, and a BLAS may sum rows of another width otherwise.
+        expected = stack.step(ours, rows, [piece[:0], piece])[1]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
     with pytest.raises(RuntimeError, match="allocate: the pages were brought"):
         theirs.allocate()
     with pytest.raises(RuntimeError, match="fork: the pages were brought"):

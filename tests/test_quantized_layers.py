@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 import torch
+from experts_cases import quantize_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -228,10 +230,13 @@ def test_gate_and_up_keep_their_own_global_scale() -> None:
     config = ModelConfig.tiny()
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), 1)
     experts.gate_up_proj[:, : config.moe_intermediate_size] *= 100
-    experts.quantize()
+    plain = copy.deepcopy(experts)
+    quantize_apart(experts)
     scales = experts.gate_up_proj_scale_2
     assert scales.shape == (config.n_routed_experts, 2)
     assert (scales[:, 0] > 10 * scales[:, 1]).all()
+    plain.quantize()
+    assert torch.equal(plain.gate_up_proj_scale_2, scales.amax(1, keepdim=True).expand(-1, 2))
 
 
 @given(FORMAT_NAMES, st.integers(0, 2**31))

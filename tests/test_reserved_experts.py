@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from experts_cases import quantize_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,7 +153,7 @@ def experts_of(kind, activation="bf16", numerics="deepseek", dtype=torch.bfloat1
     )
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), 1)
     if kind != "plain":
-        experts.quantize()
+        quantize_apart(experts)
     if kind == "packed":
         experts.pack()
     return experts.to(dtype)

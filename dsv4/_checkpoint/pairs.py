@@ -18,31 +18,13 @@ import torch
 from dsv4._checkpoint import names
 from dsv4._checkpoint.layouts import Layout, Matrix
 from dsv4.formats import NVFP4, QuantizedTensor
-from dsv4.ops.quantize import quantize
+from dsv4.layers._module import quantize_pair
 
 _logger = logging.getLogger("dsv4.checkpoint")
 # Global scales further apart than this have no common one: E4M3 holds 2^-9 to 1.75 * 2^8.
 _SHIFTS = 20
 
 Item = tuple[str, Matrix, torch.Tensor | None]
-
-
-def quantize_pair(gate: torch.Tensor, up: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Gate and up in NVFP4 with one global scale, as NVIDIA's exporter writes them."""
-    both = quantize(torch.cat([gate, up]), NVFP4, scaling="weight")
-    assert both.global_scale is not None
-    rows = gate.shape[0]
-    parts = [
-        QuantizedTensor(
-            both.codes[part].contiguous(),
-            # Sliced as bytes: not every operation exists for 8-bit floats.
-            both.scales.view(torch.uint8)[part].contiguous().view(both.scales.dtype),
-            both.global_scale.clone(),
-            NVFP4,
-        )
-        for part in (slice(0, rows), slice(rows, None))
-    ]
-    return parts[0], parts[1]
 
 
 def tie(
@@ -154,7 +136,7 @@ class Pairing:
         wanted = {self.layout.format_of(item[0]) for item in (gate, up)}
         if plain and wanted == {NVFP4}:
             self.pairs += 1
-            return quantize_pair(gate[1], up[1])  # type: ignore[arg-type]
+            return quantize_pair(gate[1], up[1], NVFP4.name)  # type: ignore[arg-type]
         first, second = (self._alone(item)[1] for item in (gate, up))
         if not (_is_nvfp4(first) and _is_nvfp4(second)):
             return first, second

@@ -25,6 +25,7 @@ from dsv4.layers._module import (
     empty_quantized,
     empty_weight,
     frozen,
+    quantize_pair,
     quantize_weight,
     refused_while_packed,
 )
@@ -455,7 +456,7 @@ class ExpertWeights(FixedDtypeModule):
             getattr(self, name + "_scale_2")[expert, segment] = source.global_scale.reshape(())
 
     def quantize(self, format: str = "nvfp4") -> None:
-        """Quantise plain weights in place, gate and up with a global scale of their own each.
+        """Quantise plain weights in place; gate and up of an expert share one global scale.
 
         Expert by expert: beside the plain stacks, which nothing can free in part and which go at
         the end, and the quantised ones memory holds what one matrix needs. To hold less, fill an
@@ -470,9 +471,8 @@ class ExpertWeights(FixedDtypeModule):
         gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
         self.to_format(format)
         for e in range(self.num_local_experts):
-            parts = (gate_up[e, :inner], gate_up[e, inner:], down[e])
-            gate, up, out = (quantize_weight(part, format) for part in parts)
-            self.set_expert(e, gate, up, out)
+            gate, up = quantize_pair(gate_up[e, :inner], gate_up[e, inner:], format)
+            self.set_expert(e, gate, up, quantize_weight(down[e], format))
 
     def _range(self) -> str:
         """Which of how many."""

@@ -156,6 +156,31 @@ def quantize_weight(weight: torch.Tensor, format: str) -> QuantizedTensor:
     return quantize(weight, chosen, scaling="weight" if chosen == NVFP4 else "tensor")
 
 
+def quantize_pair(
+    gate: torch.Tensor, up: torch.Tensor, format: str
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Gate and up of an MLP in ``format``, with one global scale in NVFP4.
+
+    Engines take one for both, and NVIDIA's exporter writes them so.
+    """
+    if format_named(format) != NVFP4:
+        return quantize_weight(gate, format), quantize_weight(up, format)
+    both = quantize_weight(torch.cat([gate, up]), format)
+    assert both.global_scale is not None
+    rows = gate.shape[0]
+    halves = [
+        QuantizedTensor(
+            both.codes[part].contiguous(),
+            # Sliced as bytes: not every operation exists for 8-bit floats.
+            both.scales.view(torch.uint8)[part].contiguous().view(both.scales.dtype),
+            both.global_scale.clone(),
+            NVFP4,
+        )
+        for part in (slice(0, rows), slice(rows, None))
+    ]
+    return halves[0], halves[1]
+
+
 def refused_while_packed(tensor: str) -> str:
     """What loading says of a layer's ``tensor`` that is in another layout than files are."""
     wanted = "wanted an unpacked one: call dsv4.layers.unpack_ first"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from dsv4.layers._module import quantize_pair
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 
@@ -15,6 +16,8 @@ def quantize_(
     model: nn.Module, format: str = "nvfp4", names: Iterable[str] = ("*",)
 ) -> tuple[str, ...]:
     """Quantise every plain ``Linear`` and ``DeepseekV4Experts`` whose name matches.
+
+    Gate and up of an MLP share one global scale in NVFP4 if both match.
 
     Args:
         model: Any module; changed in place.
@@ -44,6 +47,22 @@ def quantize_(
     }
     if not chosen:
         raise ValueError(f"quantize_: no plain layer matches {patterns}, wanted at least one")
+    paired = set(_pairs(chosen))
+    for gate, up in paired:
+        parts = quantize_pair(gate.weight.detach(), up.weight.detach(), format)
+        for layer, part in zip((gate, up), parts, strict=True):
+            layer.set_weight(part)
+    done = {layer for pair in paired for layer in pair}
     for module in chosen.values():
-        module.quantize(format)
+        if module not in done:
+            module.quantize(format)
     return tuple(chosen)
+
+
+def _pairs(chosen: Mapping[str, nn.Module]) -> Iterator[tuple[Linear, Linear]]:
+    """Gate and up of each MLP, where both are chosen."""
+    for name, gate in chosen.items():
+        stem, found, _ = name.rpartition("gate_proj")
+        up = chosen.get(f"{stem}up_proj") if found else None
+        if isinstance(gate, Linear) and isinstance(up, Linear):
+            yield gate, up

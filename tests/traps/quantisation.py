@@ -544,4 +544,20 @@ MUTANTS = (
         "        if slot.name.startswith('mtp.'):\n            continue\n",
         "tests/test_checkpoint.py::test_mtp_is_not_dropped",
     ),
+    Mutant(
+        "T28",
+        "gate and up quantised in memory with a global scale each",
+        "dsv4/layers/_expert_weights.py",
+        "gate, up = quantize_pair(gate_up[e, :inner], gate_up[e, inner:], format)",
+        "gate, up = (quantize_weight(part, format) for part in gate_up[e].split(inner))",
+        "tests/test_checkpoint_pairs.py::test_what_is_quantised_in_memory_is_tied",
+    ),
+    Mutant(
+        "names",
+        "one string of patterns is read letter by letter",
+        "dsv4/layers/quantize.py",
+        "if isinstance(names, str | bytes):",
+        "if isinstance(names, bytes):",
+        "tests/test_requests.py::test_patterns_in_one_string_are_refused",
+    ),
 )
