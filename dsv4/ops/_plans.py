@@ -166,19 +166,12 @@ def _signed(value: float) -> Any:
     return value or str(value)
 
 
-def _sequence(values: Sequence[Any]) -> tuple[Any, ...]:
-    """A list or tuple, with equal values of different types apart."""
-    return (*map(type, values), *values)
-
-
 def _format_name(given: Format) -> Any:
     return given.name if FORMATS.get(given.name) is given else given
 
 
 _CONSTANTS: dict[type, Callable[[Any], Any]] = {
     float: _signed,
-    list: _sequence,
-    tuple: _sequence,
     Format: _format_name,
 }
 # Structures of tensors: the names of their tensors, and what else they hold.
