@@ -18,6 +18,14 @@ KINDS = (SLIDING, HCA, CSA)
 LAST = "sparse_attention on current"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_tokens_have_streams():
+    """Also where no graph is captured: for a GPU's tests, whose steps are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_beside, "_FEW", 0)
+        yield
+
+
 def model_of(*kinds):
     return ModelConfig.tiny(
         num_hidden_layers=len(kinds),

@@ -34,6 +34,14 @@ SIZES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_tokens_have_streams():
+    """Also where no graph is captured: for a GPU's tests, whose steps are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_beside, "_FEW", 0)
+        yield
+
+
 def block(kind, layer=5, **changes):
     """Of sizes that the kernels can have: K is a multiple of 128."""
     config = ModelConfig.tiny(**{**SIZES, **changes})
@@ -106,6 +114,23 @@ class TestOnCpu:
             assert x.is_cuda
             out = _beside.beside(nn.Identity(), x)
         assert out is x
+
+    def test_few_tokens_take_no_stream_unless_a_graph_is_captured(self, monkeypatch):
+        class OnGpu:
+            is_cuda = True
+
+            def __init__(self, tokens):
+                self.shape = (1, tokens, 8)
+
+            def numel(self):
+                return math.prod(self.shape)
+
+        monkeypatch.setattr(torch, "Tensor", OnGpu)
+        monkeypatch.setattr(_beside, "_FEW", 64)
+        for capturing in (False, True):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+            assert _beside.possible(OnGpu(64)) == capturing
+            assert _beside.possible(OnGpu(65))
 
     def test_nothing_is_made_at_import(self):
         code = (

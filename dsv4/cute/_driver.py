@@ -1,7 +1,8 @@
 """Loading and launching of compiled kernels through the CUDA driver, with ``ctypes`` alone.
 
 A cubin is loaded once per process, for all GPUs; a launch costs a few microseconds. Nothing here
-needs CuTeDSL, so a process whose kernels are on disk starts without importing it.
+needs CuTeDSL, so a process whose kernels are on disk starts without importing it. Triton's kernels
+are launched with the same pieces (``dsv4.triton._launcher``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from dsv4._tape import current_recorder
 
 _MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # attributes of a kernel
 _PORTABLE_CLUSTER = 8
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_LAUNCH = 6
+_MOST_LAUNCHES = 256  # prepared ones of a kernel
 
 
 class _Attribute(ctypes.Structure):
@@ -43,7 +48,42 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int, what: str) -> None:
+def launcher() -> Any:
+    """The driver's ``cuLaunchKernelEx``."""
+    return _driver().cuLaunchKernelEx
+
+
+def config(*, threads: int, shared_bytes: int, attributes: ctypes.Array[_Attribute]) -> _Config:
+    """What a launch tells the driver, but for its grid and its stream.
+
+    Args:
+        threads: Of a block.
+        shared_bytes: Dynamic shared memory of a block.
+        attributes: Of the launch; the result keeps them alive.
+    """
+    made = _Config()
+    made.block[0:3] = (threads, 1, 1)
+    made.shared_bytes = shared_bytes
+    made.attributes = attributes
+    made.attribute_count = len(attributes)
+    return made
+
+
+def programmatic_launch() -> ctypes.Array[_Attribute]:
+    """Attributes of a launch whose blocks may begin before the preceding kernel has ended."""
+    attributes = (_Attribute * 1)()
+    attributes[0].id = _PROGRAMMATIC_LAUNCH
+    attributes[0].value[0] = 1
+    return attributes
+
+
+def no_attributes() -> ctypes.Array[_Attribute]:
+    """Attributes of a launch that begins when the preceding kernel has ended."""
+    return (_Attribute * 0)()
+
+
+def check(status: int, what: str) -> None:
+    """Raise RuntimeError, with the driver's text, unless ``status`` is 0."""
     if status:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
@@ -116,7 +156,7 @@ def tensor_map(address: int, matrix: Matrix) -> bytes:
         place, kind, 2, ctypes.c_void_p(address), sizes, strides, box, (ctypes.c_uint32 * 2)(1, 1),
         0, swizzle, _PROMOTE_256, 0,
     )  # fmt: skip
-    _check(status, f"describing {matrix} at {address:#x}")
+    check(status, f"describing {matrix} at {address:#x}")
     return bytes(place)
 
 
@@ -146,12 +186,12 @@ class Kernel:
         self.image = image
         library, handle = ctypes.c_void_p(), ctypes.c_void_p()
         load = _driver().cuLibraryLoadData
-        _check(
+        check(
             load(ctypes.byref(library), image.cubin, None, None, 0, None, None, 0),
             f"loading {image.name}",
         )
         find = _driver().cuLibraryGetKernel
-        _check(find(ctypes.byref(handle), library, image.name.encode()), f"finding {image.name}")
+        check(find(ctypes.byref(handle), library, image.name.encode()), f"finding {image.name}")
         self.handle = handle
         self._attributes = (_Attribute * 2)()
         self._attributes[0].id = _CLUSTER_DIMENSION
@@ -159,6 +199,7 @@ class Kernel:
         self._attributes[1].id = _PROGRAMMATIC_LAUNCH  # the last, which a launch may leave out
         self._attributes[1].value[0] = 1
         self._prepared: dict[int, int] = {}
+        self._launches: dict[tuple[int, int, int], _Prepared] = {}
 
     def prepare(self, device: int) -> int:
         """Make the kernel ready on the current GPU, once; how many clusters fit it at a time.
@@ -177,29 +218,29 @@ class Kernel:
     def _prepare(self, device: int) -> int:
         driver, name = _driver(), self.image.name
         handle, count = ctypes.c_int(), ctypes.c_int()
-        _check(driver.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")
+        check(driver.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")
         size = ctypes.c_int(self.image.shared_bytes)
         set_attribute = driver.cuKernelSetAttribute
-        _check(set_attribute(_MAX_DYNAMIC_SHARED, size, self.handle, handle), f"memory of {name}")
+        check(set_attribute(_MAX_DYNAMIC_SHARED, size, self.handle, handle), f"memory of {name}")
         if self.image.cluster > _PORTABLE_CLUSTER:
             allow = set_attribute(_LARGE_CLUSTERS, ctypes.c_int(1), self.handle, handle)
-            _check(allow, f"clusters of {name}")
-        config = self.config(self.image.cluster)
+            check(allow, f"clusters of {name}")
+        cluster = self.config(self.image.cluster)
         ask = driver.cuOccupancyMaxActiveClusters
-        _check(ask(ctypes.byref(count), self.handle, ctypes.byref(config)), f"clusters of {name}")
+        check(ask(ctypes.byref(count), self.handle, ctypes.byref(cluster)), f"clusters of {name}")
         if not count.value:
             raise RuntimeError(f"{name}: no block of {self.image.shared_bytes} bytes fits the GPU")
         return count.value
 
     def config(self, blocks: int) -> _Config:
         """What a launch of so many blocks tells the driver, but for its stream."""
-        config = _Config()
-        config.grid[0:3] = (blocks, 1, 1)
-        config.block[0:3] = (self.image.threads, 1, 1)
-        config.shared_bytes = self.image.shared_bytes
-        config.attributes = self._attributes
-        config.attribute_count = 2
-        return config
+        made = config(
+            threads=self.image.threads,
+            shared_bytes=self.image.shared_bytes,
+            attributes=self._attributes,
+        )
+        made.grid[0:3] = (blocks, 1, 1)
+        return made
 
     def launch(self, blocks: int, stream: int, kinds: Parameters, packed: bytes) -> None:
         """Launch ``blocks`` blocks on a stream of the current device; ``Launch`` is faster.
@@ -210,12 +251,35 @@ class Kernel:
             kinds: Of the parameters.
             packed: The parameters as ``struct`` packs them with native alignment.
         """
-        buffer, config = (ctypes.c_char * kinds.size).from_buffer_copy(packed), self.config(blocks)
-        config.stream, pointers = stream, kinds.pointers(buffer)
-        start = _driver().cuLaunchKernelEx
-        status = start(ctypes.byref(config), self.handle, pointers, None)
+        key = (blocks, id(kinds), get_ident())
+        found = self._launches.get(key)
+        if found is None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
+            found = self._launches[key] = _Prepared(self, blocks, kinds)
+        found.launch(stream, packed)
+
+
+class _Prepared:
+    """Buffers of a thread's launches of a kernel with so many blocks."""
+
+    def __init__(self, kernel: Kernel, blocks: int, kinds: Parameters) -> None:
+        self._kinds = kinds  # kept alive, because it is known by its identity
+        self._buffer = (ctypes.c_char * kinds.size)()
+        self._config = kernel.config(blocks)
+        pointers = kinds.pointers(self._buffer)
+        self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
+        self._start, self._name = launcher(), kernel.image.name
+
+    def launch(self, stream: int, packed: bytes) -> None:
+        ctypes.memmove(self._buffer, packed, len(packed))
+        self._config.stream = stream
+        status = self._start(*self._arguments)
         if status:
-            _check(status, f"launching {self.image.name}")
+            check(status, f"launching {self._name}")
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.driver_launched()
 
 
 class Launch:
@@ -255,7 +319,7 @@ class Launch:
         self._first, self._write = len(described) + len(before), addresses.pack_into
         self._config, pointers = kernel.config(blocks), kinds.pointers(self._buffer)
         self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
-        self._start = _driver().cuLaunchKernelEx
+        self._start = launcher()
 
     def begin_late(self) -> None:
         """Let no block begin before the kernel in front has ended."""
@@ -281,4 +345,7 @@ class Launch:
         self._config.stream = stream
         status = self._start(*self._arguments)
         if status:
-            _check(status, f"launching {self._name}")
+            check(status, f"launching {self._name}")
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.driver_launched()

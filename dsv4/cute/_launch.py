@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dsv4._tape import current_recorder
 from dsv4.cute._architectures import ARCHITECTURES
-from dsv4.cute._driver import Kernel
+from dsv4.cute._driver import Kernel, Parameters
 from dsv4.cute._images import image
 
 _NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
@@ -53,6 +57,61 @@ def aligned(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int, int]:
     x = x if fits else x.clone(memory_format=torch.contiguous_format)
     return x, x.data_ptr(), x.stride(0)
 
+
+def run_noted(
+    run: Callable[[int, Sequence[int]], None],
+    stream: int,
+    tensors: Sequence[torch.Tensor | None],
+) -> None:
+    """Launch kernels in a way that a tape can repeat.
+
+    Args:
+        run: Launches, given the stream and the addresses of the tensors (0 for None). It must
+            depend on nothing else but the current thread.
+        stream: Of the current GPU.
+        tensors: What the kernels read and write.
+    """
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    recorder = current_recorder()
+    if recorder is None:
+        run(stream, addresses)
+        return
+    with recorder.noting(run, tensors):
+        run(stream, addresses)
+
+
+@dataclass(frozen=True)
+class PackedLaunch:
+    """A launch whose parameters are addresses and then numbers.
+
+    Attributes:
+        kernel: Made ready on the current GPU.
+        blocks: Of the grid.
+        kinds: Of the parameters.
+        pack: Packs what comes before the addresses, they, and the numbers.
+        numbers: The other parameters.
+        before: Parameters before the addresses.
+    """
+
+    kernel: Kernel
+    blocks: int
+    kinds: Parameters
+    pack: struct.Struct
+    numbers: tuple[Any, ...]
+    before: tuple[Any, ...] = ()
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        packed = self.pack.pack(*self.before, *addresses, *self.numbers)
+        self.kernel.launch(self.blocks, stream, self.kinds, packed)
+
+
+def on(device: int) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU the current one; nothing where it is, which most launches find."""
+    is_current = current_device is not None and current_device() == device
+    return _HERE if is_current else torch.cuda.device(device)
+
+
+_HERE = contextlib.nullcontext()
 
 # The handle of a device's current stream, as Triton's launcher asks for it, a tenth of the public
 # object; and the index of the current device. A torch without CUDA has neither, nor calls them.

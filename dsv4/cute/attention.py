@@ -10,7 +10,7 @@ import torch
 
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters
-from dsv4.cute._launch import aligned, loaded, stream_of
+from dsv4.cute._launch import PackedLaunch, aligned, loaded, on, run_noted, stream_of
 from dsv4.cute.sm90.attention_plan import (
     COLUMN_CLUSTERS,
     NARROW_CLUSTERS,
@@ -63,7 +63,7 @@ def sparse_attention(
     # Kept until after the launch.
     angles = [None if table is None else table.float().contiguous() for table in (cos, sin)]
     q, sink = aligned(q, q.shape[0])[0], sink.float().contiguous()
-    with torch.cuda.device(q.device):
+    with on(q.get_device()):
         _attend(q, pools, slots, sink, scale, angles, out)
     return out
 
@@ -104,20 +104,7 @@ def _attend_wide(
     parts = q.new_empty((*kept, PACKED_BYTES), dtype=torch.uint8)
     known = q.new_empty((*kept, 2), dtype=torch.float32)
     items = tokens * count * tiles(heads)
-    turn = [0 if table is None else table.data_ptr() for table in angles]
-    packed = _ATTEND_PACKED.pack(
-        b"",
-        b"",
-        b"",
-        q.data_ptr(),
-        window.data_ptr(),
-        slots[0].data_ptr(),
-        compressed.data_ptr(),
-        slots[1].data_ptr(),
-        sink.data_ptr(),
-        (parts if plan.split else out).data_ptr(),
-        known.data_ptr(),
-        *turn,
+    numbers = (
         q.stride(0),
         q.stride(1),
         window.stride(0),
@@ -132,18 +119,26 @@ def _attend_wide(
         int(is_scanned(count if plan.split else 1, widths)),
         scale,
     )
-    stream = stream_of(q.device.index)
+    device = q.device.index
+    stream = stream_of(device)
     kernel = loaded(plan, HOPPER)
-    kernel.prepare(q.device.index)
+    kernel.prepare(device)
     # Of two that add their sums, both are there, and neither has a next token.
-    most = items if plan.together else _multiprocessors(q.device.index)
-    kernel.launch(min(items, most), stream, _ATTEND, packed)
+    most = items if plan.together else _multiprocessors(device)
+    written = parts if plan.split else out
+    run_noted(
+        PackedLaunch(kernel, min(items, most), _ATTEND, _ATTEND_PACKED, numbers, (b"",) * 3),
+        stream,
+        (q, window, slots[0], compressed, slots[1], sink, written, known, *angles),
+    )
     if plan.split:
-        places = [t.data_ptr() for t in (parts, known, sink, out)]
-        places += turn
         kernel = loaded(MergePlan(), HOPPER)
-        kernel.prepare(q.device.index)
-        kernel.launch(tokens * heads, stream, _MERGE, _MERGE_PACKED.pack(*places, heads, count))
+        kernel.prepare(device)
+        run_noted(
+            PackedLaunch(kernel, tokens * heads, _MERGE, _MERGE_PACKED, (heads, count)),
+            stream,
+            (parts, known, sink, out, *angles),
+        )
 
 
 def _attend_clusters(
@@ -159,15 +154,7 @@ def _attend_clusters(
     tokens, heads, _ = q.shape
     window, page, compressed, second_page = pools
     count = -(-heads // plan.heads)
-    packed = _CLUSTERS_PACKED.pack(
-        q.data_ptr(),
-        window.data_ptr(),
-        slots[0].data_ptr(),
-        compressed.data_ptr(),
-        slots[1].data_ptr(),
-        sink.data_ptr(),
-        out.data_ptr(),
-        *[0 if table is None else table.data_ptr() for table in angles],
+    numbers = (
         q.stride(0),
         q.stride(1),
         window.stride(0),
@@ -180,12 +167,18 @@ def _attend_clusters(
         count,
         scale,
     )
+    device = q.device.index
     if isinstance(plan, NarrowPlan):
         widths = (slots[0].shape[1], slots[1].shape[1])
-        plan = _with_room(plan, widths, tokens * count, q.device.index)
+        plan = _with_room(plan, widths, tokens * count, device)
     kernel = loaded(plan, HOPPER)
-    kernel.prepare(q.device.index)
-    kernel.launch(tokens * count * plan.blocks, stream_of(q.device.index), _CLUSTERS, packed)
+    kernel.prepare(device)
+    blocks = tokens * count * plan.blocks
+    run_noted(
+        PackedLaunch(kernel, blocks, _CLUSTERS, _CLUSTERS_PACKED, numbers),
+        stream_of(device),
+        (q, window, slots[0], compressed, slots[1], sink, out, *angles),
+    )
 
 
 @functools.cache

@@ -15,7 +15,15 @@ from dsv4._leaving import left
 from dsv4.cute import gemm_fp8
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
-from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
+from dsv4.cute._launch import (
+    aligned,
+    architecture,
+    current_device,
+    cuts,
+    loaded,
+    run_noted,
+    stream_of,
+)
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
@@ -108,19 +116,31 @@ def _product(
     if current_device() != device:
         with torch.cuda.device(device):
             return _product(product, x, weight, segments, input_scale, limit, out, tokens)
-    scale = 0
+    row_scale = None
     if product[_ROW_SCALED]:
         x, row_scale = bfloat16_operand(x, input_scale)
-        scale = row_scale.data_ptr()
-    x, start, token_stride = aligned(x, tokens)
+    x, _, token_stride = aligned(x, tokens)
     codes, scales, global_scale = weight
-    places = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
-    end, stream = out.data_ptr(), stream_of(device)
-    fixed = (tuple(segments), global_scale.numel(), limit, left(), device, get_ident())
-    for launch, of_x, of_scale, of_out in _prepared(product, tokens, token_stride, *fixed):
-        first = start + of_x
-        launch(stream, first, *places, first, scale and scale + of_scale, end + of_out)
+    kind = (product, tokens, token_stride, tuple(segments), global_scale.numel(), limit, device)
+    operands = (x, codes, scales, global_scale, row_scale, out)
+    run_noted(functools.partial(_launch, kind), stream_of(device), operands)
     return out
+
+
+def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
+    """Launch a product on the current GPU.
+
+    Args:
+        kind: What ``_prepared`` takes first.
+        stream: The driver's handle.
+        addresses: Of X, codes, block scales, global scales, scales of the rows of X or 0, and the
+            result.
+    """
+    start, codes, scales, global_scale, row_scale, out = addresses
+    for launch, of_x, of_scale, of_out in _prepared(*kind, left(), get_ident()):
+        x = start + of_x
+        row_scales = row_scale and row_scale + of_scale
+        launch(stream, x, codes, scales, global_scale, x, row_scales, out + of_out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,8 +151,8 @@ def _prepared(
     segments: tuple[int, ...],
     scales: int,
     limit: float,
-    leave: int,
     device: int,
+    leave: int,
     thread: int,
 ) -> tuple[tuple[Launch, int, int, int], ...]:
     """Launches, and where X, its scales and the result begin for each, in bytes.

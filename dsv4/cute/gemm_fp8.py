@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from threading import get_ident
+from typing import Any
 
 import torch
 
 from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
-from dsv4.cute._launch import aligned, architecture, current_device, loaded, stream_of
+from dsv4.cute._launch import (
+    aligned,
+    architecture,
+    current_device,
+    loaded,
+    run_noted,
+    stream_of,
+)
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
 from dsv4.cute.sm90.plans import Product, token_counts
 from dsv4.ops.quantize import bfloat16_operand
@@ -48,19 +57,29 @@ def gemm(
     if current_device() != device:
         with torch.cuda.device(device):
             return gemm(x, codes, scales, activation, input_scale, groups, out_dtype)
-    token_scale = 0
+    row_scale = None
     if activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, input_scale)
-        token_scale = row_scale.data_ptr()
-    x, start, token_stride = aligned(x, tokens)
-    kind = (out_dtype == torch.float32, activation == "nvfp4")
-    product = Product(rows, codes.shape[1], groups, *kind)
-    strides = (token_stride, codes.stride(0))
+    x, _, token_stride = aligned(x, tokens)
+    form = (out_dtype == torch.float32, activation == "nvfp4")
+    product = Product(rows, codes.shape[1], groups, *form)
     folded = scales.dtype == torch.float8_e8m0fnu
-    launch = _prepared(product, tokens, strides, folded, device, get_ident())
-    at = codes.data_ptr()
-    launch(stream_of(device), start, at, at, scales.data_ptr(), start, token_scale, out.data_ptr())
+    kind = (product, tokens, (token_stride, codes.stride(0)), folded, device)
+    operands = (x, codes, scales, row_scale, out)
+    run_noted(functools.partial(_launch, kind), stream_of(device), operands)
     return out
+
+
+def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
+    """Launch a product on the current GPU.
+
+    Args:
+        kind: What ``_prepared`` takes first.
+        stream: The driver's handle.
+        addresses: Of X, codes, scales, scales of the rows of X or 0, and the result.
+    """
+    x, codes, scales, row_scale, out = addresses
+    _prepared(*kind, get_ident())(stream, x, codes, codes, scales, x, row_scale, out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,10 +95,10 @@ def _prepared(
     plan = fp8_plan(product, tokens, folded)
     assert plan is not None
     kernel = loaded(plan, architecture(device))
-    return _launch(kernel, kernel.prepare(device), product, plan, tokens, strides)
+    return _prepare(kernel, kernel.prepare(device), product, plan, tokens, strides)
 
 
-def _launch(
+def _prepare(
     kernel: Kernel,
     resident: int,
     product: Product,

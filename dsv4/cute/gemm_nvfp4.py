@@ -16,7 +16,7 @@ import torch
 from dsv4 import dispatch
 from dsv4.cute._architectures import ARCHITECTURES
 from dsv4.cute._driver import Kernel, Parameters
-from dsv4.cute._launch import cuts, loaded, stream_of
+from dsv4.cute._launch import cuts, loaded, on, stream_of
 from dsv4.cute.sm100 import plans as _plans
 from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box, DensePlan
@@ -98,7 +98,7 @@ def _product(
     """Fills and returns ``out``."""
     if x.shape[0] == 0:
         return out
-    with torch.cuda.device(x.device):
+    with on(x.get_device()):
         x_codes, x_scales, token_scale = quantized(x, input_scale)
         codes, scales, global_scale, segments = weight
         launch = _prepared(

@@ -16,7 +16,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.cute._driver import Kernel, Parameters
-from dsv4.cute._launch import architecture, cuts, loaded, stream_of
+from dsv4.cute._launch import architecture, cuts, loaded, on, stream_of
 from dsv4.cute.grouped_gemm import of_rows
 from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm100._maps import tensor_map
@@ -154,7 +154,7 @@ def _product(
     x = of_x[0]
     if x.shape[0] == 0:
         return
-    with torch.cuda.device(x.device):
+    with on(x.get_device()):
         codes, scales, global_scale, offsets = parts
         x_codes, x_scales, token_scale = quantized(of_x, offsets)
         if row_weight is not None:

@@ -11,7 +11,7 @@ import torch
 
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Parameters
-from dsv4.cute._launch import loaded, stream_of
+from dsv4.cute._launch import PackedLaunch, loaded, on, run_noted, stream_of
 from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
 from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
 from dsv4.triton._launch import multiprocessors
@@ -84,11 +84,7 @@ def choose(
         group: 8 or 16; 0: there are no maxima.
     """
     tokens, k = out.shape
-    packed = _CHOOSE_PACKED.pack(
-        scores.data_ptr(),
-        maxima.data_ptr(),
-        visible.data_ptr(),
-        out.data_ptr(),
+    numbers = (
         scores.stride(0),
         maxima.stride(0),
         visible.element_size(),
@@ -97,11 +93,15 @@ def choose(
         max(16, k // 8),
         _WHOLE if group else capacity,
     )
-    with torch.cuda.device(out.device):
+    with on(out.get_device()):
         plan = choice_plan(tokens, group)
         kernel = loaded(plan, HOPPER)
         kernel.prepare(out.device.index)
-        kernel.launch(tokens * plan.blocks, stream_of(out.device.index), _CHOOSE, packed)
+        run_noted(
+            PackedLaunch(kernel, tokens * plan.blocks, _CHOOSE, _CHOOSE_PACKED, numbers),
+            stream_of(out.device.index),
+            (scores, maxima, visible, out),
+        )
 
 
 def score(
@@ -126,16 +126,7 @@ def score(
     plan = ScoresPlan(group, 4 if whole else 2)
     splits = max(1, plan.resident * all_ // tokens)
     splits = min(splits, -(-pairs // plan.warpgroups))
-    packed = _SCORE_PACKED.pack(
-        q.data_ptr(),
-        query_scales.data_ptr(),
-        weights.data_ptr(),
-        keys.data.data_ptr(),
-        keys.page_table.data_ptr(),
-        sequences.data_ptr(),
-        visible.data_ptr(),
-        scores.data_ptr(),
-        maxima.data_ptr(),
+    numbers = (
         q.stride(0),
         q.stride(1),
         keys.data.stride(0),
@@ -155,7 +146,21 @@ def score(
         (1 << 31) // splits + 1,
         keys.page_table.shape[0],
     )
-    with torch.cuda.device(q.device):
+    with on(q.get_device()):
         kernel = loaded(plan, HOPPER)
         kernel.prepare(q.device.index)
-        kernel.launch(tokens * splits, stream_of(q.device.index), _SCORE, packed)
+        run_noted(
+            PackedLaunch(kernel, tokens * splits, _SCORE, _SCORE_PACKED, numbers),
+            stream_of(q.device.index),
+            (
+                q,
+                query_scales,
+                weights,
+                keys.data,
+                keys.page_table,
+                sequences,
+                visible,
+                scores,
+                maxima,
+            ),
+        )

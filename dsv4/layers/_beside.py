@@ -10,6 +10,7 @@ import torch
 
 from dsv4._leaving import leaving
 
+_FEW = 64  # tokens of a step that are launched more slowly than they run
 Result = TypeVar("Result", bound="torch.Tensor | None")
 
 
@@ -110,8 +111,15 @@ def _streams(x: torch.Tensor, lane: int = 1) -> tuple[torch.cuda.Stream, torch.c
 
 
 def possible(x: torch.Tensor) -> bool:
-    """Whether a second stream can be used: not for tensors that stand for others, as fake ones."""
-    return not torch.compiler.is_compiling() and x.is_cuda and type(x) is torch.Tensor
+    """Whether a second stream is used: not for tensors that stand for others, as fake ones.
+
+    Nor for few tokens unless a graph is being captured: the host then takes longer to launch
+    kernels than the GPU to run them, and streams would only take it longer.
+    """
+    if torch.compiler.is_compiling() or not x.is_cuda or type(x) is not torch.Tensor:
+        return False
+    few = x.numel() <= _FEW * x.shape[-1]
+    return not few or torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

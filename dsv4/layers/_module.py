@@ -74,7 +74,7 @@ class FixedDtypeModule(nn.Module):
     def value_of(self, *parts: Any) -> QuantizedTensor:
         """``QuantizedTensor(*parts)``, and for the same parts the same one as before.
 
-        It keeps which products were checked, which takes longer than some of them run.
+        Making one takes the host longer than looking whether the parts are the same.
         """
         if torch.compiler.is_compiling():
             return QuantizedTensor(*parts)

@@ -16,6 +16,7 @@ passes through it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def _watcher() -> Callable[[], bool]:
+    """What says whether a function mode or torch's profiler sees calls in this thread."""
+    try:
+        function_modes = torch._C._len_torch_function_stack
+        profiler_enabled = torch.autograd._profiler_enabled
+    except AttributeError:
+        return lambda: True
+    return lambda: bool(function_modes() or profiler_enabled())
+
+
 def _observer() -> Callable[[], bool]:
     """What says that nothing in this thread wants to see operators: no mode, transform or trace.
 
@@ -49,29 +60,19 @@ def _observer() -> Callable[[], bool]:
         most: Any = least | keys(key.ADInplaceOrView)
         plain = frozenset((least.raw_repr(), most.raw_repr()))
         include_set = torch._C._dispatch_tls_local_include_set
-        function_modes = torch._C._len_torch_function_stack
-        profiler_enabled = torch.autograd._profiler_enabled
     except AttributeError:
         return lambda: False
 
     def unobserved() -> bool:
         found: Any = include_set()
-        return found.raw_repr() in plain and not function_modes() and not profiler_enabled()
+        return found.raw_repr() in plain and not is_watched()
 
     return unobserved
 
 
-_unobserved = _observer()
+is_watched = _watcher()
+unobserved = _observer()
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
-
-
-def is_plain(x: Any) -> bool:
-    """Whether an operator that is given ``x`` may run its body at once, as far as ``x`` goes."""
-    return (
-        type(x) in _TYPES["Tensor"]
-        and _unobserved()
-        and not (x.is_neg() or x.is_meta or (x.requires_grad and _is_grad_enabled()))
-    )
 
 
 def define(
@@ -92,14 +93,7 @@ def define(
     name = schema.split("(", 1)[0]
     assert schema.rstrip().split("->")[0].rstrip().endswith("str backend)"), schema
     _LIBRARY.define(schema)
-    check = _by_name(schema, values)
-
-    def run(args: tuple[Any, ...]) -> Any:
-        if check is not None and args[0].is_cpu:
-            check(args)
-        return dispatch.run(name, args)
-
-    return _register(name, run, fake)
+    return _register(Operation(name, name, _by_name(schema, values)), fake)
 
 
 def define_out(
@@ -122,18 +116,12 @@ def define_out(
     arguments, results = rest.split("str backend)")
     others = ", ".join(["Tensor"] * results.count(","))
     _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ({others})")
-    check = _by_name(schema, values)
-
-    def run(args: tuple[Any, ...]) -> Any:
-        if check is not None and args[0].is_cpu:
-            check(args)
-        found = dispatch.run(name, (*args[:-2], args[-1]), out=args[-2])
-        return found[1:] if others else None
 
     def shapes(*args: Any) -> Any:
         return None if fake is None else fake(*args[:-2], args[-1])[1:]
 
-    return _register(f"{name}_out", run, shapes)
+    check = _by_name(schema, values)
+    return _register(Operation(f"{name}_out", name, check, True, bool(others)), shapes)
 
 
 def _by_name(
@@ -151,10 +139,58 @@ def _by_name(
     return check
 
 
-def _register(
-    name: str, run: Callable[[tuple[Any, ...]], Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Operation:
+    """How a registered operator runs.
+
+    Attributes:
+        name: As registered.
+        op: Whose implementations run it.
+        check: Raises where values of arguments are out of range, on the CPU; or None.
+        has_out: Whether the last argument before ``backend`` takes the first result.
+        has_others: Whether there are results besides that one.
+    """
+
+    name: str
+    op: str
+    check: Callable[[tuple[Any, ...]], None] | None
+    has_out: bool = False
+    has_others: bool = False
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Choose an implementation and run it; ``args`` are the registered operator's."""
+        self.check_values(args)
+        if not self.has_out:
+            return dispatch.run(self.op, args)
+        return self._others(dispatch.run(self.op, (*args[:-2], args[-1]), out=args[-2]))
+
+    def run_with(self, implementation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a given implementation."""
+        self.check_values(args)
+        if not self.has_out:
+            return implementation(*args[:-1])
+        return self._others(implementation(*args[:-2], out=args[-2]))
+
+    def implementation(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """What ``"auto"`` chooses."""
+        return dispatch.implementation(self.op, args[:-2] if self.has_out else args[:-1])
+
+    def check_values(self, args: tuple[Any, ...]) -> None:
+        """Raise where values on the CPU are out of range."""
+        if self.check is not None and args[0].is_cpu:
+            self.check(args)
+
+    def _others(self, found: Any) -> Any:
+        return found[1:] if self.has_others else None
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def _register(operation: Operation, fake: Callable[..., Any]) -> Callable[..., Any]:
     """What runs at once where the registered operator would do no more, else that operator."""
+    name, run = operation.name, operation.run
+    OPERATIONS[name] = operation
 
     def body(*args: Any) -> Any:
         if not _is_grad_enabled():
@@ -171,7 +207,7 @@ def _register(
     as_declared: set[tuple[type, ...]] = set()
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _unobserved():
+        if torch.compiler.is_compiling() or not unobserved():
             return registered(*args)
         types = tuple(map(type, args))
         if types not in as_declared:

@@ -8,6 +8,7 @@ import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
 from dsv4.pages import Pages
 
@@ -59,6 +60,7 @@ _sparse_attention = define(
 )
 
 
+@planned
 def sparse_attention(
     q: torch.Tensor,
     window: Pages,

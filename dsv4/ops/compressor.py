@@ -8,6 +8,7 @@ import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
 from dsv4.pages import PAGE_FORMATS, Pages
 
@@ -151,6 +152,7 @@ _compress_write = define(
 )
 
 
+@planned
 def pool_windows(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -206,6 +208,7 @@ def pool_windows(
     return _pool_windows(kv, score, previous_kv, previous_score, overlap, backend)
 
 
+@planned
 def compressor_update(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -265,6 +268,7 @@ def compressor_update(
     )
 
 
+@planned
 def compress_write(
     kv: torch.Tensor,
     score: torch.Tensor,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dsv4.formats import QuantizedTensor
-from dsv4.ops import _again, _check
+from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.quantize import positive
 
 ACTIVATIONS = ("bf16", "nvfp4")
@@ -41,6 +42,7 @@ _gemm = define(
 )
 
 
+@planned
 def gemm(
     x: torch.Tensor,
     weight: QuantizedTensor,
@@ -82,21 +84,13 @@ def gemm(
         ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    kind = ("gemm", activation, groups, out_dtype)
-    # The same of the same weight is not checked again: it takes longer than some products.
-    again = _again.known(x, weight, input_scale, kind, backend)
-    if again is None:
-        input_scale = check_product(
-            "gemm", x, weight, activation, input_scale, out_dtype, groups=groups
-        )
+    input_scale = check_product(
+        "gemm", x, weight, activation, input_scale, out_dtype, groups=groups
+    )
     flat = _flat(x, groups)
     dtype = x.dtype if out_dtype is None else out_dtype
     arguments = _arguments(flat, weight, activation, input_scale, groups, dtype)
-    if again is not None:
-        out = again(*arguments)
-    else:
-        out = _gemm(*arguments, backend)
-        _again.learn(x, weight, input_scale, kind, backend, arguments)
+    out = _gemm(*arguments, backend)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 

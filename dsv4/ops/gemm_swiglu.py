@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from dsv4.formats import QuantizedTensor
-from dsv4.ops import _again
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.gemm import check_product
 
 
@@ -38,6 +38,7 @@ _gemm_swiglu = define(
 )
 
 
+@planned
 def gemm_swiglu(
     x: torch.Tensor,
     weight: QuantizedTensor,
@@ -70,11 +71,8 @@ def gemm_swiglu(
         ValueError: as ``gemm``, and if the weight has an odd number of rows or ``limit`` is not
             above 0.
     """
-    kind = ("gemm_swiglu", activation, limit, out_dtype)
-    again = _again.known(x, weight, input_scale, kind, backend)  # as in ``gemm``
-    if again is None:
-        input_scale = check_product("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
-        _check_swiglu(weight, limit)
+    input_scale = check_product("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
+    _check_swiglu(weight, limit)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     arguments = (
         flat,
@@ -89,11 +87,7 @@ def gemm_swiglu(
         limit,
         x.dtype if out_dtype is None else out_dtype,
     )
-    if again is not None:
-        out = again(*arguments)
-    else:
-        out = _gemm_swiglu(*arguments, backend)
-        _again.learn(x, weight, input_scale, kind, backend, arguments)
+    out = _gemm_swiglu(*arguments, backend)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)
 
 

@@ -10,6 +10,7 @@ import torch
 from dsv4.formats import LINEAR, NVFP4, SWIZZLED_EXPERTS, QuantizedTensor, expert_tiles
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
+from dsv4.ops._plans import planned
 from dsv4.ops.gemm import check_columns, check_operands, check_out_dtype
 from dsv4.ops.quantize import positive
 
@@ -130,6 +131,7 @@ _grouped_gemm_swiglu_quantize = define(
 )
 
 
+@planned
 def grouped_gemm(
     x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor | torch.Tensor,
@@ -182,6 +184,7 @@ def grouped_gemm(
     return out
 
 
+@planned
 def grouped_gemm_swiglu(
     x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor | torch.Tensor,
@@ -236,6 +239,7 @@ def grouped_gemm_swiglu(
     return out
 
 
+@planned
 def grouped_gemm_swiglu_quantize(
     x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor | torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 Pre = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -161,6 +162,7 @@ _hc_head = define(
 )
 
 
+@planned
 def hc_pre(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -203,6 +205,7 @@ def hc_pre(
     return _hc_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
 
 
+@planned
 def hc_post(
     y: torch.Tensor,
     streams: torch.Tensor,
@@ -234,6 +237,7 @@ def hc_post(
     return _hc_post(y, streams, post, comb, backend)
 
 
+@planned
 def hc_pre_norm(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -275,6 +279,7 @@ def hc_pre_norm(
     )
 
 
+@planned
 def hc_pre_norm_quantize(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -336,6 +341,7 @@ def hc_pre_norm_quantize(
     return normed, QuantizedTensor(codes, scales, total, NVFP4), post, comb
 
 
+@planned
 def hc_post_pre_norm(
     y: torch.Tensor,
     streams: torch.Tensor,
@@ -396,6 +402,7 @@ def hc_post_pre_norm(
     )
 
 
+@planned
 def hc_post_pre_norm_quantize(
     y: torch.Tensor,
     streams: torch.Tensor,
@@ -468,6 +475,7 @@ def hc_post_pre_norm_quantize(
     return mixed, normed, QuantizedTensor(codes, scales, total, NVFP4), post, comb
 
 
+@planned
 def hc_head(
     streams: torch.Tensor,
     fn: torch.Tensor,

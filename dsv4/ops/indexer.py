@@ -9,6 +9,7 @@ import torch
 from dsv4.formats import LINEAR, MXFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
 from dsv4.pages import FP4_GROUP, PAGE_FORMATS, Pages
 
@@ -98,6 +99,7 @@ _indexer_select = define(
 )
 
 
+@planned
 def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Hadamard transform, then rounding to FP4 (specification section 6, step 3).
 
@@ -125,6 +127,7 @@ def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.
     return _indexer_rotate_quantize(x, backend)
 
 
+@planned
 def indexer_queries(
     q: torch.Tensor,
     cos: torch.Tensor,
@@ -158,6 +161,7 @@ def indexer_queries(
     return _indexer_queries(q, cos, sin, rotate_quantize, backend)
 
 
+@planned
 def quantize_index_queries(
     q: torch.Tensor,
     cos: torch.Tensor,
@@ -242,6 +246,7 @@ def _check_power(op: str, name: str, d: int) -> None:
         raise ValueError(f"{op}: last axis of {name} is {d}, wanted a power of two >= 32")
 
 
+@planned
 def indexer_select(
     q: torch.Tensor | QuantizedTensor,
     weights: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.pages import ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages, dims_multiple
 
 __all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "norm_rope_write_kv", "read_kv", "write_kv"]
@@ -113,6 +114,7 @@ def check_pages(op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY
     _check.shape(op, f"{name}.data", pages.data, [None, pages.page_bytes()])
 
 
+@planned
 def write_kv(
     pages: Pages, entries: torch.Tensor, slots: torch.Tensor, *, backend: str = "auto"
 ) -> None:
@@ -162,6 +164,7 @@ def write_kv(
     )
 
 
+@planned
 def read_kv(
     pages: Pages,
     slots: torch.Tensor,
@@ -205,6 +208,7 @@ def read_kv(
     )
 
 
+@planned
 def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -> torch.Tensor:
     """What ``x`` reads back as after a round trip through ``"fp8"`` pages, bit for bit.
 
@@ -233,6 +237,7 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -
     return _fake_quantize_kv(x, rope_dim, backend)
 
 
+@planned
 def norm_rope_write_kv(
     pages: Pages,
     kv: torch.Tensor,

@@ -23,6 +23,7 @@ from dsv4.formats import (
 )
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
+from dsv4.ops._plans import planned
 from dsv4.ops.quantize import fake_nvfp4, positive
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -120,6 +121,7 @@ _moe_combine = define(
 )
 
 
+@planned
 def moe_permute(
     ids: torch.Tensor,
     num_experts: int,
@@ -199,6 +201,7 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
         )
 
 
+@planned
 def moe_gather(
     x: torch.Tensor,
     rows: torch.Tensor,
@@ -235,6 +238,7 @@ def moe_gather(
     return out
 
 
+@planned
 def moe_sort(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -286,6 +290,7 @@ def moe_sort(
     return (out, *_moe_sort_out(*given, out, backend))
 
 
+@planned
 def moe_gather_quantize(
     x: torch.Tensor,
     rows: torch.Tensor,
@@ -339,6 +344,7 @@ def moe_gather_quantize(
     return QuantizedTensor(codes, scales, total, NVFP4, layout)
 
 
+@planned
 def moe_combine(
     y: torch.Tensor,
     rows: torch.Tensor,

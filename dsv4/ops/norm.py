@@ -7,6 +7,7 @@ import torch
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 
@@ -63,6 +64,7 @@ _rms_norm_quantize = define(
 )
 
 
+@planned
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -98,6 +100,7 @@ def rms_norm(
     return _rms_norm(x, weight, eps, backend)
 
 
+@planned
 def rms_norm_pair(
     x: torch.Tensor,
     first_weight: torch.Tensor,
@@ -136,6 +139,7 @@ def rms_norm_pair(
     return _rms_norm_pair(x, first_weight, second_weight, eps, backend)
 
 
+@planned
 def head_norm_rope_(
     q: torch.Tensor,
     cos: torch.Tensor,
@@ -178,6 +182,7 @@ def head_norm_rope_(
     _head_norm_rope_(q, cos, sin, eps, backend)
 
 
+@planned
 def rms_norm_quantize(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -22,6 +22,7 @@ from dsv4.formats import (
 )
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.scales import swizzled_size
 
 SCALINGS = ("static", "tensor", "token", "weight")
@@ -95,6 +96,7 @@ _dequantize = define(
 )
 
 
+@planned
 def quantize(
     x: torch.Tensor,
     format: Format | str = "nvfp4",
@@ -272,6 +274,7 @@ def without_global_scale(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor
     return dequantize(replace(q, global_scale=ones, segments=()), dtype)
 
 
+@planned
 def dequantize(
     q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, backend: str = "auto"
 ) -> torch.Tensor:

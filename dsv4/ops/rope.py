@@ -9,6 +9,7 @@ import torch
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _rope_quantize = define(
 )
 
 
+@planned
 def rope_tables(
     positions: torch.Tensor,
     parameters: RopeParameters | torch.Tensor,
@@ -94,6 +96,7 @@ def rope_tables(
     return _rope_tables(positions, frequencies, backend)
 
 
+@planned
 def rope(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -132,6 +135,7 @@ def rope(
     return _rope(x, cos, sin, inverse, backend)
 
 
+@planned
 def rope_quantize(
     x: torch.Tensor,
     cos: torch.Tensor,

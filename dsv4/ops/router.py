@@ -6,6 +6,7 @@ import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -58,6 +59,7 @@ _route_hash = define(
 )
 
 
+@planned
 def route_topk(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -108,6 +110,7 @@ def route_topk(
     return _route_topk(x, weight, bias, top_k, scaling_factor, logits_dtype, backend)
 
 
+@planned
 def route_hash(
     x: torch.Tensor,
     weight: torch.Tensor,

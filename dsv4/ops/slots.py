@@ -8,6 +8,7 @@ import torch
 
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 
 __all__ = ["entry_slots", "prefix_slots", "window_slots"]
 
@@ -62,6 +63,7 @@ _window_slots = define(
 )
 
 
+@planned
 def entry_slots(
     page_table: torch.Tensor,
     page_size: int,
@@ -97,6 +99,7 @@ def entry_slots(
     return _entry_slots(page_table, page_size, sequences, entries, backend)
 
 
+@planned
 def prefix_slots(
     page_table: torch.Tensor,
     page_size: int,
@@ -127,6 +130,7 @@ def prefix_slots(
     return _prefix_slots(page_table, page_size, sequences, counts, backend)
 
 
+@planned
 def window_slots(
     page_table: torch.Tensor,
     page_size: int,

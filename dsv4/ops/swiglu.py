@@ -9,6 +9,7 @@ import torch
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
+from dsv4.ops._plans import planned
 from dsv4.ops.quantize import fake_nvfp4, given_scale
 
 LAYOUTS = ("concatenated", "interleaved")
@@ -51,6 +52,7 @@ _swiglu_quantize = define(
 )
 
 
+@planned
 def swiglu(
     gate_up: torch.Tensor,
     limit: float | None,
@@ -91,6 +93,7 @@ def swiglu(
     return _swiglu(gate_up, limit, layout, row_weight, out_dtype, backend)
 
 
+@planned
 def swiglu_quantize(
     gate_up: torch.Tensor,
     limit: float | None,

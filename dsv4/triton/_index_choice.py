@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton._index_scores import store_where
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, wait_for_inputs
 
 _TOP = tl.constexpr(0x80000000)  # makes keys unsigned
@@ -324,6 +325,7 @@ def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T
         kept = k
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["k"])
 def select_kernel(
     scores,

@@ -18,6 +18,7 @@ from dsv4.triton._index_entries import (
     load_keys,
     mxfp4_values,
 )
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, wait_for_inputs, widen
 
 _LOWEST = tl.constexpr(-0x80000000)  # flipped in a key, makes the order unsigned: 0 is none
@@ -187,6 +188,7 @@ def _score_tokens(
             )
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens", "k", "page_size"])
 def score_kernel(
     q,
@@ -347,6 +349,7 @@ def _store_block(
         store_where(maxima + group, tl.max(highest, 1) ^ _LOWEST, group * GROUP < end)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["k"])
 def score_pages_kernel(
     q,

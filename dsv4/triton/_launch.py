@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from dsv4.cute._launch import on as cuda_device
+
 _FEW_WARPS = 1024
+_NOWHERE = contextlib.nullcontext()
 
 
 def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the tensor's device the current one: Triton launches there, on its current stream."""
-    if tensor.device.type == "cuda":
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return cuda_device(tensor.get_device()) if tensor.is_cuda else _NOWHERE
 
 
 def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:

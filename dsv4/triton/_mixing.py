@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import wait_for_inputs, widen
 from dsv4.triton._nvfp4 import near_reciprocal
 from dsv4.triton._streams import pick
@@ -180,6 +181,7 @@ def _many_logits(
     return tl.fma(mix, factor, widen(tl.load(base + ROW)))
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def coefficients_kernel(
     parts,

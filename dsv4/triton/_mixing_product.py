@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.triton import _launch
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._prefetch import prefetch_tile
 from dsv4.triton._streams import load_mixers, load_streams, mixed_stream
@@ -62,6 +63,7 @@ def _product(x, fn, total):
     return total
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _product_kernel(
     x,
@@ -107,6 +109,7 @@ def _product_kernel(
     tl.store(parts + place, total, mask=here)
 
 
+@fast_launch
 @triton.jit
 def _cut_kernel(
     fn,
@@ -130,6 +133,7 @@ def _cut_kernel(
     tl.store(out + 2 * step, low, mask=column < width)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _tall_kernel(
     x,
@@ -169,6 +173,7 @@ def _dot(a, b, total):
     return tl.dot(a, b, total)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _few_kernel(
     x,

@@ -22,6 +22,7 @@ import triton.language as tl
 from dsv4.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._entries import page_stride
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
 from dsv4.triton._rotation import load_angles, rotate
 
@@ -232,6 +233,7 @@ def _turned_back(x, cos, sin, dim, D: tl.constexpr, TURNED: tl.constexpr):
     return tl.where((dim >= D - TURNED)[None, :], rotate(x, c, s), x)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["width", "second_width", "splits"])
 def _attend_kernel(
     q,
@@ -352,6 +354,7 @@ def _attend_kernel(
         tl.store(place, narrow(right_sum, dtype), mask=mask)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     parts,

@@ -25,6 +25,7 @@ from dsv4.triton._angles import cos_sin
 from dsv4.triton._entries import store_entries
 from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
 from dsv4.triton._index_entries import store_keys
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import conversion
 from dsv4.triton._prefetch import prefetch_row
@@ -202,6 +203,7 @@ def _entry(batch, b):
     return first, start, tl.where(live, start + length, start), tl.where(live, row, 0)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count", "head_slices", "tail_slices"])
 def _update_kernel(
     tokens,
@@ -543,6 +545,7 @@ def compressor_update(
     return pooled, positions, owners
 
 
+@fast_launch
 @triton.jit
 def _entry_kernel(
     pooled,
@@ -686,6 +689,7 @@ def _load_window(source, first, slot, column, mask):
     return k, tl.load(place, mask=mask, other=_ABSENT)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["slices"])
 def _windows_kernel(
     source,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from dsv4 import formats
 from dsv4.triton import _launch
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import e4m3_value, narrow, wait_for_inputs
 from dsv4.triton._nvfp4 import scale_columns, scale_offset, scale_rows
 from dsv4.triton._nvfp4_tile import as_bytes, tile_shape, tile_warps
@@ -53,6 +54,7 @@ def _store_decoded(out, packed, scale, total, inside):
     tl.store(place, narrow(values, out.dtype.element_ty), mask=inside[:, None])
 
 
+@fast_launch
 @triton.jit
 def _unpack_kernel(
     codes,
@@ -95,6 +97,7 @@ def _unpack_kernel(
     _store_decoded(out + piece * 16 + 8, last, scale, factor, inside)
 
 
+@fast_launch
 @triton.jit
 def _decode_fp8_kernel(
     codes, scales, out, rows, columns, E8M0: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch
+from dsv4.triton._launcher import fast_launch
 
 _TILES = 8  # of a program, side by side: 256 bytes of codes of each of 16 rows
 
@@ -81,6 +82,7 @@ def _unbiased(byte):
     return tl.where(byte < 32, small, large)
 
 
+@fast_launch
 @triton.jit
 def _pack_kernel(
     codes,
@@ -116,6 +118,7 @@ def _pack_kernel(
     tl.store(target, _biased(byte).to(tl.uint8), mask=tile < tiles)
 
 
+@fast_launch
 @triton.jit
 def _unpack_kernel(
     packed,

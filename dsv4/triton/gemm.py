@@ -14,11 +14,13 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.ops.quantize import bfloat16_operand
 from dsv4.triton import _launch
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import narrow, wait_for_inputs
 
 _TILES = 4
 
 
+@fast_launch
 @triton.jit
 def _expand_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.constexpr):
     """``code * block scale`` of 16 rows and 64 TILES columns (layout: ``dsv4.fragments``).

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from dsv4.ops.quantize import bfloat16_operand
 from dsv4.triton import _launch, _rows
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
 
 BLOCK = 128
@@ -82,6 +83,7 @@ def _tile(tiles, token_tiles, TOGETHER: tl.constexpr):
     return place // wide, band * TOGETHER + place % wide
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens", "tiles", "token_tiles", "length"])
 def _gemm_kernel(
     x,
@@ -156,6 +158,7 @@ def _gemm_kernel(
         tl.store(out + target, tl.trans(narrow(total, out.dtype.element_ty)), mask=stored)
 
 
+@fast_launch
 @triton.jit
 def _sum_kernel(
     parts,

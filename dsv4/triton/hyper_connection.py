@@ -17,6 +17,7 @@ import triton.language as tl
 
 from dsv4.formats import LINEAR
 from dsv4.triton import _launch, _mixing_product
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._mixing import (
     coefficients_kernel,
     coefficients_of_token,
@@ -52,6 +53,7 @@ _FEW = tl.constexpr(64)  # programs
 _LANES = 32  # tokens whose coefficients a program makes, one to a thread, where tokens are many
 
 
+@fast_launch
 @triton.jit
 def _post_kernel(
     y,
@@ -163,6 +165,7 @@ def _square_sum(values):
     return shared_sum(squares, squares.shape[0] // 4)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
     parts,

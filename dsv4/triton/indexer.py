@@ -19,6 +19,7 @@ from dsv4.triton._hadamard import hadamard, hadamard_row, rotate_quantize, rotat
 from dsv4.triton._index_choice import select_kernel
 from dsv4.triton._index_entries import e4m3_scale, mxfp4_rows, mxfp4_tile
 from dsv4.triton._index_scores import score_kernel, score_pages_kernel
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import (
     e4m3_tile,
     narrow,
@@ -119,6 +120,7 @@ def _widened(tiles, TILES: tl.constexpr):
     return made
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _queries_kernel(
     x,
@@ -157,6 +159,7 @@ def _queries_kernel(
             tl.store(out + row[:, None] * D + column, tiles[tile], mask=mask)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _codes_kernel(
     x,

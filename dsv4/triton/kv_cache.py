@@ -17,6 +17,7 @@ from dsv4.triton._entries import (
     store_pieces,
     store_rope,
 )
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed, rounded
 from dsv4.triton._nvfp4_tile import load_pieces, own_part
@@ -62,6 +63,7 @@ def load_slots(slots, first, count, ROWS: tl.constexpr):
     return tl.load(slots + row, mask=row < count, other=-1).to(tl.int64)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _write_kernel(
     data,
@@ -123,6 +125,7 @@ def write_kv(
         )
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _read_kernel(
     data,
@@ -189,6 +192,7 @@ def read_kv(
     return out
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _round_trip_kernel(
     x,
@@ -235,6 +239,7 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
     return out
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _norm_rope_write_kernel(
     data,
@@ -291,6 +296,7 @@ def _inverse_rms_of(pieces, COLUMNS: tl.constexpr, eps):
     return inverse_rms(tl.sum(tl.sum(values * values, 1), 0), COLUMNS, eps)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _norm_rope_write_few_kernel(
     data,

@@ -14,6 +14,7 @@ from dsv4 import formats
 from dsv4.ops.moe import check_ids
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._arrival import arrival, once_here
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
@@ -60,6 +61,7 @@ def _local_expert(ids, slot, slots, first, EXPERTS: tl.constexpr):
     return tl.where(slot < slots, local, EXPERTS + 1)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["slots"])
 def _count_kernel(
     ids,
@@ -94,6 +96,7 @@ def _count_kernel(
     tl.store(offsets + expert, rank, mask=(expert >= 0) & (expert <= EXPERTS))
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["slots"])
 def _histogram_kernel(
     ids,
@@ -113,6 +116,7 @@ def _histogram_kernel(
     tl.store(counts + place, tl.histogram(local, BINS))
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["blocks"])
 def _scan_kernel(
     counts,
@@ -136,6 +140,7 @@ def _scan_kernel(
     tl.store(totals + expert, total)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["slots"])
 def _scatter_kernel(
     ids,
@@ -233,6 +238,7 @@ def _permute_blocks(
         )
 
 
+@fast_launch
 @triton.jit
 def _gather_kernel(
     x,
@@ -319,6 +325,7 @@ def _gather(
         )
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["slots", "copying"])
 def _sort_kernel(
     x,
@@ -711,6 +718,7 @@ def _clear(
         _clear_row(codes, scales, row, count, end, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["programs", "count", "padded"])
 def _gather_quantize_kernel(
     x,
@@ -975,6 +983,7 @@ def moe_gather_quantize(
     return codes, scales, total
 
 
+@fast_launch
 @triton.jit
 def _combine_kernel(
     y,

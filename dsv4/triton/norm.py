@@ -11,6 +11,7 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._arrival import arrival, once_here
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     block_scales,
@@ -111,6 +112,7 @@ def _norm_rows(
     tl.store(out + row * columns + column, narrow(values, out.dtype.element_ty), mask=inside)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x,
@@ -162,6 +164,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return out
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _pair_kernel(
     x,
@@ -227,6 +230,7 @@ def rms_norm_pair(
     return first, second
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _head_kernel(
     q,
@@ -397,6 +401,7 @@ def _code_chunks(
         tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quantize_few_kernel(
     x,
@@ -567,6 +572,7 @@ def _norm_quantize_row(
         )
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quantize_kernel(
     x,

@@ -12,6 +12,7 @@ import triton.language as tl
 from dsv4 import formats
 from dsv4.triton import _launch, _rows
 from dsv4.triton._arrival import arrival, once_here
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import e4m3_bits, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import (
     conversion,
@@ -58,6 +59,7 @@ _TILE = tl.constexpr(128)
 _SIGN = tl.constexpr(-0x80000000)
 
 
+@fast_launch
 @triton.jit
 def _nvfp4_kernel(
     x,
@@ -121,6 +123,7 @@ def _nvfp4_kernel(
             )
 
 
+@fast_launch
 @triton.jit
 def _nvfp4_row_kernel(
     x,
@@ -181,6 +184,7 @@ def _nvfp4_row_kernel(
         )
 
 
+@fast_launch
 @triton.jit
 def _amax_kernel(
     x,
@@ -269,6 +273,7 @@ def _inverse_of_byte(byte):
     return ((254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
+@fast_launch
 @triton.jit
 def _mxfp4_kernel(
     x,
@@ -310,6 +315,7 @@ def _mxfp4_kernel(
     store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
 
 
+@fast_launch
 @triton.jit
 def _mxfp4_few_kernel(
     x,
@@ -411,6 +417,7 @@ def _load_tile(place, inside, WHOLE: tl.constexpr):
     return tl.load(place) if WHOLE else tl.load(place, mask=inside, other=0.0)
 
 
+@fast_launch
 @triton.jit
 def _fp8_block_kernel(
     x,

@@ -11,6 +11,7 @@ import triton.language as tl
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._angles import cos_sin
 from dsv4.triton._arrival import arrival, once_here
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._nvfp4 import narrowed
 from dsv4.triton._nvfp4_tile import (
@@ -33,6 +34,7 @@ _REGISTERS = 128
 _TABLE_ROWS = 4  # positions of a program: four angles a thread
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _tables_kernel(
     positions,
@@ -82,6 +84,7 @@ def rope_tables(
     return cos, sin
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _rope_kernel(
     x,
@@ -276,6 +279,7 @@ def _part_of_row(
     return own, number, peaks
 
 
+@fast_launch
 @triton.jit
 def _rope_quantize_kernel(
     x,
@@ -359,6 +363,7 @@ def _rope_quantize_kernel(
             )
 
 
+@fast_launch
 @triton.jit
 def _rope_quantize_row_kernel(
     x,

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.ops.router import check_ids
 from dsv4.triton import _launch, _rows
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._prefetch import prefetch_row, prefetch_tile
 
@@ -41,6 +42,7 @@ def _operand(values, dtype: tl.constexpr):
         return narrow(widen(values), dtype)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _few_kernel(
     x,
@@ -84,6 +86,7 @@ def _dot(a, b, total):
     return tl.dot(a, b, total)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _logits_kernel(
     x,
@@ -134,6 +137,7 @@ def _logits_kernel(
     tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _many_kernel(
     x,
@@ -280,6 +284,7 @@ def _store_choice(weights, ids, place, mask, found, chosen, total, factor, good)
     tl.store(ids + place, found.to(tl.int64), mask=mask)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens", "top_k"])
 def _choose_kernel(
     partials,
@@ -331,6 +336,7 @@ def _choose_kernel(
     _store_choice(weights, ids, place, mask, found, chosen, total, factor, good)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
 def _look_up_kernel(
     partials,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import once, wait_for_inputs
 
 _FEW = 1 << 16  # slots up to which a thread has one
@@ -14,6 +15,7 @@ _NARROW = 128  # slots of a program then, else
 _WIDE = 512
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["tokens", "width", "blocks", "pages"])
 def _slots_kernel(
     table,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from dsv4.triton import _launch, _rows
 from dsv4.triton._arrival import arrival, once_here
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import (
     INTERPRETED,
     narrow,
@@ -135,6 +136,7 @@ def _load_some(place, column, inside, columns):
         return tl.load(place, mask=inside[:, None] & (column < columns), other=0.0)
 
 
+@fast_launch
 @triton.jit
 def _swiglu_kernel(
     x,
@@ -169,6 +171,7 @@ def _swiglu_kernel(
         tl.store(place, narrow(values, out.dtype.element_ty), mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _swiglu_quantize_kernel(
     x,
@@ -244,6 +247,7 @@ def _swiglu_quantize_kernel(
             )
 
 
+@fast_launch
 @triton.jit
 def _swiglu_quantize_row_kernel(
     x,

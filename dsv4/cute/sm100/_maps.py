@@ -33,5 +33,5 @@ def tensor_map(address: int, box: Box) -> bytes:
         place, kind, rank, ctypes.c_void_p(address), sizes, strides, boxes, steps,
         0, swizzle, _PROMOTE_256, 0,
     )  # fmt: skip
-    _driver._check(status, f"describing {box} at {address:#x}")
+    _driver.check(status, f"describing {box} at {address:#x}")
     return bytes(place)

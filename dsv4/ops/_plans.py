@@ -1,0 +1,372 @@
+"""Plan cache: what a public operator did for the metadata of its arguments, so it is not redone.
+
+Checks of arguments, the choice of an implementation and what a launcher computes depend on
+metadata alone: dtypes, shapes, strides, devices, alignment, and plain values. ``@planned`` keeps,
+for the metadata of a call that went through, how to do it again:
+
+* a ``Tape``: the kernel launches and allocations of a Triton implementation, replayed;
+* a ``Direct`` call of the implementation with the arguments that it got;
+* nothing, where the function did anything else with its tensors. It runs as if not planned.
+
+The first call with some metadata runs the function. The second runs it under a ``Recorder``, which
+sees every torch operation; one that is neither an allocation nor a view rules a plan out. So
+checks that read values are never skipped.
+
+Only plain calls on a GPU are planned: tensors of torch's own classes that want no gradient,
+nothing that traces or observes operators, and no implementation asked for by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import or_
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from dsv4 import _support, dispatch
+from dsv4._tape import ALIGNMENT, Build, Pick, Recorder, Tape, builder
+from dsv4.cute._launch import current_device, stream_of
+from dsv4.formats import FORMATS, Format, QuantizedTensor
+from dsv4.ops import _library
+from dsv4.ops._guards import Guards, guards_of
+from dsv4.pages import Pages
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST = 4096  # keys of the cache
+_MOST_OF_KEY = 16  # plans of a key, whose calls differ in shapes, strides or alignment
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_VALUES = frozenset((int, bool, str, torch.dtype, type(None)))
+_RUN = dispatch.run  # who replaces it wants to see calls
+
+_data_ptr = torch.Tensor.data_ptr
+_is_grad_enabled = torch.is_grad_enabled
+_interpreting = _support._interpreting.get
+
+
+@dataclass
+class Plan:
+    """How to repeat calls with certain tensors.
+
+    Attributes:
+        is_like: Says whether other tensors have the same metadata.
+        remainders: Of their addresses, see ``remainders``.
+        again: Repeats the call, given tensors and addresses; None before the call was recorded.
+        is_final: Whether it was recorded.
+    """
+
+    is_like: Guards
+    remainders: Any
+    again: Callable[[Sequence[torch.Tensor], Sequence[int]], Any] | None = None
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Calls an implementation with the arguments that the operator got when it was recorded."""
+
+    operation: _library.Operation
+    implementation: Callable[..., Any]
+    args: Build
+    result: Callable[[Sequence[torch.Tensor], Any], Any]
+
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+        found = self.operation.run_with(self.implementation, self.args(tensors))
+        return self.result(tensors, found)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Replays a tape on the current stream, where the tensors' GPU is the current one."""
+
+    tape: Tape
+
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+        device = tensors[0].get_device()
+        if current_device() != device or not self.tape.is_free():
+            return NotImplemented
+        return self.tape(tensors, addresses, stream_of(device))
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """Replays a tape whose kernels Triton's interpreter runs."""
+
+    tape: Tape
+
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+        return self.tape.interpreted(tensors)
+
+
+class Arguments:
+    """Where tensors, other values and structures of both stand among a call's arguments."""
+
+    def __init__(self, function: Any, values: Sequence[Any]) -> None:
+        """Look at them.
+
+        Raises:
+            TypeError: if one is of a type that is not known here.
+        """
+        self.function = function
+        kinds = [_kind(value) for value in values]
+        self._tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
+        self._values = [i for i, kind in enumerate(kinds) if kind == "value"]
+        self._others = [
+            (i, _CONSTANTS[type(values[i])]) for i, kind in enumerate(kinds) if kind == "constant"
+        ]
+        self._structures = [
+            (i, _STRUCTURES[type(values[i])]) for i, kind in enumerate(kinds) if kind == "structure"
+        ]
+
+    def tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """All tensors, those of structures last."""
+        found = [values[i] for i in self._tensors]
+        for i, names in self._structures:
+            structure = values[i]
+            for name in names:
+                part = getattr(structure, name)
+                if part is not None:
+                    found.append(part)
+        return found
+
+    def constants(self, values: Sequence[Any]) -> list[Any]:
+        """What else the call depends on, hashable."""
+        found = [values[i] for i in self._values]
+        for i, constant in self._others:
+            found.append(constant(values[i]))
+        for i, _ in self._structures:
+            found.append(_FIELDS[type(values[i])](values[i]))
+        return found
+
+    def with_tensors(self, values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The same arguments with other tensors, in the order of ``tensors``."""
+        given, left = list(values), list(tensors)
+        for i in self._tensors:
+            given[i] = left.pop(0)
+        for i, names in self._structures:
+            present = [name for name in names if getattr(given[i], name) is not None]
+            given[i] = replace(given[i], **{name: left.pop(0) for name in present})
+        return given
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    for name, kinds in _KINDS.items():
+        if kind in kinds:
+            return name
+    raise TypeError(f"a {kind.__name__}")
+
+
+def _signed(value: float) -> Any:
+    """A float, with -0.0 and 0.0 apart."""
+    return value or str(value)
+
+
+def _format_name(given: Format) -> Any:
+    return given.name if FORMATS.get(given.name) is given else given
+
+
+_CONSTANTS: dict[type, Callable[[Any], Any]] = {
+    float: _signed,
+    Format: _format_name,
+}
+# Structures of tensors: the names of their tensors, and what else they hold.
+_STRUCTURES = {QuantizedTensor: ("codes", "scales", "global_scale"), Pages: ("data",)}
+_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    QuantizedTensor: lambda q: (
+        q.global_scale is None,
+        _format_name(q.format),
+        q.layout,
+        q.segments,
+    ),
+    Pages: lambda p: (p.page_size, p.entry_format, p.head_dim, p.rope_dim),
+}
+_KINDS = {
+    "tensor": _TENSORS,
+    "value": _VALUES,
+    "constant": _CONSTANTS.keys(),
+    "structure": _STRUCTURES.keys(),
+}
+
+
+class PlanCache:
+    """Plans of all operators of a process, at most so many; full, it is emptied."""
+
+    def __init__(self) -> None:
+        self._arguments: dict[tuple[Any, ...], Arguments | None] = {}
+        self._plans: dict[Any, list[Plan]] = {}
+
+    def forget(self) -> None:
+        """Check, choose and record everything again."""
+        self._arguments.clear()
+        self._plans.clear()
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, by a plan if there is one, which is made otherwise."""
+        values = (*args, *kwargs.values())
+        types = (function, len(args), *map(type, values), *kwargs)
+        arguments = self._arguments.get(types, _NEW)
+        if arguments is _NEW:
+            arguments = self._look_at(types, function, values)
+        if arguments is None:
+            return function(*args, **kwargs)
+        tensors = arguments.tensors(values)
+        if not tensors or not is_worth_it(tensors[0]):
+            return function(*args, **kwargs)
+        key = (
+            arguments,
+            tensors[0].shape,
+            _is_grad_enabled(),
+            _interpreting(),
+            *arguments.constants(values),
+        )
+        for plan in self._plans.get(key, ()):
+            if plan.is_like(*tensors):
+                addresses = list(map(_data_ptr, tensors))
+                if plan.remainders != remainders(addresses):
+                    continue
+                if plan.again is not None:
+                    result = plan.again(tensors, addresses)
+                    if result is not NotImplemented:
+                        return result
+                elif not plan.is_final:
+                    return _recorded(plan, arguments, args, kwargs)
+                return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if are_plain(tensors):
+            addresses = list(map(_data_ptr, tensors))
+            self._add(key, Plan(guards_of(tensors), remainders(addresses)))
+        return result
+
+    def _look_at(
+        self, types: tuple[Any, ...], function: Any, values: Sequence[Any]
+    ) -> Arguments | None:
+        try:
+            arguments = Arguments(function, values)
+        except TypeError:
+            arguments = None
+        if len(self._arguments) >= _MOST:
+            self.forget()
+        self._arguments[types] = arguments
+        return arguments
+
+    def _add(self, key: Any, plan: Plan) -> None:
+        if len(self._plans) >= _MOST:
+            self._plans.clear()
+        self._plans[key] = [plan, *self._plans.get(key, ())][:_MOST_OF_KEY]
+
+
+_NEW: Any = object()  # in place of what a cache has: nothing was looked up yet
+PLANS = PlanCache()
+
+
+def planned(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a public operator be repeated by plan; see the module.
+
+    It must depend on nothing but its arguments, and return tensors, tuples or dataclasses of them.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not is_plain_call(kwargs.get("backend", "auto")):
+            return function(*args, **kwargs)
+        return PLANS.call(function, args, kwargs)
+
+    return call
+
+
+def is_plain_call(backend: Any) -> bool:
+    """Whether ``"auto"`` chooses, and nobody watches calls otherwise than by a mode of tensors.
+
+    Such modes are part of what ``guards_of`` compares.
+    """
+    return dispatch.is_free(backend) and dispatch.run is _RUN and not _library.is_watched()
+
+
+def is_worth_it(tensor: torch.Tensor) -> bool:
+    """On the CPU an operator takes longer than any check."""
+    return tensor.is_cuda
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether plans may be made of calls with these tensors, in the present mode."""
+    grad = _is_grad_enabled()
+    return _library.unobserved() and not any(
+        type(t) not in _TENSORS or t.is_neg() or t.is_meta or (grad and t.requires_grad)
+        for t in tensors
+    )
+
+
+def remainders(addresses: Sequence[int]) -> Any:
+    """Bytes by which each address passes a multiple of 16; 0 if none does.
+
+    Launchers and Triton's specialisations look at no more of an address.
+    """
+    if functools.reduce(or_, addresses) % ALIGNMENT:
+        return [address % ALIGNMENT for address in addresses]
+    return 0
+
+
+def _recorded(
+    plan: Plan, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call the function, and complete the plan."""
+    values = (*args, *kwargs.values())
+    tensors: list[torch.Tensor] = []
+    for tensor in arguments.tensors(values):
+        # One that is given twice becomes two objects, which other calls may give apart.
+        is_there = any(tensor is other for other in tensors)
+        tensors.append(tensor.detach() if is_there else tensor)
+    given = arguments.with_tensors(values, tensors)
+    named = dict(zip(kwargs, given[len(args) :], strict=True))
+    recorder = Recorder(tensors, lambda name, given: _library.OPERATIONS[name].run(given))
+    with recorder.watching():
+        result = arguments.function(*given[: len(args)], **named)
+    plan.again, plan.is_final = _again(recorder, result), recorder.is_settled
+    return result
+
+
+def _again(recorder: Recorder, result: Any) -> Any:
+    """How to repeat what was recorded; None if there is no way."""
+    tape = recorder.tape(result)
+    if tape is not None:
+        return Replay(tape) if tape.is_native else Interpreted(tape)
+    if recorder.outside is not None or len(recorder.operators) != 1:
+        return None
+    [called] = recorder.operators
+    operation = _library.OPERATIONS[called.name]
+    results = list(_results(called.result))
+    slots = {id(t): i for i, t in enumerate([*recorder.tensors, *results])}
+    whole = [*recorder.tensors, *recorder.allocated]
+
+    def argument(tensor: torch.Tensor) -> Build:
+        slot = slots.get(id(tensor))
+        if slot is not None:
+            return Pick(slot)
+        view = recorder.view(tensor)
+        return view.of(slots[id(whole[view.place.slot])])
+
+    def returned(tensor: torch.Tensor) -> Build:
+        if id(tensor) not in slots and recorder.view(tensor).place.slot < len(recorder.tensors):
+            raise KeyError("the result is a view of an argument")
+        return argument(tensor)
+
+    try:
+        args, build = builder(tuple(called.args), argument), builder(result, returned)
+    except KeyError:
+        return None
+    implementation = operation.implementation(called.args)
+    return Direct(
+        operation, implementation, args, lambda tensors, out: build([*tensors, *_results(out)])
+    )
+
+
+def _results(found: Any) -> Sequence[torch.Tensor]:
+    """All tensors that an operator returned."""
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, torch.Tensor) else found
