@@ -103,30 +103,37 @@ def default_index_format(config: ModelConfig) -> str:
     return "index_mxfp4" if same else "plain"
 
 
-def check_fits(cache: PagedCache, tokens: int, chunk: int) -> None:
+def check_window(cache: PagedCache, chunk: int) -> None:
+    """Raise if a sequence alone could not process ``chunk`` tokens in a step.
+
+    Raises:
+        ValueError: naming the pages there are and those it needs.
+    """
+    entries = min(cache.config.sliding_window - 1 + chunk, cache.max_tokens)
+    need = -(-entries // WINDOW_PAGE)
+    found = cache.layers[0].window.num_pages
+    if need > found:
+        raise ValueError(
+            f"Runner: window_pages is {found}, wanted at least {need} for max_chunk ({chunk})"
+        )
+
+
+def check_fits(cache: PagedCache, tokens: int) -> None:
     """Raise if a sequence alone could not grow to ``tokens`` tokens.
 
     Raises:
-        ValueError: naming the pool and the argument that makes it larger.
+        ValueError: naming the pages there are and those it needs.
     """
-    held = tokens - 1  # the last token is never processed
-    size = min(chunk, tokens)
     for layer in cache.layers:
-        window = min(cache.config.sliding_window - 1 + size, cache.max_tokens)
-        _check_pool("window", layer.window.num_pages, -(-window // WINDOW_PAGE), tokens)
-        if layer.compressed is not None:
-            entries = held // layer.ratio
-            need = -(-entries // layer.compressed.page_size)
-            _check_pool("compressed", layer.compressed.num_pages, need, tokens)
-
-
-def _check_pool(name: str, pages: int, need: int, tokens: int) -> None:
-    if need > pages:
-        argument = "window_pages" if name == "window" else "pool_tokens"
-        raise ValueError(
-            f"a request of {tokens} tokens needs {need} {name} pages, and the cache has {pages}: "
-            f"make the runner with a larger {argument}"
-        )
+        if layer.compressed is None:
+            continue
+        entries = (tokens - 1) // layer.ratio  # the last token is never processed
+        need, found = -(-entries // layer.compressed.page_size), layer.compressed.num_pages
+        if need > found:
+            raise ValueError(
+                f"a request of {tokens} tokens needs {need} compressed pages, and the cache has "
+                f"{found}: make the runner with a larger pool_tokens"
+            )
 
 
 def check_buckets(

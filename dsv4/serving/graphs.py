@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.page_tables import to_device
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Logprobs, Variant, logprobs, sample
+
+_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class DecodeStep:
         self._written: list[int] | None = None  # what the device's rows are
         self._steps: dict[int, torch.cuda.CUDAGraph] = {}
         self._samplers: dict[tuple[int, Variant], tuple[torch.cuda.CUDAGraph, Chosen]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # memory that the graphs share
 
     def bucket(self, count: int) -> int:
         """Smallest bucket that holds ``count`` sequences."""
@@ -122,12 +125,12 @@ class DecodeStep:
         if variant.penalty:
             self._state.with_present()  # not in the memory of a graph
         if size not in self._steps:
-            self._steps[size], _ = self._captured(lambda: self._forward(size))
+            self._steps[size] = self._captured(lambda: self._forward(size))[0]
         if (size, variant) not in self._samplers:
             found = self._captured(lambda: self._choose(size, variant))
             self._samplers[size, variant] = found
 
-    def _captured(self, work: Callable[[], Chosen | None]) -> tuple[torch.cuda.CUDAGraph, Chosen]:
+    def _captured(self, work: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
         """A graph of ``work`` over rows of padding, so that no sequence changes."""
         self._write([])
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()

@@ -20,6 +20,7 @@ from dsv4.serving._setup import (
     Limits,
     check_buckets,
     check_fits,
+    check_window,
     default_index_format,
     default_window_pages,
     resolve_capture,
@@ -35,14 +36,13 @@ from dsv4.serving.sampler import FAILED, Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
 
 _PREFIX_SEQUENCES = 4
-_DEPTH = 8  # host buffers: a prefill and a decode of this step and of the one before, and spare
+_DEPTH = 4  # host buffers: three launches may be under way before the oldest is read
 
 
 @dataclass(frozen=True, eq=False)
 class _Launched:
     """A step whose tokens are on their way: entry i belongs to sequence i."""
 
-    number: int
     sequences: tuple[RunningSequence, ...]
     results: Pending
 
@@ -120,7 +120,7 @@ class Runner:
         self.cache: PagedCache = model.new_cache(
             limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
         )
-        check_fits(self.cache, 1, limits.max_chunk)
+        check_window(self.cache, limits.max_chunk)
         self._state = RowState(limits.rows, model.config.vocab_size, model.device)
         self._decode = DecodeStep(model, self.cache, self._state, sizes)
         self._prefixes = PrefixCache(self.cache, prefix_sequences)
@@ -130,7 +130,6 @@ class Runner:
         self._arrivals: deque[Request] = deque()
         self._open: list[Request] = []
         self._count = 0  # requests so far
-        self._steps = 0
         self._unfinished = False  # a step began and did not end
         self._closed = False
 
@@ -161,7 +160,7 @@ class Runner:
         if not tokens:
             raise ValueError("prompt is empty, wanted at least one token")
         self.limits.check_request(len(tokens), options.max_new_tokens)
-        check_fits(self.cache, len(tokens) + options.max_new_tokens, self.limits.max_chunk)
+        check_fits(self.cache, len(tokens) + options.max_new_tokens)
         seed = secrets.randbits(63) if options.seed is None else options.seed
         stops = stop_tokens(self.model.config, options.stop_ids)
         request = Request(self._count, tokens, options, seed, stops, self.step)
@@ -203,14 +202,13 @@ class Runner:
         if self._unfinished:
             self._recover()
         self._unfinished = True
-        self._steps += 1
         self._take_arrivals()
         self._scheduler.sweep()
         self._scheduler.admit()
         prefilled = self._prefill_step()
         decoded = self._decode_step()
-        # The host waits for the step before, while the device works on this one.
-        self._read(self._steps if prefilled or decoded else self._steps + 1)
+        # The host waits for what came before, while the device works on what was launched last.
+        self._read(1 if prefilled or decoded else 0)
         self._scheduler.sweep()
         self._unfinished = False
         return self.has_work
@@ -349,15 +347,15 @@ class Runner:
         if logprobs is not None:
             logprobs = type(logprobs)(*(tensor[:count] for tensor in logprobs))
         results = self._readback.start(chosen.tokens[:count], logprobs)
-        self._launched.append(_Launched(self._steps, tuple(sequences), results))
+        self._launched.append(_Launched(tuple(sequences), results))
 
     def _drain(self) -> None:
         """Read every step that was launched."""
-        self._read(self._steps + 1)
+        self._read(0)
 
-    def _read(self, before: int) -> None:
-        """Give the tokens of the steps before number ``before`` to their requests."""
-        while self._launched and self._launched[0].number < before:
+    def _read(self, newest: int) -> None:
+        """Give tokens to their requests, except those of the ``newest`` launches."""
+        while len(self._launched) > newest:
             launched = self._launched[0]
             wanted = [s.request.options.logprobs for s in launched.sequences]
             results = launched.results.wait(wanted)
