@@ -17,7 +17,7 @@ from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.page_tables import to_device
 from dsv4.serving.row_state import RowState
-from dsv4.serving.sampler import Logprobs, Variant, logprobs, sample
+from dsv4.serving.sampler import Logprobs, Variant, logprobs
 
 _Output = TypeVar("_Output")
 
@@ -164,7 +164,6 @@ def choose(
         variant: Covers what each row needs.
     """
     entries = state.entries(rows)
-    parameters = state.parameters(entries, cache.lengths[rows], variant.penalty)
-    tokens = sample(logits, parameters, variant)
+    tokens = state.next_tokens(logits, entries, cache.lengths[rows], variant)
     state.chosen(entries, tokens, variant.penalty)
     return Chosen(tokens, logprobs(logits, tokens) if variant.logprobs else None)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from dsv4 import _support, dispatch
 from dsv4.page_tables import to_device
 from dsv4.serving.options import SamplingOptions
-from dsv4.serving.sampler import Parameters
+from dsv4.serving.sampler import Parameters, Variant, sample
 
 _NEUTRAL = (0.0, 1.0, -math.inf, 1.0)
 
@@ -88,9 +89,41 @@ class RowState:
             present=present,
         )
 
+    def next_tokens(
+        self,
+        logits: torch.Tensor,
+        entries: torch.Tensor,
+        positions: torch.Tensor,
+        variant: Variant,
+    ) -> torch.Tensor:
+        """Sample a token for each row of logits; see ``dsv4.serving.sampler.sample``.
+
+        Where Triton runs, a draw takes three launches of its kernels, and a greedy batch none.
+        """
+        if variant.plain or not _kernels_run(logits):
+            return sample(logits, self.parameters(entries, positions, variant.penalty), variant)
+        from dsv4.triton import sampling
+
+        present = self.with_present() if variant.penalty else None
+        return sampling.sample(
+            logits,
+            entries,
+            self.numbers,
+            self.integers,
+            positions,
+            present,
+            filters=variant.filters,
+        )
+
     def chosen(self, entries: torch.Tensor, tokens: torch.Tensor, penalty: bool) -> None:
         """Take the tokens that were chosen as those to process next."""
         tokens = tokens.clamp(min=0)  # a failed row ends; until then it needs a token
         self.tokens[entries] = tokens
         if penalty:
             self.with_present()[entries, tokens] = True
+
+
+def _kernels_run(logits: torch.Tensor) -> bool:
+    """Whether Triton samples: as for an operator that has a kernel and a reference."""
+    wanted = dispatch.requested_backend() in (dispatch.AUTO, "triton")
+    return wanted and _support.triton((logits,), logits.device) is None

@@ -1,12 +1,12 @@
 """Kernels of ``dsv4.serving.sampler``: the next token of each row, without sorting.
 
-Three launches. ``_largest_kernel`` and ``_scores_kernel`` split a row over several CTAs: the largest
-logit, then for every token its logit relative to the largest and its score, a logit with noise; the
-token with the best score is the draw. ``_filter_kernel`` has one CTA per row and runs only where a
-row has filters. It rejects: if top-k, top-p or min-p drop the token with the best score, they drop
+Three launches. ``_largest_kernel`` and ``_scores_kernel`` split a row over several CTAs: the
+largest logit; then for every token its logit relative to the largest and its score, a logit with
+noise. The token with the best score is the draw. ``_filter_kernel`` has one CTA per row. Where a
+row has filters it rejects: if top-k, top-p or min-p drop the token with the best score, they drop
 every token that is not more probable, so the next candidate is the best score among those that are.
-A draw that falls outside what is kept halves, on average, the probability that is left outside.
-Counts and sums of weights are integers, so that no order of a sum changes a token.
+On average a rejection halves the probability that is left outside. Counts and sums of weights are
+integers, so no order of a sum changes a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from dsv4.triton import _launch
 from dsv4.triton._numerics import wait_for_inputs, widen
 
-_SPLITS = 16  # CTAs per row
+_SPLITS = 16  # most CTAs per row
 _BLOCK = 8192  # tokens of a tile of the filters
 _QUADS = 512  # groups of four tokens, which share a call of Philox, of a tile of the scores
 _NONE = tl.constexpr(2147483647)  # no token
@@ -74,9 +74,7 @@ def _largest_kernel(
     changed = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(split * span, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        x, y = _penalised(
-            logits, present, token < end, penalty, row, entry, token, vocab, PENALTY
-        )
+        x, y = _penalised(logits, present, token < end, penalty, row, entry, token, vocab, PENALTY)
         given = tl.maximum(given, tl.where(x == x, x, float("inf")))
         changed = tl.maximum(changed, tl.where(y == y, y, float("-inf")))
     place = largest + (row * tl.num_programs(1) + split) * 2
@@ -85,9 +83,7 @@ def _largest_kernel(
 
 
 @triton.jit
-def _scored(
-    x, top, temperature, word, mask,
-):  # fmt: skip
+def _scored(x, top, temperature, word, mask):
     """Relative logits and scores; scores are logits where the row is greedy."""
     relative = (x - top) / tl.where(temperature > 0, temperature, 1.0)
     score = tl.where(temperature > 0, relative - _log_exponential(word), x)
@@ -120,9 +116,7 @@ def _scores_kernel(
         for i in tl.static_range(4):
             token = 4 * quad + i
             mask = token < end
-            _, x = _penalised(
-                logits, present, mask, penalty, row, entry, token, vocab, PENALTY
-            )
+            _, x = _penalised(logits, present, mask, penalty, row, entry, token, vocab, PENALTY)
             relative, score = _scored(x, top, temperature, words[i], mask)
             best, at = _better(best, at, score, token)
             if FILTERS:
@@ -276,30 +270,31 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return out
-    wide = {"dtype": torch.float32, "device": logits.device}
-    largest = torch.empty(rows, _SPLITS, 2, **wide)
-    best_scores = torch.empty(rows, _SPLITS, **wide)
-    best_tokens = torch.empty(rows, _SPLITS, dtype=torch.int32, device=logits.device)
-    shape = (rows, vocab) if filters else (0,)
-    relatives, scores = torch.empty(shape, **wide), torch.empty(shape, **wide)
-    span = 4 * triton.cdiv(vocab, 4 * _SPLITS)
+    splits = min(_SPLITS, _launch.power_of_two(triton.cdiv(vocab, 4 * _QUADS)))
+    largest = torch.empty(rows, splits, 2, dtype=torch.float32, device=logits.device)
+    best_scores = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
+    best_tokens = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    kept = rows if filters else 0  # rows whose scores the filters read
+    relatives = torch.empty(kept, vocab, dtype=torch.float32, device=logits.device)
+    scores = torch.empty_like(relatives)
+    span = 4 * triton.cdiv(vocab, 4 * splits)
     quads = min(_QUADS, _launch.power_of_two(span // 4))
     block = min(_BLOCK, _launch.power_of_two(vocab))
     penalty = present is not None
     mask = present.view(torch.uint8) if present is not None else logits
     options = _launch.options(logits)
     with _launch.on(logits):
-        _largest_kernel[(rows, _SPLITS)](
+        _largest_kernel[(rows, splits)](
             logits, entries, numbers, mask, largest, vocab, span,
             PENALTY=penalty, BLOCK=4 * quads, num_warps=4, **options,
         )  # fmt: skip
-        _scores_kernel[(rows, _SPLITS)](
+        _scores_kernel[(rows, splits)](
             logits, entries, numbers, integers, positions, mask, largest, relatives, scores,
             best_scores, best_tokens, vocab, span,
-            PENALTY=penalty, FILTERS=filters, SPLITS=_SPLITS, QUADS=quads, num_warps=4, **options,
+            PENALTY=penalty, FILTERS=filters, SPLITS=splits, QUADS=quads, num_warps=4, **options,
         )  # fmt: skip
         _filter_kernel[(rows,)](
             entries, numbers, integers, largest, relatives, scores, best_scores, best_tokens, out,
-            vocab, FILTERS=filters, SPLITS=_SPLITS, BLOCK=block, num_warps=16, **options,
+            vocab, FILTERS=filters, SPLITS=splits, BLOCK=block, num_warps=16, **options,
         )  # fmt: skip
     return out
