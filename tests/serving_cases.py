@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from dsv4.cache import CacheStep
+from dsv4.cache import CacheStep, LayerCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
@@ -32,46 +32,47 @@ class Recurrence(nn.Module):
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor | None, step: CacheStep
     ) -> tuple[torch.Tensor, None]:
-        layer, batch, tokens = step.cache.layers[1], step.batch, ids[0]
+        layer, batch, tokens = step.cache.layers[1], step.batch, ids[0].tolist()
         assert layer.state is not None
-        window = layer.window.data.flatten(0, 1)[:, 0]
-        written, read = step.write_slots(layer), step.read_slots(layer)
-        for t in range(len(tokens)):
-            row = int(batch.sequence_of_token[t])
-            if row >= 0:
-                assert 0 <= written[t] < len(window)
-                window[written[t]] = float(tokens[t])
+        window, state = layer.window.data.flatten(0, 1).numpy(), layer.state.numpy()
+        owners = batch.sequence_of_token.tolist()
+        written = step.write_slots(layer).tolist()
+        for owner, slot, token in zip(owners, written, tokens, strict=True):
+            if owner >= 0:
+                assert 0 <= slot < len(window)
+                window[slot, 0] = token
         hashes = torch.zeros(len(tokens), dtype=torch.float64)
-        cu = batch.cu_seqlens.tolist()
+        cu, starts, places = (x.tolist() for x in (batch.cu_seqlens, batch.starts, batch.positions))
+        read = step.read_slots(layer).tolist()
         for b, row in enumerate(batch.sequences.tolist()):
             if row < 0 or cu[b] == cu[b + 1]:
                 continue
-            value = 0 if int(batch.starts[b]) == 0 else int(layer.state[row, 0, 0, 0])
+            value = int(state[row, 0, 0, 0]) if starts[b] else 0
             for t in range(cu[b], cu[b + 1]):
-                seen = window[read[t][read[t] >= 0]].long()
-                assert int(seen[-1]) == int(tokens[t])
-                value = (value * 31 + int(tokens[t]) + 1) % _PRIME
-                value = (value + int((seen * torch.arange(1, len(seen) + 1)).sum())) % _PRIME
-                value = (value + self._entries(step, row, int(batch.positions[t]), value)) % _PRIME
+                seen = [int(window[slot, 0]) for slot in read[t] if slot >= 0]
+                assert seen[-1] == tokens[t]
+                value = value * 31 + tokens[t] + sum(i * x for i, x in enumerate(seen, 1))
+                value = (value + self._entries(layer, row, places[t], value)) % _PRIME
                 hashes[t] = value
-            layer.state[row, 0, 0, 0] = value
+            state[row, 0, 0, 0] = value
         return hashes.view(1, -1, 1), None
 
-    def _entries(self, step: CacheStep, row: int, position: int, value: int) -> int:
+    def _entries(self, layer: LayerCache, row: int, position: int, value: int) -> int:
         """Store an entry where one closes, and read the first and the last."""
-        layer = step.cache.layers[1]
         assert layer.compressed is not None
+        assert layer.compressed_table is not None
         count = (position + 1) // layer.ratio
         if not count:
             return 0
-        data = layer.compressed.data.flatten(0, 1)[:, 0]
-        slots = layer.compressed_slots_of(
-            torch.tensor([row]), torch.tensor([[0, count - 1]])
-        ).flatten()
-        assert bool((slots >= 0).all())
+        size, data = layer.compressed.page_size, layer.compressed.data.numpy()
+        first, last = (
+            (int(layer.compressed_table[row, e // size]), e % size) for e in (0, count - 1)
+        )
+        assert first[0] >= 0
+        assert last[0] >= 0
         if (position + 1) % layer.ratio == 0:
-            data[slots[1]] = float(value)
-        return int(data[slots].sum())
+            data[(*last, 0)] = value % _PRIME
+        return int(data[(*first, 0)] + data[(*last, 0)])
 
 
 class ToyModel(DeepseekV4ForCausalLM):

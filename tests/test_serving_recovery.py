@@ -67,7 +67,7 @@ class Interrupts:
             sys.settrace(before)
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly(3)
 @given(
     st.lists(st.integers(1, 6000), min_size=1, max_size=3),
     st.lists(option_sets(8), min_size=2, max_size=3),
@@ -99,6 +99,7 @@ def test_an_interrupt_anywhere_changes_no_text(gaps: list[int], options: list[An
     assert_empty(runner)
 
 
+@pytest.mark.costly(3)
 @given(st.integers(0, 40), st.integers(1, 3))
 def test_cancelling_ends_one_request(steps: int, victim: int) -> None:
     model, runner = toy(), small(toy(), max_sequences=2)
@@ -119,6 +120,7 @@ def test_cancelling_ends_one_request(steps: int, victim: int) -> None:
     assert_empty(runner)
 
 
+@pytest.mark.costly(3)
 @given(st.integers(0, 9), st.booleans())
 def test_a_row_of_nan_ends_its_request_alone(position: int, draw: bool) -> None:
     model = ToyModel()

@@ -34,7 +34,7 @@ def compare(state: RowState, sets: list[SamplingOptions], logits: torch.Tensor) 
         variant = variant | Variant.of(options)
     entries = torch.arange(len(sets) - 1, -1, -1, device=logits.device)  # not the rows' own order
     positions = 5 + 1000 * entries
-    found = state.next_tokens(logits, entries, positions, variant)
+    found = state.next_tokens(logits, entries, lambda: positions, variant)
     wanted = sample(logits, state.parameters(entries, positions, variant.penalty), variant)
     assert torch.equal(found, wanted)
     return found
@@ -98,7 +98,7 @@ def test_kernels_choose_what_the_definition_chooses_of_a_whole_vocabulary():
         logits = scale * torch.randn(64, vocab, generator=generator, device=device)
         for position in range(20):
             positions = torch.full_like(entries, position)
-            found = state.next_tokens(logits, entries, positions, variant)
+            found = state.next_tokens(logits, entries, lambda p=positions: p, variant)
             wanted = sample(logits, state.parameters(entries, positions, True), variant)
             differing += int((found != wanted).sum())
     assert differing <= 4  # of 3840

@@ -164,6 +164,6 @@ def choose(
         variant: Covers what each row needs.
     """
     entries = state.entries(rows)
-    tokens = state.next_tokens(logits, entries, cache.lengths[rows], variant)
+    tokens = state.next_tokens(logits, entries, lambda: cache.lengths[rows], variant)
     state.chosen(entries, tokens, variant.penalty)
     return Chosen(tokens, logprobs(logits, tokens) if variant.logprobs else None)

@@ -14,9 +14,10 @@ from dsv4.serving.sampler import Logprobs
 
 @dataclass(eq=False)
 class _Slot:
-    """Host memory for one step's results; pinned for a GPU."""
+    """Host memory for one step's results; pinned for a GPU, and always copied to as a whole."""
 
     tokens: torch.Tensor
+    chosen: torch.Tensor
     values: torch.Tensor
     ids: torch.Tensor
     ready: torch.cuda.Event | None
@@ -50,8 +51,9 @@ class Readback:
     def _slot(self, rows: int) -> _Slot:
         return _Slot(
             tokens=torch.zeros(rows, dtype=torch.int64, pin_memory=self._pinned),
-            values=torch.zeros(rows, 1 + MAX_LOGPROBS, pin_memory=self._pinned),
-            ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int64, pin_memory=self._pinned),
+            chosen=torch.zeros(rows, pin_memory=self._pinned),
+            values=torch.zeros(rows * MAX_LOGPROBS, pin_memory=self._pinned),
+            ids=torch.zeros(rows * MAX_LOGPROBS, dtype=torch.int64, pin_memory=self._pinned),
             ready=torch.cuda.Event() if self._pinned else None,
         )
 
@@ -60,13 +62,14 @@ class Readback:
         slot, count = self._free.pop(), tokens.shape[0]
         slot.tokens[:count].copy_(tokens, non_blocking=True)
         if logprobs is not None:
-            width = logprobs.ids.shape[1]
-            slot.values[:count, 0].copy_(logprobs.chosen, non_blocking=True)
-            slot.values[:count, 1 : 1 + width].copy_(logprobs.values, non_blocking=True)
-            slot.ids[:count, :width].copy_(logprobs.ids, non_blocking=True)
+            # Both sides contiguous: a strided copy to the host would wait, or not be there in time.
+            number = logprobs.ids.numel()
+            slot.chosen[:count].copy_(logprobs.chosen, non_blocking=True)
+            slot.values[:number].copy_(logprobs.values.flatten(), non_blocking=True)
+            slot.ids[:number].copy_(logprobs.ids.flatten(), non_blocking=True)
         if slot.ready is not None:
             slot.ready.record()
-        width = -1 if logprobs is None else logprobs.ids.shape[1]
+        width = None if logprobs is None else logprobs.ids.shape[1]
         return Pending(self, slot, count, width)
 
     def give_back(self, slot: _Slot) -> None:
@@ -81,23 +84,26 @@ class Pending:
     owner: Readback
     slot: _Slot
     count: int
-    width: int
+    width: int | None  # alternatives per row
 
     def wait(self, wanted: Sequence[int | None]) -> Results:
         """Wait for the step; ``wanted`` says how many alternatives each row reports, or None."""
         if self.slot.ready is not None:
             self.slot.ready.synchronize()
         tokens = self.slot.tokens[: self.count].tolist()
-        logprobs = [] if self.width < 0 else self._logprobs(tokens, wanted)
+        logprobs = [] if self.width is None else self._logprobs(tokens, wanted, self.width)
         self.owner.give_back(self.slot)
         return Results(tokens, logprobs)
 
-    def _logprobs(self, tokens: Sequence[int], wanted: Sequence[int | None]) -> list[TokenLogprobs]:
-        values = self.slot.values[: self.count].tolist()
-        ids = self.slot.ids[: self.count].tolist()
+    def _logprobs(
+        self, tokens: Sequence[int], wanted: Sequence[int | None], width: int
+    ) -> list[TokenLogprobs]:
+        chosen = self.slot.chosen[: self.count].tolist()
+        values = self.slot.values[: self.count * width].view(-1, width).tolist()
+        ids = self.slot.ids[: self.count * width].view(-1, width).tolist()
         found = []
         for row, token in enumerate(tokens):
-            count = min(wanted[row] or 0, self.width)
-            top = tuple(zip(ids[row][:count], values[row][1 : 1 + count], strict=True))
-            found.append(TokenLogprobs(token, values[row][0], top))
+            count = min(wanted[row] or 0, width)
+            top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
+            found.append(TokenLogprobs(token, chosen[row], top))
         return found

@@ -7,14 +7,14 @@ its entry in stream order; captured graphs find it by row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dsv4 import _support, dispatch
 from dsv4.page_tables import to_device
 from dsv4.serving.options import SamplingOptions
-from dsv4.serving.sampler import Parameters, Variant, sample
+from dsv4.serving.sampler import Parameters, Variant, greedy, sample
 
 _NEUTRAL = (0.0, 1.0, -math.inf, 1.0)
 
@@ -93,15 +93,17 @@ class RowState:
         self,
         logits: torch.Tensor,
         entries: torch.Tensor,
-        positions: torch.Tensor,
+        positions: Callable[[], torch.Tensor],
         variant: Variant,
     ) -> torch.Tensor:
         """Sample a token for each row of logits; see ``dsv4.serving.sampler.sample``.
 
-        Where Triton runs, a draw takes three launches of its kernels, and a greedy batch none.
+        Where Triton runs, its kernels draw in three launches. Positions are made where needed.
         """
-        if variant.plain or not _kernels_run(logits):
-            return sample(logits, self.parameters(entries, positions, variant.penalty), variant)
+        if variant.plain:
+            return greedy(logits)
+        if not _kernels_run(logits):
+            return sample(logits, self.parameters(entries, positions(), variant.penalty), variant)
         from dsv4.triton import sampling
 
         present = self.with_present() if variant.penalty else None
@@ -110,7 +112,7 @@ class RowState:
             entries,
             self.numbers,
             self.integers,
-            positions,
+            positions(),
             present,
             filters=variant.filters,
         )
@@ -120,7 +122,8 @@ class RowState:
         tokens = tokens.clamp(min=0)  # a failed row ends; until then it needs a token
         self.tokens[entries] = tokens
         if penalty:
-            self.with_present()[entries, tokens] = True
+            ones = torch.ones_like(tokens, dtype=torch.bool)
+            self.with_present().index_put_((entries, tokens), ones)
 
 
 def _kernels_run(logits: torch.Tensor) -> bool:

@@ -380,4 +380,8 @@ def _variant(sequences: Sequence[RunningSequence]) -> Variant:
     return variant
 
 
-_DETERMINISTIC = "Runner: deterministic is True, which is not supported"
+_DETERMINISTIC = (
+    "Runner: deterministic is True, which is not supported: GEMMs, sparse attention, the router "
+    "and cuBLAS choose how to split a sum by the number of tokens of a step, and the grouped GEMM "
+    "by the rows that each expert gets from the other requests; no plan is pinned yet"
+)

@@ -115,13 +115,17 @@ def sample(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> to
     Returns:
         ``[B]`` int64; ``FAILED`` for a row with NaN, +inf or nothing but -inf.
     """
+    if variant.plain:
+        return greedy(logits)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    tokens = _scores(logits, parameters, variant).argmax(-1)
+    return torch.where(logits.amax(-1).isfinite(), tokens, FAILED)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit, the lowest of equal ones; ``FAILED`` as in ``sample``."""
     largest = logits.max(-1)
-    tokens = largest.indices
-    if not variant.plain:
-        scores = _scores(logits, parameters, variant)
-        tokens = scores.argmax(-1)
-    return torch.where(largest.values.isfinite(), tokens, FAILED)
+    return torch.where(largest.values.isfinite(), largest.indices, FAILED)
 
 
 def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
