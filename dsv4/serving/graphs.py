@@ -68,10 +68,6 @@ class DecodeStep:
         """Smallest bucket that holds ``count`` sequences."""
         return next(size for size in self.buckets if size >= count)
 
-    def forget(self) -> None:
-        """Write the rows again in the next step, whatever they were."""
-        self._written = None
-
     def run(self, rows: Sequence[int], variant: Variant, captured: bool) -> Chosen:
         """One token more for each of the cache rows, which the cache is prepared for.
 

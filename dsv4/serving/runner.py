@@ -278,7 +278,6 @@ class Runner:
         clear_cache(self.cache)
         self._prefixes.forget()
         self._scheduler.reset(request for request in self._open if not request.done)
-        self._decode.forget()
         self._unfinished = False
 
     def _prefill_step(self) -> bool:
