@@ -98,7 +98,8 @@ def _seeds(sampler: Sampler, count: int, device: torch.device) -> list[int]:
         return [0] * count
     generator = sampler.generator
     where = device if generator is None else generator.device
-    return torch.randint(2**63 - 1, (count,), generator=generator, device=where).tolist()
+    seeds = torch.randint(2**63 - 1, (count,), generator=generator, dtype=torch.int64, device=where)
+    return seeds.tolist()
 
 
 @contextmanager

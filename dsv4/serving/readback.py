@@ -50,12 +50,15 @@ class Readback:
 
     def _slot(self, rows: int) -> _Slot:
         return _Slot(
-            tokens=torch.zeros(rows, dtype=torch.int64, pin_memory=self._pinned),
-            chosen=torch.zeros(rows, pin_memory=self._pinned),
-            values=torch.zeros(rows * MAX_LOGPROBS, pin_memory=self._pinned),
-            ids=torch.zeros(rows * MAX_LOGPROBS, dtype=torch.int64, pin_memory=self._pinned),
+            tokens=self._host(rows, torch.int64),
+            chosen=self._host(rows, torch.float32),
+            values=self._host(rows * MAX_LOGPROBS, torch.float32),
+            ids=self._host(rows * MAX_LOGPROBS, torch.int64),
             ready=torch.cuda.Event() if self._pinned else None,
         )
+
+    def _host(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def start(self, tokens: torch.Tensor, logprobs: Logprobs | None) -> Pending:
         """Copy a step's results to the host in stream order, without waiting."""

@@ -35,9 +35,10 @@ class RowState:
         self.vocab_size = vocab_size
         self.padding = rows
         self.tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        numbers = torch.tensor(_NEUTRAL, dtype=torch.float64)
-        self.numbers = numbers.repeat(rows + 1, 1).to(device)
-        self.integers = torch.tensor([vocab_size, 0]).repeat(rows + 1, 1).to(device)
+        numbers = torch.tensor(_NEUTRAL, dtype=torch.float64, device=device)
+        self.numbers = numbers.repeat(rows + 1, 1)
+        integers = torch.tensor([vocab_size, 0], dtype=torch.int64, device=device)
+        self.integers = integers.repeat(rows + 1, 1)
         self.present: torch.Tensor | None = None
 
     def join(self, row: int, options: SamplingOptions, seed: int, tokens: Sequence[int]) -> None:
@@ -50,7 +51,7 @@ class RowState:
             math.log(min_p) if min_p > 0 else -math.inf,
             options.repetition_penalty,
         )
-        numbers = torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
         if device.type == "cuda":
             numbers = numbers.pin_memory()
         self.numbers[row].copy_(numbers, non_blocking=True)
