@@ -11,7 +11,7 @@ import torch
 from serving_cases import ToyModel, plain_text
 
 from dsv4.sampling import Sampler
-from dsv4.serving import RequestError, Runner, SamplingOptions, generation
+from dsv4.serving import Runner, SamplingOptions, generation
 from dsv4.serving.generation import generate, release
 
 GREEDY = SamplingOptions(max_new_tokens=9, stop_ids=())
@@ -73,7 +73,7 @@ def test_logits_that_are_not_finite_raise() -> None:
     cache = model.new_cache(1, 8)
     model.prefill([[1, 2]], cache, [cache.allocate()])
     model.failing = {int(cache.layers[1].state[0, 0, 0, 0])}
-    with pytest.raises(RequestError, match="request 1: the logits of position 2 are not finite"):
+    with pytest.raises(RuntimeError, match="the logits of prompt 1 for new token 1 have no finite"):
         generate(model, [[5], [1, 2]], 4, stop_ids=())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4.serving.options import SamplingOptions
-from dsv4.serving.request import Request, RequestError, TokenLogprobs
+from dsv4.serving.request import LogitsError, Request, RequestError, TokenLogprobs
 from dsv4.serving.runner import Runner
 
-__all__ = ["Request", "RequestError", "Runner", "SamplingOptions", "TokenLogprobs"]
+__all__ = ["LogitsError", "Request", "RequestError", "Runner", "SamplingOptions", "TokenLogprobs"]

@@ -18,6 +18,7 @@ import torch
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.sampling import Sampler
 from dsv4.serving.options import SamplingOptions
+from dsv4.serving.request import LogitsError, Request
 from dsv4.serving.runner import Runner
 
 _ATTRIBUTE = "_kept_runner"
@@ -60,7 +61,7 @@ def generate(
         chunk: Most prompt tokens per step; None: the runner's own.
 
     Raises:
-        RequestError: if logits are not finite.
+        RuntimeError: if logits are not finite, naming the prompt.
     """
     if not prompts:
         return []
@@ -79,10 +80,20 @@ def generate(
         try:
             for prompt, seed in zip(prompts, seeds, strict=True):
                 requests.append(runner.add(prompt, options, seed=seed))
-            return [request.result() for request in requests]
+            return [_result(i, request) for i, request in enumerate(requests)]
         finally:
             for request in requests:
                 request.cancel()  # what an error has left
+
+
+def _result(prompt: int, request: Request) -> list[int]:
+    try:
+        return request.result()
+    except LogitsError as error:
+        raise RuntimeError(
+            f"generate: the logits of prompt {prompt} for new token {len(request.tokens) + 1} have "
+            "no finite maximum (they hold NaN or infinity), so no token can be chosen"
+        ) from error
 
 
 def release(model: DeepseekV4ForCausalLM) -> None:

@@ -12,6 +12,10 @@ class RequestError(RuntimeError):
     """A request failed; others go on."""
 
 
+class LogitsError(RequestError):
+    """The logits of a position hold NaN or infinity, so no token can be chosen."""
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities at one position, from the log-softmax of the unmodified logits.
@@ -147,8 +151,7 @@ class Request:
         if self._outcome is None:
             self._outcome = Outcome("cancelled")
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, kind: type[RequestError] = RequestError) -> None:
         """End it with an error, unless it has ended."""
         if self._outcome is None:
-            error = RequestError(f"request {self.number}: {reason}")
-            self._outcome = Outcome("error", error)
+            self._outcome = Outcome("error", kind(f"request {self.number}: {reason}"))

@@ -30,7 +30,7 @@ from dsv4.serving.graphs import Chosen, DecodeStep, choose
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
 from dsv4.serving.readback import Pending, Readback
-from dsv4.serving.request import Emitted, Request
+from dsv4.serving.request import Emitted, LogitsError, Request
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import FAILED, Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
@@ -365,7 +365,8 @@ class Runner:
                     continue  # a surplus token: the request ended while the step ran
                 if token == FAILED:
                     position = len(sequence.request.prompt) + len(sequence.request.tokens)
-                    sequence.request.fail(f"the logits of position {position} are not finite")
+                    reason = f"the logits of position {position} are not finite"
+                    sequence.request.fail(reason, LogitsError)
                     continue
                 report = None if wanted[i] is None else results.logprobs[i]
                 sequence.request.emit(Emitted(token, report))
