@@ -57,8 +57,14 @@ class RunningSequence:
         return not self.prefilling and self.fed + 1 < limit and not self.request.done
 
     def held(self) -> tuple[int, ...]:
-        """The tokens that the row holds; they have all arrived on the host."""
-        return (*self.request.prompt, *self.request.tokens)[: self.fed]
+        """The tokens that the row holds.
+
+        They have all arrived on the host: a step feeds what the step before sampled, and that is
+        read before the next step is launched.
+        """
+        tokens = (*self.request.prompt, *self.request.tokens)
+        assert self.fed <= len(tokens)
+        return tokens[: self.fed]
 
 
 @dataclass(frozen=True)
@@ -101,15 +107,12 @@ class Scheduler:
         """Take the rows of requests that have ended, and drop those that waited."""
         for sequence in [s for s in self.running if s.request.done]:
             self._close(sequence)
-            if sequence.request.error is None and sequence.fed <= self._arrived(sequence):
+            if sequence.request.error is None:
                 self._prefixes.keep(sequence.row, sequence.held())
             else:
                 self._cache.free(sequence.row)
         if any(request.done for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.done)
-
-    def _arrived(self, sequence: RunningSequence) -> int:
-        return len(sequence.request.prompt) + len(sequence.request.tokens)
 
     def _close(self, sequence: RunningSequence) -> None:
         sequence.closed = True
