@@ -18,11 +18,8 @@ import dsv4.page_tables
 import dsv4.serving
 from dsv4.serving import Request, RequestError, Runner, SamplingOptions
 
-_INTERRUPTED = (
-    dsv4.cache.__file__,
-    dsv4.page_tables.__file__,
-    dsv4.serving.__file__.removesuffix("__init__.py"),
-)
+_SERVING = dsv4.serving.__file__.removesuffix("__init__.py")
+_INTERRUPTED = (dsv4.cache.__file__, dsv4.page_tables.__file__, _SERVING)
 _GREEDY = SamplingOptions(max_new_tokens=10, stop_ids=())
 
 
@@ -39,13 +36,13 @@ def small(model: ToyModel, **changes: Any) -> Runner:
 class Interrupts:
     """Raises KeyboardInterrupt at the n-th line of the runner and of its cache."""
 
-    def __init__(self, gaps: list[int]) -> None:
-        self.gaps = list(gaps)
+    def __init__(self, gaps: list[int], files: tuple[str, ...] = _INTERRUPTED) -> None:
+        self.gaps, self.files = list(gaps), files
         self.left = self.gaps.pop(0)
         self.raised = 0
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(_INTERRUPTED):
+        if not frame.f_code.co_filename.startswith(self.files):
             return None
         if event == "line":
             self.left -= 1
@@ -97,6 +94,26 @@ def test_an_interrupt_anywhere_changes_no_text(gaps: list[int], options: list[An
     interrupts.run(runner.close)
     runner.close()
     assert_empty(runner)
+
+
+def test_an_interrupt_at_any_line_of_a_short_run() -> None:
+    """Every line of the runner's files, so that no place between two of them is left out."""
+    model, options = toy(), SamplingOptions(max_new_tokens=2, stop_ids=(), repetition_penalty=1.1)
+    wanted, line, raised = plain_text(model, [5], options, 0), 0, 1
+    while raised:
+        line += 1
+        runner, interrupts = (
+            small(model, max_sequences=1, max_tokens=8),
+            Interrupts([line], (_SERVING,)),
+        )
+        request = runner.add([5], options)
+        while interrupts.run(runner.step) is not False:
+            pass
+        assert request.tokens == wanted
+        assert not runner.has_work
+        assert_empty(runner)
+        raised = interrupts.raised
+    assert line > 200
 
 
 @pytest.mark.costly(3)
