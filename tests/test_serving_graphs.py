@@ -17,6 +17,7 @@ from dsv4 import dispatch
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
+from dsv4.serving._setup import is_compiled
 from dsv4.serving.graphs import default_buckets
 from dsv4.testing.models import random_model
 
@@ -80,6 +81,14 @@ def test_default_buckets() -> None:
     assert default_buckets(1) == (1,)
     assert default_buckets(6) == (1, 2, 4, 6)
     assert default_buckets(32) == (1, 2, 4, 8, 16, 24, 32)
+
+
+def test_a_compiled_model_is_not_captured() -> None:
+    whole, part, plain = (torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
+    part[0].compile(backend="eager")
+    assert is_compiled(torch.compile(whole, backend="eager"))
+    assert is_compiled(part)
+    assert not is_compiled(plain)
 
 
 def wide(numerics: str) -> DeepseekV4ForCausalLM:

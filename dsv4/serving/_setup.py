@@ -164,14 +164,15 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None) -> bool:
     reason = None
     if model.device.type != "cuda":
         reason = f"the model is on {model.device.type}"
-    elif _is_compiled(model):
+    elif is_compiled(model):
         reason = "the model is compiled by torch.compile"
     if capture and reason is not None:
         raise ValueError(f"Runner: capture is True, but {reason}; wanted None or False")
     return reason is None if capture is None else capture
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` made the model, or compiled a module of it in place."""
     return any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
