@@ -116,6 +116,9 @@ def _index(name: str, value: Any) -> int:
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} is {values!r}, wanted a sequence of token ids")
+    values = tuple(values)
+    if set(map(type, values)) <= {int}:
+        return values
     return tuple(_index(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 

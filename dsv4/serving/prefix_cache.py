@@ -49,7 +49,9 @@ class PrefixCache:
         for kept in self._kept:
             length = len(kept.tokens)
             longer = found is None or length > len(found.tokens)
-            if longer and length < len(tokens) and tuple(tokens[:length]) == kept.tokens:
+            if not longer or length >= len(tokens) or tokens[length - 1] != kept.tokens[-1]:
+                continue
+            if tuple(tokens[:length]) == kept.tokens:
                 found = kept
         return found
 

@@ -79,6 +79,7 @@ class Request:
         self._step = step
         self._emitted: list[Emitted] = []
         self._outcome: Outcome | None = None
+        self._sequence = prompt
 
     @property
     def tokens(self) -> list[int]:
@@ -131,6 +132,12 @@ class Request:
             f"Request({self.number}, {len(self.prompt)} prompt tokens, "
             f"{len(self._emitted)} of {self.options.max_new_tokens} new, {state})"
         )
+
+    def sequence(self) -> tuple[int, ...]:
+        """The prompt and the answer so far."""
+        if len(self._sequence) != len(self.prompt) + len(self._emitted):
+            self._sequence = (*self.prompt, *self.tokens)
+        return self._sequence
 
     def emit(self, emitted: Emitted) -> None:
         """Add a token, and end the request if it is the last."""

@@ -62,7 +62,7 @@ class RunningSequence:
         They have all arrived on the host: a step feeds what the step before sampled, and that is
         read before the next step is launched.
         """
-        tokens = (*self.request.prompt, *self.request.tokens)
+        tokens = self.request.sequence()
         assert self.fed <= len(tokens)
         return tokens[: self.fed]
 
@@ -122,7 +122,7 @@ class Scheduler:
         """Give rows to waiting requests while there are rows and pages, in order."""
         while self.waiting and len(self.running) < self._max_sequences:
             request = self.waiting[0]
-            fill = (*request.prompt, *request.tokens)
+            fill = request.sequence()
             kept = self._prefixes.find(fill)
             known = 0 if kept is None else len(kept.tokens)
             if self._will_share(fill, known) or not self._has_room(len(fill), known, kept):
