@@ -87,18 +87,24 @@ def test_a_conversation_goes_on_where_it_ended(data, options, kept) -> None:
     assert_empty(runner)
 
 
+LAST = SamplingOptions(max_new_tokens=3, stop_ids=())
+
+
 @pytest.mark.costly(3)
 @given(st.lists(option_sets(80), min_size=3, max_size=3), st.sampled_from([None, (3,)]))
 @example([SamplingOptions(repetition_penalty=1.4, max_new_tokens=80, stop_ids=())] * 3, None)
 def test_a_preempted_request_has_the_same_text(options, buckets) -> None:
-    """Three sequences that outgrow their pages, where there are four."""
+    """Three sequences that outgrow their pages, where there are four, and one that waits."""
     model = toy()
     runner = Runner(
         model, max_sequences=3, max_tokens=512, pool_tokens=1024, buckets=buckets, max_chunk=512
     )
-    asked = [([i] * 230, each) for i, each in enumerate(options)]
+    asked = [([i] * 230, each) for i, each in enumerate([*options, LAST])]
     requests = [runner.add(prompt, each) for prompt, each in asked]
-    runner.run()
+    while runner.step():  # who came first goes on first
+        order = [sequence.request.number for sequence in runner._scheduler.running]
+        order += [request.number for request in runner._scheduler.waiting]
+        assert order == sorted(order)
     for request, (prompt, each) in zip(requests, asked, strict=True):
         assert request.tokens == plain_text(model, prompt, each, request.seed)
     assert_empty(runner)
