@@ -15,7 +15,6 @@ from dsv4 import dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.page_tables import to_device
-from dsv4.serving._clear import clear_cache
 from dsv4.serving._setup import (
     Limits,
     check_buckets,
@@ -275,7 +274,7 @@ class Runner:
         self._readback = self._new_readback()
         for request in self._open:
             request.check_end()
-        clear_cache(self.cache)
+        self.cache.clear()
         self._prefixes.forget()
         self._scheduler.reset(request for request in self._open if not request.done)
         self._unfinished = False
