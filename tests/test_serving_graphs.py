@@ -18,7 +18,7 @@ from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving._setup import is_compiled
-from dsv4.serving.graphs import default_buckets
+from dsv4.serving.graphs import DecodeStep, default_buckets
 from dsv4.testing.models import random_model
 
 _LENGTHS = (1, 3, 61, 64, 124, 127, 129, 250, 255, 257, 300)  # around windows and pages
@@ -75,6 +75,44 @@ def test_padding_changes_no_token() -> None:
     assert sum(len(request.tokens) for request in plain) > 100
     for buckets in ((6,), (2, 4, 6)):
         assert told(story(Runner(model, **sizes(buckets=buckets)), 150)) == told(plain)
+
+
+class Recording:
+    """In place of a CUDA graph: what was captured runs again and writes its old outputs."""
+
+    def __init__(self, step: DecodeStep, work: Any) -> None:
+        step._write([])
+        work()
+        self.work, self.out = work, work()
+        step.captures += 1
+
+    def replay(self) -> None:
+        new = self.work()
+        if self.out is not None:
+            self.out.tokens.copy_(new.tokens)
+            for old, tensor in zip(self.out.logprobs or (), new.logprobs or (), strict=True):
+                old.copy_(tensor)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_replayed_steps_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Captures between the steps of running requests change none of them."""
+
+    def captured(step: DecodeStep, work: Any) -> tuple[Recording, Any]:
+        recording = Recording(step, work)
+        return recording, recording.out
+
+    monkeypatch.setattr(DecodeStep, "_captured", captured)
+    model = ToyModel()
+    eager = story(Runner(model, **sizes(buckets=(1, 2, 4, 6))), 150, seed=1)
+    runner = Runner(model, **sizes(buckets=(1, 2, 4, 6)))
+    runner._capture = True
+    if ahead:
+        kinds = [SamplingOptions(**kind) for kind in _KINDS]
+        assert runner.warm_up(kinds) == 4 * (1 + len(_KINDS))
+        assert runner.warm_up(kinds) == 4 * (1 + len(_KINDS))
+    assert told(story(runner, 150, seed=1)) == told(eager)
+    assert runner._decode.captures > 8
 
 
 def test_default_buckets() -> None:

@@ -103,7 +103,7 @@ def test_an_interrupt_at_any_line_of_a_short_run() -> None:
     while raised:
         line += 1
         runner, interrupts = (
-            small(model, max_sequences=1, max_tokens=8),
+            small(model, max_sequences=2, max_tokens=8),
             Interrupts([line], (_SERVING,)),
         )
         request = runner.add([5], options)

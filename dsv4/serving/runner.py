@@ -360,7 +360,7 @@ class Runner:
             for i, (sequence, token) in enumerate(
                 zip(launched.sequences, results.tokens, strict=True)
             ):
-                if sequence.closed or sequence.request.done:
+                if sequence.request.done:
                     continue  # a surplus token: the request ended while the step ran
                 if token == FAILED:
                     position = len(sequence.request.prompt) + len(sequence.request.tokens)

@@ -29,7 +29,7 @@ class RunningSequence:
         fed: Tokens that the cache row holds, or will hold after the steps that were launched.
         cut: Where prefill stops to keep a prefix for other prompts; 0: nowhere.
         joined: Whether its sampling parameters are on the device.
-        closed: Whether it lost its row; results that arrive later are dropped.
+        closed: Whether it lost its row; it has no part in later steps.
     """
 
     request: Request
