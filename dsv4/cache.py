@@ -219,6 +219,22 @@ class PagedCache(AtomicSteps):
         self._release(sequence)
         self.lengths[sequence] = 0
 
+    def clear(self) -> None:
+        """Free every row and page, whatever an interrupted call has left of the bookkeeping.
+
+        Raises:
+            RuntimeError: if the pages were brought.
+        """
+        self._check_owner("clear")
+        for table in self._tables.values():
+            table.clear()
+        self._records.clear()
+        self._within = None
+        self._grown.clear()
+        self._tokens = [0] * self.max_sequences
+        self._live = [False] * self.max_sequences
+        self.lengths.zero_()
+
     def _release(self, sequence: int) -> None:
         self._outside("free, reset or copy")
         self._records.clear()

@@ -32,6 +32,11 @@ class PagePool:
         self._free = list(range(size - 1, -1, -1))
         self._users = [0] * size
 
+    def clear(self) -> None:
+        """Make every page free."""
+        self._free = list(range(self.size - 1, -1, -1))
+        self._users = [0] * self.size
+
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
@@ -317,6 +322,13 @@ class PageTable:
             self.pool.give_back(page)
             self._changes[row, q % self.columns] = -1
         self._held[row] = _Held()
+
+    def clear(self) -> None:
+        """Give back every page of every sequence, without reading who holds which."""
+        self.pool.clear()
+        self._held = [_Held() for _ in self._held]
+        self._changes.clear()
+        self.table.fill_(-1)
 
     def flush(self) -> None:
         """Bring the table on the device up to date, in stream order and without waiting."""

@@ -1,0 +1,193 @@
+"""Sizes and checks of a runner."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dsv4.cache import PagedCache
+from dsv4.config import ModelConfig
+from dsv4.layer_cache import WINDOW_PAGE
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving.graphs import default_buckets
+from dsv4.serving.options import token_ids
+from dsv4.serving.prefix_cache import BLOCK
+
+_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a runner has room for.
+
+    Attributes:
+        max_sequences: Requests that run at one time.
+        max_tokens: Most tokens of a request.
+        max_chunk: Most prompt tokens of a step.
+        prefix_sequences: Kept rows.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    max_chunk: int
+    prefix_sequences: int
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        max_sequences: int,
+        max_tokens: int,
+        max_chunk: int | None,
+        prefix_sequences: int,
+    ) -> Limits:
+        """Checked limits."""
+        if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
+            raise TypeError(f"Runner: model is {type(model).__name__}, wanted what dsv4.load gives")
+        _at_least("max_sequences", max_sequences, 1)
+        _at_least("max_tokens", max_tokens, 2)
+        _at_least("prefix_sequences", prefix_sequences, 0)
+        most = model.config.max_position_embeddings
+        if max_tokens > most:
+            raise ValueError(
+                f"Runner: max_tokens is {max_tokens}, wanted at most {most} "
+                "(max_position_embeddings of the model)"
+            )
+        chunk = min(_CHUNK, max_tokens) if max_chunk is None else max_chunk
+        _at_least("max_chunk", chunk, 1)
+        return cls(max_sequences, max_tokens, min(chunk, max_tokens), prefix_sequences)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache."""
+        return self.max_sequences + self.prefix_sequences
+
+    def pool_tokens(self) -> int:
+        """Room for every running sequence at its longest."""
+        return self.max_sequences * -(-self.max_tokens // BLOCK) * BLOCK
+
+    def check_request(self, prompt: int, new: int) -> None:
+        """Raise if a request could have more tokens than any sequence."""
+        if prompt + new > self.max_tokens:
+            raise ValueError(
+                f"prompt has {prompt} tokens and max_new_tokens is {new}, wanted at most "
+                f"max_tokens ({self.max_tokens}) together"
+            )
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Runner: {name} is {value!r}, wanted an integer")
+    if value < low:
+        raise ValueError(f"Runner: {name} is {value}, wanted {low} or more")
+
+
+def default_window_pages(config: ModelConfig, limits: Limits) -> int:
+    """Pages of raw key-values for every step.
+
+    Each row holds a window that begins within a page; each sequence of a step adds the pages of its
+    new tokens, of which the first and the last may be partly used.
+    """
+    window = -(-config.sliding_window // WINDOW_PAGE) + 1
+    chunk = -(-(config.sliding_window - 1 + limits.max_chunk) // WINDOW_PAGE)
+    return limits.rows * window + chunk + 2 * limits.max_sequences
+
+
+def default_index_format(config: ModelConfig) -> str:
+    """The smallest format of index keys that holds the same values as ``"plain"``."""
+    same = config.numerics == "deepseek" and config.index_head_dim % 32 == 0
+    return "index_mxfp4" if same else "plain"
+
+
+def check_window(cache: PagedCache, chunk: int) -> None:
+    """Raise if a sequence alone could not process ``chunk`` tokens in a step.
+
+    Raises:
+        ValueError: naming the pages there are and those it needs.
+    """
+    entries = min(cache.config.sliding_window - 1 + chunk, cache.max_tokens)
+    need = -(-entries // WINDOW_PAGE)
+    found = cache.layers[0].window.num_pages
+    if need > found:
+        raise ValueError(
+            f"Runner: window_pages is {found}, wanted at least {need} for max_chunk ({chunk})"
+        )
+
+
+def check_fits(cache: PagedCache, tokens: int) -> None:
+    """Raise if a sequence alone could not grow to ``tokens`` tokens.
+
+    Raises:
+        ValueError: naming the pages there are and those it needs.
+    """
+    for layer in cache.layers:
+        if layer.compressed is None:
+            continue
+        entries = (tokens - 1) // layer.ratio  # the last token is never processed
+        need, found = -(-entries // layer.compressed.page_size), layer.compressed.num_pages
+        if need > found:
+            raise ValueError(
+                f"a request of {tokens} tokens needs {need} compressed pages, and the cache has "
+                f"{found}: make the runner with a larger pool_tokens"
+            )
+
+
+def check_buckets(
+    buckets: Sequence[int] | None, max_sequences: int, captured: bool
+) -> tuple[int, ...]:
+    """Batch sizes, ascending.
+
+    Raises:
+        ValueError: if one is not within 1 and ``max_sequences``, or none holds every batch.
+    """
+    if buckets is None:
+        return default_buckets(max_sequences) if captured else tuple(range(1, max_sequences + 1))
+    sizes = sorted({operator.index(size) for size in buckets})
+    if not sizes or sizes[0] < 1 or sizes[-1] != max_sequences:
+        raise ValueError(
+            f"Runner: buckets are {list(buckets)}, wanted numbers from 1 to max_sequences "
+            f"({max_sequences}), which is one of them"
+        )
+    return tuple(sizes)
+
+
+def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None) -> bool:
+    """Whether decode steps are captured.
+
+    Raises:
+        ValueError: if ``capture`` is true and they cannot be.
+    """
+    reason = None
+    if model.device.type != "cuda":
+        reason = f"the model is on {model.device.type}"
+    elif is_compiled(model):
+        reason = "the model is compiled by torch.compile"
+    if capture and reason is not None:
+        raise ValueError(f"Runner: capture is True, but {reason}; wanted None or False")
+    return reason is None if capture is None else capture
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` made the model, or compiled a module of it in place."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def stop_tokens(config: ModelConfig, given: Sequence[int] | None) -> frozenset[int]:
+    """Tokens that end a request.
+
+    Raises:
+        ValueError: if one is outside the vocabulary.
+    """
+    if given is not None:
+        return frozenset(token_ids("stop_ids", given, config.vocab_size))
+    eos = config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset((eos,) if isinstance(eos, int) else eos)

@@ -1,0 +1,140 @@
+"""Cache rows that are kept so that prompts which begin alike share their pages.
+
+A row can be forked only where it ends, because its window and its compressor state are those of its
+last token. So rows are kept at two places: where a sequence ended, and at block boundaries up to
+which at least two prompts agree, which prefill stops at for that purpose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dsv4.cache import CacheFullError, PagedCache
+
+BLOCK = 256  # tokens that a page of compressed entries stands for, at every ratio that divides it
+_MOST_SEEN = 1 << 17  # blocks of prompts that are remembered, some 20 MB
+
+
+@dataclass(eq=False)
+class KeptRow:
+    """A cache row that no request owns, with the tokens it holds."""
+
+    row: int
+    tokens: tuple[int, ...]
+
+
+class PrefixCache:
+    """The kept rows, least recently used first.
+
+    Attributes:
+        capacity: Most rows to keep; 0 turns the prefix cache off.
+        block: Fewest tokens worth keeping, and the grid of the boundaries.
+    """
+
+    def __init__(self, cache: PagedCache, capacity: int, block: int = BLOCK) -> None:
+        self.capacity = capacity
+        self.block = block
+        self._cache = cache
+        self._kept: list[KeptRow] = []
+        self._seen: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, tokens: Sequence[int]) -> KeptRow | None:
+        """The longest kept row that ``tokens`` begin with and go beyond."""
+        found: KeptRow | None = None
+        for kept in self._kept:
+            length = len(kept.tokens)
+            longer = found is None or length > len(found.tokens)
+            if not longer or length >= len(tokens) or tokens[length - 1] != kept.tokens[-1]:
+                continue
+            if tuple(tokens[:length]) == kept.tokens:
+                found = kept
+        return found
+
+    def fork(self, kept: KeptRow) -> int:
+        """A new row that goes on where ``kept`` ends.
+
+        Raises:
+            CacheFullError: if a pool has too few pages; nothing is changed.
+        """
+        row = self._cache.fork(kept.row)
+        self._kept.remove(kept)
+        self._kept.append(kept)
+        return row
+
+    def remember(self, prompt: Sequence[int]) -> None:
+        """Count the blocks of a prompt, for ``boundary``."""
+        if not self.capacity:
+            return
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        self._seen.update(self._chain(prompt))
+
+    def boundary(self, prompt: Sequence[int]) -> int:
+        """Tokens of ``prompt`` up to the last block boundary that another prompt agrees to.
+
+        At least one token of the prompt comes after it. 0: there is none. Blocks are compared by
+        hash: a collision would only keep a row that nobody uses.
+        """
+        agreed = 0
+        if self.capacity:
+            for i, name in enumerate(self._chain(prompt)):
+                end = (i + 1) * self.block
+                if self._seen[name] < 2 or end >= len(prompt):
+                    break
+                agreed = end
+        return agreed
+
+    def _chain(self, prompt: Sequence[int]) -> Iterator[int]:
+        """A hash of the prompt up to each block boundary."""
+        name = 0
+        for end in range(self.block, len(prompt) + 1, self.block):
+            name = hash((name, tuple(prompt[end - self.block : end])))
+            yield name
+
+    def snapshot(self, row: int, tokens: Sequence[int]) -> None:
+        """Keep a copy of a row that holds ``tokens`` and goes on, if there is room."""
+        if not self.capacity or self._holds(tokens):
+            return
+        self._shrink(self.capacity - 1)
+        try:
+            copied = self._cache.fork(row)
+        except CacheFullError:
+            return
+        self._kept.append(KeptRow(copied, tuple(tokens)))
+
+    def keep(self, row: int, tokens: Sequence[int]) -> None:
+        """Keep a row that no request owns any more, or free it."""
+        if not self.capacity or len(tokens) < self.block or self._holds(tokens):
+            self._cache.free(row)
+            return
+        self._shrink(self.capacity - 1)
+        self._kept.append(KeptRow(row, tuple(tokens)))
+
+    def evict(self, keep: KeptRow | None = None) -> bool:
+        """Free the least recently used row but ``keep``; whether there was one."""
+        for kept in self._kept:
+            if kept is not keep:
+                self._kept.remove(kept)
+                self._cache.free(kept.row)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Free all kept rows."""
+        self._shrink(0)
+
+    def forget(self) -> None:
+        """Drop the kept rows without freeing them: the cache was cleared."""
+        self._kept.clear()
+
+    def _holds(self, tokens: Sequence[int]) -> bool:
+        return any(kept.tokens == tuple(tokens) for kept in self._kept)
+
+    def _shrink(self, count: int) -> None:
+        while len(self._kept) > count:
+            self.evict()

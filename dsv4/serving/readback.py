@@ -1,0 +1,112 @@
+"""Tokens on their way from the device to the host, which does not wait for the newest step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.serving.options import MAX_LOGPROBS
+from dsv4.serving.request import TokenLogprobs
+from dsv4.serving.sampler import Logprobs
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Host memory for one step's results; pinned for a GPU, and always copied to as a whole."""
+
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+    ready: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """One step's results on the host.
+
+    Attributes:
+        tokens: One per row.
+        logprobs: One per row, or none.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class Readback:
+    """A ring of host buffers; a buffer serves another step only after it was read.
+
+    Attributes:
+        depth: Steps that may be under way.
+    """
+
+    def __init__(self, rows: int, depth: int, device: torch.device) -> None:
+        self.depth = depth
+        self._pinned = device.type == "cuda"
+        self._free = [self._slot(rows) for _ in range(depth)]
+
+    def _slot(self, rows: int) -> _Slot:
+        return _Slot(
+            tokens=self._host(rows, torch.int64),
+            chosen=self._host(rows, torch.float32),
+            values=self._host(rows * MAX_LOGPROBS, torch.float32),
+            ids=self._host(rows * MAX_LOGPROBS, torch.int64),
+            ready=torch.cuda.Event() if self._pinned else None,
+        )
+
+    def _host(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device="cpu", pin_memory=self._pinned)
+
+    def start(self, tokens: torch.Tensor, logprobs: Logprobs | None) -> Pending:
+        """Copy a step's results to the host in stream order, without waiting."""
+        slot, count = self._free.pop(), tokens.shape[0]
+        slot.tokens[:count].copy_(tokens, non_blocking=True)
+        if logprobs is not None:
+            # Both sides contiguous: a strided copy to the host would wait, or not be there in time.
+            number = logprobs.ids.numel()
+            slot.chosen[:count].copy_(logprobs.chosen, non_blocking=True)
+            slot.values[:number].copy_(logprobs.values.flatten(), non_blocking=True)
+            slot.ids[:number].copy_(logprobs.ids.flatten(), non_blocking=True)
+        if slot.ready is not None:
+            slot.ready.record()
+        width = None if logprobs is None else logprobs.ids.shape[1]
+        return Pending(self, slot, count, width)
+
+    def give_back(self, slot: _Slot) -> None:
+        """Let another step use a buffer."""
+        self._free.append(slot)
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """Results of one step that may not be there yet."""
+
+    owner: Readback
+    slot: _Slot
+    count: int
+    width: int | None  # alternatives per row
+
+    def wait(self, wanted: Sequence[int | None]) -> Results:
+        """Wait for the step; ``wanted`` says how many alternatives each row reports, or None."""
+        if self.slot.ready is not None:
+            self.slot.ready.synchronize()
+        tokens = self.slot.tokens[: self.count].tolist()
+        logprobs = [] if self.width is None else self._logprobs(tokens, wanted, self.width)
+        self.owner.give_back(self.slot)
+        return Results(tokens, logprobs)
+
+    def _logprobs(
+        self, tokens: Sequence[int], wanted: Sequence[int | None], width: int
+    ) -> list[TokenLogprobs]:
+        chosen = self.slot.chosen[: self.count].tolist()
+        values = self.slot.values[: self.count * width].view(-1, width).tolist()
+        ids = self.slot.ids[: self.count * width].view(-1, width).tolist()
+        found = []
+        for row, token in enumerate(tokens):
+            count = min(wanted[row] or 0, width)
+            top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
+            found.append(TokenLogprobs(token, chosen[row], top))
+        return found

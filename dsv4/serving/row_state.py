@@ -1,0 +1,133 @@
+"""What the device knows of each sequence besides its cache: last token and sampling parameters.
+
+One entry per cache row, and one more that padding reads and writes. A sequence that joins writes
+its entry in stream order; captured graphs find it by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dsv4 import _support, dispatch
+from dsv4.page_tables import to_device
+from dsv4.serving.options import SamplingOptions
+from dsv4.serving.sampler import Parameters, Variant, greedy, sample
+
+_NEUTRAL = (0.0, 1.0, -math.inf, 1.0)
+
+
+class RowState:
+    """Device arrays with an entry per cache row and one for padding.
+
+    Attributes:
+        vocab_size: Of the model.
+        tokens: ``[rows + 1]`` int64: the token that each sequence processes next.
+        numbers: ``[rows + 1, 4]`` float64: temperature, top_p, log_min_p, penalty.
+        integers: ``[rows + 1, 2]`` int64: top_k, seed.
+        present: ``[rows + 1, vocab]`` bool: tokens of prompt and answer, of rows with a penalty;
+            None until a sequence has one.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.padding = rows
+        self.tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        numbers = torch.tensor(_NEUTRAL, dtype=torch.float64, device=device)
+        self.numbers = numbers.repeat(rows + 1, 1)
+        integers = torch.tensor([vocab_size, 0], dtype=torch.int64, device=device)
+        self.integers = integers.repeat(rows + 1, 1)
+        self.present: torch.Tensor | None = None
+
+    def join(self, row: int, options: SamplingOptions, seed: int, tokens: Sequence[int]) -> None:
+        """Write the entry of a sequence that holds ``tokens``; the device is not waited for."""
+        device = self.tokens.device
+        min_p = options.min_p
+        values = (
+            options.temperature,
+            options.top_p,
+            math.log(min_p) if min_p > 0 else -math.inf,
+            options.repetition_penalty,
+        )
+        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
+        if device.type == "cuda":
+            numbers = numbers.pin_memory()
+        self.numbers[row].copy_(numbers, non_blocking=True)
+        top_k = min(options.top_k or self.vocab_size, self.vocab_size)
+        self.integers[row].copy_(to_device([top_k, seed], device))
+        if options.repetition_penalty != 1:
+            present = self.with_present()[row]
+            present.zero_()
+            present.index_fill_(0, to_device(sorted(set(tokens)), device), True)
+
+    def with_present(self) -> torch.Tensor:
+        """``present``, made at its first use."""
+        if self.present is None:
+            shape = (self.padding + 1, self.vocab_size)
+            self.present = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
+        return self.present
+
+    def entries(self, rows: torch.Tensor) -> torch.Tensor:
+        """Index of each cache row's entry; of padding, -1, the last."""
+        return torch.where(rows < 0, self.padding, rows)
+
+    def parameters(
+        self, entries: torch.Tensor, positions: torch.Tensor, penalty: bool
+    ) -> Parameters:
+        """Parameters of some entries, whose next tokens have these positions."""
+        numbers, integers = self.numbers[entries], self.integers[entries]
+        present = self.with_present()[entries] if penalty else None
+        return Parameters(
+            temperature=numbers[:, 0],
+            top_p=numbers[:, 1],
+            log_min_p=numbers[:, 2],
+            penalty=numbers[:, 3],
+            top_k=integers[:, 0],
+            seed=integers[:, 1],
+            position=positions,
+            present=present,
+        )
+
+    def next_tokens(
+        self,
+        logits: torch.Tensor,
+        entries: torch.Tensor,
+        positions: Callable[[], torch.Tensor],
+        variant: Variant,
+    ) -> torch.Tensor:
+        """Sample a token for each row of logits; see ``dsv4.serving.sampler.sample``.
+
+        Where Triton runs, its kernels draw in three launches. Positions are made where needed.
+        """
+        if variant.plain:
+            return greedy(logits)
+        if not _kernels_run(logits):
+            return sample(logits, self.parameters(entries, positions(), variant.penalty), variant)
+        from dsv4.triton import sampling
+
+        present = self.with_present() if variant.penalty else None
+        return sampling.sample(
+            logits,
+            entries,
+            self.numbers,
+            self.integers,
+            positions(),
+            present,
+            filters=variant.filters,
+        )
+
+    def chosen(self, entries: torch.Tensor, tokens: torch.Tensor, penalty: bool) -> None:
+        """Take the tokens that were chosen as those to process next."""
+        tokens = tokens.clamp(min=0)  # a failed row ends; until then it needs a token
+        self.tokens[entries] = tokens
+        if penalty:
+            ones = torch.ones_like(tokens, dtype=torch.bool)
+            self.with_present().index_put_((entries, tokens), ones)
+
+
+def _kernels_run(logits: torch.Tensor) -> bool:
+    """Whether Triton samples: as for an operator that has a kernel and a reference."""
+    wanted = dispatch.requested_backend() in (dispatch.AUTO, "triton")
+    return wanted and _support.triton((logits,), logits.device) is None

@@ -1,0 +1,386 @@
+"""The runner: requests come and go, their sequences are decoded together."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.page_tables import to_device
+from dsv4.serving._setup import (
+    Limits,
+    check_buckets,
+    check_fits,
+    check_window,
+    default_index_format,
+    default_window_pages,
+    resolve_capture,
+    stop_tokens,
+)
+from dsv4.serving.graphs import Chosen, DecodeStep, choose
+from dsv4.serving.options import SamplingOptions, token_ids
+from dsv4.serving.prefix_cache import PrefixCache
+from dsv4.serving.readback import Pending, Readback
+from dsv4.serving.request import Emitted, LogitsError, Request
+from dsv4.serving.row_state import RowState
+from dsv4.serving.sampler import FAILED, Variant
+from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
+
+_PREFIX_SEQUENCES = 4
+_DEPTH = 4  # host buffers: three launches may be under way before the oldest is read
+
+
+@dataclass(frozen=True, eq=False)
+class _Launched:
+    """A step whose tokens are on their way: entry i belongs to sequence i."""
+
+    sequences: tuple[RunningSequence, ...]
+    results: Pending
+
+
+class Runner:
+    """Decodes many requests over one paged cache, in captured CUDA graphs on a GPU.
+
+    A step processes at most ``max_chunk`` prompt tokens, then decodes one token of every running
+    sequence. The tokens of a step reach the host during the next one. The text of a request does
+    not depend on other requests, up to rounding: kernels may add in another order in another batch.
+
+    If a step is interrupted or fails, the next step processes the open requests again from the
+    tokens that they have; random numbers depend on positions alone, so their text stays the same.
+    A runner is not safe for use by several threads at once.
+
+    Attributes:
+        model: The model.
+        cache: Its paged cache, with pools.
+        limits: What there is room for.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4ForCausalLM,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        max_chunk: int | None = None,
+        pool_tokens: int | None = None,
+        window_pages: int | None = None,
+        index_format: str | None = None,
+        buckets: Sequence[int] | None = None,
+        capture: bool | None = None,
+        prefix_sequences: int = _PREFIX_SEQUENCES,
+        deterministic: bool = False,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            model: On its device, in evaluation mode.
+            max_sequences: Requests that run at one time; more wait.
+            max_tokens: Most tokens of a request, prompt and answer.
+            max_chunk: Most prompt tokens per step, of all requests; None: 2048 or ``max_tokens``.
+            pool_tokens: Tokens of all requests together that have room in the cache; None: as
+                many as all sequences can have. With fewer, requests wait or are preempted.
+            window_pages: Pages of raw key-values; None: enough for every step.
+            index_format: Of the indexer's keys, see ``PagedCache``; None: ``"index_mxfp4"`` where
+                it holds the same values as ``"plain"``.
+            buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
+                4 and multiples of 8 in captured steps, no padding in eager ones.
+            capture: Whether decode steps are CUDA graphs; None: on a CUDA device, unless the model
+                is compiled by ``torch.compile``. While a backend is asked for by name, steps are
+                eager whatever this is.
+            prefix_sequences: Cache rows kept for prompts that begin like earlier ones; 0: none.
+            deterministic: Not supported yet.
+
+        Raises:
+            NotImplementedError: if ``deterministic`` is true.
+            TypeError: if ``model`` is none.
+            ValueError: if a size is wrong, or ``capture`` is true where nothing can be captured.
+        """
+        limits = Limits.of(model, max_sequences, max_tokens, max_chunk, prefix_sequences)
+        if deterministic:
+            raise NotImplementedError(_DETERMINISTIC)
+        if window_pages is None:
+            window_pages = default_window_pages(model.config, limits)
+        if index_format is None:
+            index_format = default_index_format(model.config)
+        if pool_tokens is None:
+            pool_tokens = limits.pool_tokens()
+        self.model = model
+        self.limits = limits
+        self._capture = resolve_capture(model, capture)
+        sizes = check_buckets(buckets, max_sequences, self._capture)
+        self.cache: PagedCache = model.new_cache(
+            limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
+        )
+        check_window(self.cache, limits.max_chunk)
+        self._state = RowState(limits.rows, model.config.vocab_size, model.device)
+        self._decode = DecodeStep(model, self.cache, self._state, sizes)
+        self._prefixes = PrefixCache(self.cache, prefix_sequences)
+        self._scheduler = Scheduler(self.cache, self._prefixes, max_sequences, self._drain)
+        self._readback = self._new_readback()
+        self._launched: deque[_Launched] = deque()
+        self._arrivals: deque[Request] = deque()
+        self._open: list[Request] = []
+        self._count = 0  # requests so far
+        self._unfinished = False  # a step began and did not end
+        self._closed = False
+
+    def add(
+        self, prompt: Sequence[int], options: SamplingOptions | None = None, **changes: Any
+    ) -> Request:
+        """Queue a request.
+
+        Args:
+            prompt: Token ids, at least one.
+            options: How tokens are chosen; None: the defaults of ``SamplingOptions``.
+            **changes: Fields of ``options`` to change, e.g. ``temperature=0.7``.
+
+        Returns:
+            The request: iterate over its tokens, or call ``result``.
+
+        Raises:
+            RuntimeError: if the runner is closed.
+            TypeError: if the prompt or an option is of the wrong kind.
+            ValueError: if the prompt is empty or has a token outside the vocabulary, an option is
+                out of range, or the request could never fit the cache.
+        """
+        if self._closed:
+            raise RuntimeError("Runner.add: the runner is closed")
+        options = SamplingOptions.of(options, changes)
+        vocab_size = self.model.config.vocab_size
+        tokens = token_ids("prompt", prompt, vocab_size)
+        if not tokens:
+            raise ValueError("prompt is empty, wanted at least one token")
+        self.limits.check_request(len(tokens), options.max_new_tokens)
+        check_fits(self.cache, len(tokens) + options.max_new_tokens)
+        seed = secrets.randbits(63) if options.seed is None else options.seed
+        stops = stop_tokens(self.model.config, options.stop_ids)
+        request = Request(self._count, tokens, options, seed, stops, self.step)
+        self._count += 1
+        self._arrivals.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request; its row and pages are free after the next step.
+
+        Raises:
+            TypeError: if ``request`` is none.
+        """
+        if not isinstance(request, Request):
+            raise TypeError(f"request is {type(request).__name__}, wanted what Runner.add returned")
+        request.cancel()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do."""
+        scheduler = self._scheduler
+        queues = (self._arrivals, scheduler.waiting, scheduler.running, self._launched)
+        return self._unfinished or any(queues)
+
+    def run(self) -> None:
+        """Run steps until all requests have ended."""
+        while self.step():
+            pass
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Process prompt tokens, decode one token of each sequence, and read the step before.
+
+        Returns:
+            Whether requests are left.
+        """
+        if self._closed:
+            return False
+        if self._unfinished:
+            self._recover()
+        self._unfinished = True
+        self._take_arrivals()
+        self._scheduler.sweep()
+        self._scheduler.admit()
+        prefilled = self._prefill_step()
+        decoded = self._decode_step()
+        # The host waits for what came before, while the device works on what was launched last.
+        self._read(1 if prefilled or decoded else 0)
+        self._scheduler.sweep()
+        self._unfinished = False
+        return self.has_work
+
+    @torch.inference_mode()
+    def warm_up(self, variants: Iterable[SamplingOptions] = (SamplingOptions(),)) -> int:
+        """Capture the graphs of every bucket, so that no step has to.
+
+        Args:
+            variants: Options as later requests will have them; which sampler a batch needs depends
+                on whether its requests have a temperature, filters, a repetition penalty and
+                log-probabilities.
+
+        Returns:
+            Graphs captured so far; 0 where steps are eager.
+        """
+        if self._capture and not self._closed:
+            wanted = {Variant.of(options) for options in variants}
+            order = sorted(wanted, key=repr)
+            self._decode.capture(self._decode.buckets, order)
+        return self._decode.captures
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        """Cancel the open requests and give back all rows and pages."""
+        for request in (*self._open, *self._arrivals):
+            request.cancel()
+        self._arrivals.clear()
+        self._recover()
+        self._closed = True
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _new_readback(self) -> Readback:
+        return Readback(self.limits.max_sequences, _DEPTH, self.model.device)
+
+    def _take_arrivals(self) -> None:
+        if self._arrivals:
+            self._open = [request for request in self._open if not request.done]
+        while self._arrivals:
+            request = self._arrivals[0]
+            self._open.append(request)
+            self._arrivals.popleft()
+            self._prefixes.remember(request.prompt)
+            self._scheduler.waiting.append(request)
+
+    def _recover(self) -> None:
+        """Make all state again from the open requests: a step did not end."""
+        self._unfinished = True
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        while self._arrivals and self._open and self._arrivals[0] is self._open[-1]:
+            self._arrivals.popleft()
+        self._launched.clear()
+        self._readback = self._new_readback()
+        for request in self._open:
+            request.check_end()
+        self.cache.clear()
+        self._prefixes.forget()
+        self._scheduler.reset(request for request in self._open if not request.done)
+        self._unfinished = False
+
+    def _prefill_step(self) -> bool:
+        """Process prompt tokens; whether there were any."""
+        pieces = self._scheduler.prefill_pieces(self.limits.max_chunk)
+        pieces = self._scheduler.reserve(pieces)
+        if not pieces:
+            return False
+        hidden, ends = self._forward(pieces)
+        for piece in pieces:
+            sequence = piece.sequence
+            sequence.fed += piece.count
+            if sequence.fed == sequence.cut:
+                self._prefixes.snapshot(sequence.row, sequence.fill[: sequence.cut])
+        full = [i for i, piece in enumerate(pieces) if not piece.sequence.prefilling]
+        if full:
+            sequences = [pieces[i].sequence for i in full]
+            for sequence in sequences:
+                self._join(sequence)
+            last = hidden[to_device([ends[i] for i in full], hidden.device)]
+            rows = to_device([sequence.row for sequence in sequences], hidden.device)
+            logits = self.model.logits(last)
+            variant = _variant(sequences)
+            self._launch(sequences, choose(self.cache, self._state, logits, rows, variant))
+        return True
+
+    def _forward(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, list[int]]:
+        """Hidden states ``[T, H]`` of prompt tokens, and the index of each piece's last token."""
+        counts = [piece.count for piece in pieces]
+        device = self.model.device
+        starts = to_device([piece.sequence.fed for piece in pieces], device)
+        rows = to_device([piece.sequence.row for piece in pieces], device)
+        flat: list[int] = []
+        ends = []
+        for piece in pieces:
+            fed = piece.sequence.fed
+            flat += piece.sequence.fill[fed : fed + piece.count]
+            ends.append(len(flat) - 1)
+        batch = Batch.from_lengths(counts, starts, rows)
+        ids = to_device(flat, device).unsqueeze(0)
+        hidden, _ = self.model.model(ids, None, CacheStep(self.cache, batch))
+        self.cache.advance(batch)
+        return hidden[0], ends
+
+    def _join(self, sequence: RunningSequence) -> None:
+        request = sequence.request
+        self._state.join(sequence.row, request.options, request.seed, sequence.fill)
+
+    def _decode_step(self) -> bool:
+        """Decode one token of every sequence that is past its prompt; whether there were any."""
+        pieces = self._scheduler.reserve(self._scheduler.decode_pieces())
+        if not pieces:
+            return False
+        sequences = [piece.sequence for piece in pieces]
+        captured = self._capture and dispatch.is_free(dispatch.AUTO)
+        rows = [sequence.row for sequence in sequences]
+        chosen = self._decode.run(rows, _variant(sequences), captured)
+        for sequence in sequences:
+            sequence.fed += 1
+        self._launch(sequences, chosen)
+        return True
+
+    def _launch(self, sequences: Sequence[RunningSequence], chosen: Chosen) -> None:
+        """Start to read back the tokens of a step."""
+        count, logprobs = len(sequences), chosen.logprobs
+        if logprobs is not None:
+            logprobs = type(logprobs)(*(tensor[:count] for tensor in logprobs))
+        results = self._readback.start(chosen.tokens[:count], logprobs)
+        self._launched.append(_Launched(tuple(sequences), results))
+
+    def _drain(self) -> None:
+        """Read every step that was launched."""
+        self._read(0)
+
+    def _read(self, newest: int) -> None:
+        """Give tokens to their requests, except those of the ``newest`` launches."""
+        while len(self._launched) > newest:
+            launched = self._launched[0]
+            wanted = [s.request.options.logprobs for s in launched.sequences]
+            results = launched.results.wait(wanted)
+            for i, (sequence, token) in enumerate(
+                zip(launched.sequences, results.tokens, strict=True)
+            ):
+                if sequence.request.done:
+                    continue  # a surplus token: the request ended while the step ran
+                if token == FAILED:
+                    position = len(sequence.request.prompt) + len(sequence.request.tokens)
+                    reason = f"the logits of position {position} are not finite"
+                    sequence.request.fail(reason, LogitsError)
+                    continue
+                report = None if wanted[i] is None else results.logprobs[i]
+                sequence.request.emit(Emitted(token, report))
+            self._launched.popleft()
+
+
+def _variant(sequences: Sequence[RunningSequence]) -> Variant:
+    variant = Variant()
+    for sequence in sequences:
+        variant = variant | sequence.variant
+    return variant
+
+
+_DETERMINISTIC = (
+    "Runner: deterministic is True, which is not supported: GEMMs, sparse attention, the router "
+    "and cuBLAS choose how to split a sum by the number of tokens of a step, and the grouped GEMM "
+    "by the rows that each expert gets from the other requests; no plan is pinned yet"
+)

@@ -1,0 +1,206 @@
+"""Choose the next token of each row: the definition, in plain PyTorch.
+
+Sums of probabilities are sums of integers and random numbers are hashes of (seed, position, token),
+so a row's token depends on nothing but the row: not on the batch, its order or its padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsv4.serving.options import MAX_LOGPROBS, SamplingOptions
+from dsv4.serving.philox import token_words
+
+FAILED = -1  # in place of a token: the logits of the row are not finite
+# Probabilities relative to the largest one, as integers: the sum over 2**22 tokens fits 63 bits.
+WEIGHT_BITS = 40
+_SMALL = 2.0**-8  # below it, -log(1 - v) is computed by its series
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a batch of rows needs; the sampler skips the rest.
+
+    Attributes:
+        draw: Whether a row has a temperature above 0.
+        filters: Whether a row has top-k, top-p or min-p.
+        penalty: Whether a row has a repetition penalty.
+        logprobs: Whether a row reports log-probabilities.
+    """
+
+    draw: bool = False
+    filters: bool = False
+    penalty: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def of(cls, options: SamplingOptions) -> Variant:
+        """What one request needs."""
+        draw = options.temperature > 0
+        chosen = options.top_k is not None or options.top_p < 1 or options.min_p > 0
+        return cls(
+            draw=draw,
+            filters=draw and chosen,  # the most probable token always stays
+            penalty=options.repetition_penalty != 1,
+            logprobs=options.logprobs is not None,
+        )
+
+    def __or__(self, other: Variant) -> Variant:
+        return Variant(
+            draw=self.draw or other.draw,
+            filters=self.filters or other.filters,
+            penalty=self.penalty or other.penalty,
+            logprobs=self.logprobs or other.logprobs,
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether the token is the argmax of the logits."""
+        return not (self.draw or self.penalty)
+
+
+class Parameters(NamedTuple):
+    """What the sampler knows of each of B rows; see ``RowState`` for the neutral values.
+
+    Attributes:
+        temperature: ``[B]`` float64, 0 for greedy.
+        top_p: ``[B]`` float64.
+        log_min_p: ``[B]`` float64.
+        penalty: ``[B]`` float64.
+        top_k: ``[B]`` int64.
+        seed: ``[B]`` int64.
+        position: ``[B]`` int64, of the token to be chosen.
+        present: ``[B, vocab]`` bool, tokens of the prompt and the answer; None without penalties.
+    """
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
+    penalty: torch.Tensor
+    top_k: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+    present: torch.Tensor | None
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of B rows.
+
+    Attributes:
+        chosen: ``[B]``.
+        ids: ``[B, n]`` int64, the most probable tokens in descending order.
+        values: ``[B, n]``, theirs.
+    """
+
+    chosen: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+def sample(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
+    """The next token of each row; see ``SamplingOptions`` for what the parameters mean.
+
+    A token is drawn as the argmax of ``logit / temperature - log(E)``, where the E are independent
+    exponential variates of (seed, position, token): that is a draw from the softmax.
+
+    Args:
+        logits: ``[B, vocab]``; computed in float32, or in float64 if they are.
+        parameters: Of each row.
+        variant: Covers what every row needs.
+
+    Returns:
+        ``[B]`` int64; ``FAILED`` for a row with NaN, +inf or nothing but -inf.
+    """
+    if variant.plain:
+        return greedy(logits)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    tokens = _scores(logits, parameters, variant).argmax(-1)
+    return torch.where(logits.amax(-1).isfinite(), tokens, FAILED)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit, the lowest of equal ones; ``FAILED`` as in ``sample``."""
+    largest = logits.max(-1)
+    return torch.where(largest.values.isfinite(), largest.indices, FAILED)
+
+
+def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
+    if variant.penalty:
+        assert parameters.present is not None
+        factor = parameters.penalty.to(logits.dtype).unsqueeze(1)
+        changed = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(parameters.present, changed, logits)
+    if not variant.draw:
+        return logits
+    temperature = parameters.temperature.to(logits.dtype).unsqueeze(1)
+    drawn = temperature > 0
+    # Relative to the largest logit, so that a small temperature cannot overflow.
+    relative = (logits - logits.amax(-1, keepdim=True)) / torch.where(drawn, temperature, 1)
+    noise = exponential_log(
+        token_words(parameters.seed, parameters.position, logits.shape[1]), logits.dtype
+    )
+    scores = relative - noise
+    if variant.filters:
+        scores = torch.where(kept(relative, parameters), scores, -math.inf)
+    return torch.where(drawn, scores, logits)
+
+
+def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``log(E)`` with ``E = -log(1 - v)``, ``v = (word + 1/2) / 2**32``: E is exponential.
+
+    The smallest E decide a draw. Near 0 they are as fine as the words, in float32 too.
+    """
+    v = (words.to(dtype) + 0.5) * 2.0**-32
+    v = v.clamp(max=1 - 2.0**-24)  # float32 rounds the last words up to 1
+    series = v + v * v * (0.5 + v * (1 / 3))
+    return torch.where(v < _SMALL, series, -torch.log(1 - v)).log()
+
+
+def kept(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """Which tokens top-k, top-p and min-p leave: ``[B, vocab]`` bool.
+
+    Args:
+        relative: Logits less the largest of their row, over the temperature: 0 and below.
+        parameters: Of each row.
+    """
+    ordered = relative.sort(dim=-1, descending=True).values
+    last = parameters.top_k.clamp(max=relative.shape[1]) - 1
+    floor = ordered.gather(1, last.unsqueeze(1))  # the smallest value that top-k keeps
+    weights = weight(ordered).masked_fill(ordered < floor, 0)
+    total = weights.sum(-1, keepdim=True)
+    more_probable = weights.cumsum(-1) - weights
+    # Of equal values the first has the least before it, and decides for all.
+    within = (more_probable < needed(total, parameters.top_p.unsqueeze(1))) & (ordered >= floor)
+    count = within.sum(-1, keepdim=True)
+    floor = ordered.gather(1, (count - 1).clamp(min=0))  # a row of NaN has none
+    lowest = parameters.log_min_p.to(relative.dtype).unsqueeze(1)
+    return (relative >= floor) & (relative >= lowest)
+
+
+def weight(relative: torch.Tensor) -> torch.Tensor:
+    """Probability relative to the largest, of a logit relative to the largest, as an integer."""
+    return (relative.exp() * 2.0**WEIGHT_BITS).to(torch.int64)
+
+
+def needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Tokens stay while those before them hold less than this, out of ``total``; int64."""
+    part = (total.to(torch.float64) * top_p).ceil().to(torch.int64)
+    # Everything for top_p 1, also tokens whose weight is 0.
+    return torch.where(top_p < 1, part.clamp(min=1), total + 1)
+
+
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> Logprobs:
+    """Log-probabilities of the chosen tokens and of the most probable ones.
+
+    Args:
+        logits: ``[B, vocab]``, as the model gave them.
+        tokens: ``[B]``, ``FAILED`` included.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    top = values.topk(min(MAX_LOGPROBS, values.shape[1]), dim=-1)
+    chosen = values.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return Logprobs(chosen, top.indices, top.values)

@@ -1,0 +1,224 @@
+"""Which requests have a cache row, and what the next step processes; host only.
+
+Requests are admitted in their order of arrival. The youngest sequence is preempted when pages run
+out: its row is freed, and its prompt and answer so far are processed again later. All state here
+follows from the open requests, so after a failed step ``reset`` makes it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dsv4.cache import CacheFullError, PagedCache
+from dsv4.serving.prefix_cache import KeptRow, PrefixCache
+from dsv4.serving.request import Request
+from dsv4.serving.sampler import Variant
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """A request that has a cache row.
+
+    Attributes:
+        request: Whose tokens it makes.
+        row: Of the cache.
+        fill: Tokens to process before the first new one: the prompt, and after a preemption the
+            answer so far.
+        fed: Tokens that the cache row holds, or will hold after the steps that were launched.
+        cut: Where prefill stops to keep a prefix for other prompts; 0: nowhere.
+        joined: Whether its sampling parameters are on the device.
+        closed: Whether it lost its row; it has no part in later steps.
+    """
+
+    request: Request
+    row: int
+    fill: tuple[int, ...]
+    fed: int = 0
+    cut: int = 0
+    joined: bool = False
+    closed: bool = False
+    variant: Variant = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.variant = Variant.of(self.request.options)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens of ``fill`` are left."""
+        return self.fed < len(self.fill)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether another token is to be sampled by a decode step."""
+        limit = len(self.request.prompt) + self.request.options.max_new_tokens
+        # The token after the last one fed was sampled; it is fed unless it is the last.
+        return not self.prefilling and self.fed + 1 < limit and not self.request.done
+
+    def held(self) -> tuple[int, ...]:
+        """The tokens that the row holds.
+
+        They have all arrived on the host: a step feeds what the step before sampled, and that is
+        read before the next step is launched.
+        """
+        tokens = self.request.sequence()
+        assert self.fed <= len(tokens)
+        return tokens[: self.fed]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New tokens of one sequence in a step."""
+
+    sequence: RunningSequence
+    count: int
+
+
+class Scheduler:
+    """Waiting requests and running sequences.
+
+    Attributes:
+        waiting: Requests without a row, in order of arrival.
+        running: Sequences, in order of arrival.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        prefixes: PrefixCache,
+        max_sequences: int,
+        drain: Callable[[], None],
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[RunningSequence] = []
+        self._cache, self._prefixes = cache, prefixes
+        self._max_sequences = max_sequences
+        self._drain = drain
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Start again with these requests waiting: the cache was cleared."""
+        for sequence in self.running:
+            sequence.closed = True
+        self.running.clear()
+        self.waiting = deque(sorted(requests, key=lambda request: request.number))
+
+    def sweep(self) -> None:
+        """Take the rows of requests that have ended, and drop those that waited."""
+        for sequence in [s for s in self.running if s.request.done]:
+            self._close(sequence)
+            if sequence.request.error is None:
+                self._prefixes.keep(sequence.row, sequence.held())
+            else:
+                self._cache.free(sequence.row)
+        if any(request.done for request in self.waiting):
+            self.waiting = deque(request for request in self.waiting if not request.done)
+
+    def _close(self, sequence: RunningSequence) -> None:
+        sequence.closed = True
+        self.running.remove(sequence)
+
+    def admit(self) -> None:
+        """Give rows to waiting requests while there are rows and pages, in order."""
+        while self.waiting and len(self.running) < self._max_sequences:
+            request = self.waiting[0]
+            fill = request.sequence()
+            kept = self._prefixes.find(fill)
+            known = 0 if kept is None else len(kept.tokens)
+            if self._will_share(fill, known) or not self._has_room(len(fill), known, kept):
+                return
+            sequence = self._start(request, fill, kept)
+            self.running.append(sequence)
+            self.waiting.popleft()
+
+    def _start(
+        self, request: Request, fill: tuple[int, ...], kept: KeptRow | None
+    ) -> RunningSequence:
+        row, fed = self._row(kept)
+        cut = self._prefixes.boundary(fill)
+        return RunningSequence(request, row, fill, fed=fed, cut=cut if cut > fed else 0)
+
+    def _row(self, kept: KeptRow | None) -> tuple[int, int]:
+        """A row and how many tokens it holds."""
+        if kept is not None:
+            try:
+                return self._prefixes.fork(kept), len(kept.tokens)
+            except CacheFullError:
+                pass  # its window needs pages; process the prompt from the beginning
+        return self._cache.allocate(), 0
+
+    def _will_share(self, fill: Sequence[int], known: int) -> bool:
+        """Whether a sequence is about to make a longer prefix of ``fill`` available."""
+        return any(
+            known < s.cut < len(fill) and s.fed < s.cut and s.fill[: s.cut] == fill[: s.cut]
+            for s in self.running
+        )
+
+    def _has_room(self, tokens: int, known: int, kept: KeptRow | None) -> bool:
+        """Whether the pages of a new sequence are free, and one more for each that runs.
+
+        An estimate: a step that lacks pages preempts. A sequence alone always has room, since
+        ``Runner.add`` refused what can never fit.
+        """
+        if not self.running:
+            return True
+        block = self._prefixes.block
+        need = -(-tokens // block) - known // block + len(self.running)
+        while min(self._free_pages(), default=need) < need:
+            if not self._prefixes.evict(keep=kept):
+                return False
+        return True
+
+    def _free_pages(self) -> list[int]:
+        free = self._cache.free_pages
+        return [count for name, count in free.items() if name != "window"]
+
+    def prefill_pieces(self, budget: int) -> list[Piece]:
+        """Prompt tokens of the next step, at most ``budget``, the oldest sequences first."""
+        pieces = []
+        for sequence in self.running:
+            if budget and sequence.prefilling and not sequence.request.done:
+                end = len(sequence.fill)
+                if sequence.fed < sequence.cut:
+                    end = sequence.cut
+                count = min(budget, end - sequence.fed)
+                pieces.append(Piece(sequence, count))
+                budget -= count
+        return pieces
+
+    def decode_pieces(self) -> list[Piece]:
+        """One token of every sequence that decodes."""
+        return [Piece(sequence, 1) for sequence in self.running if sequence.decoding]
+
+    def reserve(self, pieces: list[Piece]) -> list[Piece]:
+        """Prepare the cache for a step; pages come from kept prefixes, then from the youngest.
+
+        Returns:
+            The pieces whose sequences still have a row; the cache is prepared for these.
+        """
+        while pieces:
+            rows, counts = [p.sequence.row for p in pieces], [p.count for p in pieces]
+            try:
+                self._cache.prepare(rows, counts)
+                return pieces
+            except CacheFullError as error:
+                self._make_room(error)
+            pieces = [p for p in pieces if not p.sequence.closed]
+        return pieces
+
+    def _make_room(self, error: CacheFullError) -> None:
+        if self._prefixes.evict():
+            return
+        before = len(self.running)
+        self._drain()  # a sequence that has ended gives its pages back; and no result is lost
+        self.sweep()
+        if len(self.running) < before or self._prefixes.evict():
+            return
+        youngest = self.running[-1]
+        if len(self.running) == 1:
+            youngest.request.fail(str(error))
+            self.sweep()
+            return
+        self._close(youngest)
+        self._cache.free(youngest.row)
+        self.waiting.appendleft(youngest.request)
