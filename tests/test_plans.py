@@ -515,6 +515,6 @@ def test_results_go_where_they_are_asked_to() -> None:
         assert kinds(cache) == {"Direct"}
         with pytest.raises(ValueError, match="out has shape"):
             ops.grouped_gemm(x, weight, offsets, out=out[:4])
+        moved = torch.empty(41)[1:].view(5, 8)
         with pytest.raises(ValueError, match="multiple of 16 bytes"):
-            moved = torch.empty(41)[1:].view(5, 8)
             ops.grouped_gemm(x, weight, offsets, out=moved)

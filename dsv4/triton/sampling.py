@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton import _launch
+from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import wait_for_inputs, widen
 
 _SPLITS = 16  # most CTAs per row
@@ -59,6 +60,7 @@ def _best(best, at):
     return top, tl.min(tl.where(best == top, at, _NONE), 0)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["vocab", "span"])
 def _largest_kernel(
     logits, entries, numbers, present, largest, vocab, span,
@@ -90,6 +92,7 @@ def _scored(x, top, temperature, word, mask):
     return relative, tl.where(mask, score, float("-inf"))
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["vocab", "span"])
 def _scores_kernel(
     logits, entries, numbers, integers, positions, present, largest, relatives, scores,
@@ -207,6 +210,7 @@ def _needed(relatives, top_k, top_p, vocab, BLOCK: tl.constexpr):
     return needed
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["vocab"])
 def _filter_kernel(
     entries, numbers, integers, largest, relatives, scores, best_scores, best_tokens, out, vocab,
