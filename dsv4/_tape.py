@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self._add(result)
-        elif (func.is_view or func in _ALIASES) and id(args[0]) in self._places:
+        elif (func.is_view or func in _ALIASES) and self._is_view(args[0], result):
             self._viewed(args[0], result)
         else:
             self.inside = str(func)
@@ -211,6 +211,16 @@ class Recorder(TorchDispatchMode):
     def _add(self, tensor: torch.Tensor) -> None:
         self._places[id(tensor)] = Place(len(self.tensors) + len(self.allocated), 0)
         self.allocated.append(tensor)
+
+    def _is_view(self, base: Any, result: Any) -> bool:
+        """Whether all results lie in the memory of a known tensor.
+
+        ``contiguous``, ``reshape`` and ``to`` count as views for torch, but copy where they must.
+        """
+        if id(base) not in self._places:
+            return False
+        storage = base.untyped_storage()._cdata
+        return all(tensor.untyped_storage()._cdata == storage for tensor in _flat(result))
 
     def _viewed(self, base: torch.Tensor, result: Any) -> None:
         place = self._places[id(base)]

@@ -21,6 +21,7 @@ from dsv4.bench.cases import MAKERS
 from dsv4.bench.problem import Draw
 from dsv4.ops import _guards, _library, _plans
 from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.strategies import strided
 from tests.test_captured_operators import CPU, WIDE, assert_follows, assert_same, called_again
 
 REPLAYED = (
@@ -371,6 +372,28 @@ def test_views_are_found_again() -> None:
         assert again.dtype == view.dtype
         assert again.stride() == view.stride()
         assert_bitwise(again.contiguous(), view.contiguous())
+
+
+@pytest.mark.parametrize("shape", [(1,), (9,), (3, 5)])
+@pytest.mark.parametrize("which", ["positions", "frequencies", "both"])
+def test_copies_of_strided_arguments_are_made_again(
+    shape: tuple[int, ...], which: str, monkeypatch
+) -> None:
+    """Below autograd torch calls ``contiguous`` a view, also where it copies."""
+    monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
+    drawn = torch.Generator().manual_seed(0)
+    with planning() as cache, _support.interpret_triton():
+        for _ in range(4):
+            positions = torch.randint(0, 2**20, shape, generator=drawn)
+            frequencies = torch.rand(32, generator=drawn)
+            expected = ops.rope_tables.__wrapped__(positions, frequencies, backend="triton")
+            given_positions = positions if which == "frequencies" else strided(positions)
+            given_frequencies = frequencies if which == "positions" else strided(frequencies)
+            found = ops.rope_tables(given_positions, given_frequencies)
+            for table, wanted in zip(found, expected, strict=True):
+                assert_bitwise(table, wanted)
+        copies = which != "positions" or len(shape) > 1 or shape[0] > 1
+        assert kinds(cache) == {"Direct" if copies else "Interpreted"}
 
 
 def test_plans_keep_no_tensors() -> None:
