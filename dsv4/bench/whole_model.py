@@ -12,16 +12,12 @@ share experts. Every row therefore names experts, layers, context, routing and r
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dsv4.bench.environment import Rates
-from dsv4.bench.random_model import Weights
-from dsv4.cache import PagedCache
 from dsv4.config import CSA, ModelConfig
 from dsv4.layers import DeepseekV4Experts
 from dsv4.model import DeepseekV4ForCausalLM
