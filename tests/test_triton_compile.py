@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from dsv4 import dispatch
 
@@ -83,6 +83,8 @@ _STACK_OF_OLDER = {
 
 
 def _allowed_stack(kernel):
+    import triton
+
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return 0 if version >= (3, 9) else _STACK_OF_OLDER.get(kernel, 0)
 

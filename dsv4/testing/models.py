@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,12 +41,26 @@ def _random(
     if name.endswith("tid2eid"):
         rows = [torch.randperm(experts, generator=generator) for _ in range(like.shape[0])]
         return torch.stack(rows)[:, : like.shape[1]]
-    draw = torch.randn(like.shape, generator=generator)
+    return random_values(name, like.shape, generator, scale)
+
+
+def random_values(
+    name: str, shape: Sequence[int], generator: torch.Generator, scale: float = 1.0
+) -> torch.Tensor:
+    """Draw a floating tensor of a model, float32, on the generator's device.
+
+    Args:
+        name: The tensor's; norm weights lie around 1, vectors away from 0.
+        shape: Of the tensor.
+        generator: Source of randomness.
+        scale: Multiplies matrices, whose entries otherwise have variance 1 / columns.
+    """
+    draw = torch.randn(tuple(shape), generator=generator, device=generator.device)
     if name.endswith(("norm.weight", "layernorm.weight", "enorm.weight", "hnorm.weight")):
         return 1 + 0.2 * draw
-    if like.dim() <= 1 or name.endswith("position_bias"):
+    if len(shape) <= 1 or name.endswith("position_bias"):
         return 0.5 * draw
-    return draw * (scale * like.shape[-1] ** -0.5)
+    return draw * (scale * shape[-1] ** -0.5)
 
 
 def random_model(
