@@ -60,6 +60,7 @@ class Implementation:
             schema arguments without ``backend``.
         supports: Returns None when it can run the call, otherwise the reason in words.
         yields: Returns None when no later row is faster, otherwise the reason in words.
+        waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
     """
 
     op: str
@@ -67,6 +68,7 @@ class Implementation:
     target: str
     supports: Callable[[Call], str | None]
     yields: Callable[[Call], str | None] = lambda call: None
+    waits: bool = False
 
     def objection(self, call: Call, requested: str) -> str | None:
         """Why it is passed over: it cannot run the call, or ``"auto"`` knows a faster one."""
@@ -107,9 +109,10 @@ def _anything(call: Call) -> str | None:
     return None
 
 
-def _reference(row: str, *ops: str) -> tuple[Implementation, ...]:
+def _reference(row: str, *ops: str, waits: bool = False) -> tuple[Implementation, ...]:
     return tuple(
-        Implementation(op, "reference", f"dsv4.reference.{row}:{op}", _anything) for op in ops
+        Implementation(op, "reference", f"dsv4.reference.{row}:{op}", _anything, waits=waits)
+        for op in ops
     )
 
 
@@ -159,7 +162,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute_grouped("grouped_nvfp4", "tcgen05", _support.tcgen05_grouped, *_GROUPED),
     *_cute_grouped("grouped_gemm", "cute", _support.cute_grouped, *_GROUPED),
-    *_reference("grouped_gemm", *_GROUPED),
+    *_reference("grouped_gemm", *_GROUPED, waits=True),
     *_triton("norm", *_NORM, unless=_support.norm),
     *_reference("norm", *_NORM),
     *_triton("rope", "rope_tables", "rope", "rope_quantize", unless=_support.rope),
@@ -326,6 +329,13 @@ def is_free(backend: str) -> bool:
 def implementation(op: str, args: Sequence[Any]) -> Callable[..., Any]:
     """What ``"auto"`` gives a call to; ``args`` are without ``backend``."""
     return _load(choose(Call(op, tuple(args), _device(args))).target)
+
+
+def wait_of(call: Call) -> str | None:
+    """Why the implementation that ``"auto"`` takes waits for the host, or None if it does not."""
+    found = _explanation(call, AUTO)
+    row = next(row for row in implementations(call.op) if row.name == found.chosen)
+    return f"{call.op} runs as {row.name!r} ({found.reason})" if row.waits else None
 
 
 def first(op: str, args: Sequence[Any]) -> Any:

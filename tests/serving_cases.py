@@ -8,11 +8,14 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from dsv4 import layers
 from dsv4.cache import CacheStep, LayerCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.formats import FRAGMENTS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving.sampler import Parameters, Variant, sample
+from dsv4.testing.models import random_model
 
 _PRIME = 1_000_003
 
@@ -91,6 +94,29 @@ class ToyModel(DeepseekV4ForCausalLM):
         logits = 3 * torch.sin(hidden * number)
         broken = torch.tensor([int(value) in self.failing for value in hidden[:, 0]])
         return logits.masked_fill(broken.unsqueeze(1), torch.nan)
+
+
+def wide(
+    numerics: str = "deepseek", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> DeepseekV4ForCausalLM:
+    """Small, but wide enough for the kernels that dispatch would choose for a published model."""
+    config = ModelConfig.tiny(
+        numerics=numerics, layer_types=(SLIDING, CSA, HCA), hidden_size=128, head_dim=512,
+        qk_rope_head_dim=64, num_attention_heads=16, index_head_dim=128, q_lora_rank=64,
+        o_groups=2, o_lora_rank=32, moe_intermediate_size=128, sliding_window=128,
+        compress_rates={CSA: 4, HCA: 128},
+    )  # fmt: skip
+    return random_model(config.replace(**changes), 3, dtype)
+
+
+def packed(
+    numerics: str = "deepseek", layout: str = FRAGMENTS, **changes: Any
+) -> DeepseekV4ForCausalLM:
+    """``wide`` in NVFP4 and packed: its decode steps can be captured."""
+    model = wide(numerics, **changes)
+    layers.quantize_(model)
+    assert layers.pack_(model, layout).kept == {}
+    return model
 
 
 def plain_logits(model: DeepseekV4ForCausalLM, tokens: list[int], cache: Any, row: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_cases import ToyModel, plain_text
+from serving_cases import ToyModel, packed, plain_text
 
 from dsv4.sampling import Sampler
 from dsv4.serving import Runner, SamplingOptions, generation
@@ -133,9 +133,7 @@ def test_copies_do_not_get_the_runner(keeping: ToyModel) -> None:
 
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_keeps_its_graphs() -> None:
-    from test_serving_graphs import wide
-
-    model, prompts = wide("deepseek"), [[1, 2, 3], [4]]
+    model, prompts = packed("deepseek").cuda(), [[1, 2, 3], [4]]
     first = generate(model, prompts, 20, stop_ids=())
     runner = model.__dict__["_kept_runner"].runner
     captures = runner._decode.captures

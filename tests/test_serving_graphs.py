@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from serving_cases import ToyModel, assert_empty
+from serving_cases import ToyModel, assert_empty, packed
 
 from dsv4 import dispatch
-from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving._setup import is_compiled
 from dsv4.serving.graphs import DecodeStep, default_buckets
-from dsv4.testing.models import random_model
 
 _LENGTHS = (1, 3, 61, 64, 124, 127, 129, 250, 255, 257, 300)  # around windows and pages
 _KINDS: tuple[dict[str, Any], ...] = (
@@ -129,21 +126,11 @@ def test_a_compiled_model_is_not_captured() -> None:
     assert not is_compiled(plain)
 
 
-def wide(numerics: str) -> DeepseekV4ForCausalLM:
-    """Small, but wide enough for the kernels that dispatch would choose for a published model."""
-    config = ModelConfig.tiny(
-        numerics=numerics, layer_types=(SLIDING, CSA, HCA), hidden_size=128, head_dim=512,
-        qk_rope_head_dim=64, num_attention_heads=16, index_head_dim=128, q_lora_rank=64,
-        o_groups=2, sliding_window=128, compress_rates={CSA: 4, HCA: 128},
-    )  # fmt: skip
-    return random_model(config, 3, torch.bfloat16).cuda()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
     """Bit for bit, log-probabilities too, over 1000 steps; captured ahead and at first use."""
-    model = wide(numerics)
+    model = packed(numerics).cuda()
     size = sizes(buckets=(1, 2, 4, 6))
     eager = told(story(Runner(model, **size, capture=False), 1000))
     assert sum(len(tokens) for _, tokens, _ in eager) > 1000
@@ -159,7 +146,7 @@ def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
 @pytest.mark.gpu
 def test_a_capture_changes_no_sequence() -> None:
     """Graphs captured between two steps of running requests."""
-    model = wide("deepseek")
+    model = packed("deepseek").cuda()
     texts = []
     for ahead in (False, True):
         runner = Runner(model, **sizes())
@@ -175,7 +162,7 @@ def test_a_capture_changes_no_sequence() -> None:
 
 @pytest.mark.gpu
 def test_a_backend_by_name_runs_eagerly() -> None:
-    model = wide("deepseek")
+    model = packed("deepseek").cuda()
     runner = Runner(model, **sizes())
     with dispatch.use_backend("reference"):
         request = runner.add([1, 2, 3], max_new_tokens=4, stop_ids=())
@@ -185,7 +172,7 @@ def test_a_backend_by_name_runs_eagerly() -> None:
 
 @pytest.mark.gpu
 def test_a_row_of_nan_ends_alone_in_a_captured_step() -> None:
-    model, options = wide("deepseek"), SamplingOptions(max_new_tokens=12, stop_ids=())
+    model, options = packed("deepseek").cuda(), SamplingOptions(max_new_tokens=12, stop_ids=())
     runner = Runner(model, **sizes())
     wanted = [runner.add([4, i], options).result() for i in range(2)]
     poison = next(i for i in range(model.config.vocab_size) if i not in wanted[0] + wanted[1])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsv4 import dispatch
 from dsv4._counters import one_launch_of_zeros
 from dsv4._nearly import when_nearly_done
 from dsv4.config import ModelConfig
@@ -133,6 +134,22 @@ class DeepseekV4Experts(ExpertWeights):
         if callable(shared):
             shared = shared()
         return moe_combine(out, places, offsets, weights, shared=shared)
+
+    def products(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
+        """Operator calls of both products, for dispatch to choose from; runs nothing.
+
+        Args:
+            tokens: T.
+            dtype: Of ``hidden_states``.
+        """
+        device, count = self.gate_up_proj.device, tokens * self.num_experts_per_tok
+        offsets = torch.empty(self.num_local_experts + 1, dtype=torch.int32, device=device)
+        rows, inner = (
+            torch.empty((count, columns), dtype=dtype, device=device)
+            for columns in (self.hidden_dim, self.intermediate_dim)
+        )
+        first = dispatch.arguments(self._activated, rows, offsets, None, None)
+        return first, dispatch.arguments(self._project, "down_proj", inner, offsets)
 
     def reserve(self, workspace: Workspace | None) -> None:
         """Use this memory from now on, or with None what the allocator gives."""

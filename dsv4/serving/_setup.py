@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from dsv4.cache import PagedCache
 from dsv4.config import ModelConfig
 from dsv4.layer_cache import WINDOW_PAGE
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving._capture import obstacle
 from dsv4.serving.graphs import default_buckets
 from dsv4.serving.options import token_ids
 from dsv4.serving.prefix_cache import BLOCK
 
 _CHUNK = 2048
+_EAGER = "_said_eager"  # attribute of a model: why its steps run eagerly, which was logged
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,20 +159,33 @@ def check_buckets(
     return tuple(sizes)
 
 
-def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None) -> bool:
-    """Whether decode steps are captured.
+def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequences: int) -> bool:
+    """Whether decode steps are captured. Logs why not where the model's weights are the reason.
 
     Raises:
         ValueError: if ``capture`` is true and they cannot be.
     """
+    if capture is not None and not capture:
+        return False
     reason = None
     if model.device.type != "cuda":
         reason = f"the model is on {model.device.type}"
     elif is_compiled(model):
         reason = "the model is compiled by torch.compile"
+    else:
+        reason = obstacle(model, sorted({1, max_sequences}), model.device)
+        if reason is not None and not capture:
+            warn_eager(model, reason)
     if capture and reason is not None:
         raise ValueError(f"Runner: capture is True, but {reason}; wanted None or False")
-    return reason is None if capture is None else capture
+    return reason is None
+
+
+def warn_eager(model: DeepseekV4ForCausalLM, reason: str) -> None:
+    """Log once for each model and reason that decode steps run eagerly."""
+    if model.__dict__.get(_EAGER) != reason:
+        _logger.warning("decode steps run eagerly, not as CUDA graphs: %s", reason)
+        model.__dict__[_EAGER] = reason
 
 
 def is_compiled(model: nn.Module) -> bool:

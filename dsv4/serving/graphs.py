@@ -16,6 +16,7 @@ import torch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.page_tables import to_device
+from dsv4.serving._capture import captured as capture_work
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Logprobs, Variant, logprobs
 
@@ -78,6 +79,9 @@ class DecodeStep:
 
         Returns:
             The tokens, those of padding included; on the device, until the next step.
+
+        Raises:
+            CaptureError: if a capture failed; nothing has changed then.
         """
         size = self.bucket(len(rows))
         if captured:
@@ -92,10 +96,20 @@ class DecodeStep:
         return chosen
 
     def capture(self, sizes: Sequence[int], variants: Sequence[Variant]) -> None:
-        """Capture graphs ahead of their first use, the largest first; the others use its memory."""
+        """Capture graphs ahead of their first use, the largest first; the others use its memory.
+
+        Raises:
+            CaptureError: if a capture failed; nothing has changed then.
+        """
         for size in sorted(sizes, reverse=True):
             for variant in variants:
                 self._capture(size, variant)
+
+    def release(self) -> None:
+        """Free all graphs."""
+        self._steps.clear()
+        self._samplers.clear()
+        self._pool, self.captures = None, 0
 
     def _write(self, rows: Sequence[int]) -> None:
         padded = [*rows, *[-1] * (self.buckets[-1] - len(rows))]
@@ -134,11 +148,10 @@ class DecodeStep:
         with torch.cuda.stream(side):
             work()  # compiles kernels and makes workspaces, which a capture must not
         current.wait_stream(side)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = work()
+        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+        self._pool = None  # not to be used again if the capture fails
+        graph, out = capture_work(work, pool)
+        self._pool = pool
         self.captures += 1
         return graph, out
 

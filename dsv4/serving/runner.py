@@ -15,6 +15,7 @@ from dsv4 import dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.page_tables import to_device
+from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
     Limits,
     check_buckets,
@@ -24,6 +25,7 @@ from dsv4.serving._setup import (
     default_window_pages,
     resolve_capture,
     stop_tokens,
+    warn_eager,
 )
 from dsv4.serving.graphs import Chosen, DecodeStep, choose
 from dsv4.serving.options import SamplingOptions, token_ids
@@ -93,8 +95,9 @@ class Runner:
             buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
                 4 and multiples of 8 in captured steps, no padding in eager ones.
             capture: Whether decode steps are CUDA graphs; None: on a CUDA device, unless the model
-                is compiled by ``torch.compile``. While a backend is asked for by name, steps are
-                eager whatever this is.
+                is compiled by ``torch.compile`` or has routed experts for which there is no kernel,
+                those that are not packed for instance, which is logged. Steps are eager whatever
+                this is while a backend is asked for by name and after a capture that failed.
             prefix_sequences: Cache rows kept for prompts that begin like earlier ones; 0: none.
             deterministic: Not supported yet.
 
@@ -114,7 +117,7 @@ class Runner:
             pool_tokens = limits.pool_tokens()
         self.model = model
         self.limits = limits
-        self._capture = resolve_capture(model, capture)
+        self._capture = resolve_capture(model, capture, max_sequences)
         sizes = check_buckets(buckets, max_sequences, self._capture)
         self.cache: PagedCache = model.new_cache(
             limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
@@ -227,7 +230,10 @@ class Runner:
         if self._capture and not self._closed:
             wanted = {Variant.of(options) for options in variants}
             order = sorted(wanted, key=repr)
-            self._decode.capture(self._decode.buckets, order)
+            try:
+                self._decode.capture(self._decode.buckets, order)
+            except CaptureError as error:
+                self._go_on_eagerly(error)
         return self._decode.captures
 
     @torch.inference_mode()
@@ -331,13 +337,26 @@ class Runner:
         if not pieces:
             return False
         sequences = [piece.sequence for piece in pieces]
-        captured = self._capture and dispatch.is_free(dispatch.AUTO)
         rows = [sequence.row for sequence in sequences]
-        chosen = self._decode.run(rows, _variant(sequences), captured)
+        chosen = self._decoded(rows, _variant(sequences))
         for sequence in sequences:
             sequence.fed += 1
         self._launch(sequences, chosen)
         return True
+
+    def _decoded(self, rows: Sequence[int], variant: Variant) -> Chosen:
+        """One token more for each row, captured if possible."""
+        if self._capture and dispatch.is_free(dispatch.AUTO):
+            try:
+                return self._decode.run(rows, variant, captured=True)
+            except CaptureError as error:
+                self._go_on_eagerly(error)
+        return self._decode.run(rows, variant, captured=False)
+
+    def _go_on_eagerly(self, error: CaptureError) -> None:
+        self._capture = False
+        self._decode.release()
+        warn_eager(self.model, f"a capture failed with {error}")
 
     def _launch(self, sequences: Sequence[RunningSequence], chosen: Chosen) -> None:
         """Start to read back the tokens of a step."""

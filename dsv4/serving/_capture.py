@@ -1,0 +1,110 @@
+"""What can be captured in a CUDA graph, and captures that leave no trace when they fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+from dsv4.model import DeepseekV4ForCausalLM
+
+_Output = TypeVar("_Output")
+
+
+class CaptureError(RuntimeError):
+    """A capture failed, for the reason in ``__cause__``. No sequence has changed."""
+
+
+def obstacle(
+    model: DeepseekV4ForCausalLM, tokens: Sequence[int], device: torch.device
+) -> str | None:
+    """Why decode steps of a model cannot be captured, or None.
+
+    Args:
+        model: Uncompiled.
+        tokens: Batch sizes of the steps.
+        device: GPU on which they would run.
+    """
+    for name, layer in model.model.named_modules(prefix="model"):
+        if _observed(layer):
+            return f"{name} is being calibrated, and its observer reads activations on the host"
+        if isinstance(layer, DeepseekV4Experts):
+            reason = _wait(layer, tokens, model.dtype, device)
+            if reason is not None:
+                return (
+                    f"{name}: {reason}, which reads the number of rows of each expert on the "
+                    "host; wanted a bfloat16 model whose routed experts are NVFP4 and packed: "
+                    "dsv4.layers.quantize_, then dsv4.layers.pack_"
+                )
+    return None
+
+
+def _observed(layer: torch.nn.Module) -> bool:
+    if isinstance(layer, DeepseekV4Experts):
+        return layer.observers is not None
+    return isinstance(layer, Linear) and layer.observer is not None
+
+
+def _wait(
+    layer: DeepseekV4Experts, tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    calls = [call for count in tokens for call in layer.products(count, dtype)]
+    reasons = (dispatch.wait_of(call._replace(device=device)) for call in calls)
+    return next(filter(None, reasons), None)
+
+
+def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:
+    """A graph of ``work``, and its outputs in the memory of the graph.
+
+    Args:
+        work: Has run before, so that kernels are compiled and workspaces made.
+        pool: Memory of the graph. Not to be used again after a failure.
+
+    Raises:
+        CaptureError: if the capture failed; PyTorch and the current stream are as before.
+    """
+    current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    first: list[BaseException] = []  # which the end of the capture may replace by another error
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            try:
+                out = work()
+            except BaseException as error:
+                first.append(error)
+                raise
+    except BaseException as error:
+        _clean_up(current, pool)
+        raise _failure(first.pop() if first else error)  # noqa: B904  (it has its cause)
+    return graph, out
+
+
+def _failure(cause: BaseException) -> BaseException:
+    """What to raise: an interrupt as it is."""
+    if not isinstance(cause, Exception):
+        return cause
+    line = str(cause).partition("\n")[0]
+    error = CaptureError(f"{type(cause).__name__}: {line}")
+    error.__cause__ = cause
+    return error
+
+
+def _clean_up(current: torch.cuda.Stream, pool: Any) -> None:
+    """Undo what a capture leaves behind if its end raises.
+
+    ``torch.cuda.graph`` then stays on its own stream, the allocator still counts a capture and
+    defers reuse of memory, and the default generator expects to be captured.
+    """
+    torch.cuda.set_stream(current)
+    torch.cuda.synchronize()
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # the capture had ended
+            end(current.device_index, pool)
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=current.device)  # the end of this capture resets the generator
+    torch.cuda.set_stream(current)
