@@ -106,5 +106,6 @@ def _clean_up(current: torch.cuda.Stream, pool: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the capture had ended
             end(current.device_index, pool)
     with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device=current.device)  # the end of this capture resets the generator
+        # The end of this capture resets the generator.
+        torch.zeros(1, dtype=torch.float32, device=current.device)
     torch.cuda.set_stream(current)
