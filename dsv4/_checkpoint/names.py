@@ -156,7 +156,7 @@ def is_norm(name: str) -> bool:
 
 
 def pair_of(name: str) -> str | None:
-    """Canonical name of the up projection beside a gate projection, and the other way round.
+    """Return the canonical name of a gate projection's up projection, or the reverse.
 
     None for all other names. Engines multiply both at once, with one global scale.
     """
