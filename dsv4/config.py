@@ -273,7 +273,12 @@ class ModelConfig:
         for name in ("rope_main", "rope_compress"):
             found[name] = RopeParameters(**found[name])
         found["compress_rates"] = CompressRates(*found["compress_rates"])
-        return cls(**found, numerics=numerics, activation=activation)
+        try:
+            return cls(**found, numerics=numerics, activation=activation)
+        except ValueError as error:
+            if numerics not in NUMERICS or activation not in ACTIVATIONS:
+                raise
+            raise ValueError(str(error).replace("ModelConfig: ", "config.json: ", 1)) from None
 
     @classmethod
     def from_json(

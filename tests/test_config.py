@@ -347,6 +347,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_field_and_value(field, value):
 )
 @example(field="compress_rates", value={CSA: 4, HCA: [128]})
 @example(field="quantization_config", value=[])
+@example(field="num_attention_heads", value=1)
 def test_any_value_of_any_field_is_read_or_refused_by_name(field, value):
     """What is read is what was written: no value stands for another."""
     try:
