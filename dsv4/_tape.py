@@ -182,6 +182,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "dsv4":
             return self._operator(func, args)
         result = func(*args, **(kwargs or {}))
+        if self._is_ruled_out():
+            return result
         if func in _ALLOCATIONS:
             self._add(result)
         elif (func.is_view or func in _ALIASES) and self._is_view(args[0], result):
@@ -190,8 +192,17 @@ class Recorder(TorchDispatchMode):
             self.inside = str(func)
             if not self._depth:
                 self.outside = str(func)
+            return result
         self._alive.extend(t for t in _flat(result) if isinstance(t, torch.Tensor))
         return result
+
+    def _is_ruled_out(self) -> bool:
+        """Whether nothing can repeat what runs now.
+
+        Its tensors are not kept then: all temporary tensors of a reference implementation, alive
+        at the same time, would take many times its memory.
+        """
+        return self.outside is not None or (self._depth > 0 and self.inside is not None)
 
     def _operator(self, func: Any, args: tuple[Any, ...]) -> Any:
         self._depth += 1

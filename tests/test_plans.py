@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import math
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -397,9 +399,6 @@ def test_copies_of_strided_arguments_are_made_again(
 
 
 def test_plans_keep_no_tensors() -> None:
-    import gc
-    import weakref
-
     with planning():
         x = normal(0, 3, 64)
         warm(ops.rms_norm, x)
@@ -409,6 +408,31 @@ def test_plans_keep_no_tensors() -> None:
         del x
         gc.collect()
         assert gone() is None
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_recording_keeps_no_temporary_tensors(inside: bool) -> None:
+    """What only torch can do again, a reference implementation say, takes no more memory."""
+    x = normal(0, 3)
+
+    def chain() -> torch.Tensor:
+        found, before = x, weakref.ref(x)
+        for _ in range(4):
+            found = found + 1
+            assert before() is None or before() is x
+            before = weakref.ref(found)
+            found = found.neg()
+        return found
+
+    recorder = _tape.Recorder([x], lambda name, args: chain())
+    with recorder.watching():
+        if inside:
+            wanted = torch.ops.dsv4.rms_norm.default
+            recorder.__torch_dispatch__(wanted, (), (x, x, 1e-6))
+        else:
+            chain()
+    assert (recorder.outside is None) == inside
+    assert recorder.inside is not None
 
 
 def test_threads_have_calls_of_their_own() -> None:

@@ -175,7 +175,8 @@ def test_a_row_of_nan_ends_alone_in_a_captured_step() -> None:
     model, options = packed("deepseek").cuda(), SamplingOptions(max_new_tokens=12, stop_ids=())
     runner = Runner(model, **sizes())
     wanted = [runner.add([4, i], options).result() for i in range(2)]
-    poison = next(i for i in range(model.config.vocab_size) if i not in wanted[0] + wanted[1])
+    used = {4, 0, 1, *wanted[0], *wanted[1]}  # 0 is also the token of padding
+    poison = next(i for i in range(model.config.vocab_size) if i not in used)
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = torch.nan
     requests = [runner.add([4, i], options) for i in range(2)]
