@@ -13,7 +13,6 @@ from torch import nn
 
 from dsv4._requests import (
     INTEGERS,
-    check_choice,
     check_tokens,
     check_vocabulary,
     checked_count,
@@ -360,13 +359,16 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> list[list[int]]:
         """Continue each prompt until a stop token or ``max_new_tokens``.
 
+        A loop over ``dsv4.serving.Runner``. On a GPU the model keeps the runner, its cache and its
+        captured graphs for the next call, until ``dsv4.serving.release``.
+
         Args:
             prompts: Token ids per sequence, at least one each.
             max_new_tokens: Most tokens to add, 0 and up.
-            sampler: How to choose; greedy if None.
+            sampler: How to choose; greedy if None. Its generator draws a seed for each prompt.
             stop_ids: Tokens that end a sequence, kept in the output; default the configuration's
                 ``eos_token_id``.
-            chunk: Most prompt tokens of a sequence per step; default 512.
+            chunk: Most prompt tokens per step; default 2048.
 
         Returns:
             The new tokens of each prompt.
@@ -380,32 +382,16 @@ class DeepseekV4ForCausalLM(nn.Module):
         vocabulary = self.config.vocab_size
         checked = checked_prompts("generate", prompts, vocabulary)
         most = checked_count("generate", "max_new_tokens", max_new_tokens, 0)
-        size = checked_count("generate", "chunk", 512 if chunk is None else chunk, 1)
-        choose = sampler or Sampler()
+        size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
         stops = frozenset(_eos_ids(self.config))
         if stop_ids is not None:
             stops = checked_stops("generate", stop_ids, vocabulary)
         if not checked or most == 0:
             return [[] for _ in checked]
-        longest = max(map(len, checked))
-        self._check_total(longest, most)
-        cache = self.new_cache(len(checked), longest + most, min(size, longest))
-        sequences = [cache.allocate() for _ in checked]
-        tokens = choose(self.prefill(checked, cache, sequences))
-        out: list[list[int]] = [[] for _ in checked]
-        live = list(range(len(checked)))
-        for count in range(1, most + 1):
-            chosen = tokens.tolist()
-            check_choice("generate", chosen, live, count)
-            for i, token in zip(live, chosen, strict=True):
-                out[i].append(token)
-            keep = [k for k, i in enumerate(live) if out[i][-1] not in stops]
-            live = [live[k] for k in keep]
-            if not live or count == most:
-                break
-            kept = tokens[to_device(keep, self.device)]
-            tokens = choose(self.decode(kept, cache, [sequences[i] for i in live]))
-        return out
+        self._check_total(max(map(len, checked)), most)
+        from dsv4.serving.generation import generate  # it imports this module
+
+        return generate(self, checked, most, sampler=sampler, stop_ids=stops, chunk=size)
 
     def _check_total(self, longest: int, new: int) -> None:
         most = self.config.max_position_embeddings

@@ -54,6 +54,8 @@ def test_generate_is_the_plain_loop() -> None:
         generate(model, [[1, 2, 3]], 9, stop_ids=[stop])[0] == found[0][: found[0].index(stop) + 1]
     )
     assert generate(model, [], 9) == []
+    with pytest.raises(TypeError, match="sampler is function, wanted a Sampler"):
+        generate(model, [[1]], 2, sampler=lambda logits: logits.argmax(-1))
 
 
 def test_a_generator_decides_what_is_drawn() -> None:

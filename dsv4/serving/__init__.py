@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from dsv4.serving.generation import release
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.request import LogitsError, Request, RequestError, TokenLogprobs
 from dsv4.serving.runner import Runner
 
-__all__ = ["LogitsError", "Request", "RequestError", "Runner", "SamplingOptions", "TokenLogprobs"]
+__all__ = [
+    "LogitsError",
+    "Request",
+    "RequestError",
+    "Runner",
+    "SamplingOptions",
+    "TokenLogprobs",
+    "release",
+]

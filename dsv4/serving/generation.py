@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from dsv4._requests import check_choice
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.sampling import Sampler
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.request import LogitsError, Request
 from dsv4.serving.runner import Runner
+from dsv4.serving.sampler import FAILED
 
 _ATTRIBUTE = "_kept_runner"
 _STEP = 1024  # tokens that a kept cache is rounded up to
@@ -62,10 +64,13 @@ def generate(
 
     Raises:
         RuntimeError: if logits are not finite, naming the prompt.
+        TypeError: if ``sampler`` is none.
     """
     if not prompts:
         return []
-    sampler = sampler or Sampler()
+    sampler = Sampler() if sampler is None else sampler
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
     stops = None if stop_ids is None else tuple(stop_ids)
     seeds = _seeds(sampler, len(prompts), model.device)
     options = SamplingOptions(
@@ -89,11 +94,9 @@ def generate(
 def _result(prompt: int, request: Request) -> list[int]:
     try:
         return request.result()
-    except LogitsError as error:
-        raise RuntimeError(
-            f"generate: the logits of prompt {prompt} for new token {len(request.tokens) + 1} have "
-            "no finite maximum (they hold NaN or infinity), so no token can be chosen"
-        ) from error
+    except LogitsError:
+        check_choice("generate", [FAILED], [prompt], len(request.tokens) + 1)
+        raise
 
 
 def release(model: DeepseekV4ForCausalLM) -> None:
