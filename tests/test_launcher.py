@@ -41,7 +41,6 @@ def test_a_decode_step_is_launched_by_ourselves() -> None:
     Python calls are counted, which time on a busy machine is not: a layer made 3900 of them.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["DSV4_REPLAY"] = "1"
     command = [sys.executable, "-m", "tests.host_time", "--layers", "5", "--count"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -135,10 +134,9 @@ def test_own_launches_give_the_bits_of_tritons(op: str, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-def test_plans_of_a_gpu_are_replayed(monkeypatch) -> None:
+def test_plans_of_a_gpu_are_replayed() -> None:
     from dsv4.ops import rms_norm
 
-    monkeypatch.setattr(_plans, "_REPLAYS", True)
     _plans.PLANS.forget()
     x = torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(4):

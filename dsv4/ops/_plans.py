@@ -4,8 +4,7 @@ Checks of arguments, the choice of an implementation and what a launcher compute
 metadata alone: dtypes, shapes, strides, devices, alignment, and plain values. ``@planned`` keeps,
 for the metadata of a call that went through, how to do it again:
 
-* a ``Tape``: the kernel launches and allocations of a Triton implementation, replayed (on a GPU
-  with ``DSV4_REPLAY=1`` alone);
+* a ``Tape``: the kernel launches and allocations of an implementation, replayed;
 * a ``Direct`` call of the implementation with the arguments that it got;
 * nothing, where the function did anything else with its tensors. It runs as if not planned.
 
@@ -20,7 +19,6 @@ nothing that traces or observes operators, and no implementation asked for by na
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import or_
@@ -44,8 +42,6 @@ _MOST_OF_KEY = 16  # plans of a key, whose calls differ in shapes, strides or al
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _VALUES = frozenset((int, bool, str, torch.dtype, type(None)))
 _RUN = dispatch.run  # who replaces it wants to see calls
-# Kernels are replayed on a GPU only with DSV4_REPLAY=1: not all GPU tests have passed with replays.
-_REPLAYS = os.environ.get("DSV4_REPLAY", "0") == "1"
 
 _data_ptr = torch.Tensor.data_ptr
 _is_grad_enabled = torch.is_grad_enabled
@@ -339,7 +335,7 @@ def _again(recorder: Recorder, result: Any) -> Any:
     tape = recorder.tape(result)
     if tape is not None and not tape.is_native:
         return Interpreted(tape)
-    if tape is not None and _REPLAYS:
+    if tape is not None:
         return Replay(tape)
     if recorder.outside is not None or len(recorder.operators) != 1:
         return None
