@@ -289,7 +289,6 @@ def test_only_what_can_never_fit_is_refused() -> None:
         ({"buckets": [0, 3]}, ValueError, r"buckets are \[0, 3\]"),
         ({"capture": True}, ValueError, "capture is True, but the model is on cpu"),
         ({"window_pages": 1}, ValueError, "window_pages is 1, wanted at least 4 for"),
-        ({"deterministic": True}, NotImplementedError, "deterministic is True"),
     ],
 )
 def test_a_runner_that_cannot_be_is_refused(changes, error, message) -> None:

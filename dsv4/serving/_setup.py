@@ -141,13 +141,21 @@ def check_fits(cache: PagedCache, tokens: int) -> None:
 
 
 def check_buckets(
-    buckets: Sequence[int] | None, max_sequences: int, captured: bool
+    buckets: Sequence[int] | None, max_sequences: int, captured: bool, deterministic: bool
 ) -> tuple[int, ...]:
     """Batch sizes, ascending.
 
     Raises:
-        ValueError: if one is not within 1 and ``max_sequences``, or none holds every batch.
+        ValueError: if one is not within 1 and ``max_sequences``, none holds every batch, or they
+            are given for a deterministic runner.
     """
+    if deterministic:
+        if buckets is not None:
+            raise ValueError(
+                f"Runner: buckets are {list(buckets)}, wanted None with deterministic=True, "
+                "whose decode steps have one sequence each"
+            )
+        return (1,)
     if buckets is None:
         return default_buckets(max_sequences) if captured else tuple(range(1, max_sequences + 1))
     sizes = sorted({operator.index(size) for size in buckets})

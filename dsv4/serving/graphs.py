@@ -30,6 +30,22 @@ class Chosen:
     tokens: torch.Tensor
     logprobs: Logprobs | None
 
+    def copied(self, count: int) -> Chosen:
+        """The first ``count`` rows, in memory that no later step overwrites."""
+        found = self.logprobs
+        if found is not None:
+            found = type(found)(*(tensor[:count].clone() for tensor in found))
+        return Chosen(self.tokens[:count].clone(), found)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Chosen]) -> Chosen:
+        """Rows of several steps, all of them with log-probabilities or none."""
+        reports = [part.logprobs for part in parts if part.logprobs is not None]
+        assert len(reports) in (0, len(parts))
+        tokens = torch.cat([part.tokens for part in parts])
+        logprobs = Logprobs(*map(torch.cat, zip(*reports, strict=True))) if reports else None
+        return cls(tokens, logprobs)
+
 
 def default_buckets(max_sequences: int) -> tuple[int, ...]:
     """Batch sizes that are captured: 1, 2, 4, multiples of 8, and ``max_sequences``."""

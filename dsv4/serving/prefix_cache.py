@@ -31,11 +31,16 @@ class PrefixCache:
     Attributes:
         capacity: Most rows to keep; 0 turns the prefix cache off.
         block: Fewest tokens worth keeping, and the grid of the boundaries.
+        grid: Rows are kept at multiples of it alone, and none where a sequence ended, since answers
+            are not computed as prompts are; None: no such limit.
     """
 
-    def __init__(self, cache: PagedCache, capacity: int, block: int = BLOCK) -> None:
+    def __init__(
+        self, cache: PagedCache, capacity: int, block: int = BLOCK, grid: int | None = None
+    ) -> None:
         self.capacity = capacity
         self.block = block
+        self.grid = grid
         self._cache = cache
         self._kept: list[KeptRow] = []
         self._seen: Counter[int] = Counter()
@@ -87,7 +92,7 @@ class PrefixCache:
                 if self._seen[name] < 2 or end >= len(prompt):
                     break
                 agreed = end
-        return agreed
+        return agreed if self.grid is None else agreed // self.grid * self.grid
 
     def _chain(self, prompt: Sequence[int]) -> Iterator[int]:
         """A hash of the prompt up to each block boundary."""
@@ -109,7 +114,8 @@ class PrefixCache:
 
     def keep(self, row: int, tokens: Sequence[int]) -> None:
         """Keep a row that no request owns any more, or free it."""
-        if not self.capacity or len(tokens) < self.block or self._holds(tokens):
+        worth = self.capacity and len(tokens) >= self.block and self.grid is None
+        if not worth or self._holds(tokens):
             self._cache.free(row)
             return
         self._shrink(self.capacity - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -54,6 +54,7 @@ class Runner:
     A step processes at most ``max_chunk`` prompt tokens, then decodes one token of every running
     sequence. The tokens of a step reach the host during the next one. The text of a request does
     not depend on other requests, up to rounding: kernels may add in another order in another batch.
+    With ``deterministic`` it does not depend on them at all.
 
     If a step is interrupted or fails, the next step processes the open requests again from the
     tokens that they have; random numbers depend on positions alone, so their text stays the same.
@@ -99,16 +100,21 @@ class Runner:
                 those that are not packed for instance, which is logged. Steps are eager whatever
                 this is while a backend is asked for by name and after a capture that failed.
             prefix_sequences: Cache rows kept for prompts that begin like earlier ones; 0: none.
-            deterministic: Not supported yet.
+            deterministic: Whether the text and the log-probabilities of a request depend, bit for
+                bit, on its prompt, its options, the model, ``max_tokens`` and ``max_chunk`` alone:
+                not on other requests, prefixes in the cache, preemptions, or how many sequences
+                there is room for. Prompts are processed one after another, in chunks of
+                ``max_chunk`` tokens, and every decode step has one sequence, so eight sequences
+                take eight times as long as one.
 
         Raises:
-            NotImplementedError: if ``deterministic`` is true.
             TypeError: if ``model`` is none.
-            ValueError: if a size is wrong, or ``capture`` is true where nothing can be captured.
+            ValueError: if a size is wrong, ``capture`` is true where nothing can be captured, or
+                ``buckets`` are given with ``deterministic``.
         """
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"Runner: deterministic is {deterministic!r}, wanted True or False")
         limits = Limits.of(model, max_sequences, max_tokens, max_chunk, prefix_sequences)
-        if deterministic:
-            raise NotImplementedError(_DETERMINISTIC)
         if window_pages is None:
             window_pages = default_window_pages(model.config, limits)
         if index_format is None:
@@ -118,15 +124,17 @@ class Runner:
         self.model = model
         self.limits = limits
         self._capture = resolve_capture(model, capture, max_sequences)
-        sizes = check_buckets(buckets, max_sequences, self._capture)
+        sizes = check_buckets(buckets, max_sequences, self._capture, deterministic)
+        grid = limits.max_chunk if deterministic else None
+        self._one_by_one = deterministic
         self.cache: PagedCache = model.new_cache(
             limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
         )
         check_window(self.cache, limits.max_chunk)
         self._state = RowState(limits.rows, model.config.vocab_size, model.device)
         self._decode = DecodeStep(model, self.cache, self._state, sizes)
-        self._prefixes = PrefixCache(self.cache, prefix_sequences)
-        self._scheduler = Scheduler(self.cache, self._prefixes, max_sequences, self._drain)
+        self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
+        self._scheduler = Scheduler(self.cache, self._prefixes, max_sequences, self._drain, grid)
         self._readback = self._new_readback()
         self._launched: deque[_Launched] = deque()
         self._arrivals: deque[Request] = deque()
@@ -337,12 +345,20 @@ class Runner:
         if not pieces:
             return False
         sequences = [piece.sequence for piece in pieces]
-        rows = [sequence.row for sequence in sequences]
-        chosen = self._decoded(rows, _variant(sequences))
+        variant = _variant(sequences)
+        if self._one_by_one:
+            chosen = Chosen.joined([self._decoded_alone(s, variant) for s in sequences])
+        else:
+            chosen = self._decoded([sequence.row for sequence in sequences], variant)
         for sequence in sequences:
             sequence.fed += 1
         self._launch(sequences, chosen)
         return True
+
+    def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
+        """One token more for a sequence, and log-probabilities where ``variant`` has them."""
+        own = replace(sequence.variant, logprobs=variant.logprobs)
+        return self._decoded([sequence.row], own).copied(1)
 
     def _decoded(self, rows: Sequence[int], variant: Variant) -> Chosen:
         """One token more for each row, captured if possible."""
@@ -386,6 +402,9 @@ class Runner:
                     reason = f"the logits of position {position} are not finite"
                     sequence.request.fail(reason, LogitsError)
                     continue
+                if sequence.repeats:
+                    _repeat(sequence, token)
+                    continue
                 report = None if wanted[i] is None else results.logprobs[i]
                 sequence.request.emit(Emitted(token, report))
             self._launched.popleft()
@@ -398,8 +417,13 @@ def _variant(sequences: Sequence[RunningSequence]) -> Variant:
     return variant
 
 
-_DETERMINISTIC = (
-    "Runner: deterministic is True, which is not supported: GEMMs, sparse attention, the router "
-    "and cuBLAS choose how to split a sum by the number of tokens of a step, and the grouped GEMM "
-    "by the rows that each expert gets from the other requests; no plan is pinned yet"
-)
+def _repeat(sequence: RunningSequence, token: int) -> None:
+    """Count a token that was decoded again after a preemption."""
+    tokens = sequence.request.tokens
+    place = len(tokens) - sequence.repeats
+    sequence.repeats -= 1
+    if token != tokens[place]:
+        sequence.request.fail(
+            f"new token {place + 1} was {tokens[place]} and is {token} when decoded again: the "
+            "model has changed"
+        )

@@ -3,6 +3,10 @@
 Requests are admitted in their order of arrival. The youngest sequence is preempted when pages run
 out: its row is freed, and its prompt and answer so far are processed again later. All state here
 follows from the open requests, so after a failed step ``reset`` makes it again.
+
+With a grid, what a step computes for a sequence follows from its own tokens: prompts are processed
+one at a time in chunks that end at multiples of the grid, and after a preemption the answer so far
+is decoded again, not processed like a prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ class RunningSequence:
         request: Whose tokens it makes.
         row: Of the cache.
         fill: Tokens to process before the first new one: the prompt, and after a preemption the
-            answer so far.
+            answer so far, unless there is a grid.
+        repeats: Tokens of the answer so far that are still to be decoded again.
         fed: Tokens that the cache row holds, or will hold after the steps that were launched.
         cut: Where prefill stops to keep a prefix for other prompts; 0: nowhere.
         joined: Whether its sampling parameters are on the device.
@@ -39,6 +44,7 @@ class RunningSequence:
     cut: int = 0
     joined: bool = False
     closed: bool = False
+    repeats: int = 0
     variant: Variant = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,12 +95,23 @@ class Scheduler:
         prefixes: PrefixCache,
         max_sequences: int,
         drain: Callable[[], None],
+        grid: int | None = None,
     ) -> None:
+        """Begin without requests.
+
+        Args:
+            cache: Gives the rows.
+            prefixes: Keeps rows of the cache; of the same grid.
+            max_sequences: Most running sequences.
+            drain: Reads the results of every step that was launched.
+            grid: See the module; None: no grid.
+        """
         self.waiting: deque[Request] = deque()
         self.running: list[RunningSequence] = []
         self._cache, self._prefixes = cache, prefixes
         self._max_sequences = max_sequences
         self._drain = drain
+        self._grid = grid
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Start again with these requests waiting: the cache was cleared."""
@@ -122,7 +139,7 @@ class Scheduler:
         """Give rows to waiting requests while there are rows and pages, in order."""
         while self.waiting and len(self.running) < self._max_sequences:
             request = self.waiting[0]
-            fill = request.sequence()
+            fill = request.sequence() if self._grid is None else request.prompt
             kept = self._prefixes.find(fill)
             known = 0 if kept is None else len(kept.tokens)
             if self._will_share(fill, known) or not self._has_room(len(fill), known, kept):
@@ -136,7 +153,9 @@ class Scheduler:
     ) -> RunningSequence:
         row, fed = self._row(kept)
         cut = self._prefixes.boundary(fill)
-        return RunningSequence(request, row, fill, fed=fed, cut=cut if cut > fed else 0)
+        repeats = len(request.prompt) + len(request.tokens) - len(fill)
+        cut = cut if cut > fed else 0
+        return RunningSequence(request, row, fill, fed=fed, cut=cut, repeats=repeats)
 
     def _row(self, kept: KeptRow | None) -> tuple[int, int]:
         """A row and how many tokens it holds."""
@@ -182,6 +201,9 @@ class Scheduler:
                 if sequence.fed < sequence.cut:
                     end = sequence.cut
                 count = min(budget, end - sequence.fed)
+                if self._grid is not None:
+                    count = min(count, self._grid - sequence.fed % self._grid)
+                    return [Piece(sequence, count)]
                 pieces.append(Piece(sequence, count))
                 budget -= count
         return pieces
