@@ -1,4 +1,4 @@
-"""A deterministic runner: the bits of a request are its own, whatever else runs, waits or leaves."""
+"""A deterministic runner: the bits of a request are its own, whatever else runs or waits."""
 
 from __future__ import annotations
 
