@@ -175,7 +175,7 @@ def _dot(a, b, total):
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
-def _few_kernel(
+def _product_few_kernel(
     x,
     fn,
     parts,
@@ -339,7 +339,7 @@ def parts_of_few(
     y, post, comb = write_back or (None, None, None)
     out = x if write_back is None else torch.empty_like(x)
     with _launch.on(x):
-        _few_kernel[(tokens * parts.splits,)](
+        _product_few_kernel[(tokens * parts.splits,)](
             x,
             fn,
             parts.data,

@@ -8,22 +8,22 @@ import statistics
 
 import pytest
 
-from dsv4.bench import model
-from dsv4.bench.model import B200, FITTED, H200, HELD_OUT, Shape, Tile, block_scaled, predict
+from dsv4.bench import prediction
+from dsv4.bench.prediction import B200, FITTED, H200, HELD_OUT, Shape, Tile, block_scaled, predict
 
-pytestmark = pytest.mark.skipif(not model.RESULTS.exists(), reason="no results beside the package")
+pytestmark = pytest.mark.skipif(not prediction.RESULTS.exists(), reason="no results beside the package")
 
 
 def test_the_page_is_what_it_writes():
-    """``python -m dsv4.bench.model > results/model_b200.md`` writes it anew."""
-    assert (model.RESULTS.parent / "model_b200.md").read_text() == model.markdown()
+    """``python -m dsv4.bench.prediction > results/model_b200.md`` writes it anew."""
+    assert (prediction.RESULTS.parent / "model_b200.md").read_text() == prediction.markdown()
 
 
 @pytest.mark.parametrize(
     ("files", "median", "worst"), [(FITTED, 0.09, 0.28), (HELD_OUT, 0.11, 0.37)]
 )
 def test_errors(files, median, worst):
-    found = [abs(error) for error in model.errors(H200, files)]
+    found = [abs(error) for error in prediction.errors(H200, files)]
     assert len(found) >= 50
     assert statistics.median(found) <= median
     assert max(found) <= worst
@@ -33,17 +33,17 @@ def test_errors(files, median, worst):
     "name", ["launch_us", "few_launch_us", "tile_cycles", "shared_cycles", "l2_bytes"]
 )
 def test_the_fitted_numbers_are_the_best(name):
-    best = model.loss(H200)
+    best = prediction.loss(H200)
     for factor in (0.9, 0.97, 1.03, 1.1):
         other = dataclasses.replace(H200, **{name: factor * getattr(H200, name)})
-        assert model.loss(other) > 0.999 * best
+        assert prediction.loss(other) > 0.999 * best
 
 
 def test_bytes_and_operations_are_those_of_the_bench():
     """But for the global scales and what X is."""
-    rows = json.loads((model.RESULTS / "gemm.json").read_text())["rows"]
-    for row, (_, shape, _) in zip(rows, model.measured("gemm.json"), strict=True):
-        found = model.on_hopper(H200, shape)
+    rows = json.loads((prediction.RESULTS / "gemm.json").read_text())["rows"]
+    for row, (_, shape, _) in zip(rows, prediction.measured("gemm.json"), strict=True):
+        found = prediction.on_hopper(H200, shape)
         assert found.flops == row["flops"]
         assert 0 <= row["bytes"] - found.bytes <= 16
         assert found.floor_us == pytest.approx(row["floor_us"], rel=0.02)
@@ -71,8 +71,8 @@ def test_what_bounds_a_product():
 
 @pytest.mark.parametrize("preset", ["pro", "flash"])
 def test_a_b200_is_never_below_its_floor(preset):
-    for _, shape in model.shapes(preset):
-        found, few = block_scaled(B200, shape), model.few_on_blackwell(B200, shape)
+    for _, shape in prediction.shapes(preset):
+        found, few = block_scaled(B200, shape), prediction.few_on_blackwell(B200, shape)
         assert found.us >= found.floor_us + B200.launch_us - 1e-9
         assert (few is None) == (shape.tokens > 64)
         assert few is None or few.us >= few.floor_us

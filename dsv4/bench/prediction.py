@@ -1,6 +1,6 @@
 """How long a product of NVFP4 weights should take: a model of few numbers, for two GPUs.
 
-    python -m dsv4.bench.model
+    python -m dsv4.bench.prediction
 
 A product is tiles of rows and tokens, whose K may be shared by the blocks of a cluster. A block is
 bound by its tensor cores, by expanding FP4 weights (where they are not multiplied as such) or by
@@ -277,7 +277,7 @@ def markdown() -> str:
     """Errors of the model, and what it says of a B200."""
     lines = ["# NVFP4 products on a B200: what a model says", ""]
     lines += [
-        "`python -m dsv4.bench.model` wrote this page. Nothing here was measured on a B200.",
+        "`python -m dsv4.bench.prediction` wrote this page. Nothing here was measured on a B200.",
         "",
     ]
     for title, files in (("fitted to", FITTED), ("not fitted to", HELD_OUT)):
