@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     _moe(
         commands.add_parser("moe", help="routed experts and the block around them, by routing"),
     )
+    _model(
+        commands.add_parser("model", help="whole models of random weights: ms per token, prompts"),
+    )
     env = commands.add_parser("env", help="this machine: names, versions, measured rates")
     env.add_argument("--device", default=argparse.SUPPRESS)
     env.set_defaults(command="env")
@@ -99,6 +102,32 @@ def _moe(moe: argparse.ArgumentParser) -> None:
     moe.set_defaults(command="moe")
 
 
+def _model(model: argparse.ArgumentParser) -> None:
+    add = model.add_argument
+    add("--preset", help=f"{', '.join(PRESETS)}; default flash, on a CPU tiny")
+    add("--experts", type=_positive, help="routed experts of a layer; default: the preset's")
+    add("--layers", type=_positive, help="the first layers; default: all of the preset's")
+    add("--tokens", type=_numbers, help="sequences of a step; default 1,8,64, on a CPU 1,2")
+    add("--context", type=_numbers, help="tokens of each before it; default 4096, on a CPU 64")
+    add("--prompts", help="lengths, or none; default 21,512,4096,32768, on a CPU 5,21")
+    add("--weights", default="random", help="random or mxfp4-cast: powers of two as block scales")
+    add("--recipe", default="nvfp4", help="nvfp4, or nvidia: FP8 attention and shared experts")
+    add("--columns", type=_names, help="step,kernels,runner,generate,eager; default all")
+    add("--steps", type=_positive, help="timed steps of runner and generate; default 32, CPU 4")
+    add(
+        "--prefill-limit",
+        type=_positive,
+        default=1 << 19,
+        metavar="TOKENS",
+        help="most prompt tokens to bring a batch of runner and generate to its context; 524288",
+    )
+    add("--limit", type=float, metavar="SECONDS", help="no measurement begins after it")
+    add("--profile", action="store_true", help="print each captured step's kernels by operator")
+    add("--chart", metavar="PATH.svg", help="default: beside --out")
+    _common(model, "--out")
+    model.set_defaults(command="model")
+
+
 def _compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("a", metavar="A.json", help="results before")
     compare.add_argument("b", metavar="B.json", help="results after")
@@ -112,11 +141,12 @@ def _compare(compare: argparse.ArgumentParser) -> None:
     compare.set_defaults(command="compare")
 
 
-def _common(to: argparse.ArgumentParser) -> None:
+def _common(to: argparse.ArgumentParser, *names_of_json: str) -> None:
     # Suppressed defaults: a command's parser must not undo what was given before the command.
     add = to.add_argument
     none = argparse.SUPPRESS
-    add("--json", metavar="PATH", default=none, help="a file, or DIR/ for results/<gpu>/<op>.json")
+    folder = "a file, or DIR/ for results/<gpu>/<op>.json"
+    add("--json", *names_of_json, dest="json", metavar="PATH", default=none, help=folder)
     add("--csv", metavar="PATH", default=none, help="a file")
     add("--markdown", action="store_true", default=none, help="print a Markdown table")
     add("--repeat", type=_positive, default=none, help="timed runs; default 5, on a GPU 50")

@@ -323,6 +323,22 @@ def _moe(options: argparse.Namespace) -> int:
     return _finish(options, header, rows, moe.lines(found), stopped) or failed
 
 
+def _model(options: argparse.Namespace) -> int:
+    from dsv4.bench.model import command
+    from dsv4.bench.model.document import ModelResults
+
+    device = _device(options)
+    found = ModelResults()
+    found.start.process_s = command.seconds_since_process_start()
+    request = command.prepare(options, device)
+    header = _print_header(options)
+    command.measure(request, environment.rates(device), found)
+    good = command.finish(options, header, found)
+    if found.stopped:
+        return INTERRUPTED
+    return OK if good else WRONG
+
+
 def _env(options: argparse.Namespace) -> int:
     _print_header(options)
     return OK
@@ -354,6 +370,7 @@ _COMMANDS = {
     "list": _list,
     "layer": _layer,
     "moe": _moe,
+    "model": _model,
     "env": _env,
     "explain": _explain,
     "compare": _compare,

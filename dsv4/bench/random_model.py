@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.formats import FP8_BLOCK, NVFP4, QuantizedTensor
+from dsv4.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
 from dsv4.layers import DeepseekV4Experts, Linear, pack_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.testing.models import random_values
@@ -103,6 +103,21 @@ def _fill(part: nn.Module, name: str, draw: _Draw) -> None:
                     if tensors is module._parameters:
                         value = nn.Parameter(value, requires_grad=False)
                     tensors[key] = value
+
+
+def quantised_format(name: str, module: nn.Module, weights: Weights) -> Format | None:
+    """Format that a module of a random model gets; None where its weights stay bfloat16.
+
+    Args:
+        name: Of the module in the model.
+        module: Any of its modules.
+        weights: How the model is stored.
+    """
+    if isinstance(module, DeepseekV4Experts):
+        return NVFP4
+    if isinstance(module, Linear) and _is_quantised(name):
+        return NVFP4 if weights.recipe == "nvfp4" else FP8_BLOCK
+    return None
 
 
 def _is_quantised(path: str) -> bool:

@@ -14,6 +14,8 @@ _RIGHT = (
     *("points", "bf16 error", "f32 error", "A us", "B us", "B / A"),
     *("around us", "around / block", "layer us", "layer / bound"),
     *("us / bound", "TFLOP/s", "TB/s"),
+    *("context", "bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step"),
+    *("prompt", "first", "tokens / s", "ms", "share %", "launches"),
 )
 Body = Sequence[Sequence[str]]
 

@@ -1,0 +1,99 @@
+"""The command: build a model, measure prompts and decode steps, print and write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.bench.environment import Rates
+from dsv4.bench.model import report
+from dsv4.bench.model.document import ModelResults, Output, document
+from dsv4.bench.model.measure import Measurement, synchronize
+from dsv4.bench.model.memory import check_memory
+from dsv4.bench.model.request import ModelRequest
+from dsv4.bench.random_model import random_model
+from dsv4.cute import _images
+from dsv4.model import DeepseekV4ForCausalLM
+
+
+def seconds_since_process_start() -> float | None:
+    """Age of this process; None where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def kernels_on_disk() -> int:
+    """CuTeDSL kernels that are compiled already."""
+    folder = _images.folder()
+    return len(list(folder.glob("*.cubin"))) if folder is not None and folder.exists() else 0
+
+
+def measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
+    """Measure into ``found``; what was measured before an interrupt stays there."""
+    found.start.kernels_before = kernels_on_disk()
+    model = _build(request, found)
+    measurement = Measurement(model, request, rates)
+    found.profiles = measurement.profiles
+    try:
+        for tokens in request.prompts:
+            found.prompts.append(measurement.prompt(tokens))
+            _say(f"prompt of {tokens} tokens")
+        for context in request.contexts:
+            for tokens in request.tokens:
+                found.rows.append(measurement.decode(tokens, context))
+                _say(f"{tokens} sequences at {context}")
+    except KeyboardInterrupt:
+        rows = len(found.rows) + len(found.prompts)
+        wanted = len(request.prompts) + len(request.contexts) * len(request.tokens)
+        found.stopped = f"interrupted after {rows} of {wanted} rows"
+    found.start.kernels_after = kernels_on_disk()
+
+
+def _build(request: ModelRequest, found: ModelResults) -> DeepseekV4ForCausalLM:
+    begin = time.perf_counter()
+    model = random_model(request.config, request.device, request.weights)
+    synchronize(request.device)
+    found.start.weights_s = time.perf_counter() - begin
+    found.start.source = "weights drawn on the device and packed"
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    found.start.weight_bytes = sum(tensors.values())
+    _say(f"weights, {found.start.weights_s:.1f} s")
+    return model
+
+
+def _say(what: str) -> None:
+    age = seconds_since_process_start()
+    print(f"{'' if age is None else f'{age:6.1f} s  '}{what}", flush=True)
+
+
+def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
+    """The request, checked before anything is built.
+
+    Raises:
+        UsageError: if an option is wrong, or the model does not fit the device.
+    """
+    request = ModelRequest.of(options, device)
+    check_memory(request)
+    return request
+
+
+def finish(options: argparse.Namespace, header: dict[str, Any], found: ModelResults) -> bool:
+    """Print and write; whether no measurement failed."""
+    print()
+    print("\n".join(report.lines(found, profile=options.profile)))
+    output = Output.of(getattr(options, "json", None), options.chart, str(header["gpu"]))
+    svg = report.chart(found, str(header["gpu"]), str(header["date"])[:10])
+    print()
+    for path in output.write(document(header, found), svg):
+        print(f"wrote {path}")
+    print(report.verdict(found), flush=True)
+    return not report.failures(found)

@@ -1,0 +1,117 @@
+"""Operators by the names of the kernels that do their work."""
+
+from __future__ import annotations
+
+import re
+
+NVFP4_GEMM, FP8_GEMM, EXPERTS = "GEMM, NVFP4", "GEMM, FP8", "routed experts, grouped GEMM"
+ATTENTION, INDEXER, ROUTER = "attention", "indexer", "router"
+PERMUTATION, HYPER = "expert permutation", "hyper-connection"
+COMPRESSOR, CACHE, NORM, ROPE = "compressor", "KV cache", "norm", "RoPE"
+SWIGLU, QUANTIZE, DEQUANTIZE = "SwiGLU", "quantize", "dequantize"
+SAMPLING, PACKING = "sampling", "weight packing"
+CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
+
+# CuTeDSL: the class of a kernel, whose name the entry contains.
+CLASSES = {
+    "FewKernel": NVFP4_GEMM,
+    "FewRingKernel": NVFP4_GEMM,
+    "ManyKernel": NVFP4_GEMM,
+    "DenseKernel": NVFP4_GEMM,
+    "ManyFp8Kernel": FP8_GEMM,
+    "FoldedFp8Kernel": FP8_GEMM,
+    "GroupedKernel": EXPERTS,
+    "GroupedFewKernel": EXPERTS,
+    "GroupedSharingKernel": EXPERTS,
+    "AttentionKernel": ATTENTION,
+    "ColumnsKernel": ATTENTION,
+    "NarrowKernel": ATTENTION,
+    "MergeKernel": ATTENTION,
+    "ChoiceKernel": INDEXER,
+    "SpreadKernel": INDEXER,
+    "ScoresKernel": INDEXER,
+}
+# Triton: the kernel's function.
+FUNCTIONS = {
+    "_attend_kernel": ATTENTION,
+    "_merge_kernel": ATTENTION,
+    "_queries_kernel": INDEXER,
+    "_codes_kernel": INDEXER,
+    "score_kernel": INDEXER,
+    "score_pages_kernel": INDEXER,
+    "select_kernel": INDEXER,
+    "_few_kernel": ROUTER,
+    "_logits_kernel": ROUTER,
+    "_many_kernel": ROUTER,
+    "_choose_kernel": ROUTER,
+    "_look_up_kernel": ROUTER,
+    "_count_kernel": PERMUTATION,
+    "_histogram_kernel": PERMUTATION,
+    "_scan_kernel": PERMUTATION,
+    "_scatter_kernel": PERMUTATION,
+    "_gather_kernel": PERMUTATION,
+    "_gather_quantize_kernel": PERMUTATION,
+    "_sort_kernel": PERMUTATION,
+    "_combine_kernel": PERMUTATION,
+    "_product_kernel": HYPER,
+    "_product_few_kernel": HYPER,
+    "_cut_kernel": HYPER,
+    "_tall_kernel": HYPER,
+    "coefficients_kernel": HYPER,
+    "_post_kernel": HYPER,
+    "_finish_kernel": HYPER,
+    "_update_kernel": COMPRESSOR,
+    "_entry_kernel": COMPRESSOR,
+    "_windows_kernel": COMPRESSOR,
+    "_slots_kernel": CACHE,
+    "_write_kernel": CACHE,
+    "_read_kernel": CACHE,
+    "_round_trip_kernel": CACHE,
+    "_norm_rope_write_kernel": CACHE,
+    "_norm_rope_write_few_kernel": CACHE,
+    "_rms_norm_kernel": NORM,
+    "_pair_kernel": NORM,
+    "_head_kernel": NORM,
+    "_norm_quantize_kernel": NORM,
+    "_norm_quantize_few_kernel": NORM,
+    "_tables_kernel": ROPE,
+    "_rope_kernel": ROPE,
+    "_rope_quantize_kernel": ROPE,
+    "_rope_quantize_row_kernel": ROPE,
+    "_swiglu_kernel": SWIGLU,
+    "_swiglu_quantize_kernel": SWIGLU,
+    "_swiglu_quantize_row_kernel": SWIGLU,
+    "_nvfp4_kernel": QUANTIZE,
+    "_nvfp4_row_kernel": QUANTIZE,
+    "_amax_kernel": QUANTIZE,
+    "_mxfp4_kernel": QUANTIZE,
+    "_mxfp4_few_kernel": QUANTIZE,
+    "_fp8_block_kernel": QUANTIZE,
+    "_gemm_kernel": FP8_GEMM,
+    "_sum_kernel": FP8_GEMM,
+    "_expand_kernel": DEQUANTIZE,
+    "_unpack_kernel": DEQUANTIZE,
+    "_decode_fp8_kernel": DEQUANTIZE,
+    "_pack_kernel": PACKING,
+    "_largest_kernel": SAMPLING,
+    "_scores_kernel": SAMPLING,
+    "_filter_kernel": SAMPLING,
+}
+# Libraries: the first pattern that the name contains, in lower case.
+_LIBRARIES = (
+    (r"memcpy|memset", COPIES),
+    (r"nvjet|cublas|splitk|gemm|gemv|cutlass|dot_kernel", CUBLAS),
+    (r"at::|at_cuda|elementwise|cub::|reduce_kernel|index", TORCH),
+)
+_CLASS = re.compile(r"kernel_cutlass_kernel_+(\w*?Kernel)")
+
+
+def operator_of(kernel: str) -> str:
+    """The operator that a kernel belongs to, by the name that a profiler gives it."""
+    found = _CLASS.match(kernel)
+    if found:
+        return CLASSES.get(found.group(1), OTHER)
+    if kernel in FUNCTIONS:
+        return FUNCTIONS[kernel]
+    name = kernel.lower()
+    return next((op for pattern, op in _LIBRARIES if re.search(pattern, name)), OTHER)

@@ -1,0 +1,202 @@
+"""Tables, verdict and chart of ``python -m dsv4.bench model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dsv4.bench.model.chart import Chart, Group
+from dsv4.bench.model.document import DecodeRow, Measured, ModelResults, Named, ProfileRow
+from dsv4.bench.report import number
+from dsv4.bench.tables import WIDTH, plain, short, wrapped
+
+_MODEL = ("experts", "layers", "recipe", "routing")
+_DECODE = ("tokens", "context", *_MODEL)
+_TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step")
+_PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
+_PROFILE = ("operator", "ms", "share %", "launches", "kernels")
+SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
+
+
+def lines(found: ModelResults, *, profile: bool) -> list[str]:
+    """Everything that is printed but the verdict.
+
+    Args:
+        found: What was measured.
+        profile: Whether to print kernels by operator.
+    """
+    return [
+        *_start(found),
+        *_decode(found.rows),
+        *_prompts(found),
+        *(line for row in found.profiles if profile for line in profile_lines(row)),
+        *_missing(found),
+    ]
+
+
+def model_words(named: Named) -> str:
+    """A model in a line."""
+    return (
+        f"{named.preset}, {_experts(named)} experts, {_layers(named)} layers, {named.recipe} "
+        f"recipe, weights {named.weights}, routing {named.routing}"
+    )
+
+
+def _experts(named: Named) -> str:
+    return f"{named.experts}/{named.experts_of_model}"
+
+
+def _layers(named: Named) -> str:
+    return f"{named.layers}/{named.layers_of_model}"
+
+
+def _model_cells(named: Named) -> tuple[str, ...]:
+    return _experts(named), _layers(named), named.recipe, named.routing
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else number(value)
+
+
+def _start(found: ModelResults) -> list[str]:
+    every: Sequence[Measured] = [*found.rows, *found.prompts]
+    start, words = found.start, []
+    if every:
+        words.append(f"model  {model_words(every[0].model)}")
+    process = "" if start.process_s is None else f"process {start.process_s:.1f} s, "
+    first = next((row for row in found.prompts if row.first_ms is not None), None)
+    prompt = ""
+    if first is not None and first.first_ms is not None:
+        prompt = f", first prompt {first.first_ms / 1e3:.2f} s ({first.prompt} tokens)"
+    words.append(
+        f"start  {process}{start.source} {start.weights_s:.1f} s ({start.weight_bytes / 1e9:.3g} "
+        f"GB){prompt}; CuTeDSL kernels on disk {start.kernels_before}, at the end "
+        f"{start.kernels_after}"
+    )
+    return [line for text in words for line in wrapped(text)]
+
+
+def _decode(rows: Sequence[DecodeRow]) -> list[str]:
+    if not rows:
+        return []
+    body = []
+    for row in rows:
+        ratio = row.over_step(row.generate_ms)
+        times = (row.bytes_ms, row.flops_ms, row.kernels_ms, row.step_ms, row.runner_ms)
+        cells = [_ms(ms) for ms in (*times, row.generate_ms, row.eager_ms)]
+        cells.append("-" if ratio is None else f"{ratio:.3f}")
+        body.append([str(row.tokens), str(row.context), *_model_cells(row.model), *cells])
+    found = ["", "ms per step, in which each of the sequences gets one token; bytes and flops: bounds"]
+    found += plain((*_DECODE, *_TIMES), body, len(_DECODE))
+    for row in rows:
+        if row.experts_read is not None:
+            found += wrapped(
+                f"{row.tokens} at {row.context}: {row.experts_read:.1f} experts of a layer read "
+                f"(uniform {row.experts_uniform:.1f}); cache of the step: {row.fill}"
+                + (f"; of the runner: {row.runner_fill}" if row.runner_fill else "")
+            )
+    return found
+
+
+def _prompts(found: ModelResults) -> list[str]:
+    if not found.prompts:
+        return []
+    body = []
+    for row in found.prompts:
+        cells = [_ms(ms) for ms in (row.flops_ms, row.runner_ms, row.generate_ms, row.first_ms)]
+        rate = "-" if not row.generate_ms else f"{1e3 * row.prompt / row.generate_ms:.0f}"
+        body.append([str(row.prompt), *_model_cells(row.model), *cells, rate])
+    return ["", "ms to the first token; first: the first prompt of that length", *plain(_PROMPT, body)]
+
+
+def profile_lines(row: ProfileRow) -> list[str]:
+    """Kernels of a step by operator."""
+    found, body = row.profile, []
+    for operator in found.operators:
+        share = 100 * operator.ms / found.ms if found.ms else 0.0
+        kernels = ", ".join(short(name, 40) for name in operator.kernels[:3])
+        more = f", {len(operator.kernels) - 3} more" if len(operator.kernels) > 3 else ""
+        body.append(
+            [
+                operator.operator,
+                f"{operator.ms:.3f}",
+                f"{share:.1f}",
+                f"{operator.launches:.0f}",
+                short(kernels + more, 60),
+            ]
+        )
+    title = (
+        f"{row.tokens} at {row.context}: kernels of the captured step, {found.ms:.3f} ms in "
+        f"{found.launches:.0f} launches, all streams together"
+    )
+    return ["", title, *plain(_PROFILE, body)]
+
+
+def _where(row: Measured) -> str:
+    if isinstance(row, DecodeRow):
+        return f"{row.tokens} at {row.context}"
+    return f"prompt of {getattr(row, 'prompt', '?')}"
+
+
+def _missing(found: ModelResults) -> list[str]:
+    """Why figures are missing, figures of one reason together."""
+    said = []
+    for row in (*found.rows, *found.prompts):
+        reasons: dict[str, list[str]] = {}
+        for figure, reason in row.missing.items():
+            reasons.setdefault(reason, []).append(figure)
+        said += [f"none  {_where(row)}: {', '.join(f)}: {r}" for r, f in reasons.items()]
+    return ["", *(line for text in said for line in wrapped(text))] if said else []
+
+
+def failures(found: ModelResults) -> list[str]:
+    """Figures whose measurement failed."""
+    rows = (*found.rows, *found.prompts)
+    return [f"{_where(row)}: {name}: {row.missing[name]}" for row in rows for name in row.failed]
+
+
+def verdict(found: ModelResults) -> str:
+    """The last line."""
+    failed = failures(found)
+    stopped = f"; {found.stopped}" if found.stopped else ""
+    counts = f"{len(found.rows)} rows, {len(found.prompts)} prompts"
+    if failed:
+        return short(f"FAILED: {len(failed)} figures of {counts}: {failed[0]}{stopped}", WIDTH)
+    parts = [counts]
+    for name, ms in (("generate", _generate), ("the runner", _runner)):
+        ratios = [(row.tokens, row.over_step(ms(row))) for row in found.rows]
+        known = [(tokens, ratio) for tokens, ratio in ratios if ratio is not None]
+        if known:
+            times = " / ".join(f"{ratio:.2f}" for _, ratio in known)
+            tokens = " / ".join(str(tokens) for tokens, _ in known)
+            parts.append(f"{name} takes {times} of the captured step at {tokens} tokens")
+    word = "STOPPED" if found.stopped else "MEASURED"
+    return f"{word}: {'; '.join(parts)}{stopped}"
+
+
+def _generate(row: DecodeRow) -> float | None:
+    return row.generate_ms
+
+
+def _runner(row: DecodeRow) -> float | None:
+    return row.runner_ms
+
+
+def chart(found: ModelResults, gpu: str, date: str) -> str:
+    """Bars of every row, as SVG."""
+    times: tuple[Callable[[DecodeRow], float | None], ...] = (
+        lambda row: row.bound_ms,
+        lambda row: row.kernels_ms,
+        lambda row: row.step_ms,
+        lambda row: row.runner_ms,
+        lambda row: row.generate_ms,
+    )
+    groups = [
+        Group(
+            (f"{row.tokens} sequence{'s' * (row.tokens > 1)}", f"context {row.context}"),
+            tuple(time(row) for time in times),
+        )
+        for row in found.rows
+    ]
+    named = [model_words(row.model) for row in found.rows[:1]]
+    notes = (f"{gpu}, {date}", *named)
+    return Chart("Decoding, one token of each sequence", notes, "ms per step", SERIES, groups).svg()
