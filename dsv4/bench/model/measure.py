@@ -13,7 +13,7 @@ from dsv4.bench import whole_model
 from dsv4.bench.environment import Rates
 from dsv4.bench.model import profile
 from dsv4.bench.model.document import DecodeRow, Measured, Named, ProfileRow, PromptRow
-from dsv4.bench.model.marks import decode_ms, marked
+from dsv4.bench.model.marks import marked
 from dsv4.bench.model.request import (
     EAGER,
     GENERATE,
@@ -254,7 +254,7 @@ class Measurement:
         self._generate([*self._prompts(count - 1, 1), *self._prompts(1, longest)], WARM_STEPS)
         with marked(self.model) as marks:
             self._generate(self._prompts(count, context), new)
-        row.generate_ms = decode_ms(marks, count, WARM_STEPS // 2, request.steps)
+        row.generate_ms = marks.decode_ms(count, WARM_STEPS // 2, request.steps)
         if row.generate_ms is None:
             raise WrongError(f"found fewer than {request.steps} decode steps in a call of generate")
 

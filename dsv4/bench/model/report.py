@@ -13,7 +13,7 @@ _MODEL = ("experts", "layers", "recipe", "routing")
 _DECODE = ("tokens", "context", *_MODEL)
 _TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step")
 _PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
-_PROFILE = ("operator", "ms", "share %", "launches", "kernels")
+_PROFILE = ("operator", "ms", "share %", "launches", "names")
 SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
 
 
