@@ -11,7 +11,9 @@ import pytest
 from dsv4.bench import prediction
 from dsv4.bench.prediction import B200, FITTED, H200, HELD_OUT, Shape, Tile, block_scaled, predict
 
-pytestmark = pytest.mark.skipif(not prediction.RESULTS.exists(), reason="no results beside the package")
+pytestmark = pytest.mark.skipif(
+    not prediction.RESULTS.exists(), reason="no results beside the package"
+)
 
 
 def test_the_page_is_what_it_writes():

@@ -110,8 +110,9 @@ def _model(model: argparse.ArgumentParser) -> None:
     add("--tokens", type=_numbers, help="sequences of a step; default 1,8,64, on a CPU 1,2")
     add("--context", type=_numbers, help="tokens of each before it; default 4096, on a CPU 64")
     add("--prompts", help="lengths, or none; default 21,512,4096,32768, on a CPU 5,21")
-    add("--weights", default="random", help="random or mxfp4-cast: powers of two as block scales")
-    add("--recipe", default="nvfp4", help="nvfp4, or nvidia: FP8 attention and shared experts")
+    add("--weights", help="random (default), or mxfp4-cast: powers of two as block scales")
+    add("--recipe", help="nvfp4 (default), or nvidia: FP8 attention and shared experts")
+    add("--checkpoint", metavar="DIR", help="load it in place of a preset and random weights")
     add("--columns", type=_names, help="step,kernels,runner,generate,eager; default all")
     add("--steps", type=_positive, help="timed steps of runner and generate; default 32, CPU 4")
     add(

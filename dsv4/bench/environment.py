@@ -69,8 +69,9 @@ def _cpu_name() -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as the name of a folder: ``"nvidia-h200"``."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+    """A device's name, without its memory, as the name of a folder: ``"nvidia-h200"``."""
+    short = re.sub(r"(?<![.\w])\d+ ?gb\b( hbm\w*)?", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "unknown"
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
 from dsv4.bench.model import report
 from dsv4.bench.model.document import ModelResults, Output, document
@@ -40,10 +41,10 @@ def kernels_on_disk() -> int:
 def measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
     """Measure into ``found``; what was measured before an interrupt stays there."""
     found.start.kernels_before = kernels_on_disk()
-    model = _build(request, found)
-    measurement = Measurement(model, request, rates)
-    found.profiles = measurement.profiles
     try:
+        model = _build(request, found)
+        measurement = Measurement(model, request, rates)
+        found.profiles = measurement.profiles
         for tokens in request.prompts:
             found.prompts.append(measurement.prompt(tokens))
             _say(f"prompt of {tokens} tokens")
@@ -59,14 +60,24 @@ def measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
 
 
 def _build(request: ModelRequest, found: ModelResults) -> DeepseekV4ForCausalLM:
+    device, start = request.device, found.start
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of measuring rates
+        torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()
-    model = random_model(request.config, request.device, request.weights)
-    synchronize(request.device)
-    found.start.weights_s = time.perf_counter() - begin
-    found.start.source = "weights drawn on the device and packed"
+    if request.checkpoint is None:
+        model = random_model(request.config, device, request.weights)
+        start.source = "weights drawn on the device and packed"
+    else:
+        model = checkpoint.load(request.checkpoint, device=device, mtp=False, progress=False)
+        start.source = "checkpoint loaded"
+    synchronize(device)
+    start.weights_s = time.perf_counter() - begin
+    if device.type == "cuda":
+        start.peak_bytes = torch.cuda.max_memory_allocated(device)
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    found.start.weight_bytes = sum(tensors.values())
-    _say(f"weights, {found.start.weights_s:.1f} s")
+    start.weight_bytes = sum(tensors.values())
+    _say(f"{start.source}, {start.weights_s:.1f} s")
     return model
 
 

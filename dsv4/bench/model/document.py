@@ -24,9 +24,9 @@ class Named:
         experts_of_model: As many as the published model has.
         layers: Decoder layers.
         layers_of_model: As many as the published model has.
-        weights: ``"random"`` or ``"mxfp4-cast"``.
-        recipe: Which matrices have which format, ``"nvfp4"`` or ``"nvidia"``.
-        routing: How tokens get their experts: ``"random"``, by random router weights.
+        weights: ``"random"``, ``"mxfp4-cast"`` or ``"checkpoint"``.
+        recipe: Which matrices have which format: ``"nvfp4"``, ``"nvidia"`` or ``"checkpoint"``.
+        routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
     """
 
     preset: str
@@ -137,6 +137,7 @@ class Start:
         process_s: From the start of the process to the command: Python, PyTorch, this package.
         weights_s: Weights drawn on the device and packed, or read from a checkpoint.
         weight_bytes: Memory of the weights.
+        peak_bytes: Most memory on the GPU until then; 0 on a CPU.
         source: Where they come from.
         kernels_before: CuTeDSL kernels that were compiled on disk before.
         kernels_after: The same at the end.
@@ -145,6 +146,7 @@ class Start:
     process_s: float | None = None
     weights_s: float = 0.0
     weight_bytes: int = 0
+    peak_bytes: int = 0
     source: str = ""
     kernels_before: int = 0
     kernels_after: int = 0

@@ -13,7 +13,7 @@ from dsv4.bench import whole_model
 from dsv4.bench.environment import Rates
 from dsv4.bench.model import profile
 from dsv4.bench.model.document import DecodeRow, Measured, Named, ProfileRow, PromptRow
-from dsv4.bench.model.marks import marked
+from dsv4.bench.model.marks import decode_ms, marked
 from dsv4.bench.model.request import (
     EAGER,
     GENERATE,
@@ -26,8 +26,7 @@ from dsv4.bench.model.request import (
 from dsv4.bench.tables import short
 from dsv4.bench.whole_model import DecodeStep
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving import Request, Runner
-from dsv4.serving.generation import release
+from dsv4.serving import Request, Runner, release
 
 _REASON = 160  # characters of an error
 _PROMPTS = 3  # timed prompts of a length
@@ -153,7 +152,9 @@ class Measurement:
         tokens = row.prompt + 1
         with Runner(self.model, max_sequences=1, max_tokens=tokens, prefix_sequences=0) as runner:
             for prompt in self._prompts(1 + _PROMPTS, row.prompt):
-                times.append(1e3 * seconds_of(self.request.device, lambda p=prompt: _one(runner, p)))
+                times.append(
+                    1e3 * seconds_of(self.request.device, lambda p=prompt: _one(runner, p))
+                )
         row.runner_ms = statistics.median(times[1:])
 
     # Steps of the model
@@ -252,9 +253,9 @@ class Measurement:
         # Compiles and captures: the same batch and the same longest sequence, few tokens.
         longest = context + new - WARM_STEPS
         self._generate([*self._prompts(count - 1, 1), *self._prompts(1, longest)], WARM_STEPS)
-        with marked(self.model) as marks:
+        with marked() as marks:
             self._generate(self._prompts(count, context), new)
-        row.generate_ms = marks.decode_ms(count, WARM_STEPS // 2, request.steps)
+        row.generate_ms = decode_ms(marks, count, WARM_STEPS // 2, request.steps)
         if row.generate_ms is None:
             raise WrongError(f"found fewer than {request.steps} decode steps in a call of generate")
 

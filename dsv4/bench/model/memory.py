@@ -102,12 +102,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_memory(request: ModelRequest) -> None:
-    """Refuse a model that does not fit.
+    """Refuse a model of random weights that does not fit.
 
     Raises:
         UsageError: naming the bytes wanted, those that are free, and the largest number of experts
             that fits.
     """
+    if request.checkpoint is not None:
+        return  # only reading it tells its formats
     size = model_bytes(request)
     cache, sequences, context = largest_cache(request)
     reserve = _ACTIVATIONS if request.device.type == "cuda" else 0
@@ -124,7 +126,9 @@ def check_memory(request: ModelRequest) -> None:
     most = size.experts_within(free - cache - reserve)
     if most >= request.config.num_experts_per_tok:
         raise UsageError(f"{found}wanted --experts {most} at most")
-    raise UsageError(f"{found}no number of experts fits, wanted fewer --layers, --tokens or --context")
+    raise UsageError(
+        f"{found}no number of experts fits, wanted fewer --layers, --tokens or --context"
+    )
 
 
 def _gb(count: int) -> str:

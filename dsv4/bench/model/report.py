@@ -69,7 +69,7 @@ def _start(found: ModelResults) -> list[str]:
         prompt = f", first prompt {first.first_ms / 1e3:.2f} s ({first.prompt} tokens)"
     words.append(
         f"start  {process}{start.source} {start.weights_s:.1f} s ({start.weight_bytes / 1e9:.3g} "
-        f"GB){prompt}; CuTeDSL kernels on disk {start.kernels_before}, at the end "
+        f"GB, peak {start.peak_bytes / 1e9:.3g} GB){prompt}; CuTeDSL kernels on disk {start.kernels_before}, at the end "
         f"{start.kernels_after}"
     )
     return [line for text in words for line in wrapped(text)]
@@ -85,7 +85,10 @@ def _decode(rows: Sequence[DecodeRow]) -> list[str]:
         cells = [_ms(ms) for ms in (*times, row.generate_ms, row.eager_ms)]
         cells.append("-" if ratio is None else f"{ratio:.3f}")
         body.append([str(row.tokens), str(row.context), *_model_cells(row.model), *cells])
-    found = ["", "ms per step, in which each of the sequences gets one token; bytes and flops: bounds"]
+    found = [
+        "",
+        "ms per step, in which each of the sequences gets one token; bytes and flops: bounds",
+    ]
     found += plain((*_DECODE, *_TIMES), body, len(_DECODE))
     for row in rows:
         if row.experts_read is not None:
@@ -105,7 +108,11 @@ def _prompts(found: ModelResults) -> list[str]:
         cells = [_ms(ms) for ms in (row.flops_ms, row.runner_ms, row.generate_ms, row.first_ms)]
         rate = "-" if not row.generate_ms else f"{1e3 * row.prompt / row.generate_ms:.0f}"
         body.append([str(row.prompt), *_model_cells(row.model), *cells, rate])
-    return ["", "ms to the first token; first: the first prompt of that length", *plain(_PROMPT, body)]
+    return [
+        "",
+        "ms to the first token; first: the first prompt of that length",
+        *plain(_PROMPT, body),
+    ]
 
 
 def profile_lines(row: ProfileRow) -> list[str]:

@@ -13,13 +13,13 @@ import torch
 
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
-from dsv4.bench.random_model import Weights
+from dsv4.bench.random_model import RECIPES, WEIGHTS, Weights
 from dsv4.bench.whole_model import REPLAYS
 from dsv4.config import ModelConfig
 
 STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
 COLUMNS = (STEP, KERNELS, RUNNER, GENERATE, EAGER)
-ROUTING = "random"
+ROUTING, CHECKPOINT = "random", "checkpoint"  # whose router weights decide
 CHUNK = 2048  # most prompt tokens of a runner's step
 WARM_STEPS = 4  # decode steps before those that are timed
 
@@ -71,9 +71,10 @@ class ModelRequest:
     """Which model, how it is stored, and what is measured of it.
 
     Attributes:
-        preset: Key of ``PRESETS``.
+        preset: Key of ``PRESETS``, or the name of a checkpoint's folder.
         config: Configuration, with the experts and layers that were asked for.
-        weights: How the matrices are stored.
+        weights: How the matrices are stored; of a checkpoint, the seed of the prompts alone counts.
+        checkpoint: What is loaded; None: random weights are drawn.
         tokens: Batch sizes.
         contexts: Tokens of each sequence before a step.
         prompts: Lengths of prompts.
@@ -88,6 +89,7 @@ class ModelRequest:
     preset: str
     config: ModelConfig
     weights: Weights
+    checkpoint: Path | None
     tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -107,18 +109,12 @@ class ModelRequest:
         """
         _check_output(options)
         usual = USUAL_GPU if device.type == "cuda" else USUAL_CPU
-        preset = options.preset or usual.preset
-        if preset not in PRESETS:
-            raise UsageError(f"--preset is {preset!r}, wanted one of {', '.join(PRESETS)}")
-        config = _cut(preset, options.experts, options.layers)
-        try:
-            weights = Weights(options.weights, options.recipe, getattr(options, "seed", 0))
-        except ValueError as error:
-            raise UsageError(f"--{str(error).partition(': ')[2]}") from None
+        source = _source(options, usual)
         request = cls(
-            preset=preset,
-            config=config,
-            weights=weights,
+            preset=source.preset,
+            config=source.config,
+            weights=source.weights,
+            checkpoint=source.checkpoint,
             tokens=_distinct("--tokens", options.tokens or usual.tokens),
             contexts=_distinct("--context", options.context or usual.context),
             prompts=_prompts(options.prompts, usual),
@@ -134,13 +130,17 @@ class ModelRequest:
 
     @property
     def experts_of_model(self) -> int:
-        """Experts that the preset has."""
-        return PRESETS[self.preset]().n_routed_experts
+        """Experts that the whole model has."""
+        return self._whole.n_routed_experts
 
     @property
     def layers_of_model(self) -> int:
-        """Layers that the preset has."""
-        return PRESETS[self.preset]().num_hidden_layers
+        """Layers that the whole model has."""
+        return self._whole.num_hidden_layers
+
+    @property
+    def _whole(self) -> ModelConfig:
+        return PRESETS[self.preset]() if self.checkpoint is None else self.config
 
     def new_tokens(self, sequences: int, context: int) -> int:
         """Tokens of an answer, such that all sequences decode together for ``steps`` steps.
@@ -178,16 +178,51 @@ class ModelRequest:
 
     def named(self) -> dict[str, Any]:
         """Which model a row is about."""
+        loaded = self.checkpoint is not None
         return {
             "preset": self.preset,
             "experts": self.config.n_routed_experts,
             "experts_of_model": self.experts_of_model,
             "layers": self.config.num_hidden_layers,
             "layers_of_model": self.layers_of_model,
-            "weights": self.weights.values,
-            "recipe": self.weights.recipe,
-            "routing": ROUTING,
+            "weights": CHECKPOINT if loaded else self.weights.values,
+            "recipe": CHECKPOINT if loaded else self.weights.recipe,
+            "routing": CHECKPOINT if loaded else ROUTING,
         }
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a model comes from; see ``ModelRequest``."""
+
+    preset: str
+    config: ModelConfig
+    weights: Weights
+    checkpoint: Path | None = None
+
+
+def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
+    seed = getattr(options, "seed", 0)
+    if options.checkpoint is not None:
+        for name in ("preset", "experts", "layers", "weights", "recipe"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} is beside --checkpoint, wanted one of them")
+        path = Path(options.checkpoint)
+        try:
+            config = ModelConfig.from_path(path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--checkpoint is {options.checkpoint!r}: {error}") from error
+        config = config.replace(num_nextn_predict_layers=0)
+        return _Source(path.resolve().name, config, Weights(seed=seed), path)
+    preset = options.preset or usual.preset
+    if preset not in PRESETS:
+        raise UsageError(f"--preset is {preset!r}, wanted one of {', '.join(PRESETS)}")
+    config = _cut(preset, options.experts, options.layers)
+    values, recipe = options.weights or WEIGHTS[0], options.recipe or RECIPES[0]
+    for name, value, known in (("weights", values, WEIGHTS), ("recipe", recipe, RECIPES)):
+        if value not in known:
+            raise UsageError(f"--{name} is {value!r}, wanted one of {', '.join(known)}")
+    return _Source(preset, config, Weights(values, recipe, seed))
 
 
 def _check_output(options: argparse.Namespace) -> None:
