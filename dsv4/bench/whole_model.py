@@ -19,7 +19,7 @@ from dsv4.bench.environment import Rates
 from dsv4.cache import PagedCache
 from dsv4.config import CSA, ModelConfig
 from dsv4.layer_cache import BLOCK
-from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.layers import DeepseekV4Experts, DeepseekV4SparseMoeBlock, Linear
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.pages import entry_layout
 
@@ -274,9 +274,10 @@ class DecodeStep:
             chosen.append(output[2].unique())
 
         with ExitStack() as stack:
-            for layer in self.model.model.layers:
-                handle = layer.mlp.gate.register_forward_hook(remember)
-                stack.callback(handle.remove)
+            for module in self.model.modules():
+                if isinstance(module, DeepseekV4SparseMoeBlock):
+                    handle = module.gate.register_forward_hook(remember)
+                    stack.callback(handle.remove)
             self()
         return statistics.mean(len(ids) for ids in chosen)
 

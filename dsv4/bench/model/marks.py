@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -59,4 +60,4 @@ def decode_ms(marks: Sequence[Mark], sequences: int, skip: int, steps: int) -> f
     times = times[skip : skip + steps + 1]
     if len(times) < steps + 1:
         return None
-    return 1e3 * statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times))

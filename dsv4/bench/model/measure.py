@@ -6,6 +6,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -136,10 +137,9 @@ class Measurement:
 
     def _first_tokens(self, row: PromptRow) -> None:
         """Time to first token of ``generate``: the first call, and the median of later ones."""
-        prompts = self._prompts(1 + _PROMPTS, row.prompt)
         times = [
-            1e3 * seconds_of(self.request.device, lambda p=p: self._generate([p], 1))
-            for p in prompts
+            1e3 * seconds_of(self.request.device, partial(self._generate, [prompt], 1))
+            for prompt in self._prompts(1 + _PROMPTS, row.prompt)
         ]
         row.first_ms, row.generate_ms = times[0], statistics.median(times[1:])
 
@@ -152,9 +152,8 @@ class Measurement:
         tokens = row.prompt + 1
         with Runner(self.model, max_sequences=1, max_tokens=tokens, prefix_sequences=0) as runner:
             for prompt in self._prompts(1 + _PROMPTS, row.prompt):
-                times.append(
-                    1e3 * seconds_of(self.request.device, lambda p=prompt: _one(runner, p))
-                )
+                seconds = seconds_of(self.request.device, partial(_one, runner, prompt))
+                times.append(1e3 * seconds)
         row.runner_ms = statistics.median(times[1:])
 
     # Steps of the model

@@ -67,10 +67,12 @@ def _start(found: ModelResults) -> list[str]:
     prompt = ""
     if first is not None and first.first_ms is not None:
         prompt = f", first prompt {first.first_ms / 1e3:.2f} s ({first.prompt} tokens)"
+    memory = f"{start.weight_bytes / 1e9:.3g} GB"
+    if start.peak_bytes:
+        memory += f", peak {start.peak_bytes / 1e9:.3g} GB"
     words.append(
-        f"start  {process}{start.source} {start.weights_s:.1f} s ({start.weight_bytes / 1e9:.3g} "
-        f"GB, peak {start.peak_bytes / 1e9:.3g} GB){prompt}; CuTeDSL kernels on disk {start.kernels_before}, at the end "
-        f"{start.kernels_after}"
+        f"start  {process}{start.source} {start.weights_s:.1f} s ({memory}){prompt}; CuTeDSL "
+        f"kernels on disk {start.kernels_before}, at the end {start.kernels_after}"
     )
     return [line for text in words for line in wrapped(text)]
 
