@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from dsv4.bench.random_model import RECIPES, WEIGHTS, Weights, random_model
-from dsv4.bench.whole_model import DecodeStep, step_cost
+from dsv4.bench.whole_model import DecodeStep, Fill, prompt_flops, step_cost
 from dsv4.config import ModelConfig
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, NVFP4
 from dsv4.layers import DeepseekV4Experts
@@ -64,6 +66,73 @@ def test_the_least_bytes_are_those_of_the_chosen_experts() -> None:
     assert found == pytest.approx(whole * (share - share**2) + embedded)
     assert costs[2].kv_bytes == 2 * costs[1].kv_bytes
     assert costs[2].flops == 2 * costs[1].flops
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_a_prompt_does_the_work_of_its_tokens_but_for_the_head(tokens: int) -> None:
+    model = random_model(CONFIG, CPU, Weights(), pack=False)
+    one_by_one = sum(step_cost(model, 1, context).flops for context in range(1, tokens + 1))
+    head = 2 * CONFIG.vocab_size * CONFIG.hidden_size
+    assert prompt_flops(model, tokens) == one_by_one - (tokens - 1) * head
+
+
+def test_experts_that_a_step_reads_are_counted() -> None:
+    model = random_model(CONFIG, CPU, Weights())
+    with torch.inference_mode():
+        assert DecodeStep(model, 1, 9).experts_read() == CONFIG.num_experts_per_tok
+        assert 4 < DecodeStep(model, 8, 9).experts_read() <= CONFIG.n_routed_experts
+    assert not any(m._forward_hooks for m in model.modules())
+    fewer = step_cost(model, 8, 9, experts_read=2.0)
+    assert fewer.weight_bytes < step_cost(model, 8, 9).weight_bytes
+
+
+@given(sequences=st.integers(1, 200), context=st.integers(1, 1 << 20), most=st.integers(1, 1 << 16))
+@example(sequences=64, context=4096, most=32768)
+@example(sequences=8, context=131072, most=32768)
+def test_few_prompts_fill_a_cache(sequences: int, context: int, most: int) -> None:
+    fill = Fill.plan(sequences, context, most)
+    assert 1 <= fill.prompts <= sequences
+    assert fill.prompts * fill.prompt_tokens <= max(most, 256)
+    assert fill.prompt_tokens == context or fill.prompt_tokens % 256 == 0
+    more = fill.prompts + 1
+    assert fill.prompts == sequences or more * fill.prompt_tokens > max(most, 256)
+
+
+def test_copies_compute_what_their_prompts_do() -> None:
+    model = random_model(CONFIG, CPU, Weights())
+    with torch.inference_mode():
+        step = DecodeStep(model, 4, 70, fill=Fill(4, 70, 2, 70))
+        step.tokens[:] = 5
+        found = step()
+    assert str(step.fill) == "2 prompts of 70 tokens, copied to 4 sequences"
+    assert torch.equal(found[:2], found[2:])
+    assert not torch.equal(found[0], found[1])
+
+
+def test_pages_are_repeated_up_to_the_context() -> None:
+    model = random_model(CONFIG, CPU, Weights())
+    fill = Fill(2, 700, 1, 256)
+    with torch.inference_mode():
+        step = DecodeStep(model, 2, 700, fill=fill)
+        pages = [
+            data[table[row]]
+            for layer in step.cache.layers
+            for table in [layer.compressed_table]
+            if table is not None
+            for data in layer.pools(layer.ratio)
+            for row in (0, 1)
+        ]
+        logits = step()
+        assert torch.equal(logits, step())
+    assert str(fill) == ("1 prompt of 256 tokens, pages repeated up to 700, copied to 2 sequences")
+    assert len(pages) == 2 * 5, "two layers with index keys, one without"
+    for data in pages:
+        assert data[0].any()
+        assert len(data) >= 3
+        for page in data[1:]:
+            assert torch.equal(page.view(torch.uint8), data[0].view(torch.uint8))
+    assert step.cache.lengths.tolist() == [701, 701]
+    assert bool(logits.isfinite().all())
 
 
 @pytest.mark.parametrize("field", ["values", "recipe"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def kernels_on_disk() -> int:
 
 def measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
     """Measure into ``found``; what was measured before an interrupt stays there."""
+    gpu = request.device.type == "cuda"
+    with torch.cuda.device(request.device) if gpu else nullcontext():
+        _measure(request, rates, found)
+
+
+def _measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
     found.start.kernels_before = kernels_on_disk()
     try:
         model = _build(request, found)

@@ -203,8 +203,13 @@ def validate(found: Any) -> None:
             _fields(where, row, _names(kind))
             _fields(f"{where}.model", row["model"], _names(Named))
             for figure in _figures(kind):
-                if (row[figure] is None) != (figure in row["missing"]):
+                value, reason = row[figure], row["missing"].get(figure)
+                if value is None and reason is None:
                     raise ValueError(f"results: {where}.{figure} is None, wanted why in missing")
+                if value is not None and reason is not None:
+                    raise ValueError(
+                        f"results: {where}.{figure} is {value}, and missing has it: {reason}"
+                    )
 
 
 def _names(kind: type) -> set[str]:

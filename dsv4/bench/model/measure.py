@@ -26,6 +26,7 @@ from dsv4.bench.model.request import (
 )
 from dsv4.bench.tables import short
 from dsv4.bench.whole_model import DecodeStep
+from dsv4.layer_cache import BLOCK
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, release
 
@@ -210,24 +211,29 @@ class Measurement:
         if not own and (context > request.prefill_limit or context <= _TAIL):
             raise SkippedError(request.too_long(1, context))
         new = request.new_tokens(count, context)
-        with Runner(
+        runner = Runner(
             self.model,
             max_sequences=count,
             max_tokens=context + new,
-            buckets=None if not has_graphs(request.device) else (count,),
+            pool_tokens=(count + (not own)) * -(-(context + new) // BLOCK) * BLOCK,
+            buckets=(count,) if has_graphs(request.device) else None,
             prefix_sequences=0 if own else 1,
-        ) as runner:
+        )
+        with runner:
             seconds = seconds_of(request.device, runner.warm_up)
             if has_graphs(request.device):
                 row.capture_s = seconds
             else:
                 row.missing["capture_s"] = f"needs a CUDA GPU, the device is {request.device}"
-            open_requests = self._added(runner, row, new, own)
-            _step_until(runner, open_requests, WARM_STEPS)
+            requests = self._added(runner, row, new, own)
+            _step_until(runner, requests, WARM_STEPS)
+            before = [len(one.tokens) for one in requests]
             total = seconds_of(request.device, lambda: _steps(runner, request.steps))
-            ended = [r.number for r in open_requests if r.done and len(r.tokens) < new]
-            if ended or any(len(r.tokens) < WARM_STEPS + request.steps - 1 for r in open_requests):
-                raise WrongError(f"sequences {ended} ended or stood still while they were timed")
+            gained = {len(one.tokens) - n for one, n in zip(requests, before, strict=True)}
+            if gained != {request.steps}:
+                raise WrongError(
+                    f"sequences got {sorted(gained)} tokens in {request.steps} timed steps"
+                )
         row.runner_ms = 1e3 * total / request.steps
 
     def _added(self, runner: Runner, row: DecodeRow, new: int, own: bool) -> list[Request]:

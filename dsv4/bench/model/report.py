@@ -66,7 +66,9 @@ def _start(found: ModelResults) -> list[str]:
     first = next((row for row in found.prompts if row.first_ms is not None), None)
     prompt = ""
     if first is not None and first.first_ms is not None:
-        prompt = f", first prompt {first.first_ms / 1e3:.2f} s ({first.prompt} tokens)"
+        seconds = first.first_ms / 1e3
+        total = (start.process_s or 0.0) + start.weights_s + seconds
+        prompt = f", first prompt {seconds:.2f} s ({first.prompt} tokens), together {total:.1f} s"
     memory = f"{start.weight_bytes / 1e9:.3g} GB"
     if start.peak_bytes:
         memory += f", peak {start.peak_bytes / 1e9:.3g} GB"

@@ -22,6 +22,7 @@ COLUMNS = (STEP, KERNELS, RUNNER, GENERATE, EAGER)
 ROUTING, CHECKPOINT = "random", "checkpoint"  # whose router weights decide
 CHUNK = 2048  # most prompt tokens of a runner's step
 WARM_STEPS = 4  # decode steps before those that are timed
+_SPARE = 2  # tokens that no sequence reaches while it is timed
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ class ModelRequest:
             device=device,
         )
         request.check_positions()
+        if options.profile and KERNELS not in request.columns:
+            found = ",".join(request.columns)
+            raise UsageError(f"--profile: --columns is {found}, wanted kernels among them")
         return request
 
     @property
@@ -148,7 +152,8 @@ class ModelRequest:
         A runner processes up to ``CHUNK`` prompt tokens per step and decodes the sequences that are
         past their prompts, so the first sequences decode while later prompts are processed.
         """
-        return -(-sequences * context // min(CHUNK, context)) + WARM_STEPS + self.steps
+        ramp = -(-sequences * context // min(CHUNK, context))
+        return ramp + WARM_STEPS + self.steps + _SPARE
 
     def too_long(self, sequences: int, context: int) -> str:
         """Why a batch is not brought to a context."""
