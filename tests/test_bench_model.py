@@ -94,7 +94,7 @@ class TestOnCpu:
             assert row["experts_read"] == 2, "two experts are all that a token can choose"
             assert min(row[name] for name in ("eager_ms", "runner_ms", "generate_ms")) > 0
             without = {"step_ms", "kernels_ms", "launches", "capture_s"}
-            assert set(row["missing"]) == without
+            assert set(row["missing"]) == {*without, "deterministic_ms"}
             assert row["missing"]["step_ms"] == "needs a CUDA GPU, the device is cpu"
             assert row["bytes_ms"] == pytest.approx(row["bytes"] / (RATES.read_tbs * 1e9))
         (prompt,) = found["prompts"]
@@ -111,28 +111,31 @@ class TestOnCpu:
         folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
         assert sorted(path.name for path in folder.iterdir()) == ["model.json", "model.svg"]
         (row, _) = document_of(folder / "model.json")["rows"]
-        assert row["missing"]["runner_ms"] == "left out by --columns"
+        assert row["missing"]["runner_ms"] == "not in --columns"
 
-    def test_nothing_begins_after_the_limit(self, tmp_path: Path):
+    def test_nothing_begins_after_the_limit(self, tmp_path: Path, capsys):
         path = tmp_path / "m.json"
         assert run("--limit", "0", "--prompts", "5", "--out", str(path)) == 0
         found = document_of(path)
         for row in (*found["rows"], *found["prompts"]):
-            assert set(row["missing"].values()) == {"not begun: --limit is 0 s, which had passed"}
+            reasons = {*row["missing"].values()} - {"not in --columns"}
+            assert reasons == {"not begun: --limit is 0 s, which had passed"}
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == "MEASURED: 2 rows, 1 prompts; 19 figures not begun within --limit"
 
     def test_long_contexts_share_a_prompt_in_the_runner(self, monkeypatch, tmp_path: Path):
         tokens: list[int] = []
         path = tmp_path / "m.json"
-        added = measure.Measurement._added
+        row_prompts = measure.Measurement._row_prompts
 
         def counted(self: Any, *arguments: Any) -> Any:
             def count(module: Any, inputs: Any) -> None:
                 tokens.append(inputs[0].numel())
 
             self.model.model.register_forward_pre_hook(count)
-            return added(self, *arguments)
+            return row_prompts(self, *arguments)
 
-        monkeypatch.setattr(measure.Measurement, "_added", counted)
+        monkeypatch.setattr(measure.Measurement, "_row_prompts", counted)
         sizes = ["--tokens", "3", "--context", "400", "--prefill-limit", "500"]
         columns = ["--prompts", "none", "--columns", "runner,generate"]
         assert run(*sizes, *columns, "--out", str(path)) == 0
@@ -142,6 +145,16 @@ class TestOnCpu:
         assert sum(tokens) < 500, "one prompt, and 16 tokens of each sequence"
         reason = "3 prompts of 400 tokens are 1200 tokens to process, --prefill-limit is 500"
         assert row["missing"]["generate_ms"] == reason
+
+    def test_a_deterministic_runner_is_a_column_of_its_own(self, tmp_path: Path, capsys):
+        path = tmp_path / "m.json"
+        sizes = ["--tokens", "3", "--context", "9", "--layers", "1", "--prompts", "none"]
+        assert run(*sizes, "--columns", "runner,deterministic", "--out", str(path)) == 0
+        (row,) = document_of(path)["rows"]
+        assert row["deterministic_ms"] > row["runner_ms"], "three steps of one sequence"
+        printed = capsys.readouterr().out.splitlines()
+        assert sum("deterministic" in line.split() for line in printed) == 1
+        assert max(map(len, printed)) <= 120
 
     def test_a_checkpoint_is_loaded(self, tmp_path: Path, capsys):
         folder = tmp_path / "weights"
@@ -225,7 +238,7 @@ class TestWithGraphs:
         found = document_of(path)
         (row,) = found["rows"]
         assert (row["step_ms"], row["kernels_ms"], row["launches"]) == (5.0, 20.0, 2.0)
-        assert row["missing"] == {}
+        assert row["missing"] == {"deterministic_ms": "not in --columns"}
         assert row["capture_s"] >= 0
         (kernels,) = found["profiles"]
         by_operator = [(one["operator"], one["ms"]) for one in kernels["profile"]["operators"]]

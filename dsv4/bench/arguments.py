@@ -113,7 +113,12 @@ def _model(model: argparse.ArgumentParser) -> None:
     add("--weights", help="random (default), or mxfp4-cast: powers of two as block scales")
     add("--recipe", help="nvfp4 (default), or nvidia: FP8 attention and shared experts")
     add("--checkpoint", metavar="DIR", help="load it in place of a preset and random weights")
-    add("--columns", type=_names, help="step,kernels,runner,generate,eager; default all")
+    add(
+        "--columns",
+        type=_names,
+        help="step,kernels,runner,generate,eager, which is the default, and deterministic: a "
+        "runner whose decode steps have one sequence",
+    )
     add("--steps", type=_positive, help="timed steps of runner and generate; default 32, CPU 4")
     add(
         "--prefill-limit",

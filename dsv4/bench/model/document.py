@@ -74,6 +74,7 @@ class DecodeRow(Measured):
         step_ms: Captured step, median replay; choosing the tokens is not part of it.
         runner_ms: ``Runner.step`` while all sequences decode greedily.
         generate_ms: Between the decode steps of one call of ``generate``.
+        deterministic_ms: ``Runner.step`` of a deterministic runner.
         eager_ms: The step without a CUDA graph, between synchronisations.
         capture_s: ``Runner.warm_up``: seconds to capture one bucket, compiling what was not.
     """
@@ -93,6 +94,7 @@ class DecodeRow(Measured):
     step_ms: float | None = None
     runner_ms: float | None = None
     generate_ms: float | None = None
+    deterministic_ms: float | None = None
     eager_ms: float | None = None
     capture_s: float | None = None
 

@@ -16,6 +16,7 @@ from dsv4.bench.model import profile
 from dsv4.bench.model.document import DecodeRow, Measured, Named, ProfileRow, PromptRow
 from dsv4.bench.model.marks import decode_ms, marked
 from dsv4.bench.model.request import (
+    DETERMINISTIC,
     EAGER,
     GENERATE,
     KERNELS,
@@ -30,6 +31,7 @@ from dsv4.layer_cache import BLOCK
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, release
 
+NOT_ASKED = "not in --columns"
 _REASON = 160  # characters of an error
 _PROMPTS = 3  # timed prompts of a length
 _TAIL = 16  # tokens of a prompt that are its own where prompts begin alike
@@ -96,13 +98,15 @@ class Measurement:
             self._take(row, ("runner_ms", "capture_s"), lambda: self._runner_steps(row))
         if self._wanted(row, GENERATE, "generate_ms"):
             self._take(row, ("generate_ms",), lambda: self._generate_steps(row))
+        if self._wanted(row, DETERMINISTIC, "deterministic_ms"):
+            self._take(row, ("deterministic_ms",), lambda: self._deterministic_steps(row))
         return row
 
     def _wanted(self, row: Measured, column: str, *figures: str) -> bool:
         """Whether a column was asked for; if not, the row says so."""
         if column in self.request.columns:
             return True
-        row.missing.update(dict.fromkeys(figures, "left out by --columns"))
+        row.missing.update(dict.fromkeys(figures, NOT_ASKED))
         return False
 
     def _take(self, row: Measured, names: Sequence[str], measure: Callable[[], object]) -> None:
@@ -210,12 +214,12 @@ class Measurement:
         own = count * context <= request.prefill_limit
         if not own and (context > request.prefill_limit or context <= _TAIL):
             raise SkippedError(request.too_long(1, context))
-        new = request.new_tokens(count, context)
+        tokens = context + request.new_tokens(count, context)
         runner = Runner(
             self.model,
             max_sequences=count,
-            max_tokens=context + new,
-            pool_tokens=(count + (not own)) * -(-(context + new) // BLOCK) * BLOCK,
+            max_tokens=tokens,
+            pool_tokens=(count + (not own)) * -(-tokens // BLOCK) * BLOCK,
             buckets=(count,) if has_graphs(request.device) else None,
             prefix_sequences=0 if own else 1,
         )
@@ -225,29 +229,51 @@ class Measurement:
                 row.capture_s = seconds
             else:
                 row.missing["capture_s"] = f"needs a CUDA GPU, the device is {request.device}"
-            requests = self._added(runner, row, new, own)
-            _step_until(runner, requests, WARM_STEPS)
-            before = [len(one.tokens) for one in requests]
-            total = seconds_of(request.device, lambda: _steps(runner, request.steps))
-            gained = {len(one.tokens) - n for one, n in zip(requests, before, strict=True)}
-            if gained != {request.steps}:
-                raise WrongError(
-                    f"sequences got {sorted(gained)} tokens in {request.steps} timed steps"
-                )
-        row.runner_ms = 1e3 * total / request.steps
+            prompts = self._row_prompts(runner, row, own)
+            row.runner_ms = self._step_ms(runner, prompts, tokens - context)
 
-    def _added(self, runner: Runner, row: DecodeRow, new: int, own: bool) -> list[Request]:
-        """Requests of the row, with prompts of their own or a common beginning."""
+    def _deterministic_steps(self, row: DecodeRow) -> None:
+        """The same of a runner whose decode steps have one sequence."""
+        request, count, context = self.request, row.tokens, row.context
+        if count * context > request.prefill_limit:
+            raise SkippedError(request.too_long(count, context))
+        new = request.new_tokens(count, context)
+        with Runner(
+            self.model,
+            max_sequences=count,
+            max_tokens=context + new,
+            prefix_sequences=0,
+            deterministic=True,
+        ) as runner:
+            runner.warm_up()
+            row.deterministic_ms = self._step_ms(runner, self._prompts(count, context), new)
+
+    def _step_ms(self, runner: Runner, prompts: list[list[int]], new: int) -> float:
+        """Milliseconds per step, with ``new`` tokens to each prompt.
+
+        Raises:
+            WrongError: if a sequence does not get one token in each timed step.
+        """
+        steps = self.request.steps
+        requests = [runner.add(prompt, max_new_tokens=new, stop_ids=()) for prompt in prompts]
+        _step_until(runner, requests, WARM_STEPS)
+        before = [len(one.tokens) for one in requests]
+        total = seconds_of(self.request.device, lambda: _steps(runner, steps))
+        gained = {len(one.tokens) - n for one, n in zip(requests, before, strict=True)}
+        if gained != {steps}:
+            raise WrongError(f"sequences got {sorted(gained)} tokens in {steps} timed steps")
+        return 1e3 * total / steps
+
+    def _row_prompts(self, runner: Runner, row: DecodeRow, own: bool) -> list[list[int]]:
+        """Prompts of the row's own, or with a common beginning that the runner keeps."""
         count, context = row.tokens, row.context
         if own:
             row.runner_fill = f"{count} prompt{'s' * (count > 1)} of {context} tokens"
-            prompts = self._prompts(count, context)
-        else:
-            row.runner_fill = f"1 prompt of {context - _TAIL} tokens, its pages shared"
-            (stem,) = self._prompts(1, context - _TAIL)
-            runner.add(stem, max_new_tokens=1, stop_ids=()).result()
-            prompts = [stem + tail for tail in self._prompts(count, _TAIL)]
-        return [runner.add(prompt, max_new_tokens=new, stop_ids=()) for prompt in prompts]
+            return self._prompts(count, context)
+        row.runner_fill = f"1 prompt of {context - _TAIL} tokens, its pages shared"
+        (stem,) = self._prompts(1, context - _TAIL)
+        runner.add(stem, max_new_tokens=1, stop_ids=()).result()
+        return [stem + tail for tail in self._prompts(count, _TAIL)]
 
     def _generate_steps(self, row: DecodeRow) -> None:
         """Between the decode steps of one call of ``generate``, all sequences together."""

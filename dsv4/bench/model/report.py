@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 
 from dsv4.bench.model.chart import Chart, Group
 from dsv4.bench.model.document import DecodeRow, Measured, ModelResults, Named, ProfileRow
+from dsv4.bench.model.measure import NOT_ASKED
+from dsv4.bench.model.request import NOT_BEGUN
 from dsv4.bench.report import number
 from dsv4.bench.tables import WIDTH, plain, short, wrapped
 
 _MODEL = ("experts", "layers", "recipe", "routing")
 _DECODE = ("tokens", "context", *_MODEL)
 _TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step")
+_MORE = ("deterministic",)  # where it was asked for
 _PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
 _PROFILE = ("operator", "ms", "share %", "launches", "names")
 SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
@@ -82,18 +85,19 @@ def _start(found: ModelResults) -> list[str]:
 def _decode(rows: Sequence[DecodeRow]) -> list[str]:
     if not rows:
         return []
-    body = []
+    body, more = [], any(row.deterministic_ms is not None for row in rows)
     for row in rows:
         ratio = row.over_step(row.generate_ms)
         times = (row.bytes_ms, row.flops_ms, row.kernels_ms, row.step_ms, row.runner_ms)
         cells = [_ms(ms) for ms in (*times, row.generate_ms, row.eager_ms)]
         cells.append("-" if ratio is None else f"{ratio:.3f}")
+        cells += [_ms(row.deterministic_ms)] * more
         body.append([str(row.tokens), str(row.context), *_model_cells(row.model), *cells])
     found = [
         "",
         "ms per step, in which each of the sequences gets one token; bytes and flops: bounds",
     ]
-    found += plain((*_DECODE, *_TIMES), body, len(_DECODE))
+    found += plain((*_DECODE, *_TIMES, *(_MORE if more else ())), body, len(_DECODE))
     for row in rows:
         if row.experts_read is not None:
             found += wrapped(
@@ -154,7 +158,8 @@ def _missing(found: ModelResults) -> list[str]:
     for row in (*found.rows, *found.prompts):
         reasons: dict[str, list[str]] = {}
         for figure, reason in row.missing.items():
-            reasons.setdefault(reason, []).append(figure)
+            if reason != NOT_ASKED:
+                reasons.setdefault(reason, []).append(figure)
         said += [f"none  {_where(row)}: {', '.join(f)}: {r}" for r, f in reasons.items()]
     return ["", *(line for text in said for line in wrapped(text))] if said else []
 
@@ -180,6 +185,10 @@ def verdict(found: ModelResults) -> str:
             times = " / ".join(f"{ratio:.2f}" for _, ratio in known)
             tokens = " / ".join(str(tokens) for tokens, _ in known)
             parts.append(f"{name} takes {times} of the captured step at {tokens} tokens")
+    rows = (*found.rows, *found.prompts)
+    late = sum(why.startswith(NOT_BEGUN) for row in rows for why in row.missing.values())
+    if late:
+        parts.append(f"{late} figures not begun within --limit")
     word = "STOPPED" if found.stopped else "MEASURED"
     return f"{word}: {'; '.join(parts)}{stopped}"
 

@@ -18,10 +18,13 @@ from dsv4.bench.whole_model import REPLAYS
 from dsv4.config import ModelConfig
 
 STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
-COLUMNS = (STEP, KERNELS, RUNNER, GENERATE, EAGER)
+DETERMINISTIC = "deterministic"
+USUAL_COLUMNS = (STEP, KERNELS, RUNNER, GENERATE, EAGER)
+COLUMNS = (*USUAL_COLUMNS, DETERMINISTIC)
 ROUTING, CHECKPOINT = "random", "checkpoint"  # whose router weights decide
 CHUNK = 2048  # most prompt tokens of a runner's step
 WARM_STEPS = 4  # decode steps before those that are timed
+NOT_BEGUN = "not begun: --limit is "
 _SPARE = 2  # tokens that no sequence reaches while it is timed
 
 
@@ -64,7 +67,7 @@ class Budget:
         """Why nothing begins any more, or None."""
         if self.seconds is None or time.perf_counter() - self.begin < self.seconds:
             return None
-        return f"not begun: --limit is {self.seconds:g} s, which had passed"
+        return f"{NOT_BEGUN}{self.seconds:g} s, which had passed"
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class ModelRequest:
         A runner processes up to ``CHUNK`` prompt tokens per step and decodes the sequences that are
         past their prompts, so the first sequences decode while later prompts are processed.
         """
-        ramp = -(-sequences * context // min(CHUNK, context))
+        ramp = sequences * -(-context // CHUNK)
         return ramp + WARM_STEPS + self.steps + _SPARE
 
     def too_long(self, sequences: int, context: int) -> str:
@@ -283,7 +286,7 @@ def _prompts(text: str | None, usual: Sizes) -> tuple[int, ...]:
 
 def _columns(names: Sequence[str] | None) -> tuple[str, ...]:
     if names is None:
-        return COLUMNS
+        return USUAL_COLUMNS
     unknown = [name for name in names if name not in COLUMNS]
     if unknown:
         raise UsageError(f"--columns has {unknown[0]!r}, wanted some of {', '.join(COLUMNS)}")
