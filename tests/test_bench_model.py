@@ -259,6 +259,18 @@ class TestWithGraphs:
             assert "not bitwise those of the eager step" in row["missing"]["step_ms"]
             assert row["eager_ms"] > 0
 
+    def test_nothing_is_timed_after_the_profiler_was_used(self, graphs, monkeypatch):
+        order: list[str] = []
+        monkeypatch.setattr(
+            whole_model, "replay_ms", lambda *arguments: (order.append("time"), 5.0)[1]
+        )
+        monkeypatch.setattr(
+            profile, "recorded", lambda call: (order.append("profile"), graphs.launches)[1]
+        )
+        arguments = ["--prompts", "none", "--columns", "step,kernels", "--context", "9"]
+        assert run(*arguments, "--layers", "1") == 0
+        assert order == ["time", "time", "profile", "profile"]
+
     def test_without_a_profiler_the_column_says_why(self, graphs, tmp_path: Path):
         graphs.launches = []
         path = tmp_path / "m.json"

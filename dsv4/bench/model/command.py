@@ -59,6 +59,9 @@ def _measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
             for tokens in request.tokens:
                 found.rows.append(measurement.decode(tokens, context))
                 _say(f"{tokens} sequences at {context}")
+        for row in found.rows:
+            measurement.kernels(row)
+        _say("kernels")
     except KeyboardInterrupt:
         rows = len(found.rows) + len(found.prompts)
         wanted = len(request.prompts) + len(request.contexts) * len(request.tokens)

@@ -32,6 +32,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, release
 
 NOT_ASKED = "not in --columns"
+_KERNELS = ("kernels_ms", "launches")
 _REASON = 160  # characters of an error
 _PROMPTS = 3  # timed prompts of a length
 _TAIL = 16  # tokens of a prompt that are its own where prompts begin alike
@@ -100,7 +101,20 @@ class Measurement:
             self._take(row, ("generate_ms",), lambda: self._generate_steps(row))
         if self._wanted(row, DETERMINISTIC, "deterministic_ms"):
             self._take(row, ("deterministic_ms",), lambda: self._deterministic_steps(row))
+        if self._wanted(row, KERNELS, *_KERNELS):
+            row.missing.update(dict.fromkeys(_KERNELS, "the command ended before"))
         return row
+
+    def kernels(self, row: DecodeRow) -> None:
+        """Kernels of a row's captured step; after all other times, which a profiler could change.
+
+        Args:
+            row: From ``decode``.
+        """
+        if self._wanted(row, KERNELS, *_KERNELS):
+            for name in _KERNELS:
+                row.missing.pop(name, None)
+            self._take(row, _KERNELS, lambda: self._profiled_step(row))
 
     def _wanted(self, row: Measured, column: str, *figures: str) -> bool:
         """Whether a column was asked for; if not, the row says so."""
@@ -164,18 +178,17 @@ class Measurement:
     # Steps of the model
 
     def _model_steps(self, row: DecodeRow) -> None:
-        """The step by itself: bounds, eager, captured, kernels."""
-        columns = {STEP: ("step_ms",), KERNELS: ("kernels_ms", "launches"), EAGER: ("eager_ms",)}
-        wanted = [name for name, figures in columns.items() if self._wanted(row, name, *figures)]
-        figures = [figure for name in wanted for figure in columns[name]]
+        """The step by itself: bounds, eager, captured."""
+        columns = {STEP: "step_ms", EAGER: "eager_ms"}
+        wanted = [name for name, figure in columns.items() if self._wanted(row, name, figure)]
+        figures = [columns[name] for name in wanted]
         self._take(row, ("experts_read", *figures), lambda: self._of_step(row, wanted))
         cost = whole_model.step_cost(self.model, row.tokens, row.context + 1, row.experts_read)
         row.bytes, row.flops = round(cost.weight_bytes + cost.kv_bytes), round(cost.flops)
         row.bytes_ms, row.flops_ms = cost.bytes_ms(self.rates), cost.flops_ms(self.rates)
 
     def _of_step(self, row: DecodeRow, columns: Sequence[str]) -> None:
-        device = self.request.device
-        step = DecodeStep(self.model, row.tokens, row.context, self.request.weights.seed)
+        device, step = self.request.device, self._new_step(row)
         row.fill = str(step.fill)
         row.experts_read = step.experts_read()
         logits = step().clone()
@@ -184,21 +197,28 @@ class Measurement:
         if EAGER in columns:
             times = [seconds_of(device, step) for _ in range(max(3, self.request.replays // 4))]
             row.eager_ms = 1e3 * statistics.median(times)
-        if not {STEP, KERNELS} & set(columns):
+        if STEP not in columns:
             return
-        if not has_graphs(device):
-            raise SkippedError(f"needs a CUDA GPU, the device is {device}")
+        self._check_graphs()
         graph = step.captured()
         graph.replay()
         synchronize(device)
         if not torch.equal(step.logits.view(torch.uint8), logits.view(torch.uint8)):
             raise WrongError("the captured step's logits are not bitwise those of the eager step")
-        if STEP in columns:
-            row.step_ms = whole_model.replay_ms(graph, self.request.replays)
-        if KERNELS in columns:
-            self._kernels(row, graph)
+        row.step_ms = whole_model.replay_ms(graph, self.request.replays)
 
-    def _kernels(self, row: DecodeRow, graph: torch.cuda.CUDAGraph) -> None:
+    def _new_step(self, row: DecodeRow) -> DecodeStep:
+        return DecodeStep(self.model, row.tokens, row.context, self.request.weights.seed)
+
+    def _check_graphs(self) -> None:
+        if not has_graphs(self.request.device):
+            raise SkippedError(f"needs a CUDA GPU, the device is {self.request.device}")
+
+    def _profiled_step(self, row: DecodeRow) -> None:
+        """Profile the captured step, made once more."""
+        self._check_graphs()
+        step = self._new_step(row)  # holds the memory that the graph reads
+        graph = step.captured()
         try:
             found = profile.profile_replays(graph.replay)
         except profile.NoKernelsError as error:
