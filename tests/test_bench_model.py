@@ -75,7 +75,8 @@ class TestOnCpu:
     def test_a_model_is_measured_and_written(self, tmp_path: Path, capsys):
         path = tmp_path / "out" / "m.json"
         sizes = ["--experts", "2", "--layers", "3", "--tokens", "1,5", "--context", "17"]
-        assert run(*sizes, "--prompts", "7", "--out", str(path), "--recipe", "nvidia") == 0
+        stored = ["--recipe", "nvidia", "--weights", "mxfp4-cast"]
+        assert run(*sizes, "--prompts", "7", "--out", str(path), *stored) == 0
         found = document_of(path)
         assert found["header"]["command"].startswith("python -m dsv4.bench model")
         assert [(row["tokens"], row["context"]) for row in found["rows"]] == [(1, 17), (5, 17)]
@@ -86,7 +87,7 @@ class TestOnCpu:
             "layers": 3,
             "layers_of_model": 4,
         }
-        wanted |= {"weights": "random", "recipe": "nvidia", "routing": "random"}
+        wanted |= {"weights": "mxfp4-cast", "recipe": "nvidia", "routing": "random"}
         for row in (*found["rows"], *found["prompts"]):
             assert row["model"] == wanted
             assert row["failed"] == []
@@ -291,7 +292,10 @@ class TestOptions:
             (["--experts", "1"], "--experts is 1, wanted 2 (chosen per token) to 8, which tiny"),
             (["--experts", "9"], "--experts is 9, wanted 2"),
             (["--layers", "5"], "--layers is 5, wanted 1 to 4, which tiny has"),
-            (["--layers", "0"], "0 is below 1"),
+            (["--layers", "0"], "argument --layers: 0 is below 1"),
+            (["--tokens", "1,x"], "argument --tokens: 'x' is no integer, wanted 1 or more"),
+            (["--limit", "-1"], "argument --limit: '-1' is no time, wanted 0 seconds or more"),
+            (["--limit", "nan"], "argument --limit: 'nan' is no time"),
             (["--tokens", "1,1"], "--tokens is 1,1, wanted distinct numbers"),
             (["--weights", "zero"], "--weights is 'zero', wanted one of random, mxfp4-cast"),
             (["--recipe", "fp8"], "--recipe is 'fp8', wanted one of nvfp4, nvidia"),

@@ -127,7 +127,7 @@ def _model(model: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="most prompt tokens to bring a batch of runner and generate to its context; 524288",
     )
-    add("--limit", type=float, metavar="SECONDS", help="no measurement begins after it")
+    add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
     add("--chart", metavar="PATH.svg", help="default: beside --out")
     _common(model, "--out")
@@ -206,7 +206,10 @@ def _names(text: str) -> list[str]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer, wanted 1 or more") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
@@ -216,6 +219,16 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 60:
         raise argparse.ArgumentTypeError(f"{text} is not within 0 to 60 seconds")
+    return value
+
+
+def _limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time, wanted 0 seconds or more")
     return value
 
 

@@ -24,7 +24,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.pages import entry_layout
 
 INDEX_FORMAT = "index_mxfp4"
-REPLAYS = 20
+_REPLAYS = 20
 _FILL_CHUNK = 2048  # prompt tokens of one prefill step while a cache is filled
 _FILL_TOKENS = 32768  # prompt tokens in all that fill a cache; other sequences get copies
 
@@ -308,7 +308,7 @@ def _compressed_pages(cache: PagedCache) -> Iterator[tuple[torch.Tensor, torch.T
                 yield layer.compressed_table, data
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, replays: int = REPLAYS) -> float:
+def replay_ms(graph: torch.cuda.CUDAGraph, replays: int = _REPLAYS) -> float:
     """Median milliseconds of a replay; weights exceed the L2, which therefore stays cold."""
     times = []
     for _ in range(3 + replays):

@@ -195,7 +195,7 @@ class Measurement:
         if not bool(logits.isfinite().all()):
             raise WrongError("the logits of the step are not finite")
         if EAGER in columns:
-            times = [seconds_of(device, step) for _ in range(max(3, self.request.replays // 4))]
+            times = [seconds_of(device, step) for _ in range(max(3, self.request.replays // 10))]
             row.eager_ms = 1e3 * statistics.median(times)
         if STEP not in columns:
             return

@@ -14,7 +14,6 @@ import torch
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
 from dsv4.bench.random_model import RECIPES, WEIGHTS, Weights
-from dsv4.bench.whole_model import REPLAYS
 from dsv4.config import ModelConfig
 
 STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
@@ -124,7 +123,7 @@ class ModelRequest:
             prompts=_prompts(options.prompts, usual),
             columns=_columns(options.columns),
             steps=options.steps or usual.steps,
-            replays=getattr(options, "repeat", REPLAYS if device.type == "cuda" else 3),
+            replays=getattr(options, "repeat", 50 if device.type == "cuda" else 5),
             prefill_limit=options.prefill_limit,
             budget=Budget(options.limit),
             device=device,
