@@ -252,7 +252,7 @@ def test_cases_are_chosen_by_pattern_and_stand_beside_their_other_token_counts(t
         (["run", "nonsense"], "operator is 'nonsense', wanted one of quantize, dequantize"),
         (["run", "gemm", "--shapes", "huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
         (["run", "gemm", "--tokens", "0"], "0 is below 1"),
-        (["run", "gemm", "--tokens", "x"], "invalid"),
+        (["run", "gemm", "--tokens", "x"], "'x' is no integer, wanted 1 or more"),
         (["run", "gemm", "--backend", "nonsense"], "gemm has no backend 'nonsense', only"),
         (["run", "gemm", "--device", "nonsense"], "--device is 'nonsense'"),
         (["run", "gemm", "--device", "cuda:99"], "--device is 'cuda:99'"),
