@@ -110,8 +110,11 @@ class TestOnCpu:
     def test_a_folder_is_named_after_the_device(self, tmp_path: Path):
         assert run("--prompts", "none", "--columns", "eager", "--out", f"{tmp_path}/") == 0
         folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
-        assert sorted(path.name for path in folder.iterdir()) == ["model.json", "model.svg"]
-        (row, _) = document_of(folder / "model.json")["rows"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "model_tiny_nvfp4.json",
+            "model_tiny_nvfp4.svg",
+        ]
+        (row, _) = document_of(folder / "model_tiny_nvfp4.json")["rows"]
         assert row["missing"]["runner_ms"] == "not in --columns"
 
     def test_nothing_begins_after_the_limit(self, tmp_path: Path, capsys):

@@ -130,7 +130,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
     add("--chart", metavar="PATH.svg", help="default: beside --out")
-    _common(model, "--out")
+    _common(model, "--out", file="model_<preset>_<recipe>")
     model.set_defaults(command="model")
 
 
@@ -147,11 +147,11 @@ def _compare(compare: argparse.ArgumentParser) -> None:
     compare.set_defaults(command="compare")
 
 
-def _common(to: argparse.ArgumentParser, *names_of_json: str) -> None:
+def _common(to: argparse.ArgumentParser, *names_of_json: str, file: str = "<op>") -> None:
     # Suppressed defaults: a command's parser must not undo what was given before the command.
     add = to.add_argument
     none = argparse.SUPPRESS
-    folder = "a file, or DIR/ for results/<gpu>/<op>.json"
+    folder = f"a file, or DIR/ for results/<gpu>/{file}.json"
     add("--json", *names_of_json, dest="json", metavar="PATH", default=none, help=folder)
     add("--csv", metavar="PATH", default=none, help="a file")
     add("--markdown", action="store_true", default=none, help="print a Markdown table")

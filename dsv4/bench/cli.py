@@ -333,7 +333,7 @@ def _model(options: argparse.Namespace) -> int:
     request = command.prepare(options, device)
     header = _print_header(options)
     command.measure(request, environment.rates(device), found)
-    good = command.finish(options, header, found)
+    good = command.finish(options, request, header, found)
     if found.stopped:
         return INTERRUPTED
     return OK if good else WRONG

@@ -14,7 +14,7 @@ import torch
 from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
 from dsv4.bench.model import report
-from dsv4.bench.model.document import ModelResults, Output, document
+from dsv4.bench.model.document import ModelResults, Named, Output, document
 from dsv4.bench.model.measure import Measurement, synchronize
 from dsv4.bench.model.memory import check_memory
 from dsv4.bench.model.request import ModelRequest
@@ -107,12 +107,18 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
     return request
 
 
-def finish(options: argparse.Namespace, header: dict[str, Any], found: ModelResults) -> bool:
+def finish(
+    options: argparse.Namespace,
+    request: ModelRequest,
+    header: dict[str, Any],
+    found: ModelResults,
+) -> bool:
     """Print and write; whether no measurement failed."""
     print()
     print("\n".join(report.lines(found, profile=options.profile)))
-    output = Output.of(getattr(options, "json", None), options.chart, str(header["gpu"]))
-    svg = report.chart(found, str(header["gpu"]), str(header["date"])[:10])
+    gpu, named = str(header["gpu"]), Named(**request.named())
+    output = Output.of(getattr(options, "json", None), options.chart, gpu, named)
+    svg = report.chart(found, gpu, str(header["date"])[:10])
     print()
     for path in output.write(document(header, found), svg):
         print(f"wrote {path}")

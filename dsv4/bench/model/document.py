@@ -239,20 +239,22 @@ class Output:
     chart: Path | None
 
     @classmethod
-    def of(cls, out: str | None, chart: str | None, gpu: str) -> Output:
+    def of(cls, out: str | None, chart: str | None, gpu: str, model: Named) -> Output:
         """Paths from the options.
 
         Args:
-            out: A file, or a folder that ends with a slash, for ``results/<gpu>/model.json``.
+            out: A file, or a folder that ends with a slash, for
+                ``results/<gpu>/model_<preset>_<recipe>.json``.
             chart: A file; None: beside ``out``.
             gpu: The device's name.
+            model: What was measured.
         """
         path = None
         if out is not None:
             path = Path(out)
             if out.endswith("/"):
                 base = path if path.name == "results" else path / "results"
-                path = base / slug(gpu) / "model.json"
+                path = base / slug(gpu) / f"model_{slug(model.preset)}_{model.recipe}.json"
         beside = path.with_suffix(".svg") if path is not None else None
         return cls(path, Path(chart) if chart is not None else beside)
 
