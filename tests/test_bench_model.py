@@ -125,7 +125,7 @@ class TestOnCpu:
             reasons = {*row["missing"].values()} - {"not in --columns"}
             assert reasons == {"not begun: --limit is 0 s, which had passed"}
         last = capsys.readouterr().out.splitlines()[-1]
-        assert last == "MEASURED: 2 rows, 1 prompts; 19 figures not begun within --limit"
+        assert last == "MEASURED: 2 rows, 1 prompts; 19 figures not begun (--limit)"
 
     def test_long_contexts_share_a_prompt_in_the_runner(self, monkeypatch, tmp_path: Path):
         tokens: list[int] = []
@@ -250,8 +250,9 @@ class TestWithGraphs:
         printed = capsys.readouterr().out
         assert "kernels of the captured step, 20.000 ms in 2 launches" in printed
         last = printed.splitlines()[-1]
-        assert last.startswith("MEASURED: 1 rows, 0 prompts; generate takes ")
-        assert last.endswith(" of the captured step at 2 tokens")
+        assert last.startswith("MEASURED: 1 rows, 0 prompts; over the step at most: generate ")
+        assert len(last) <= 120
+        assert last.endswith(" (at 2)")
 
     def test_a_captured_step_that_is_wrong_is_not_timed(self, graphs, tmp_path: Path):
         graphs.error = 1e-3
@@ -462,11 +463,14 @@ def row_of(tokens: int = 1, **figures: float) -> DecodeRow:
 
 class TestReport:
     def test_verdict_compares_with_the_captured_step(self):
-        rows = [row_of(1, step_ms=5.0, generate_ms=5.1, runner_ms=5.0), row_of(8, step_ms=10.0)]
-        found = ModelResults(rows=rows)
-        assert report.verdict(found) == (
-            "MEASURED: 2 rows, 0 prompts; generate takes 1.02 of the captured step at 1 tokens; "
-            "the runner takes 1.00 of the captured step at 1 tokens"
+        rows = [
+            row_of(1, step_ms=5.0, generate_ms=5.1, runner_ms=5.05),
+            row_of(8, step_ms=10.0, generate_ms=11.0),
+            row_of(64, generate_ms=99.0),
+        ]
+        assert report.verdict(ModelResults(rows=rows)) == (
+            "MEASURED: 3 rows, 0 prompts; over the step at most: generate 1.1 (at 8), "
+            "runner 1.01 (at 1)"
         )
 
     @given(

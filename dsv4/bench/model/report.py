@@ -177,28 +177,27 @@ def verdict(found: ModelResults) -> str:
     counts = f"{len(found.rows)} rows, {len(found.prompts)} prompts"
     if failed:
         return short(f"FAILED: {len(failed)} figures of {counts}: {failed[0]}{stopped}", WIDTH)
-    parts = [counts]
-    for name, ms in (("generate", _generate), ("the runner", _runner)):
-        ratios = [(row.tokens, row.over_step(ms(row))) for row in found.rows]
-        known = [(tokens, ratio) for tokens, ratio in ratios if ratio is not None]
-        if known:
-            times = " / ".join(f"{ratio:.2f}" for _, ratio in known)
-            tokens = " / ".join(str(tokens) for tokens, _ in known)
-            parts.append(f"{name} takes {times} of the captured step at {tokens} tokens")
+    parts = [counts, *_worst(found.rows)]
     rows = (*found.rows, *found.prompts)
     late = sum(why.startswith(NOT_BEGUN) for row in rows for why in row.missing.values())
     if late:
-        parts.append(f"{late} figures not begun within --limit")
+        parts.append(f"{late} figures not begun (--limit)")
     word = "STOPPED" if found.stopped else "MEASURED"
-    return f"{word}: {'; '.join(parts)}{stopped}"
+    return short(f"{word}: {'; '.join(parts)}{stopped}", WIDTH)
 
 
-def _generate(row: DecodeRow) -> float | None:
-    return row.generate_ms
-
-
-def _runner(row: DecodeRow) -> float | None:
-    return row.runner_ms
+def _worst(rows: Sequence[DecodeRow]) -> list[str]:
+    """The largest ratios to the captured step."""
+    words = []
+    for name, times in (
+        ("generate", [(row, row.generate_ms) for row in rows]),
+        ("runner", [(row, row.runner_ms) for row in rows]),
+    ):
+        ratios = [(row.over_step(ms), row) for row, ms in times if row.over_step(ms) is not None]
+        if ratios:
+            worst, row = max(ratios, key=lambda pair: pair[0] or 0.0)
+            words.append(f"{name} {worst:.3g} (at {row.tokens})")
+    return [f"over the step at most: {', '.join(words)}"] if words else []
 
 
 def chart(found: ModelResults, gpu: str, date: str) -> str:
