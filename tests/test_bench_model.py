@@ -555,3 +555,22 @@ class TestDocument:
 )
 def test_folders_of_devices(name, folder):
     assert environment.slug(name) == folder
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_measured_in_every_column(tmp_path: Path, monkeypatch):
+    """Flash's sizes, so that every kernel is the one of a whole model."""
+    monkeypatch.undo()  # rates of this GPU
+    path = tmp_path / "m.json"
+    sizes = ["--preset", "flash", "--experts", "8", "--layers", "4", "--steps", "8"]
+    rows = ["--tokens", "1,9", "--context", "300", "--prompts", "21"]
+    assert main(["model", *sizes, *rows, "--profile", "--out", str(path)]) == 0
+    results = document_of(path)
+    for row in results["rows"]:
+        assert set(row["missing"]) == {"deterministic_ms"}
+        assert row["bytes_ms"] < row["step_ms"] < row["eager_ms"]
+        assert 0.5 * row["step_ms"] < row["kernels_ms"]
+    for row in results["profiles"]:
+        profiled = [entry["operator"] for entry in row["profile"]["operators"]]
+        assert operators.OTHER not in profiled
+        assert {operators.NVFP4_GEMM, operators.EXPERTS, operators.ATTENTION} <= set(profiled)

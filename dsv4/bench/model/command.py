@@ -39,38 +39,38 @@ def kernels_on_disk() -> int:
     return len(list(folder.glob("*.cubin"))) if folder is not None and folder.exists() else 0
 
 
-def measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
-    """Measure into ``found``; what was measured before an interrupt stays there."""
+def measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
+    """Measure into ``results``; what was measured before an interrupt stays there."""
     gpu = request.device.type == "cuda"
     with torch.cuda.device(request.device) if gpu else nullcontext():
-        _measure(request, rates, found)
+        _measure(request, rates, results)
 
 
-def _measure(request: ModelRequest, rates: Rates, found: ModelResults) -> None:
-    found.start.kernels_before = kernels_on_disk()
+def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
+    results.start.kernels_before = kernels_on_disk()
     try:
-        model = _build(request, found)
+        model = _build(request, results)
         measurement = Measurement(model, request, rates)
-        found.profiles = measurement.profiles
+        results.profiles = measurement.profiles
         for tokens in request.prompts:
-            found.prompts.append(measurement.prompt(tokens))
+            results.prompts.append(measurement.prompt(tokens))
             _say(f"prompt of {tokens} tokens")
         for context in request.contexts:
             for tokens in request.tokens:
-                found.rows.append(measurement.decode(tokens, context))
+                results.rows.append(measurement.decode(tokens, context))
                 _say(f"{tokens} sequences at {context}")
-        for row in found.rows:
+        for row in results.rows:
             measurement.kernels(row)
         _say("kernels")
     except KeyboardInterrupt:
-        rows = len(found.rows) + len(found.prompts)
-        wanted = len(request.prompts) + len(request.contexts) * len(request.tokens)
-        found.stopped = f"interrupted after {rows} of {wanted} rows"
-    found.start.kernels_after = kernels_on_disk()
+        rows = len(results.rows) + len(results.prompts)
+        asked = len(request.prompts) + len(request.contexts) * len(request.tokens)
+        results.stopped = f"interrupted after {rows} of {asked} rows"
+    results.start.kernels_after = kernels_on_disk()
 
 
-def _build(request: ModelRequest, found: ModelResults) -> DeepseekV4ForCausalLM:
-    device, start = request.device, found.start
+def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalLM:
+    device, start = request.device, results.start
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of measuring rates
         torch.cuda.reset_peak_memory_stats(device)
@@ -111,16 +111,16 @@ def finish(
     options: argparse.Namespace,
     request: ModelRequest,
     header: dict[str, Any],
-    found: ModelResults,
+    results: ModelResults,
 ) -> bool:
     """Print and write; whether no measurement failed."""
     print()
-    print("\n".join(report.lines(found, profile=options.profile)))
+    print("\n".join(report.lines(results, profile=options.profile)))
     gpu, named = str(header["gpu"]), Named(**request.named())
     output = Output.of(getattr(options, "json", None), options.chart, gpu, named)
-    svg = report.chart(found, gpu, str(header["date"])[:10])
+    svg = report.chart(results, gpu, str(header["date"])[:10])
     print()
-    for path in output.write(document(header, found), svg):
+    for path in output.write(document(header, results), svg):
         print(f"wrote {path}")
-    print(report.verdict(found), flush=True)
-    return not report.failures(found)
+    print(report.verdict(results), flush=True)
+    return not report.failures(results)

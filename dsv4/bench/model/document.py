@@ -183,24 +183,24 @@ class ModelResults:
     stopped: str = ""
 
 
-def document(header: dict[str, Any], found: ModelResults) -> dict[str, Any]:
+def document(header: dict[str, Any], results: ModelResults) -> dict[str, Any]:
     """What the file holds."""
-    return {"schema": SCHEMA, "header": dict(header), **asdict(found)}
+    return {"schema": SCHEMA, "header": dict(header), **asdict(results)}
 
 
-def validate(found: Any) -> None:
+def validate(content: Any) -> None:
     """Check a document against the schema.
 
     Raises:
         ValueError: naming the first field that is missing or unknown, and a figure that is None
             without a reason.
     """
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"results: wanted a file of {SCHEMA}")
-    _fields("results", found, {"schema", "header", *_names(ModelResults)})
-    _fields("start", found["start"], _names(Start))
+    _fields("results", content, {"schema", "header", *_names(ModelResults)})
+    _fields("start", content["start"], _names(Start))
     for name, kind in (("rows", DecodeRow), ("prompts", PromptRow), ("profiles", ProfileRow)):
-        for i, row in enumerate(found[name]):
+        for i, row in enumerate(content[name]):
             where = f"{name}[{i}]"
             _fields(where, row, _names(kind))
             _fields(f"{where}.model", row["model"], _names(Named))
@@ -223,11 +223,11 @@ def _figures(kind: type) -> list[str]:
     return [f.name for f in fields(kind) if f.default is None and f.default is not MISSING]
 
 
-def _fields(where: str, found: Any, wanted: set[str]) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"results: {where} is {type(found).__name__}, wanted named fields")
-    for name in [*sorted(wanted - set(found)), *sorted(set(found) - wanted)]:
-        kind = "missing" if name in wanted else "unknown"
+def _fields(where: str, content: Any, names: set[str]) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"results: {where} is {type(content).__name__}, wanted named fields")
+    for name in [*sorted(names - set(content)), *sorted(set(content) - names)]:
+        kind = "missing" if name in names else "unknown"
         raise ValueError(f"results: {where}.{name} is {kind}")
 
 

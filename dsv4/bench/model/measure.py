@@ -180,9 +180,9 @@ class Measurement:
     def _model_steps(self, row: DecodeRow) -> None:
         """The step by itself: bounds, eager, captured."""
         columns = {STEP: "step_ms", EAGER: "eager_ms"}
-        wanted = [name for name, figure in columns.items() if self._wanted(row, name, figure)]
-        figures = [columns[name] for name in wanted]
-        self._take(row, ("experts_read", *figures), lambda: self._of_step(row, wanted))
+        asked = [name for name, figure in columns.items() if self._wanted(row, name, figure)]
+        figures = [columns[name] for name in asked]
+        self._take(row, ("experts_read", *figures), lambda: self._of_step(row, asked))
         cost = whole_model.step_cost(self.model, row.tokens, row.context + 1, row.experts_read)
         row.bytes, row.flops = round(cost.weight_bytes + cost.kv_bytes), round(cost.flops)
         row.bytes_ms, row.flops_ms = cost.bytes_ms(self.rates), cost.flops_ms(self.rates)
@@ -220,11 +220,11 @@ class Measurement:
         step = self._new_step(row)  # holds the memory that the graph reads
         graph = step.captured()
         try:
-            found = profile.profile_replays(graph.replay)
+            kernels = profile.profile_replays(graph.replay)
         except profile.NoKernelsError as error:
             raise SkippedError(str(error)) from error
-        row.kernels_ms, row.launches = found.ms, found.launches
-        self.profiles.append(ProfileRow(self._named, row.tokens, row.context, found))
+        row.kernels_ms, row.launches = kernels.ms, kernels.launches
+        self.profiles.append(ProfileRow(self._named, row.tokens, row.context, kernels))
 
     # Steps of a runner and of generate
 
@@ -277,9 +277,9 @@ class Measurement:
         steps = self.request.steps
         requests = [runner.add(prompt, max_new_tokens=new, stop_ids=()) for prompt in prompts]
         _step_until(runner, requests, WARM_STEPS)
-        before = [len(one.tokens) for one in requests]
+        before = [len(request.tokens) for request in requests]
         total = seconds_of(self.request.device, lambda: _steps(runner, steps))
-        gained = {len(one.tokens) - n for one, n in zip(requests, before, strict=True)}
+        gained = {len(request.tokens) - n for request, n in zip(requests, before, strict=True)}
         if gained != {steps}:
             raise WrongError(f"sequences got {sorted(gained)} tokens in {steps} timed steps")
         return 1e3 * total / steps

@@ -53,11 +53,11 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
         model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
     experts = 0
     for name, module in model.named_modules():
-        wanted = quantised_format(name, module, request.weights)
-        if wanted is None:
+        stored = quantised_format(name, module, request.weights)
+        if stored is None:
             continue
         assert isinstance(module, (DeepseekV4Experts, Linear))
-        module.to_format(wanted)
+        module.to_format(stored)
         if isinstance(module, DeepseekV4Experts):
             experts += _nbytes(module)
     count = config.n_routed_experts
@@ -117,7 +117,7 @@ def check_memory(request: ModelRequest) -> None:
     need = size.peak + cache + reserve
     if need <= free:
         return
-    found = (
+    problem = (
         f"the model needs {_gb(need)} and {_gb(free)} are free on {request.device}: weights "
         f"{_gb(size.peak)} with --preset {request.preset} --experts {size.experts} --layers "
         f"{request.config.num_hidden_layers}, cache {_gb(cache)} with --tokens {sequences} "
@@ -125,9 +125,9 @@ def check_memory(request: ModelRequest) -> None:
     )
     most = size.experts_within(free - cache - reserve)
     if most >= request.config.num_experts_per_tok:
-        raise UsageError(f"{found}wanted --experts {most} at most")
+        raise UsageError(f"{problem}wanted --experts {most} at most")
     raise UsageError(
-        f"{found}no number of experts fits, wanted fewer --layers, --tokens or --context"
+        f"{problem}no number of experts fits, wanted fewer --layers, --tokens or --context"
     )
 
 

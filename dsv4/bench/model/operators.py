@@ -108,9 +108,9 @@ _CLASS = re.compile(r"kernel_cutlass_kernel_+(\w*?Kernel)")
 
 def operator_of(kernel: str) -> str:
     """The operator that a kernel belongs to, by the name that a profiler gives it."""
-    found = _CLASS.match(kernel)
-    if found:
-        return CLASSES.get(found.group(1), OTHER)
+    entry = _CLASS.match(kernel)
+    if entry:
+        return CLASSES.get(entry.group(1), OTHER)
     if kernel in FUNCTIONS:
         return FUNCTIONS[kernel]
     name = kernel.lower()

@@ -20,19 +20,19 @@ _PROFILE = ("operator", "ms", "share %", "launches", "names")
 SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
 
 
-def lines(found: ModelResults, *, profile: bool) -> list[str]:
+def lines(results: ModelResults, *, profile: bool) -> list[str]:
     """Everything that is printed but the verdict.
 
     Args:
-        found: What was measured.
+        results: What was measured.
         profile: Whether to print kernels by operator.
     """
     return [
-        *_start(found),
-        *_decode(found.rows),
-        *_prompts(found),
-        *(line for row in found.profiles if profile for line in profile_lines(row)),
-        *_missing(found),
+        *_start(results),
+        *_decode(results.rows),
+        *_prompts(results),
+        *(line for row in results.profiles if profile for line in profile_lines(row)),
+        *_missing(results),
     ]
 
 
@@ -60,13 +60,13 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else number(value)
 
 
-def _start(found: ModelResults) -> list[str]:
-    every: Sequence[Measured] = [*found.rows, *found.prompts]
-    start, words = found.start, []
+def _start(results: ModelResults) -> list[str]:
+    every: Sequence[Measured] = [*results.rows, *results.prompts]
+    start, words = results.start, []
     if every:
         words.append(f"model  {model_words(every[0].model)}")
     process = "" if start.process_s is None else f"process {start.process_s:.1f} s, "
-    first = next((row for row in found.prompts if row.first_ms is not None), None)
+    first = next((row for row in results.prompts if row.first_ms is not None), None)
     prompt = ""
     if first is not None and first.first_ms is not None:
         seconds = first.first_ms / 1e3
@@ -93,26 +93,26 @@ def _decode(rows: Sequence[DecodeRow]) -> list[str]:
         cells.append("-" if ratio is None else f"{ratio:.3f}")
         cells += [_ms(row.deterministic_ms)] * more
         body.append([str(row.tokens), str(row.context), *_model_cells(row.model), *cells])
-    found = [
+    lines = [
         "",
         "ms per step, in which each of the sequences gets one token; bytes and flops: bounds",
     ]
-    found += plain((*_DECODE, *_TIMES, *(_MORE if more else ())), body, len(_DECODE))
+    lines += plain((*_DECODE, *_TIMES, *(_MORE if more else ())), body, len(_DECODE))
     for row in rows:
         if row.experts_read is not None:
-            found += wrapped(
+            lines += wrapped(
                 f"{row.tokens} at {row.context}: {row.experts_read:.1f} experts of a layer read "
                 f"(uniform {row.experts_uniform:.1f}); cache of the step: {row.fill}"
                 + (f"; of the runner: {row.runner_fill}" if row.runner_fill else "")
             )
-    return found
+    return lines
 
 
-def _prompts(found: ModelResults) -> list[str]:
-    if not found.prompts:
+def _prompts(results: ModelResults) -> list[str]:
+    if not results.prompts:
         return []
     body = []
-    for row in found.prompts:
+    for row in results.prompts:
         cells = [_ms(ms) for ms in (row.flops_ms, row.runner_ms, row.generate_ms, row.first_ms)]
         rate = "-" if not row.generate_ms else f"{1e3 * row.prompt / row.generate_ms:.0f}"
         body.append([str(row.prompt), *_model_cells(row.model), *cells, rate])
@@ -125,9 +125,9 @@ def _prompts(found: ModelResults) -> list[str]:
 
 def profile_lines(row: ProfileRow) -> list[str]:
     """Kernels of a step by operator."""
-    found, body = row.profile, []
-    for operator in found.operators:
-        share = 100 * operator.ms / found.ms if found.ms else 0.0
+    profile, body = row.profile, []
+    for operator in profile.operators:
+        share = 100 * operator.ms / profile.ms if profile.ms else 0.0
         kernels = ", ".join(short(name, 40) for name in operator.kernels[:3])
         more = f", {len(operator.kernels) - 3} more" if len(operator.kernels) > 3 else ""
         body.append(
@@ -140,8 +140,8 @@ def profile_lines(row: ProfileRow) -> list[str]:
             ]
         )
     title = (
-        f"{row.tokens} at {row.context}: kernels of the captured step, {found.ms:.3f} ms in "
-        f"{found.launches:.0f} launches, all streams together"
+        f"{row.tokens} at {row.context}: kernels of the captured step, {profile.ms:.3f} ms in "
+        f"{profile.launches:.0f} launches, all streams together"
     )
     return ["", title, *plain(_PROFILE, body)]
 
@@ -152,10 +152,10 @@ def _where(row: Measured) -> str:
     return f"prompt of {getattr(row, 'prompt', '?')}"
 
 
-def _missing(found: ModelResults) -> list[str]:
+def _missing(results: ModelResults) -> list[str]:
     """Why figures are missing, figures of one reason together."""
     said = []
-    for row in (*found.rows, *found.prompts):
+    for row in (*results.rows, *results.prompts):
         reasons: dict[str, list[str]] = {}
         for figure, reason in row.missing.items():
             if reason != NOT_ASKED:
@@ -164,25 +164,25 @@ def _missing(found: ModelResults) -> list[str]:
     return ["", *(line for text in said for line in wrapped(text))] if said else []
 
 
-def failures(found: ModelResults) -> list[str]:
+def failures(results: ModelResults) -> list[str]:
     """Figures whose measurement failed."""
-    rows = (*found.rows, *found.prompts)
+    rows = (*results.rows, *results.prompts)
     return [f"{_where(row)}: {name}: {row.missing[name]}" for row in rows for name in row.failed]
 
 
-def verdict(found: ModelResults) -> str:
+def verdict(results: ModelResults) -> str:
     """The last line."""
-    failed = failures(found)
-    stopped = f"; {found.stopped}" if found.stopped else ""
-    counts = f"{len(found.rows)} rows, {len(found.prompts)} prompts"
+    failed = failures(results)
+    stopped = f"; {results.stopped}" if results.stopped else ""
+    counts = f"{len(results.rows)} rows, {len(results.prompts)} prompts"
     if failed:
         return short(f"FAILED: {len(failed)} figures of {counts}: {failed[0]}{stopped}", WIDTH)
-    parts = [counts, *_worst(found.rows)]
-    rows = (*found.rows, *found.prompts)
+    parts = [counts, *_worst(results.rows)]
+    rows = (*results.rows, *results.prompts)
     late = sum(why.startswith(NOT_BEGUN) for row in rows for why in row.missing.values())
     if late:
         parts.append(f"{late} figures not begun (--limit)")
-    word = "STOPPED" if found.stopped else "MEASURED"
+    word = "STOPPED" if results.stopped else "MEASURED"
     return short(f"{word}: {'; '.join(parts)}{stopped}", WIDTH)
 
 
@@ -200,7 +200,7 @@ def _worst(rows: Sequence[DecodeRow]) -> list[str]:
     return [f"over the step at most: {', '.join(words)}"] if words else []
 
 
-def chart(found: ModelResults, gpu: str, date: str) -> str:
+def chart(results: ModelResults, gpu: str, date: str) -> str:
     """Bars of every row, as SVG."""
     times: tuple[Callable[[DecodeRow], float | None], ...] = (
         lambda row: row.bound_ms,
@@ -214,8 +214,8 @@ def chart(found: ModelResults, gpu: str, date: str) -> str:
             (f"{row.tokens} sequence{'s' * (row.tokens > 1)}", f"context {row.context}"),
             tuple(time(row) for time in times),
         )
-        for row in found.rows
+        for row in results.rows
     ]
-    named = [model_words(row.model) for row in found.rows[:1]]
+    named = [model_words(row.model) for row in results.rows[:1]]
     notes = (f"{gpu}, {date}", *named)
     return Chart("Decoding, one token of each sequence", notes, "ms per step", SERIES, groups).svg()

@@ -130,8 +130,8 @@ class ModelRequest:
         )
         request.check_positions()
         if options.profile and KERNELS not in request.columns:
-            found = ",".join(request.columns)
-            raise UsageError(f"--profile: --columns is {found}, wanted kernels among them")
+            columns = ",".join(request.columns)
+            raise UsageError(f"--profile: --columns is {columns}, wanted kernels among them")
         return request
 
     @property
