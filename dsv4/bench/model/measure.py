@@ -212,7 +212,7 @@ class Measurement:
 
     def _check_graphs(self) -> None:
         if not has_graphs(self.request.device):
-            raise SkippedError(f"needs a CUDA GPU, the device is {self.request.device}")
+            raise SkippedError(_no_graphs(self.request.device))
 
     def _profiled_step(self, row: DecodeRow) -> None:
         """Profile the captured step, made once more."""
@@ -244,13 +244,21 @@ class Measurement:
             prefix_sequences=0 if own else 1,
         )
         with runner:
-            seconds = seconds_of(request.device, runner.warm_up)
-            if has_graphs(request.device):
-                row.capture_s = seconds
-            else:
-                row.missing["capture_s"] = f"needs a CUDA GPU, the device is {request.device}"
+            self._capture(runner, row)
             prompts = self._row_prompts(runner, row, own)
             row.runner_ms = self._step_ms(runner, prompts, tokens - context)
+
+    def _capture(self, runner: Runner, row: DecodeRow) -> None:
+        """Capture the runner's graphs ahead of its requests."""
+        graphs: list[int] = []
+        device = self.request.device
+        seconds = seconds_of(device, lambda: graphs.append(runner.warm_up()))
+        if graphs[0]:
+            row.capture_s = seconds
+        elif has_graphs(device):
+            row.missing["capture_s"] = "the runner decodes eagerly, for the reason that it logged"
+        else:
+            row.missing["capture_s"] = _no_graphs(device)
 
     def _deterministic_steps(self, row: DecodeRow) -> None:
         """The same of a runner whose decode steps have one sequence."""
@@ -309,6 +317,10 @@ class Measurement:
         row.generate_ms = decode_ms(marks, count, WARM_STEPS // 2, request.steps)
         if row.generate_ms is None:
             raise WrongError(f"found fewer than {request.steps} decode steps in a call of generate")
+
+
+def _no_graphs(device: torch.device) -> str:
+    return f"needs a CUDA GPU, the device is {device}"
 
 
 def _one(runner: Runner, prompt: Sequence[int]) -> None:
