@@ -70,20 +70,28 @@ def mxfp4_as_nvfp4(
         scales: float8_e8m0fnu ``[*batch, N, K/32]``, linear.
     """
     exponent = scales.contiguous().view(torch.uint8).to(torch.int32) - 127
-    codes = unpack(packed).unflatten(-1, (scales.shape[-1], 32))
+    blocks = packed.unflatten(-1, (scales.shape[-1], 16))
     invalid = exponent == 128
-    counts = ((codes & 7) != 0).any(-1) & ~invalid
+    counts = ((blocks & 0x77) != 0).any(-1) & ~invalid
     largest = _largest_exponent(exponent, counts)
     relative = exponent - largest[..., None, None] + 8
-    shift = torch.where(counts, (-9 - relative).clamp(0, 24), 0)[..., None]
-    wide = decode_e2m1(codes)
-    rounded = encode_e2m1(wide * _power_of_two(-shift))
-    inexact = (decode_e2m1(rounded) * _power_of_two(shift) != wide).any(-1)
+    shift = torch.where(counts, (-9 - relative).clamp(0, 24), 0)
+    rounded, inexact = packed, torch.zeros_like(counts)
+    if bool(shift.any()):
+        rounded, inexact = _shifted(packed, shift)
     block_scale = _power_of_two(relative.clamp(-9, 8))
     block_scale = torch.where(invalid, torch.nan, block_scale).to(torch.float8_e4m3fn)
     doubled = block_scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
     global_scale = _power_of_two(largest - 8)[..., None]
-    return pack(rounded.flatten(-2)), doubled, global_scale, inexact
+    return rounded, doubled, global_scale, inexact
+
+
+def _shifted(packed: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the values times ``2 ^ -shift`` of their block, and the blocks that were rounded."""
+    wide = decode_e2m1(unpack(packed).unflatten(-1, (shift.shape[-1], 32)))
+    rounded = encode_e2m1(wide * _power_of_two(-shift)[..., None])
+    inexact = (decode_e2m1(rounded) * _power_of_two(shift)[..., None] != wide).any(-1)
+    return pack(rounded.flatten(-2)), inexact
 
 
 def _largest_exponent(exponent: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -169,14 +169,17 @@ def from_pretrained(
     numerics: str = "transformers",
     activation: str = "bf16",
     parts: Iterable[str] | None = None,
+    mxfp4: str | None = None,
+    pack: bool | str = True,
     input_scales: str = "stored",
     progress: bool = True,
 ) -> Any:
-    """A transformers ``DeepseekV4ForCausalLM`` filled from a checkpoint of any layout.
+    """A transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout, ready to run.
 
-    Quantised weights stay as they are stored in the parts that are swapped, and are dequantised in
-    the others. transformers has no multi-token-prediction layers: the checkpoint's are left out,
-    which is logged as a warning and listed in ``model.dsv4_report.left_out``.
+    Quantised weights stay quantised in the parts that are swapped, and are dequantised in the
+    others. NVFP4 weights are packed as ``dsv4.load`` packs them. transformers has no
+    multi-token-prediction layers: the checkpoint's are left out, which is logged as a warning and
+    listed in ``model.dsv4_report.left_out``.
 
     Args:
         path: Folder with config.json and safetensors, see ``dsv4.checkpoint``.
@@ -188,6 +191,8 @@ def from_pretrained(
         numerics: As for ``apply``.
         activation: As for ``apply``.
         parts: As for ``apply``.
+        mxfp4: As for ``dsv4.load``.
+        pack: As for ``dsv4.load``.
         input_scales: As for ``dsv4.load``.
         progress: Whether to show a progress bar on stderr.
 
@@ -215,18 +220,21 @@ def from_pretrained(
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
         report = _apply(model, modeling, config, chosen)
-        fill(
+        filled = fill(
             model,
             checkpoint,
             device=device,
             dtype=dtype,
             activation=activation,
             float32=_float32_names(model),
+            mxfp4=mxfp4,
+            pack=pack,
             input_scales=input_scales,
             ignore=("mtp.*",),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
+        report.packing, report.conversion = filled.packing, filled.conversion
         report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
     _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))

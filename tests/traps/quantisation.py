@@ -538,7 +538,7 @@ MUTANTS = (
     Mutant(
         "T36",
         "MTP tensors left out on writing",
-        "dsv4/checkpoint.py",
+        "dsv4/_checkpoint/items.py",
         "    for slot in slots_of(model):\n",
         "    for slot in slots_of(model):\n"
         "        if slot.name.startswith('mtp.'):\n            continue\n",
