@@ -275,6 +275,8 @@ def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool
         dtype: Of the inputs.
         experts: Whether they are routed experts, for which only CuTeDSL kernels are.
     """
+    if device.type != "cuda":
+        return f"kernels for packed weights run on a CUDA GPU, the tensors are on {device}"
     if dtype != torch.bfloat16:
         return f"kernels for packed weights take bfloat16, the model is {dtype}"
     return _no_cute(device) if experts else _no_triton(device)

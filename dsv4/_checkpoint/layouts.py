@@ -79,9 +79,11 @@ class Layout:
 
     def format_of(self, name: str) -> Format | None:
         """The format this layout gives to a plain matrix, None for plain."""
-        if self.name == "bf16" or self.plain(name):
-            return None
-        if self.name == "compressed-tensors" and names.is_mtp(name):
+        return None if self.plain(name) else self.own_format(name)
+
+    def own_format(self, name: str) -> Format | None:
+        """The same without exceptions for names."""
+        if self.name == "bf16" or (self.name == "compressed-tensors" and names.is_mtp(name)):
             return None
         if names.is_routed(name):
             keeps_mxfp4 = self.name == "nvidia" and names.is_mtp(name)

@@ -47,6 +47,10 @@ class Options:
             return None
         return NVFP4.name if self.converts(entry) else entry.format.name
 
+    def scale_dtype(self, entry: Entry) -> torch.dtype | None:
+        """Dtype of the block scales that an entry has in memory, None if plain."""
+        return NVFP4.scale_dtypes[0] if self.converts(entry) else entry.scale_dtype
+
     def converts(self, entry: Entry) -> bool:
         """Whether an entry is to become NVFP4, where that is possible."""
         return self.mxfp4 != "keep" and entry.format == MXFP4

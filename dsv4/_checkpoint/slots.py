@@ -217,8 +217,9 @@ class ExpertsSlot(Slot):
             if entry.format is None and not entry.weight.dtype.is_floating_point:
                 yield _wrong_dtype(entry)
         scaled = [entry for entry in found if entry.scales]
-        if len({entry.scale_dtype for entry in scaled}) > 1:
-            odd_scale = _rarest(scaled, [entry.scale_dtype for entry in scaled]).scales
+        dtypes = [options.scale_dtype(entry) for entry in scaled]
+        if len(set(dtypes)) > 1:
+            odd_scale = _rarest(scaled, dtypes).scales
             yield Problem(
                 _FORMATS,
                 f"{self.name}: experts have block scales of several dtypes, wanted one; "

@@ -50,6 +50,7 @@ from dsv4.integrations._guards import Guards, check_implementation
 from dsv4.integrations._report import Kept, Replaced, Report
 from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
+from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -158,7 +159,7 @@ def _apply(model: Any, modeling: Any, config: ModelConfig, parts: tuple[str, ...
         f"dsv4 in {type(model).__name__}, numerics {config.numerics}, "
         f"activation {config.activation}"
     )
-    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), (), undo)
+    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), _undo=undo)
 
 
 def from_pretrained(
@@ -171,6 +172,7 @@ def from_pretrained(
     parts: Iterable[str] | None = None,
     mxfp4: str | None = None,
     pack: bool | str = True,
+    reserve_tokens: int = STEP_TOKENS,
     input_scales: str = "stored",
     progress: bool = True,
 ) -> Any:
@@ -193,6 +195,7 @@ def from_pretrained(
         parts: As for ``apply``.
         mxfp4: As for ``dsv4.load``.
         pack: As for ``dsv4.load``.
+        reserve_tokens: As for ``dsv4.load``.
         input_scales: As for ``dsv4.load``.
         progress: Whether to show a progress bar on stderr.
 
@@ -209,11 +212,12 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
-    from dsv4._checkpoint.arguments import as_dtype
+    from dsv4._checkpoint.arguments import as_dtype, check_reserve
     from dsv4.checkpoint import Checkpoint, fill
 
     modeling = _modeling()
     chosen, dtype = _chosen(parts), as_dtype(dtype)
+    check_reserve(reserve_tokens)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)
@@ -242,6 +246,7 @@ def from_pretrained(
     report.title = f"{report.title}, from {path}"
     report._undo = _not_undoable
     model.dsv4_report = report
+    warm_allocator(model, reserve_tokens, model.get_input_embeddings().weight.dtype)
     if report.left_out:
         _logger.warning(
             "%s: %d mtp.* tensors were left out; transformers has no multi-token-prediction layers",
