@@ -406,13 +406,15 @@ def save(
     """Write a model as a checkpoint folder: shards, index and config.json.
 
     Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
-    ``dsv4._checkpoint.layouts`` for both), and packed ones as if they were not packed. Experts that
+    ``dsv4._checkpoint.layouts`` for both), packed ones as if they were not packed. Experts that
     ``load`` converted from MXFP4 are stored as NVFP4 with the same values, or as MXFP4 again where
-    that is the layout's format: in ``"deepseek"``, and of MTP layers in ``"nvidia"``. Gate and up of an MLP in NVFP4 get one global scale,
-    because engines take one for both; where that would change a value they keep their own, and the
-    logger ``dsv4.checkpoint`` warns once with their number. A checkpoint that is replaced stays
-    whole until the new one is, whatever fails, and only its own files go: see
-    ``dsv4._checkpoint.transaction``. The disk must have room for both.
+    that is the layout's format: all in ``"deepseek"``, those of MTP layers in ``"nvidia"``.
+
+    Gate and up of an MLP in NVFP4 get one global scale, because engines take one for both; where
+    that would change a value they keep their own, and the logger ``dsv4.checkpoint`` warns once
+    with their number. A checkpoint that is replaced stays whole until the new one is, whatever
+    fails, and only its own files go: see ``dsv4._checkpoint.transaction``. The disk must have room
+    for both.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,

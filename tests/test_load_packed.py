@@ -76,7 +76,7 @@ class TestPacked:
     )
     @example(seed=1, formats=["nvfp4"], activation="nvfp4", layout=SWIZZLED)
     @example(seed=1, formats=["nvfp4"], activation="bf16", layout=FRAGMENTS)
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     def test_is_what_pack_makes_of_it(self, tmp_path_factory, seed, formats, activation, layout):
         """The layers that ``pack_`` packs are packed and joined, and no bit of a weight changes."""
         folder = tmp_path_factory.mktemp("model")
@@ -359,7 +359,7 @@ class TestMxfp4:
     )
     @example(seed=0, spread={(1, 2, "w2"): 17}, pack=FRAGMENTS)
     @example(seed=0, spread={(1, 2, "w2"): 18, (1, 3, "w1"): 18}, pack=FRAGMENTS)
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     def test_is_converted_where_no_value_changes(self, tmp_path_factory, seed, spread, pack):
         names = {f"layers.{n}.ffn.experts.{e}.{w}": p for (n, e, w), p in spread.items()}
         folder = mxfp4_checkpoint(tmp_path_factory.mktemp("model"), names, seed % 7)
@@ -549,8 +549,8 @@ class TestMemory:
         of, in the model a small part of a layer; so is an expert here.
         """
         config = ModelConfig.tiny(
-            layer_types=(SLIDING,) * 4,
-            **{**SIZES, "n_routed_experts": 64, "num_nextn_predict_layers": 0},
+            layer_types=(SLIDING,) * 3,
+            **{**SIZES, "n_routed_experts": 24, "num_nextn_predict_layers": 0},
         )
         model = make_model(config)
         if layout == "transformers":
