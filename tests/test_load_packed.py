@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import _support, layers
 from dsv4._checkpoint.mxfp4 import pair_to_nvfp4, to_mxfp4, to_nvfp4
+from dsv4._checkpoint.packing import report_packing
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, save
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
@@ -188,6 +189,25 @@ class TestDefault:
         model = load(original, progress=False)
         assert {m.format for m in packable(model) if isinstance(m, DeepseekV4Experts)} == {MXFP4}
 
+    def test_a_layer_that_a_gpu_runs_slowly_is_a_warning(self, tmp_path, caplog):
+        """On the meta device, which is no CPU: experts, and linear layers in NVFP4 or MXFP4."""
+        model = mixed(1, [None, "nvfp4", "mxfp4", "fp8_block"])
+        slow = [
+            name
+            for name, module in quantised_modules(model)
+            if isinstance(module, DeepseekV4Experts) or module.format in (NVFP4, MXFP4)
+        ]
+        kept = dict.fromkeys((name for name, _ in quantised_modules(model)), "it is so")
+        for device, level in (("cpu", logging.INFO), ("meta", logging.WARNING)):
+            caplog.clear()
+            with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
+                report_packing(tmp_path, model.to(device), layers.Packing(kept=kept))
+            found = {r.levelno: r.message for r in caplog.records if MESSAGE in r.message}
+            number = len(slow) if device == "meta" else len(kept)
+            assert f": {number} layers are not packed: it is so" in found[level]
+            assert len(found) == (2 if device == "meta" else 1)
+            assert 0 < len(slow) < len(kept)
+
     @pytest.mark.parametrize(
         ("capability", "dtype", "experts", "linear"),
         [
@@ -285,6 +305,7 @@ class TestConversion:
 
     @given(seed=strategies.seeds(), bits=st.integers(0, 2**32 - 1), same=st.booleans())
     @example(seed=3, bits=0x3F800000, same=True)
+    @example(seed=3, bits=0x3F800000, same=False)
     @example(seed=3, bits=0x00000001, same=True)
     @example(seed=3, bits=0x3FC00000, same=True)
     def test_back_is_exact_or_refused(self, seed, bits, same):
