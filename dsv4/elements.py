@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.scales import e8m0_to_float
-
 # Magnitudes above which (even code below: strictly above) the next code is nearer. At a midpoint
 # the even code wins: 0.25 -> 0, 0.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.
 _STRICT = (0.25, 1.25, 2.5, 5.0)
 _INCLUSIVE = (0.75, 1.75, 3.5)
+_E4M3_NAN = 0x7F
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -79,9 +78,11 @@ def mxfp4_as_nvfp4(
     rounded, inexact = packed, torch.zeros_like(counts)
     if bool(shift.any()):
         rounded, inexact = _shifted(packed, shift)
-    block_scale = _power_of_two(relative.clamp(-9, 8))
-    block_scale = torch.where(invalid, torch.nan, block_scale).to(torch.float8_e4m3fn)
-    doubled = block_scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
+    power = relative.clamp(-9, 8)
+    # E4M3 has exponent bits above 3 of the mantissa, and subnormal numbers below 2^-6.
+    block_scale = torch.where(power >= -6, (power + 7) << 3, 1 << (power + 9))
+    block_scale = torch.where(invalid, _E4M3_NAN, block_scale).to(torch.uint8)
+    doubled = block_scale.repeat_interleave(2, -1).view(torch.float8_e4m3fn)
     global_scale = _power_of_two(largest - 8)[..., None]
     return rounded, doubled, global_scale, inexact
 
@@ -104,8 +105,6 @@ def _largest_exponent(exponent: torch.Tensor, counts: torch.Tensor) -> torch.Ten
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """float32 ``2 ** exponent`` for integers -149 to 127, exactly (``exp2`` need not be exact)."""
-    half = exponent.div(2, rounding_mode="floor")
-    first = e8m0_to_float((half + 127).to(torch.uint8).view(torch.float8_e8m0fnu))
-    second = e8m0_to_float((exponent - half + 127).to(torch.uint8).view(torch.float8_e8m0fnu))
-    return first * second
+    """float32 ``2 ** exponent`` for int32 -149 to 127, exactly (``exp2`` need not be exact)."""
+    subnormal = 1 << (exponent + 149).clamp(0, 22)
+    return torch.where(exponent >= -126, (exponent + 127) << 23, subnormal).view(torch.float32)

@@ -510,7 +510,7 @@ class Conversion:
     @property
     def exact(self) -> bool:
         """Whether every value is bitwise the same."""
-        return self.count == 0
+        return not bool(self.inexact.any())
 
     def __str__(self) -> str:
         blocks = self.inexact.numel()
