@@ -49,7 +49,7 @@ class Conversion:
             _logger.info("%s: %d MXFP4 matrices are NVFP4 in memory", path, self.converted)
         if not self.inexact:
             return
-        what = "were rounded"
+        what = "they were rounded"
         if self.kept:
             what = (
                 f"{self.kept} matrices stay MXFP4, for which there are no packed kernels; "

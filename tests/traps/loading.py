@@ -11,8 +11,9 @@ ITEMS = "dsv4/_checkpoint/items.py"
 PACKING = "dsv4/_checkpoint/packing.py"
 CHECKPOINT = "dsv4/checkpoint.py"
 TESTS = "tests/test_load_packed.py::"
-CONVERTED = TESTS + "TestMxfp4::test_is_converted_where_no_value_changes"
-RETURNS = TESTS + "TestMxfp4::test_comes_back_as_it_was"
+MXFP4_TESTS = "tests/test_load_mxfp4.py::"
+CONVERTED = MXFP4_TESTS + "TestMxfp4::test_is_converted_where_no_value_changes"
+RETURNS = MXFP4_TESTS + "TestMxfp4::test_comes_back_as_it_was"
 
 MUTANTS = (
     Mutant(
@@ -45,7 +46,7 @@ MUTANTS = (
         MXFP4,
         "        if not self.inexact:\n",
         "        if self.inexact:\n",
-        TESTS + "TestMxfp4::test_what_stays_is_said_once",
+        MXFP4_TESTS + "TestMxfp4::test_what_stays_is_said_once",
     ),
     Mutant(
         "load",
@@ -53,7 +54,7 @@ MUTANTS = (
         SLOTS,
         "        if others:\n",
         "        if False:\n",
-        TESTS + "TestMxfp4::test_a_layer_of_two_formats_that_cannot_be_one_is_refused",
+        MXFP4_TESTS + "TestMxfp4::test_a_layer_of_two_formats_that_cannot_be_one_is_refused",
     ),
     Mutant(
         "load",
@@ -61,7 +62,7 @@ MUTANTS = (
         MXFP4,
         "    if not torch.equal(halves[..., 0], halves[..., 1]):\n",
         "    if False:\n",
-        TESTS + "TestConversion::test_back_is_exact_or_refused",
+        MXFP4_TESTS + "TestConversion::test_back_is_exact_or_refused",
     ),
     Mutant(
         "load",
@@ -69,7 +70,7 @@ MUTANTS = (
         MXFP4,
         "    if mantissa != 0.5:\n",
         "    if mantissa < 0.5:\n",
-        TESTS + "TestConversion::test_back_is_exact_or_refused",
+        MXFP4_TESTS + "TestConversion::test_back_is_exact_or_refused",
     ),
     Mutant(
         "load",
@@ -77,7 +78,7 @@ MUTANTS = (
         MXFP4,
         "(fraction == 0.5) & (powers >= -127) & (powers <= 127)",
         "(fraction == 0.5)",
-        TESTS + "TestConversion::test_back_is_exact_or_refused",
+        MXFP4_TESTS + "TestConversion::test_back_is_exact_or_refused",
     ),
     Mutant(
         "load",
@@ -93,7 +94,7 @@ MUTANTS = (
         ITEMS,
         "        if back:\n",
         "        if slot.name[:3] == 'mtp' and all(to_mxfp4(p) is not None for p in parts):\n",
-        TESTS + "TestMxfp4::test_a_layer_of_nvfp4_goes_back_as_a_whole_or_not_at_all",
+        MXFP4_TESTS + "TestMxfp4::test_a_layer_of_nvfp4_goes_back_as_a_whole_or_not_at_all",
     ),
     Mutant(
         "load",
@@ -101,7 +102,7 @@ MUTANTS = (
         "dsv4/_checkpoint/layouts.py",
         "            if not report.exact:\n",
         "            if False:\n",
-        TESTS + "TestMxfp4::test_nvidias_layout_refuses_what_it_would_round",
+        MXFP4_TESTS + "TestMxfp4::test_nvidias_layout_refuses_what_it_would_round",
     ),
     Mutant(
         "load",
