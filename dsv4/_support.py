@@ -267,6 +267,28 @@ def _no_cute(device: torch.device) -> str | None:
     return None
 
 
+def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str | None:
+    """Why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
+
+    Args:
+        device: Of the weights.
+        dtype: Of the inputs.
+        experts: Whether they are routed experts, for which only CuTeDSL kernels are.
+    """
+    if device.type != "cuda":
+        return f"kernels for packed weights run on a CUDA GPU, the tensors are on {device}"
+    if dtype != torch.bfloat16:
+        return f"kernels for packed weights take bfloat16, the model is {dtype}"
+    return _no_cute(device) if experts else _no_triton(device)
+
+
+def packed_layout(device: torch.device, activation: str) -> str:
+    """The layout that kernels for these activations want on a device."""
+    arch = ARCHITECTURES.get(_capability(device))
+    swizzled = arch not in (None, HOPPER) and activation == NVFP4.name
+    return SWIZZLED if swizzled else FRAGMENTS
+
+
 def cute_grouped(call: Call) -> str | None:
     """Why the CuTeDSL kernel cannot run a product of sorted rows with experts, or None."""
     x, weight, scales, global_scale, segments, _, _, layout = call.args[:8]

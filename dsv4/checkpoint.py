@@ -19,10 +19,14 @@ from torch import nn
 
 from dsv4 import _config_file
 from dsv4._checkpoint import bounds, layouts, names, transaction
-from dsv4._checkpoint.arguments import as_dtype
+from dsv4._checkpoint.arguments import as_dtype, check_reserve
 from dsv4._checkpoint.dry_run import dry_run
 from dsv4._checkpoint.entries import Entry, group
+from dsv4._checkpoint.filling import Filled, each_slot
 from dsv4._checkpoint.folder import existing, open_folder
+from dsv4._checkpoint.items import Item, items_of
+from dsv4._checkpoint.options import Options
+from dsv4._checkpoint.packing import PackChoice, mxfp4_mode, report_packing
 from dsv4._checkpoint.pairs import Pairing
 from dsv4._checkpoint.problems import raise_all
 from dsv4._checkpoint.progress import Progress
@@ -33,10 +37,11 @@ from dsv4._checkpoint.shards import (
     Shards,
     TensorInfo,
 )
-from dsv4._checkpoint.slots import ExpertsSlot, Options, slots_of
+from dsv4._checkpoint.slots import ExpertsSlot, Slot, slots_of
 from dsv4._checkpoint.writer import ShardWriter
 from dsv4.config import ModelConfig
 from dsv4.formats import QuantizedTensor
+from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
@@ -45,6 +50,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Entry",
+    "Filled",
     "Item",
     "LoadReport",
     "MissingCheckpointError",
@@ -54,9 +60,6 @@ __all__ = [
     "save",
     "write",
 ]
-
-# One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
-Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
 
 
 class Checkpoint:
@@ -122,6 +125,12 @@ class Checkpoint:
         what it is.
         """
         return _config_file.producer(self.values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a model that keeps the dtypes stored here: that of the embedding."""
+        entry = self.entries.get("model.embed_tokens.weight")
+        return torch.bfloat16 if entry is None or entry.format else entry.weight.dtype
 
     @property
     def nbytes(self) -> int:
@@ -203,13 +212,14 @@ def fill(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     activation: str = "bf16",
-    mxfp4: str = "keep",
+    mxfp4: str | None = "keep",
+    pack: bool | str = False,
     input_scales: str = "stored",
     float32: Collection[str] = (),
     ignore: Sequence[str] = (),
     check_values: bool = True,
     progress: bool = True,
-) -> None:
+) -> Filled:
     """Fill a module tree that has transformers' names.
 
     Everything is checked before anything is written: names, shapes and dtypes from the headers,
@@ -225,7 +235,8 @@ def fill(
             for what is dequantised). Tensors that are float32 by definition are never narrower, and
             weights of norms never narrower than stored.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
-        mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        mxfp4: As for ``load``.
+        pack: As for ``load``. Each layer is packed as soon as it has its weight.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
             ``"token"`` leaves them out, so that NVFP4 layers make one per token.
         float32: Canonical names of other plain tensors that are never narrower than float32.
@@ -234,58 +245,48 @@ def fill(
             while filling, and what was filled before it stays.
         progress: Whether to show a progress bar on stderr.
 
+    Returns:
+        What was packed and converted.
+
     Raises:
         CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
             examples; or naming the first tensor with a bad value.
         TypeError: if ``dtype`` is not a floating torch.dtype.
-        ValueError: if ``mxfp4`` or ``input_scales`` is unknown.
+        ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
     """
-    if mxfp4 not in ("keep", "nvfp4"):
-        raise ValueError(f"mxfp4 is {mxfp4!r}, wanted 'keep' or 'nvfp4'")
+    dtype = as_dtype(dtype)
+    choice = PackChoice.of(pack, dtype or checkpoint.dtype)
+    place = None if device is None else torch.device(device)
+    mode = mxfp4_mode(mxfp4, choice, torch.device("cpu") if place is None else place)
     if input_scales not in ("stored", "token"):
         raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
-    place = None if device is None else torch.device(device)
-    options = Options(
-        place, as_dtype(dtype), activation, mxfp4 == "nvfp4", input_scales, frozenset(float32)
-    )
+    options = Options(place, dtype, activation, mode, input_scales, frozenset(float32))
     slots = slots_of(model, prefix)
     plan = dry_run(slots, checkpoint.entries, checkpoint.stray, options, _matcher(ignore))
     raise_all(f"{checkpoint.path} does not fit the model", plan.problems, plan.notes)
     total = plan.nbytes
     for reason, unused in checkpoint.unused.items():
         left_out(checkpoint.path, len(unused), reason)
+    source = (slots, checkpoint.entries, checkpoint.close)
     if check_values:
-        _each_layer(
-            slots, checkpoint, Progress("checking", total, progress), "check_values", options
-        )
-    _each_layer(slots, checkpoint, Progress("loading", total, progress), "fill", options)
+        bar = Progress("checking", total, progress)
+        each_slot(*source, bar, lambda slot: slot.check_values(checkpoint.entries, options))
+    packer = choice.packer(model)
+
+    def fill_slot(slot: Slot) -> None:
+        slot.fill(checkpoint.entries, options)
+        if packer is not None:
+            packer.pack(slot.module)
+
+    each_slot(*source, Progress("loading", total, progress), fill_slot)
+    options.conversion.report(checkpoint.path)
+    if packer is not None:
+        report_packing(checkpoint.path, model, packer.report)
+    return Filled(None if packer is None else packer.report, options.conversion)
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _each_layer(
-    slots: Sequence[Any], checkpoint: Checkpoint, bar: Progress, action: str, options: Options
-) -> None:
-    """Call a method of every slot, unmapping the files after each layer."""
-    layer = ""
-    try:
-        for slot in slots:
-            if names.layer_of(slot.name) != layer:
-                layer = names.layer_of(slot.name)
-                checkpoint.close()
-            getattr(slot, action)(checkpoint.entries, options)
-            bar.advance(_bytes_of(slot, checkpoint.entries))
-    finally:
-        checkpoint.close()
-    bar.finish()
-
-
-def _bytes_of(slot: Any, entries: Mapping[str, Entry]) -> int:
-    stacked = isinstance(slot, ExpertsSlot) and slot.stacked()[0] in entries
-    wanted = slot.wanted_stacked() if stacked else slot.wanted()
-    return sum(entries[name].nbytes for name, _ in wanted)
 
 
 def load(
@@ -296,13 +297,21 @@ def load(
     activation: str = "bf16",
     dtype: torch.dtype | str | None = None,
     mtp: bool | None = None,
-    mxfp4: str = "keep",
+    mxfp4: str | None = None,
+    pack: bool | str = True,
+    reserve_tokens: int = STEP_TOKENS,
     input_scales: str = "stored",
     progress: bool = True,
 ) -> DeepseekV4ForCausalLM:
-    """A model from a checkpoint folder, each weight in the format it is stored in.
+    """A model from a checkpoint folder, ready to run on its device.
 
+    Each weight has the format it is stored in, but for MXFP4 (``mxfp4``). NVFP4 weights are packed
+    for the device's tensor cores (``pack``), each layer as soon as it is read; no value changes.
     Memory holds the model and less than one layer more: the files are mapped a part at a time.
+
+    ``save`` and ``state_dict`` write a packed model as an unpacked one. MXFP4 weights that were
+    converted are written as NVFP4 with the same values, and as MXFP4 by ``save`` with
+    ``layout="deepseek"`` (with ``"nvidia"``, those of MTP layers).
 
     Headers, shapes, dtypes and the sizes of files are checked, and values that no sound checkpoint
     holds (NaN, infinite weights, scales of 0) are refused. safetensors has no checksum: a byte of a
@@ -323,7 +332,21 @@ def load(
             config.json says. True demands at least one, and as many as config.json says. False
             leaves them out. This package has no layers for a DSpark draft head: None and False
             leave it out, True raises.
-        mxfp4: ``"nvfp4"`` converts MXFP4 weights, ``"keep"`` does not.
+        mxfp4: What to do with MXFP4 weights, for which there are no packed kernels.
+            ``"lossless"`` converts them to NVFP4, with one global scale for gate and up of an
+            expert where possible, if every value stays what it is: exponents of the block scales of
+            a matrix that differ by at most 17. Otherwise the matrix stays MXFP4, with an expert all
+            experts of the layer do, and a warning says so. ``"nvfp4"`` converts all and rounds
+            where that is needed; ``"keep"`` converts none. None: ``"lossless"`` where the experts
+            are packed, else ``"keep"``.
+        pack: True packs the layers for which the device has kernels that take packed weights: NVFP4
+            ones of a bfloat16 model on GPUs of compute capability 9.0, 10.0 and 10.3, linear layers
+            from 8.0 on. On a CPU none is packed. ``"fragments_16x64"`` or ``"swizzled_128x4"``
+            packs in this layout on any device, see ``dsv4.layers.pack_``. False keeps the layout of
+            the checkpoint. The logger says which layers are not packed and why.
+        reserve_tokens: On a GPU, tokens of a step whose memory PyTorch's allocator gets now, see
+            ``dsv4.layers.warm_allocator``: for 2048 tokens 0.25 GB in Flash and 0.43 GB in Pro.
+            Larger steps get more when they come. 0: none.
         input_scales: ``"stored"``: with ``activation="nvfp4"``, routed experts in NVFP4 need the
             calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
             out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
@@ -334,13 +357,16 @@ def load(
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or has not
             the layers or scales that were demanded.
         FileNotFoundError: if there is no such folder, or no config.json in it.
-        TypeError: if ``dtype`` is not a floating torch.dtype, or ``mtp`` neither None nor a bool.
+        TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
+            ``reserve_tokens`` no integer.
+        torch.OutOfMemoryError: if the device has no room for the model and a step.
         ValueError: if an option is unknown, or config.json is not a configuration this package
             implements.
     """
     from dsv4.model import DeepseekV4ForCausalLM
 
     dtype = as_dtype(dtype)
+    check_reserve(reserve_tokens)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
         count = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
@@ -348,19 +374,21 @@ def load(
         checkpoint.check_size(config)
         with torch.device("meta"):
             model = DeepseekV4ForCausalLM(config)
-        fill(
+        filled = fill(
             model,
             checkpoint,
             device=device,
             dtype=dtype,
             activation=activation,
             mxfp4=mxfp4,
+            pack=pack,
             input_scales=input_scales,
             ignore=() if count else ("mtp.*", "model.mtp.*"),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
-        model.load_report = report_of(checkpoint, count, input_scales)
+        model.load_report = report_of(checkpoint, count, input_scales, filled)
+    warm_allocator(model, reserve_tokens, model.dtype)
     return model.eval()
 
 
@@ -378,11 +406,15 @@ def save(
     """Write a model as a checkpoint folder: shards, index and config.json.
 
     Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
-    ``dsv4._checkpoint.layouts`` for both). Gate and up of an MLP in NVFP4 get one global scale,
-    because engines take one for both; where that would change a value they keep their own, and the
-    logger ``dsv4.checkpoint`` warns once with their number. A checkpoint that is replaced stays
-    whole until the new one is, whatever fails, and only its own files go: see
-    ``dsv4._checkpoint.transaction``. The disk must have room for both.
+    ``dsv4._checkpoint.layouts`` for both), packed ones as if they were not packed. Experts that
+    ``load`` converted from MXFP4 are stored as NVFP4 with the same values, or as MXFP4 again where
+    that is the layout's format: all in ``"deepseek"``, those of MTP layers in ``"nvidia"``.
+
+    Gate and up of an MLP in NVFP4 get one global scale, because engines take one for both; where
+    that would change a value they keep their own, and the logger ``dsv4.checkpoint`` warns once
+    with their number. A checkpoint that is replaced stays whole until the new one is, whatever
+    fails, and only its own files go: see ``dsv4._checkpoint.transaction``. The disk must have room
+    for both.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
@@ -407,7 +439,7 @@ def save(
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
     given = ModelConfig.of(_config_of(source, config))
     how = layouts.Layout(layout, _matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
-    stream = _items_of(source) if isinstance(source, nn.Module) else source
+    stream = items_of(source, how.own_format) if isinstance(source, nn.Module) else source
     pairing = Pairing(how)
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
         for name, value, input_scale in pairing.convert(stream):
@@ -438,39 +470,3 @@ def _config_of(source: Any, config: Any) -> Any:
 
 
 write = save
-
-
-def _items_of(model: nn.Module) -> Iterator[Item]:
-    """The stream of a model's tensors, in the order of its modules."""
-    for slot in slots_of(model):
-        if isinstance(slot, ExpertsSlot):
-            yield from _experts_items(slot)
-        elif hasattr(slot.module, "set_weight"):  # type: ignore[attr-defined]
-            module = slot.module  # type: ignore[attr-defined]
-            plain = module.format is None
-            value = module.weight.detach() if plain else module.quantized_weight()
-            yield slot.name, value, module.input_scale
-        else:
-            yield slot.name, slot.tensor.detach(), None  # type: ignore[attr-defined]
-
-
-def _experts_items(slot: ExpertsSlot) -> Iterator[Item]:
-    module = slot.module
-    quantised = getattr(module, "format", None) is not None
-    for expert in range(slot.count):
-        parts = _expert_parts(module, expert, quantised)
-        gate, up, down = slot.names_of(expert)
-        scales = [getattr(module, f"{p}_input_scale", None) for p in ("gate_up_proj", "down_proj")]
-        first, last = (None if s is None else s[expert : expert + 1] for s in scales)
-        yield gate, parts[0], first
-        yield up, parts[1], first
-        yield down, parts[2], last
-
-
-def _expert_parts(module: Any, expert: int, quantised: bool) -> tuple[Any, Any, Any]:
-    """Gate, up and down of one expert."""
-    inner = module.intermediate_dim
-    if not quantised:
-        both = module.gate_up_proj[expert].detach()
-        return both[:inner], both[inner:], module.down_proj[expert].detach()
-    return module.get_expert(expert)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.scales import e8m0_to_float
-
 # Magnitudes above which (even code below: strictly above) the next code is nearer. At a midpoint
 # the even code wins: 0.25 -> 0, 0.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.
 _STRICT = (0.25, 1.25, 2.5, 5.0)
 _INCLUSIVE = (0.75, 1.75, 3.5)
+_E4M3_NAN = 0x7F
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -70,20 +69,30 @@ def mxfp4_as_nvfp4(
         scales: float8_e8m0fnu ``[*batch, N, K/32]``, linear.
     """
     exponent = scales.contiguous().view(torch.uint8).to(torch.int32) - 127
-    codes = unpack(packed).unflatten(-1, (scales.shape[-1], 32))
+    blocks = packed.unflatten(-1, (scales.shape[-1], 16))
     invalid = exponent == 128
-    counts = ((codes & 7) != 0).any(-1) & ~invalid
+    counts = ((blocks & 0x77) != 0).any(-1) & ~invalid
     largest = _largest_exponent(exponent, counts)
     relative = exponent - largest[..., None, None] + 8
-    shift = torch.where(counts, (-9 - relative).clamp(0, 24), 0)[..., None]
-    wide = decode_e2m1(codes)
-    rounded = encode_e2m1(wide * _power_of_two(-shift))
-    inexact = (decode_e2m1(rounded) * _power_of_two(shift) != wide).any(-1)
-    block_scale = _power_of_two(relative.clamp(-9, 8))
-    block_scale = torch.where(invalid, torch.nan, block_scale).to(torch.float8_e4m3fn)
-    doubled = block_scale.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
+    shift = torch.where(counts, (-9 - relative).clamp(0, 24), 0)
+    rounded, inexact = packed, torch.zeros_like(counts)
+    if bool(shift.any()):
+        rounded, inexact = _shifted(packed, shift)
+    power = relative.clamp(-9, 8)
+    # E4M3 has exponent bits above 3 of the mantissa, and subnormal numbers below 2^-6.
+    block_scale = torch.where(power >= -6, (power + 7) << 3, 1 << (power + 9))
+    block_scale = torch.where(invalid, _E4M3_NAN, block_scale).to(torch.uint8)
+    doubled = block_scale.repeat_interleave(2, -1).view(torch.float8_e4m3fn)
     global_scale = _power_of_two(largest - 8)[..., None]
-    return pack(rounded.flatten(-2)), doubled, global_scale, inexact
+    return rounded, doubled, global_scale, inexact
+
+
+def _shifted(packed: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the values times ``2 ^ -shift`` of their block, and the blocks that were rounded."""
+    wide = decode_e2m1(unpack(packed).unflatten(-1, (shift.shape[-1], 32)))
+    rounded = encode_e2m1(wide * _power_of_two(-shift)[..., None])
+    inexact = (decode_e2m1(rounded) * _power_of_two(shift)[..., None] != wide).any(-1)
+    return pack(rounded.flatten(-2)), inexact
 
 
 def _largest_exponent(exponent: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -96,8 +105,6 @@ def _largest_exponent(exponent: torch.Tensor, counts: torch.Tensor) -> torch.Ten
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """float32 ``2 ** exponent`` for integers -149 to 127, exactly (``exp2`` need not be exact)."""
-    half = exponent.div(2, rounding_mode="floor")
-    first = e8m0_to_float((half + 127).to(torch.uint8).view(torch.float8_e8m0fnu))
-    second = e8m0_to_float((exponent - half + 127).to(torch.uint8).view(torch.float8_e8m0fnu))
-    return first * second
+    """float32 ``2 ** exponent`` for int32 -149 to 127, exactly (``exp2`` need not be exact)."""
+    subnormal = 1 << (exponent + 149).clamp(0, 22)
+    return torch.where(exponent >= -126, (exponent + 127) << 23, subnormal).view(torch.float32)

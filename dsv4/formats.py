@@ -510,7 +510,7 @@ class Conversion:
     @property
     def exact(self) -> bool:
         """Whether every value is bitwise the same."""
-        return self.count == 0
+        return not bool(self.inexact.any())
 
     def __str__(self) -> str:
         blocks = self.inexact.numel()
@@ -536,7 +536,8 @@ def mxfp4_to_nvfp4(q: QuantizedTensor) -> tuple[QuantizedTensor, Conversion]:
         q: MXFP4, any layout.
 
     Returns:
-        NVFP4 (linear) with ``[*batch, 1]`` global scales, and the report.
+        NVFP4 (linear) with ``[*batch, 1]`` global scales, and the report. The codes are those of
+        ``q``, not a copy, if none had to change.
 
     Raises:
         ValueError: if ``q`` is not MXFP4.

@@ -75,7 +75,7 @@ class Subject:
 
     def outcome(self, rng: random.Random) -> str | None:
         """Load what is in the folder."""
-        mxfp4 = rng.choice(["keep", "nvfp4"])
+        mxfp4 = rng.choice(["keep", "lossless", "nvfp4"])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -12,8 +12,9 @@ import torch
 
 from dsv4.checkpoint import CheckpointError, load, save
 from dsv4.config import ModelConfig
+from dsv4.formats import FRAGMENTS
 from dsv4.integrations.transformers import from_pretrained
-from dsv4.layers import DeepseekV4Attention, DeepseekV4Experts
+from dsv4.layers import DeepseekV4Attention, DeepseekV4Experts, Linear
 from dsv4.testing.models import random_model, transformers_twin
 
 pytest.importorskip("transformers")
@@ -88,6 +89,47 @@ def test_parts_that_stay_transformers_take_dequantised_weights(
     assert isinstance(attention, DeepseekV4Attention) == ("attention" in parts)
 
 
+@pytest.mark.parametrize("layout", ["transformers", "deepseek"])
+@pytest.mark.parametrize("parts", [None, ("attention", "norm")])
+def test_it_packs_what_load_packs(layout: str, parts: Any, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c", layout, q_lora_rank=64, o_lora_rank=32)
+    common: dict[str, Any] = {"dtype": torch.float32, "progress": False}
+    options: dict[str, Any] = {"mxfp4": "lossless", "pack": FRAGMENTS, **common}
+    model = from_pretrained(path, parts=parts, **options)
+    whole = load(path, numerics="transformers", mtp=False, **options)
+    plain = from_pretrained(path, parts=parts, **common)
+    wanted = {
+        name: module.layout
+        for name, module in whole.named_modules()
+        if isinstance(module, (Linear, DeepseekV4Experts))
+        and (parts is None or ".self_attn." in name)
+    }
+    ours = (Linear, DeepseekV4Experts)
+    found = {n: m for n, m in model.named_modules() if isinstance(m, ours)}
+    assert {name: module.layout for name, module in found.items()} == wanted
+    assert (FRAGMENTS in wanted.values()) == (layout == "transformers" or parts is None)
+    packing, conversion = model.dsv4_report.packing, model.dsv4_report.conversion
+    assert {n for n, layout in wanted.items() if layout == FRAGMENTS} == set(packing.packed)
+    experts = len(model.model.layers) * 3 * model.config.n_routed_experts
+    converted = experts if layout == "deepseek" and parts is None else 0
+    assert conversion.converted == converted
+    assert plain.dsv4_report.packing.packed == []
+    for name, module in found.items():
+        for part in ("gate_up_proj", "down_proj"):
+            if isinstance(module, DeepseekV4Experts):
+                left, right = (m.get_submodule(name).dense_weight(part) for m in (model, plain))
+                assert torch.equal(left, right)
+        if isinstance(module, Linear):
+            assert torch.equal(module.dense_weight(), plain.get_submodule(name).dense_weight())
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+    for folder, source in (("d", model), ("e", plain)):
+        save(source, tmp_path / folder, layout=layout)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "d" / file).read_bytes() == (tmp_path / "e" / file).read_bytes()
+
+
 def test_the_layers_that_transformers_lacks_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +190,13 @@ def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
-    for option in ({"parts": ["moe"]}, {"numerics": "exact"}, {"activation": "fp8"}):
+    for option in (
+        {"parts": ["moe"]},
+        {"numerics": "exact"},
+        {"activation": "fp8"},
+        {"pack": "rows"},
+        {"mxfp4": "exact"},
+        {"reserve_tokens": -1},
+    ):
         with pytest.raises(ValueError, match=next(iter(option))):
             from_pretrained(path, progress=False, **option)

@@ -27,3 +27,16 @@ def as_dtype(value: Any, what: str = "dtype") -> torch.dtype | None:
         names = ", ".join(map(str, plain))
         raise ValueError(f"{what} is {value!r}, wanted one of {names}, or None")
     return found
+
+
+def check_reserve(tokens: Any) -> None:
+    """Check the argument ``reserve_tokens``.
+
+    Raises:
+        TypeError: if it is no integer.
+        ValueError: if it is negative.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise TypeError(f"reserve_tokens is {tokens!r}, wanted an integer")
+    if tokens < 0:
+        raise ValueError(f"reserve_tokens is {tokens}, wanted 0 or more")

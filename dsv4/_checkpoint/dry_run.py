@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
+from dsv4._checkpoint.options import Options
 from dsv4._checkpoint.problems import Problem, nearest
 from dsv4._checkpoint.slots import (
     INPUT_SCALES,
     WAYS_OUT,
     Entries,
     ExpertsSlot,
-    Options,
     Slot,
 )
 

@@ -14,8 +14,10 @@ layout                 names         what a plain model becomes
 =====================  ============  =============================================================
 
 What is quantised already is stored as it is, bitwise, in the layout's naming, with exceptions:
-``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, and gate and up
-of an MLP in NVFP4 get one global scale (``dsv4._checkpoint.pairs``), their values unchanged.
+``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, a model's NVFP4
+experts become MXFP4 again where that is the layout's format for them and no value of their layer
+changes (``dsv4._checkpoint.items``), and gate and up of an MLP in NVFP4 get one global scale
+(``dsv4._checkpoint.pairs``), their values unchanged.
 """
 
 from __future__ import annotations
@@ -77,9 +79,11 @@ class Layout:
 
     def format_of(self, name: str) -> Format | None:
         """The format this layout gives to a plain matrix, None for plain."""
-        if self.name == "bf16" or self.plain(name):
-            return None
-        if self.name == "compressed-tensors" and names.is_mtp(name):
+        return None if self.plain(name) else self.own_format(name)
+
+    def own_format(self, name: str) -> Format | None:
+        """The same without exceptions for names."""
+        if self.name == "bf16" or (self.name == "compressed-tensors" and names.is_mtp(name)):
             return None
         if names.is_routed(name):
             keeps_mxfp4 = self.name == "nvidia" and names.is_mtp(name)
@@ -100,7 +104,13 @@ class Layout:
         if self.name == "bf16":
             return self._plain(name, dequantize(value, self.plain_dtype or torch.float32))
         if self.name == "nvidia" and wanted == NVFP4 and value.format == MXFP4:
-            return mxfp4_to_nvfp4(value)[0]
+            converted, report = mxfp4_to_nvfp4(value)
+            if not report.exact:
+                raise ValueError(
+                    f"{name} is mxfp4 with values that nvfp4, the format of layout nvidia, does "
+                    f"not have ({report}), wanted layout 'deepseek' or 'transformers'"
+                )
+            return converted
         allowed = {"deepseek": (MXFP4, FP8_BLOCK), "compressed-tensors": (NVFP4, FP8_BLOCK)}
         if value.format not in allowed.get(self.name, (NVFP4, MXFP4, FP8_BLOCK)):
             raise ValueError(f"{name} is {value.format.name}, which layout {self.name} cannot hold")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4._checkpoint import names
+from dsv4._checkpoint.mxfp4 import Conversion
 from dsv4._checkpoint.shards import CheckpointError
+from dsv4.layers.pack import Packing
 
 if TYPE_CHECKING:
+    from dsv4._checkpoint.filling import Filled
     from dsv4.checkpoint import Checkpoint
 
 _logger = logging.getLogger("dsv4.checkpoint")
@@ -25,11 +28,15 @@ class LoadReport:
         mtp_layers: Multi-token-prediction layers of the model.
         draft: What the checkpoint has for speculation: ``"mtp"``, ``"dspark"`` or ``"none"``.
         left_out: Number of tensors that were not loaded, by the reason.
+        packing: Which layers are packed, and why others are not; None with ``pack=False``.
+        conversion: What became of MXFP4 matrices.
     """
 
     mtp_layers: int
     draft: str
     left_out: Mapping[str, int]
+    packing: Packing | None = None
+    conversion: Conversion = field(default_factory=Conversion)
 
 
 def left_out(path: Path, number: int, reason: str) -> None:
@@ -74,7 +81,7 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
     return found
 
 
-def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str) -> LoadReport:
+def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str, filled: Filled) -> LoadReport:
     """Report what was found and left out, and log it."""
     unused = {reason: len(found) for reason, found in checkpoint.unused.items()}  # logged by fill
     others: dict[str, int] = {}
@@ -96,4 +103,5 @@ def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str) -> LoadReport
         left_out(checkpoint.path, number, reason)
     draft = "dspark" if dspark else "mtp" if checkpoint.has_mtp else "none"
     _logger.info("%s: %d MTP layers loaded, draft: %s", checkpoint.path, mtp, draft)
-    return LoadReport(mtp, draft, {**unused, **others})
+    counts = {**unused, **others}
+    return LoadReport(mtp, draft, counts, filled.packing, filled.conversion)

@@ -8,20 +8,20 @@ this package's modules, transformers' modules, and a mixture of the two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
+from dsv4._checkpoint.mxfp4 import pair_to_nvfp4
+from dsv4._checkpoint.options import Matrix, Options, narrowed
 from dsv4._checkpoint.problems import Problem
 from dsv4._checkpoint.shards import CheckpointError
-from dsv4.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4, QuantizedTensor, mxfp4_to_nvfp4
+from dsv4.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4
 
-Matrix = torch.Tensor | QuantizedTensor
 Entries = Mapping[str, Entry]
 _Item = TypeVar("_Item")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -33,46 +33,11 @@ WAYS_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to fill: see ``dsv4.checkpoint.fill``."""
-
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    activation: str = "bf16"
-    to_nvfp4: bool = False
-    input_scales: str = "stored"
-    float32: Collection[str] = ()
-
-    def plain_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Dtype of a plain tensor in memory."""
-        if not stored.is_floating_point:
-            return torch.int64
-        wanted = self.dtype or stored
-        if names.is_float32(name) or name in self.float32:
-            return torch.promote_types(wanted, torch.float32)
-        return torch.promote_types(wanted, stored) if names.is_norm(name) else wanted
-
-    def format_of(self, entry: Entry) -> str | None:
-        """Name of the format an entry has in memory, None if plain."""
-        if entry.format is None:
-            return None
-        return NVFP4.name if self.to_nvfp4 and entry.format == MXFP4 else entry.format.name
-
-    def read(self, entry: Entry, device: torch.device) -> Matrix:
-        """Read an entry as it is to be in memory."""
-        value = entry.read(device)
-        if isinstance(value, torch.Tensor):
-            return narrowed(value, self.plain_dtype(entry.name, value.dtype), str(entry.weight))
-        if self.to_nvfp4 and value.format == MXFP4:
-            return mxfp4_to_nvfp4(value)[0]
-        return value
-
-
 class Slot:
     """A part of a module that takes one or more entries."""
 
     name: str
+    module: Any
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Canonical names and logical shapes."""
@@ -176,6 +141,11 @@ class LinearSlot(Slot):
         value = options.read(entry, device)
         if isinstance(value, torch.Tensor):
             self.module.set_weight(value.requires_grad_(self.module.weight.requires_grad))
+            return
+        if options.converts(entry):
+            converted = options.converted(entry, value)
+            options.conversion.count(1, kept=converted is None)
+            self.module.set_weight(value if converted is None else converted)
         else:
             stored = value.format == NVFP4 and options.input_scales == "stored"
             scale = entry.read_input_scale(device) if stored else None
@@ -247,8 +217,9 @@ class ExpertsSlot(Slot):
             if entry.format is None and not entry.weight.dtype.is_floating_point:
                 yield _wrong_dtype(entry)
         scaled = [entry for entry in found if entry.scales]
-        if len({entry.scale_dtype for entry in scaled}) > 1:
-            odd_scale = _rarest(scaled, [entry.scale_dtype for entry in scaled]).scales
+        dtypes = [options.scale_dtype(entry) for entry in scaled]
+        if len(set(dtypes)) > 1:
+            odd_scale = _rarest(scaled, dtypes).scales
             yield Problem(
                 _FORMATS,
                 f"{self.name}: experts have block scales of several dtypes, wanted one; "
@@ -292,13 +263,46 @@ class ExpertsSlot(Slot):
         if stacked:
             self._fill_stacked(entries, options, device)
             return
-        for expert in range(self.count):
-            parts = [options.read(entries[name], device) for name in self.names_of(expert)]
-            if self._quantised:
+        if not self._quantised:
+            for expert in range(self.count):
+                parts = [options.read(entries[name], device) for name in self.names_of(expert)]
+                self._copy_dense(expert, parts)
+            return
+        if not self._fill_quantised(entries, options, device, scales):
+            self._check_alike(entries, options)
+            options = replace(options, mxfp4="keep")
+            self._declare(first, options, device, scales is not None)
+            self._fill_quantised(entries, options, device, scales)
+
+    def _fill_quantised(
+        self,
+        entries: Entries,
+        options: Options,
+        device: torch.device,
+        scales: tuple[list[torch.Tensor], list[torch.Tensor]] | None,
+    ) -> bool:
+        """Set every expert; False if one has to stay MXFP4 where others became NVFP4."""
+        found = [[entries[name] for name in self.names_of(e)] for e in range(self.count)]
+        count = sum(options.converts(entry) for three in found for entry in three)
+        before = len(options.conversion.inexact)
+        for expert, three in enumerate(found):
+            parts = _converted(three, [options.read(e, device) for e in three], options)
+            if parts is not None:
                 given = None if scales is None else (scales[0][expert], scales[1][expert])
                 self.module.set_expert(expert, *parts, input_scales=given)
-            else:
-                self._copy_dense(expert, parts)
+        kept = options.mxfp4 == "lossless" and len(options.conversion.inexact) > before
+        options.conversion.count(count, kept=kept)
+        return not kept
+
+    def _check_alike(self, entries: Entries, options: Options) -> None:
+        """Raise CheckpointError if not all experts of the layer are MXFP4."""
+        others = [entry for entry in self._entries(entries) if entry.format != MXFP4]
+        if others:
+            raise CheckpointError(
+                f"{self.name}: experts are MXFP4 and {others[0].kind}, wanted one format in a "
+                f"layer; {options.conversion.inexact[-1]} has values that NVFP4 does not: pass "
+                "mxfp4='nvfp4' to round them"
+            )
 
     def _declare(
         self, first: Entry, options: Options, device: torch.device, input_scale: bool
@@ -377,22 +381,23 @@ class ExpertsSlot(Slot):
         return [largest if scale is None else scale for scale in best]
 
 
-def narrowed(value: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """A tensor in another dtype.
+def _converted(
+    found: Sequence[Entry], parts: Sequence[Matrix], options: Options
+) -> list[Matrix] | None:
+    """Gate, up and down of an expert as they are to be in memory; None if one has to stay MXFP4.
 
-    Raises:
-        CheckpointError: if a finite value is beyond the range of a narrower dtype.
+    What becomes NVFP4 has one global scale for gate and up where that changes no value.
     """
-    out = value.to(dtype)
-    if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(value.dtype).max:
-        return out
-    if bool((torch.isinf(out) & torch.isfinite(value)).any()):
-        largest = value[torch.isfinite(value)].abs().max().item()
-        raise CheckpointError(
-            f"{what} holds {largest:g}, which {dtype} cannot, wanted at most "
-            f"{torch.finfo(dtype).max:g} or another dtype"
-        )
-    return out
+    out: list[Matrix | None] = list(parts)
+    waiting = [i for i, entry in enumerate(found) if options.converts(entry)]
+    if waiting[:2] == [0, 1]:
+        pair = pair_to_nvfp4(*parts[:2])  # type: ignore[arg-type]
+        if pair is not None:
+            out[:2] = pair
+            del waiting[:2]
+    for i in waiting:
+        out[i] = options.converted(found[i], parts[i])  # type: ignore[arg-type]
+    return None if any(part is None for part in out) else out  # type: ignore[return-value]
 
 
 def _calibrated(options: Options) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv4._checkpoint.mxfp4 import Conversion
+    from dsv4.layers.pack import Packing
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Report:
         kept: What could have been but was not.
         notes: What works differently from now on.
         left_out: Names of checkpoint tensors that the model has no place for.
+        packing: Which layers ``from_pretrained`` packed, and why others are not packed; None if it
+            was to pack none.
+        conversion: What became of the MXFP4 matrices of its checkpoint.
     """
 
     title: str
@@ -47,6 +54,8 @@ class Report:
     kept: tuple[Kept, ...] = ()
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    packing: Packing | None = None
+    conversion: Conversion | None = None
     _undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
     def undo(self) -> None:

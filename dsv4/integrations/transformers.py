@@ -50,6 +50,7 @@ from dsv4.integrations._guards import Guards, check_implementation
 from dsv4.integrations._report import Kept, Replaced, Report
 from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
+from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -158,7 +159,7 @@ def _apply(model: Any, modeling: Any, config: ModelConfig, parts: tuple[str, ...
         f"dsv4 in {type(model).__name__}, numerics {config.numerics}, "
         f"activation {config.activation}"
     )
-    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), (), undo)
+    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), _undo=undo)
 
 
 def from_pretrained(
@@ -169,14 +170,18 @@ def from_pretrained(
     numerics: str = "transformers",
     activation: str = "bf16",
     parts: Iterable[str] | None = None,
+    mxfp4: str | None = None,
+    pack: bool | str = True,
+    reserve_tokens: int = STEP_TOKENS,
     input_scales: str = "stored",
     progress: bool = True,
 ) -> Any:
-    """A transformers ``DeepseekV4ForCausalLM`` filled from a checkpoint of any layout.
+    """A transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout, ready to run.
 
-    Quantised weights stay as they are stored in the parts that are swapped, and are dequantised in
-    the others. transformers has no multi-token-prediction layers: the checkpoint's are left out,
-    which is logged as a warning and listed in ``model.dsv4_report.left_out``.
+    Quantised weights stay quantised in the parts that are swapped, and are dequantised in the
+    others. NVFP4 weights are packed as ``dsv4.load`` packs them. transformers has no
+    multi-token-prediction layers: the checkpoint's are left out, which is logged as a warning and
+    listed in ``model.dsv4_report.left_out``.
 
     Args:
         path: Folder with config.json and safetensors, see ``dsv4.checkpoint``.
@@ -188,6 +193,9 @@ def from_pretrained(
         numerics: As for ``apply``.
         activation: As for ``apply``.
         parts: As for ``apply``.
+        mxfp4: As for ``dsv4.load``.
+        pack: As for ``dsv4.load``.
+        reserve_tokens: As for ``dsv4.load``.
         input_scales: As for ``dsv4.load``.
         progress: Whether to show a progress bar on stderr.
 
@@ -204,29 +212,33 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
-    from dsv4._checkpoint.arguments import as_dtype
+    from dsv4._checkpoint.arguments import as_dtype, check_reserve
     from dsv4.checkpoint import Checkpoint, fill
 
     modeling = _modeling()
     chosen, dtype = _chosen(parts), as_dtype(dtype)
+    check_reserve(reserve_tokens)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
         report = _apply(model, modeling, config, chosen)
-        fill(
+        filled = fill(
             model,
             checkpoint,
             device=device,
             dtype=dtype,
             activation=activation,
             float32=_float32_names(model),
+            mxfp4=mxfp4,
+            pack=pack,
             input_scales=input_scales,
             ignore=("mtp.*",),
             check_values=False,  # nothing to protect: on an error the model is dropped
             progress=progress,
         )
+        report.packing, report.conversion = filled.packing, filled.conversion
         report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
     _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
@@ -234,6 +246,7 @@ def from_pretrained(
     report.title = f"{report.title}, from {path}"
     report._undo = _not_undoable
     model.dsv4_report = report
+    warm_allocator(model, reserve_tokens, model.get_input_embeddings().weight.dtype)
     if report.left_out:
         _logger.warning(
             "%s: %d mtp.* tensors were left out; transformers has no multi-token-prediction layers",

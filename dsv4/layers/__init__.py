@@ -24,7 +24,7 @@ from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.pack import Packing, pack_, unpack_
 from dsv4.layers.quantize import quantize_
-from dsv4.layers.reserve import reserve_experts
+from dsv4.layers.reserve import reserve_experts, warm_allocator
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
@@ -58,4 +58,5 @@ __all__ = [
     "quantize_",
     "reserve_experts",
     "unpack_",
+    "warm_allocator",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -11,6 +12,7 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import PACKED_LAYOUTS, Linear, join_weights
 
 _KINDS = (Linear, DeepseekV4Experts)
+_Layer = Linear | DeepseekV4Experts
 
 
 @dataclass
@@ -50,30 +52,88 @@ def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
     report = Packing()
     for name, layer in model.named_modules():
         if isinstance(layer, _KINDS):
-            try:
-                layer.pack(layout if layer.activation == "nvfp4" else FRAGMENTS)
-                report.packed.append(name)
-            except ValueError as error:
-                report.kept[name] = str(error)
+            _pack(report, name, layer, layout)
     report.joined += join_packed_(model)
     return report
 
 
+class Packer:
+    """Packs the layers of a model one after another, as they get their weights.
+
+    In the end the model is as ``pack_`` leaves it. Memory holds at most one more copy of one matrix
+    at any time, as for ``pack_``.
+
+    Args:
+        model: Any module.
+        layout_for: The layout of a layer that has its weight.
+
+    Attributes:
+        report: What was done so far.
+    """
+
+    def __init__(self, model: nn.Module, layout_for: Callable[[_Layer], str]) -> None:
+        self.report = Packing()
+        self._layout_for = layout_for
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._groups: dict[nn.Module, list[_Group]] = {}
+        for group in _groups(model):
+            for part in group.parts:
+                self._groups.setdefault(part, []).append(group)
+
+    def pack(self, layer: nn.Module) -> None:
+        """Pack a layer that can be, and join it when the last of its group is packed.
+
+        ``layout_for`` raises ValueError with the reason for a layer that is to stay as it is.
+        """
+        if not isinstance(layer, _KINDS):
+            return
+        name = self._names[layer]
+        try:
+            layout = self._layout_for(layer)
+        except ValueError as error:
+            self.report.kept[name] = str(error)
+            return
+        _pack(self.report, name, layer, layout)
+        for group in self._groups.get(layer, ()):
+            if all(isinstance(p, Linear) and p.layout != LINEAR for p in group.parts):
+                self.report.joined += group.join()
+
+
+def _pack(report: Packing, name: str, layer: _Layer, layout: str) -> None:
+    try:
+        layer.pack(layout if layer.activation == "nvfp4" else FRAGMENTS)
+        report.packed.append(name)
+    except ValueError as error:
+        report.kept[name] = str(error)
+
+
 def join_packed_(model: nn.Module) -> list[tuple[str, ...]]:
     """Let packed layers that go together share one matrix; their names, per matrix."""
-    joined = []
+    return [names for group in _groups(model) for names in group.join()]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers that may share a matrix."""
+
+    names: tuple[str, ...]
+    parts: Sequence[nn.Module]
+    in_turn: bool
+
+    def join(self) -> list[tuple[str, ...]]:
+        """Let them share it; their names, if they do."""
+        layers = [part for part in self.parts if isinstance(part, Linear)]
+        joined = len(layers) == len(self.parts) and join_weights(layers, in_turn=self.in_turn)
+        return [self.names] if joined else []
+
+
+def _groups(model: nn.Module) -> Iterator[_Group]:
     for name, module in model.named_modules():
         for how in ("joined", "joined_in_turn"):
             for group in getattr(module, how, ()):
+                names = tuple(f"{name}.{part}".lstrip(".") for part in group)
                 parts = [getattr(module, part) for part in group]
-                if _join(parts, in_turn=how == "joined_in_turn"):
-                    joined.append(tuple(f"{name}.{part}".lstrip(".") for part in group))
-    return joined
-
-
-def _join(parts: list[nn.Module], *, in_turn: bool) -> bool:
-    layers = [part for part in parts if isinstance(part, Linear)]
-    return len(layers) == len(parts) and join_weights(layers, in_turn=in_turn)
+                yield _Group(names, parts, how == "joined_in_turn")
 
 
 def unpack_(model: nn.Module) -> tuple[str, ...]:

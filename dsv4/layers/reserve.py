@@ -1,4 +1,4 @@
-"""Memory for the routed experts of a model, made once for a stated number of tokens."""
+"""Memory for the routed experts of a model, made before the first step."""
 
 from __future__ import annotations
 
@@ -56,3 +56,52 @@ def reserve_experts(
             shared[device, sizes] = Workspace(max_tokens, *sizes, dtype, device)
         layer.reserve(shared[device, sizes])
     return sum(room.nbytes for workspace in shared.values() for room in workspace.buffers())
+
+
+STEP_TOKENS = 2048  # of a prefill step of ``dsv4.serving.Runner`` by default
+
+
+def warm_allocator(
+    model: nn.Module, max_tokens: int = STEP_TOKENS, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """Let PyTorch's allocator get the memory that routed experts need in a step on a GPU.
+
+    It keeps that memory in its cache, so that the first step of that many tokens does not wait for
+    the driver and does not run out of memory there. A larger step gets more. Nothing is fixed:
+    layers may run at the same time on different streams, and ``torch.cuda.empty_cache`` gives the
+    memory back. These are the gathered rows, their SwiGLU and the results of the experts, the
+    largest buffers of a layer: for 2048 tokens 0.25 GB in Flash and 0.43 GB in Pro.
+
+    Args:
+        model: Any module.
+        max_tokens: Most tokens of a step; 0 for nothing.
+        dtype: Of the hidden states.
+
+    Returns:
+        Bytes on all GPUs; 0 for a model on a CPU.
+
+    Raises:
+        torch.OutOfMemoryError: if a GPU has less.
+        ValueError: if ``max_tokens`` is negative.
+    """
+    if max_tokens < 0:
+        raise ValueError(f"warm_allocator: max_tokens is {max_tokens}, wanted 0 or more")
+    total = 0
+    for device, shapes in step_buffers(model, max_tokens).items():
+        if device.type == "cuda" and max_tokens:
+            buffers = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            total += sum(buffer.nbytes for buffer in buffers)
+            del buffers  # to the cache of the allocator
+    return total
+
+
+def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple[int, int]]]:
+    """Shapes of the largest buffers of routed experts that are alive at one time, per device."""
+    found: dict[torch.device, list[tuple[int, int]]] = {}
+    for layer in model.modules():
+        if isinstance(layer, DeepseekV4Experts):
+            rows, device = tokens * layer.num_experts_per_tok, layer.gate_up_proj.device
+            columns = (layer.hidden_dim, layer.intermediate_dim, layer.hidden_dim)
+            shapes = [(rows, width) for width in columns]
+            found[device] = max(found.get(device, shapes), shapes)
+    return found
