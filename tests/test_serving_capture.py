@@ -16,7 +16,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving._capture import CaptureError, captured, obstacle
 from dsv4.serving._setup import resolve_capture
-from dsv4.serving.graphs import DecodeStep
+from dsv4.serving.graphs import Graphs
 
 GPU = torch.device("cuda", 0)
 HOPPER, B200, B300, THOR, RTX = (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)
@@ -178,16 +178,14 @@ def test_after_a_capture_that_fails_steps_are_eager(
             if self.out is not None:
                 self.out.tokens.copy_(new.tokens)
 
-    def capturing(step: DecodeStep, work: Any) -> Any:
-        step._write([])
+    def capturing(graphs: Graphs, work: Any) -> Any:
         out = work()
         if len(done) == after:
             raise CaptureError("OSError: broken")
         done.append(1)
-        step.captures += 1
         return Replayed(work, out), out
 
-    monkeypatch.setattr(DecodeStep, "_captured", capturing)
+    monkeypatch.setattr(Graphs, "captured", capturing)
     model = ToyModel()
     runner = Runner(model, max_sequences=4, max_tokens=64, buckets=(1, 4))
     runner._capture = True
@@ -203,7 +201,7 @@ def test_after_a_capture_that_fails_steps_are_eager(
         "decode steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
     ]
     assert not runner._capture
-    assert runner._decode.captures == 0
+    assert runner.captures == 0
     assert len(done) == after
     for request in requests:
         text = plain_text(model, list(request.prompt), request.options, request.seed)
@@ -294,8 +292,7 @@ def test_an_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_captures_memory_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ToyModel()
-    step = Runner(model, max_sequences=2, max_tokens=8)._decode
+    graphs = Graphs()
     pools = iter(["first", "second"])
     used: list[str] = []
 
@@ -311,12 +308,11 @@ def test_a_failed_captures_memory_is_not_used_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "stream", lambda side: _Nothing())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr("dsv4.serving.graphs.capture_work", work_captured)
-    step._captured(lambda: 1)
+    graphs.captured(lambda: 1)
     with pytest.raises(CaptureError):
-        step._captured(lambda: 1)
-    step._captured(lambda: 1)
+        graphs.captured(lambda: 1)
+    graphs.captured(lambda: 1)
     assert used == ["first", "first", "second"]
-    assert step.captures == 2
 
 
 class _Nothing:
@@ -345,7 +341,7 @@ def test_a_plain_model_on_a_gpu_runs_eagerly(caplog: pytest.LogCaptureFixture) -
         assert runner.warm_up() == 0
         found = texts(runner)
         assert texts(Runner(model, **SIZES)) == found
-    assert runner._decode.captures == 0
+    assert runner.captures == 0
     (record,) = (r for r in caplog.records if r.name == LOGGER)
     assert "model.layers.0.mlp.experts" in record.message
     assert "dsv4.layers.pack_" in record.message
@@ -383,4 +379,4 @@ def test_a_capture_that_fails_on_a_gpu_leaves_no_trace(
     monkeypatch.undo()
     runner = Runner(model, **SIZES, capture=True)
     assert texts(runner) == wanted
-    assert runner._decode.captures > 1
+    assert runner.captures > 1

@@ -109,7 +109,7 @@ def test_replayed_steps_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch, ahea
         assert runner.warm_up(kinds) == 4 * (1 + len(_KINDS))
         assert runner.warm_up(kinds) == 4 * (1 + len(_KINDS))
     assert told(story(runner, 150, seed=1)) == told(eager)
-    assert runner._decode.captures > 8
+    assert runner.captures > 8
 
 
 def test_default_buckets() -> None:
@@ -140,7 +140,7 @@ def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
             kinds = [SamplingOptions(**kind) for kind in _KINDS]
             runner.warm_up(kinds)
         assert told(story(runner, 1000)) == eager
-        assert runner._decode.captures > 4
+        assert runner.captures > 4
 
 
 @pytest.mark.gpu
@@ -167,7 +167,7 @@ def test_a_backend_by_name_runs_eagerly() -> None:
     with dispatch.use_backend("reference"):
         request = runner.add([1, 2, 3], max_new_tokens=4, stop_ids=())
         assert len(request.result()) == 4
-    assert runner._decode.captures == 0
+    assert runner.captures == 0
 
 
 @pytest.mark.gpu
