@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from serving_cases import ToyModel, assert_empty, packed, plain_text, wide
+from taped import replayed
 
 from dsv4 import _support, dispatch, layers, ops
 from dsv4.formats import SWIZZLED
@@ -169,21 +170,12 @@ def test_after_a_capture_that_fails_steps_are_eager(
     """The first, the sampler's or a later one; between steps of requests that run."""
     done: list[int] = []
 
-    class Replayed:
-        def __init__(self, work: Any, out: Any) -> None:
-            self.work, self.out = work, out
-
-        def replay(self) -> None:
-            new = self.work()
-            if self.out is not None:
-                self.out.tokens.copy_(new.tokens)
-
     def capturing(graphs: Graphs, work: Any) -> Any:
-        out = work()
         if len(done) == after:
+            work()
             raise CaptureError("OSError: broken")
         done.append(1)
-        return Replayed(work, out), out
+        return replayed(graphs, work)
 
     monkeypatch.setattr(Graphs, "captured", capturing)
     model = ToyModel()
@@ -203,6 +195,45 @@ def test_after_a_capture_that_fails_steps_are_eager(
     assert not runner._capture
     assert runner.captures == 0
     assert len(done) == after
+    for request in requests:
+        text = plain_text(model, list(request.prompt), request.options, request.seed)
+        assert request.tokens == text
+    assert_empty(runner)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, after: int, ahead: bool
+) -> None:
+    left = [after]
+
+    def capturing(graphs: Graphs, work: Any) -> Any:
+        if getattr(work, "func", None) == runner._prompts._forward:
+            left[0] -= 1
+            if left[0] < 0:
+                work()
+                raise CaptureError("OSError: broken")
+        return replayed(graphs, work)
+
+    monkeypatch.setattr(Graphs, "captured", capturing)
+    model = ToyModel()
+    sizes = {"max_sequences": 4, "max_tokens": 64, "buckets": (1, 4), "prompt_buckets": (2, 8)}
+    runner = Runner(model, **sizes)
+    runner._capture = True
+    with caplog.at_level(logging.WARNING, LOGGER):
+        if ahead:
+            assert runner.warm_up([OPTIONS, DRAWN]) == 2 * 3
+        requests = [runner.add([1, 5], OPTIONS)]
+        runner.step()
+        requests += [runner.add([i, 7, 9], DRAWN) for i in range(3)]
+        runner.run()
+    assert [r.message for r in caplog.records] == [
+        "prompt steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
+    ]
+    assert runner._capture
+    assert runner._prompts.captures == 0
+    assert runner._decode.captures > 0
     for request in requests:
         text = plain_text(model, list(request.prompt), request.options, request.seed)
         assert request.tokens == text
@@ -330,7 +361,12 @@ def texts(runner: Runner) -> list[list[int]]:
     return [request.tokens for request in requests]
 
 
-SIZES: dict[str, Any] = {"max_sequences": 6, "max_tokens": 128, "buckets": (1, 2, 4, 6)}
+SIZES: dict[str, Any] = {
+    "max_sequences": 6,
+    "max_tokens": 128,
+    "buckets": (1, 2, 4, 6),
+    "prompt_buckets": (32,),
+}
 
 
 @pytest.mark.gpu
