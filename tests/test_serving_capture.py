@@ -226,7 +226,7 @@ def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
             assert runner.warm_up([OPTIONS, DRAWN]) == 2 * 3
         requests = [runner.add([1, 5], OPTIONS)]
         runner.step()
-        requests += [runner.add([i, 7, 9], DRAWN) for i in range(3)]
+        requests += [runner.add([i, 7], DRAWN) for i in range(3)]
         runner.run()
     assert [r.message for r in caplog.records] == [
         "prompt steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
