@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from serving_cases import ToyModel, option_sets, plain_text
+from serving_cases import ToyModel, option_sets, packed, plain_text
 from taped import replayed, taped
 
 from dsv4.config import ModelConfig
@@ -173,3 +173,27 @@ def test_inputs_say_where_each_token_belongs(
     for tensor in (inputs.ids, inputs.ends, *vars(batch).values()):
         assert tensor.storage_offset() % 2 == 0  # 16 bytes: what kernels are compiled for
         assert tensor.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
+    """Bit for bit: tokens, log-probabilities and all that the device remembers."""
+    model, sizes = packed(numerics).cuda(), SIZES | {"max_chunk": 200, "buckets": (1, 3)}
+    drawn = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
+    stem = [(5 * i + 1) % 128 for i in range(300)]
+    story = [
+        ([*stem[: (37 * i) % 290], i], drawn if i % 3 else SHORT, i % 4 if i % 5 else 9)
+        for i in range(60)
+    ]
+    eager = Runner(model, **sizes, capture=False, prompt_buckets=(32, 64, 128, 200))
+    wanted = [(r.tokens, r.logprobs) for r in told(eager, story)]
+    for ahead in (False, True):
+        runner = Runner(model, **sizes)
+        if ahead:
+            runner.warm_up([SHORT, drawn])
+            assert runner._prompts.captures == 8
+        assert [(r.tokens, r.logprobs) for r in told(runner, story)] == wanted
+        assert runner._prompts.captures >= 4
+        for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
+            assert_bitwise(tensor, other)
