@@ -13,8 +13,10 @@ from serving_cases import ToyModel, option_sets, packed, plain_text
 from taped import replayed, taped
 
 from dsv4.config import ModelConfig
+from dsv4.layers import reserve_experts
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
+from dsv4.serving._setup import check_prompt_buckets
 from dsv4.serving.graphs import Graphs
 from dsv4.serving.prompts import Inputs, Part, Size
 from dsv4.testing.assertions import assert_bitwise
@@ -76,6 +78,7 @@ def stories(draw: st.DrawFn, most: int = 5) -> Story:
 
 
 SHORT = SamplingOptions(max_new_tokens=4)
+ONE = SamplingOptions(max_new_tokens=1)
 SHARED: Story = [
     ([(5 * i + 1) % 128 for i in range(260)] + [tail], SHORT, steps)
     for tail, steps in ((7, 9), (9, 0), (11, 3), (7, 0))
@@ -87,6 +90,7 @@ SHARED: Story = [
 @example([([3], SHORT, 0), ([4, 5], SHORT, 0), ([6] * 33, SHORT, 0)], "deepseek")
 @example(SHARED, "deepseek")
 @example(SHARED, "transformers")
+@example([([0], ONE, 0), ([0], SHORT, 0), ([0, 0], SHORT, 0)], "deepseek")  # padding's token
 def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> None:
     """Of a real model, to the bit: tokens, log-probabilities, lengths, tables and all pages."""
     model, sizes = tiny(numerics), SIZES | {"prompt_buckets": (8, 40), "buckets": (1, 3)}
@@ -173,6 +177,26 @@ def test_inputs_say_where_each_token_belongs(
     for tensor in (inputs.ids, inputs.ends, *vars(batch).values()):
         assert tensor.storage_offset() % 2 == 0  # 16 bytes: what kernels are compiled for
         assert tensor.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("max_chunk", "captured", "reserved", "wanted"),
+    [
+        (2048, True, None, (32, 64, 128, 256, 512)),
+        (200, True, None, (32, 64, 128, 200)),
+        (20, True, None, (20,)),
+        (2048, True, 100, (32, 64, 100)),
+        (2048, False, None, ()),
+    ],
+)
+def test_default_buckets(
+    max_chunk: int, captured: bool, reserved: int | None, wanted: tuple[int, ...]
+) -> None:
+    model = random_model(ModelConfig.tiny(), 3, torch.float32)
+    reserve_experts(model, reserved, torch.float32)
+    assert check_prompt_buckets(model, None, max_chunk, captured, False) == wanted
+    if captured:  # bits depend on the padding
+        assert check_prompt_buckets(model, None, max_chunk, False, True) == wanted
 
 
 @pytest.mark.gpu
