@@ -128,11 +128,13 @@ class Linear(FixedDtypeModule):
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         if out_dtype is None:
             return F.linear(x, self.weight)
-        wide = torch.promote_types(x.dtype, out_dtype)
-        if x.is_cuda and wide == torch.float32 and x.dtype == self.weight.dtype != wide:
+        wide, weight = torch.promote_types(x.dtype, out_dtype), self.weight
+        if x.is_cuda and wide == torch.float32 and x.dtype == weight.dtype != wide:
             # Sums of float32 either way, and the weight is not copied.
+            if x.dim() == 2 and out_dtype == wide:
+                return torch.mm(x, weight.t(), out_dtype=wide)
             rows = x.reshape(-1, self.in_features)
-            product = torch.mm(rows, self.weight.t(), out_dtype=wide)
+            product = torch.mm(rows, weight.t(), out_dtype=wide)
             return product.view(*x.shape[:-1], self.out_features).to(out_dtype)
         return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
 
@@ -149,12 +151,17 @@ class Linear(FixedDtypeModule):
         """
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
-        if self.joint is not None:
-            return self.joint.part(self.joint_part).with_layout(self.layout)
-        assert self.weight_scale is not None
-        return self.value_of(
-            self.weight, self.weight_scale, self.weight_scale_2, self.format, self.layout
+        joint = self._modules.get("joint")
+        if joint is not None:
+            return joint.part(self.joint_part).with_layout(self.layout)
+        tensors = self._parameters  # see ``FixedDtypeModule``
+        codes, scales, global_scale = (
+            tensors["weight"],
+            tensors["weight_scale"],
+            tensors["weight_scale_2"],
         )
+        assert scales is not None
+        return self.value_of(codes, scales, global_scale, self.format, self.layout)
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight as a plain tensor ``[out, in]``."""
@@ -426,9 +433,13 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
 
 def _one_product(layers: Sequence[Linear]) -> bool:
     """Whether one product takes the weights and the input of all."""
-    nvfp4 = all(layer.format == NVFP4 for layer in layers)
-    calibrating = any(layer.observer is not None for layer in layers)
-    return nvfp4 and not calibrating and len({layer.activation for layer in layers}) == 1
+    activation = layers[0].activation
+    for layer in layers:
+        if layer.format is None or layer.format != NVFP4 or layer.activation != activation:
+            return False
+        if layer.observer is not None:  # calibrating
+            return False
+    return True
 
 
 def _product(
@@ -456,7 +467,7 @@ def joint_swiglu(
         ``[..., I]``; None where the rows do not stand in turn (``join_weights``) or the layers
         differ in what they do to ``x``.
     """
-    layers, joint = (gate, up), gate.joint
+    layers, joint = (gate, up), gate._modules.get("joint")
     if joint is None or not joint.in_turn or not _share(layers, joint):
         return None
     if gate.activation != up.activation:
@@ -477,7 +488,7 @@ def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
 
 def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
     """The rows of all layers: their joint weight, or a copy."""
-    joint = layers[0].joint
+    joint = layers[0]._modules.get("joint")
     if joint is not None and not joint.in_turn and _share(layers, joint):
         return joint.whole()
     return cat_rows([layer.quantized_weight() for layer in layers])
@@ -485,9 +496,12 @@ def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
 
 def _share(layers: Sequence[Linear], joint: JointWeight) -> bool:
     """Whether the layers are the parts of ``joint``, all of them and in this order."""
-    return len(layers) == len(joint.rows) and all(
-        layer.joint is joint and layer.joint_part == i for i, layer in enumerate(layers)
-    )
+    if len(layers) != len(joint.rows):
+        return False
+    for i, layer in enumerate(layers):
+        if layer._modules.get("joint") is not joint or layer.joint_part != i:
+            return False
+    return True
 
 
 def join_weights(layers: Sequence[Linear], *, in_turn: bool = False) -> bool:
