@@ -92,7 +92,7 @@ class ExpertWeights(FixedDtypeModule):
         if self.format is None:
             raise ValueError("Experts: the weights are plain, wanted quantised ones")
         self._check_whole()
-        tensors = self._parameters  # see ``FixedDtypeModule``
+        tensors: Any = self._parameters  # see ``FixedDtypeModule``
         global_scale = tensors[name + "_scale_2"]
         segments: tuple[int, ...] = ()
         if name == "gate_up_proj" and global_scale is not None:

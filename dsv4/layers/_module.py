@@ -23,9 +23,9 @@ class FixedDtypeModule(nn.Module):
     Casting FP8 block scales or 4-bit codes would destroy the weight without an error, and the
     hyper-connection, router-bias and sink parameters are float32 by specification section 14.
 
-    Where a decode step passes once per layer, tensors and parts are looked up in ``_parameters``,
-    ``_buffers`` and ``_modules``: as attributes each costs a call of ``Module.__getattr__``, 100 per
-    layer or a tenth of the layers' host time.
+    Where a decode step passes several times per layer, tensors are looked up in ``_parameters`` and
+    ``_buffers`` and parts in ``_modules``: as attributes each costs a call of
+    ``Module.__getattr__``. There were 100 of them per layer, a tenth of the layers' host time.
 
     Attributes:
         stored: Names of tensors whose dtype is part of their meaning: never cast.
@@ -200,7 +200,4 @@ def refused_while_packed(tensor: str) -> str:
 
 def hooked(*modules: nn.Module) -> bool:
     """Whether someone watches a module, whose parts then must not be run without it."""
-    for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks:
-            return True
-    return False
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)

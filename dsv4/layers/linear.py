@@ -151,17 +151,13 @@ class Linear(FixedDtypeModule):
         """
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
-        joint = self._modules.get("joint")
+        joint = _joint_of(self)
         if joint is not None:
             return joint.part(self.joint_part).with_layout(self.layout)
         tensors = self._parameters  # see ``FixedDtypeModule``
-        codes, scales, global_scale = (
-            tensors["weight"],
-            tensors["weight_scale"],
-            tensors["weight_scale_2"],
-        )
+        codes, scales = tensors["weight"], tensors["weight_scale"]
         assert scales is not None
-        return self.value_of(codes, scales, global_scale, self.format, self.layout)
+        return self.value_of(codes, scales, tensors["weight_scale_2"], self.format, self.layout)
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight as a plain tensor ``[out, in]``."""
@@ -408,7 +404,8 @@ def fused_linear(
     if not _one_product(layers):
         return [layer(x, out_dtype) for layer in layers]
     whole = _product(layers, x, out_dtype)
-    return list(whole.split([layer.out_features for layer in layers], dim=-1))
+    # ``Tensor.split`` comes to the same after six more calls of Python.
+    return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
 
 def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
@@ -467,7 +464,7 @@ def joint_swiglu(
         ``[..., I]``; None where the rows do not stand in turn (``join_weights``) or the layers
         differ in what they do to ``x``.
     """
-    layers, joint = (gate, up), gate._modules.get("joint")
+    layers, joint = (gate, up), _joint_of(gate)
     if joint is None or not joint.in_turn or not _share(layers, joint):
         return None
     if gate.activation != up.activation:
@@ -488,10 +485,16 @@ def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
 
 def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
     """The rows of all layers: their joint weight, or a copy."""
-    joint = layers[0]._modules.get("joint")
+    joint = _joint_of(layers[0])
     if joint is not None and not joint.in_turn and _share(layers, joint):
         return joint.whole()
     return cat_rows([layer.quantized_weight() for layer in layers])
+
+
+def _joint_of(layer: Linear) -> JointWeight | None:
+    """``layer.joint``, at the cost of a dictionary; see ``FixedDtypeModule``."""
+    modules: Any = layer._modules
+    return modules.get("joint")
 
 
 def _share(layers: Sequence[Linear], joint: JointWeight) -> bool:
