@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from serving_cases import ToyModel, assert_empty, packed, plain_text, wide
+from taped import replayed
 
 from dsv4 import _support, dispatch, layers, ops
 from dsv4.formats import SWIZZLED
@@ -16,7 +17,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving._capture import CaptureError, captured, obstacle
 from dsv4.serving._setup import resolve_capture
-from dsv4.serving.graphs import DecodeStep
+from dsv4.serving.graphs import Graphs
 
 GPU = torch.device("cuda", 0)
 HOPPER, B200, B300, THOR, RTX = (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)
@@ -169,25 +170,14 @@ def test_after_a_capture_that_fails_steps_are_eager(
     """The first, the sampler's or a later one; between steps of requests that run."""
     done: list[int] = []
 
-    class Replayed:
-        def __init__(self, work: Any, out: Any) -> None:
-            self.work, self.out = work, out
-
-        def replay(self) -> None:
-            new = self.work()
-            if self.out is not None:
-                self.out.tokens.copy_(new.tokens)
-
-    def capturing(step: DecodeStep, work: Any) -> Any:
-        step._write([])
-        out = work()
+    def capturing(graphs: Graphs, work: Any) -> Any:
         if len(done) == after:
+            work()
             raise CaptureError("OSError: broken")
         done.append(1)
-        step.captures += 1
-        return Replayed(work, out), out
+        return replayed(graphs, work)
 
-    monkeypatch.setattr(DecodeStep, "_captured", capturing)
+    monkeypatch.setattr(Graphs, "captured", capturing)
     model = ToyModel()
     runner = Runner(model, max_sequences=4, max_tokens=64, buckets=(1, 4))
     runner._capture = True
@@ -203,8 +193,47 @@ def test_after_a_capture_that_fails_steps_are_eager(
         "decode steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
     ]
     assert not runner._capture
-    assert runner._decode.captures == 0
+    assert runner.captures == 0
     assert len(done) == after
+    for request in requests:
+        text = plain_text(model, list(request.prompt), request.options, request.seed)
+        assert request.tokens == text
+    assert_empty(runner)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, after: int, ahead: bool
+) -> None:
+    left = [after]
+
+    def capturing(graphs: Graphs, work: Any) -> Any:
+        if getattr(work, "func", None) == runner._prompts._forward:
+            left[0] -= 1
+            if left[0] < 0:
+                work()
+                raise CaptureError("OSError: broken")
+        return replayed(graphs, work)
+
+    monkeypatch.setattr(Graphs, "captured", capturing)
+    model = ToyModel()
+    sizes = {"max_sequences": 4, "max_tokens": 64, "buckets": (1, 4), "prompt_buckets": (2, 8)}
+    runner = Runner(model, **sizes)
+    runner._capture = True
+    with caplog.at_level(logging.WARNING, LOGGER):
+        if ahead:
+            assert runner.warm_up([OPTIONS, DRAWN]) == 2 * 3
+        requests = [runner.add([1, 5], OPTIONS)]
+        runner.step()
+        requests += [runner.add([i, 7], DRAWN) for i in range(3)]
+        runner.run()
+    assert [r.message for r in caplog.records] == [
+        "prompt steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
+    ]
+    assert runner._capture
+    assert runner._prompts.captures == 0
+    assert runner._decode.captures > 0
     for request in requests:
         text = plain_text(model, list(request.prompt), request.options, request.seed)
         assert request.tokens == text
@@ -294,8 +323,7 @@ def test_an_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_captures_memory_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ToyModel()
-    step = Runner(model, max_sequences=2, max_tokens=8)._decode
+    graphs = Graphs()
     pools = iter(["first", "second"])
     used: list[str] = []
 
@@ -311,12 +339,11 @@ def test_a_failed_captures_memory_is_not_used_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "stream", lambda side: _Nothing())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr("dsv4.serving.graphs.capture_work", work_captured)
-    step._captured(lambda: 1)
+    graphs.captured(lambda: 1)
     with pytest.raises(CaptureError):
-        step._captured(lambda: 1)
-    step._captured(lambda: 1)
+        graphs.captured(lambda: 1)
+    graphs.captured(lambda: 1)
     assert used == ["first", "first", "second"]
-    assert step.captures == 2
 
 
 class _Nothing:
@@ -334,7 +361,12 @@ def texts(runner: Runner) -> list[list[int]]:
     return [request.tokens for request in requests]
 
 
-SIZES: dict[str, Any] = {"max_sequences": 6, "max_tokens": 128, "buckets": (1, 2, 4, 6)}
+SIZES: dict[str, Any] = {
+    "max_sequences": 6,
+    "max_tokens": 128,
+    "buckets": (1, 2, 4, 6),
+    "prompt_buckets": (32,),
+}
 
 
 @pytest.mark.gpu
@@ -345,7 +377,7 @@ def test_a_plain_model_on_a_gpu_runs_eagerly(caplog: pytest.LogCaptureFixture) -
         assert runner.warm_up() == 0
         found = texts(runner)
         assert texts(Runner(model, **SIZES)) == found
-    assert runner._decode.captures == 0
+    assert runner.captures == 0
     (record,) = (r for r in caplog.records if r.name == LOGGER)
     assert "model.layers.0.mlp.experts" in record.message
     assert "dsv4.layers.pack_" in record.message
@@ -383,4 +415,4 @@ def test_a_capture_that_fails_on_a_gpu_leaves_no_trace(
     monkeypatch.undo()
     runner = Runner(model, **SIZES, capture=True)
     assert texts(runner) == wanted
-    assert runner._decode.captures > 1
+    assert runner.captures > 1

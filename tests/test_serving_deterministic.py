@@ -167,6 +167,8 @@ def test_what_cannot_be_deterministic_is_refused() -> None:
     model = ToyModel()
     with pytest.raises(ValueError, match=r"buckets are \[1\], wanted None with deterministic=True"):
         small(model, buckets=[1])
+    with pytest.raises(ValueError, match=r"prompt_buckets are \[8\], wanted None with determin"):
+        small(model, prompt_buckets=[8])
     with pytest.raises(TypeError, match="deterministic is 1, wanted True or False"):
         small(model, deterministic=1)
     options = dataclasses.replace(SamplingOptions(), max_new_tokens=3)

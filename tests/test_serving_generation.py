@@ -138,12 +138,13 @@ def test_a_model_on_a_gpu_keeps_its_graphs() -> None:
     model, prompts = packed("deepseek").cuda(), [[1, 2, 3], [4]]
     first = generate(model, prompts, 20, stop_ids=())
     runner = model.__dict__["_kept_runner"].runner
-    captures = runner._decode.captures
+    captures = runner.captures
     assert captures > 1
     assert generate(model, prompts, 20, stop_ids=()) == first
     assert model.__dict__["_kept_runner"].runner is runner
-    assert runner._decode.captures == captures
-    eager = Runner(model, max_sequences=2, max_tokens=1024, capture=False, buckets=(1, 2))
+    assert runner.captures == captures
+    sizes = {"buckets": (1, 2), "prompt_buckets": (32,)}
+    eager = Runner(model, max_sequences=2, max_tokens=1024, capture=False, **sizes)
     requests = [eager.add(prompt, max_new_tokens=20, stop_ids=()) for prompt in prompts]
     eager.run()
     assert first == [request.tokens for request in requests]

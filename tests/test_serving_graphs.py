@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from serving_cases import ToyModel, assert_empty, packed
+from taped import replayed
 
 from dsv4 import dispatch
 from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving._setup import is_compiled
-from dsv4.serving.graphs import DecodeStep, default_buckets
+from dsv4.serving.graphs import Graphs, default_buckets
 
 _LENGTHS = (1, 3, 61, 64, 124, 127, 129, 250, 255, 257, 300)  # around windows and pages
 _KINDS: tuple[dict[str, Any], ...] = (
@@ -70,46 +71,26 @@ def test_padding_changes_no_token() -> None:
     model = ToyModel()
     plain = story(Runner(model, **sizes()), 150)
     assert sum(len(request.tokens) for request in plain) > 100
-    for buckets in ((6,), (2, 4, 6)):
-        assert told(story(Runner(model, **sizes(buckets=buckets)), 150)) == told(plain)
-
-
-class Recording:
-    """In place of a CUDA graph: what was captured runs again and writes its old outputs."""
-
-    def __init__(self, step: DecodeStep, work: Any) -> None:
-        step._write([])
-        work()
-        self.work, self.out = work, work()
-        step.captures += 1
-
-    def replay(self) -> None:
-        new = self.work()
-        if self.out is not None:
-            self.out.tokens.copy_(new.tokens)
-            for old, tensor in zip(self.out.logprobs or (), new.logprobs or (), strict=True):
-                old.copy_(tensor)
+    for buckets, prompts in (((6,), ()), ((2, 4, 6), (16, 200)), ((1, 6), (200,))):
+        size = sizes(buckets=buckets, prompt_buckets=prompts)
+        assert told(story(Runner(model, **size), 150)) == told(plain)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_replayed_steps_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """Captures between the steps of running requests change none of them."""
 
-    def captured(step: DecodeStep, work: Any) -> tuple[Recording, Any]:
-        recording = Recording(step, work)
-        return recording, recording.out
-
-    monkeypatch.setattr(DecodeStep, "_captured", captured)
-    model = ToyModel()
-    eager = story(Runner(model, **sizes(buckets=(1, 2, 4, 6))), 150, seed=1)
-    runner = Runner(model, **sizes(buckets=(1, 2, 4, 6)))
+    monkeypatch.setattr(Graphs, "captured", replayed)
+    model, size = ToyModel(), sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
+    eager = story(Runner(model, **size), 150, seed=1)
+    runner = Runner(model, **size)
     runner._capture = True
     if ahead:
         kinds = [SamplingOptions(**kind) for kind in _KINDS]
-        assert runner.warm_up(kinds) == 4 * (1 + len(_KINDS))
-        assert runner.warm_up(kinds) == 4 * (1 + len(_KINDS))
+        assert runner.warm_up(kinds) == 3 * 2 + 4 * (1 + len(_KINDS))
+        assert runner.warm_up(kinds) == 3 * 2 + 4 * (1 + len(_KINDS))
     assert told(story(runner, 150, seed=1)) == told(eager)
-    assert runner._decode.captures > 8
+    assert runner.captures > 12
 
 
 def test_default_buckets() -> None:
@@ -131,7 +112,7 @@ def test_a_compiled_model_is_not_captured() -> None:
 def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
     """Bit for bit, log-probabilities too, over 1000 steps; captured ahead and at first use."""
     model = packed(numerics).cuda()
-    size = sizes(buckets=(1, 2, 4, 6))
+    size = sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
     eager = told(story(Runner(model, **size, capture=False), 1000))
     assert sum(len(tokens) for _, tokens, _ in eager) > 1000
     for ahead in (False, True):
@@ -140,7 +121,8 @@ def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
             kinds = [SamplingOptions(**kind) for kind in _KINDS]
             runner.warm_up(kinds)
         assert told(story(runner, 1000)) == eager
-        assert runner._decode.captures > 4
+        assert runner._decode.captures == 4
+        assert runner._prompts.captures >= 3
 
 
 @pytest.mark.gpu
@@ -167,7 +149,7 @@ def test_a_backend_by_name_runs_eagerly() -> None:
     with dispatch.use_backend("reference"):
         request = runner.add([1, 2, 3], max_new_tokens=4, stop_ids=())
         assert len(request.result()) == 4
-    assert runner._decode.captures == 0
+    assert runner.captures == 0
 
 
 @pytest.mark.gpu

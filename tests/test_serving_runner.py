@@ -45,6 +45,7 @@ def sizes(draw: st.DrawFn) -> dict[str, object]:
         "max_chunk": chunk,
         "pool_tokens": draw(st.sampled_from([None, 768, 1100])),
         "buckets": buckets,
+        "prompt_buckets": draw(st.sampled_from([None, (), (16, chunk), (chunk,)])),
         "prefix_sequences": draw(st.integers(0, 3)),
     }
 
@@ -134,7 +135,13 @@ def test_a_real_model_serves_as_it_decodes_alone(numerics) -> None:
         (stem, drawn),
     ]
     runner = Runner(
-        model, max_sequences=3, max_tokens=300, max_chunk=100, pool_tokens=600, buckets=(1, 3)
+        model,
+        max_sequences=3,
+        max_tokens=300,
+        max_chunk=100,
+        pool_tokens=600,
+        buckets=(1, 3),
+        prompt_buckets=(16, 100),
     )
     requests = [runner.add(prompt, options) for prompt, options in asked]
     runner.run()

@@ -92,21 +92,19 @@ class ExpertWeights(FixedDtypeModule):
         if self.format is None:
             raise ValueError("Experts: the weights are plain, wanted quantised ones")
         self._check_whole()
-        global_scale = getattr(self, name + "_scale_2")
+        tensors: Any = self._parameters  # see ``FixedDtypeModule``
+        global_scale = tensors[name + "_scale_2"]
         segments: tuple[int, ...] = ()
         if name == "gate_up_proj" and global_scale is not None:
             if self.layout == LINEAR:
                 segments = (self.intermediate_dim, self.intermediate_dim)
             else:
-                global_scale = self.gate_up_row_scale
-        return QuantizedTensor(
-            getattr(self, name),
-            getattr(self, name + "_scale"),
-            global_scale,
-            self.format,
-            self.layout,
-            segments,
-        )
+                global_scale = self._buffers["gate_up_row_scale"]
+        codes, scales = tensors[name], tensors[name + "_scale"]
+        parts = (codes, scales, global_scale, self.format, self.layout, segments)
+        # Of a layer that is not packed nothing is kept: its tensors are about to be replaced.
+        packed = self.layout != LINEAR
+        return self.value_of(*parts, name=name) if packed else QuantizedTensor(*parts)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
@@ -249,6 +247,7 @@ class ExpertWeights(FixedDtypeModule):
 
     def _finish(self, layout: str) -> None:
         """Say what the bytes are now."""
+        self.forget_value()
         for name in _PROJECTIONS:
             dtype = torch.uint8 if layout == FRAGMENTS else torch.float8_e4m3fn
             scales = getattr(self, name + "_scale").detach().view(dtype)
@@ -305,6 +304,7 @@ class ExpertWeights(FixedDtypeModule):
                 f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
                 f"{chosen.block[0]}: the {chosen.name} blocks of gate and up would overlap"
             )
+        self.forget_value()
         self.format, self.layout, self.gate_up_row_scale = chosen, LINEAR, None
         self.stored = ExpertWeights.stored | (set(_PROJECTIONS) if chosen else set())
         for name in _PROJECTIONS:

@@ -39,10 +39,9 @@ class JointWeight(FixedDtypeModule):
 
     def whole(self) -> QuantizedTensor:
         """All rows: a segment per layer, or in turn, each with its global scale."""
-        segments = () if self.in_turn else self.rows
-        return self.value_of(
-            self.codes, self.scales, self.global_scale, self.format, self.layout, segments
-        )
+        segments, tensors = () if self.in_turn else self.rows, self._buffers
+        codes, scales, global_scale = tensors["codes"], tensors["scales"], tensors["global_scale"]
+        return self.value_of(codes, scales, global_scale, self.format, self.layout, segments)
 
     def part(self, index: int) -> QuantizedTensor:
         """The rows of one layer: a packed view, or of rows in turn, which share tiles, a copy.

@@ -119,7 +119,7 @@ class PoolingModule(FixedDtypeModule):
     ) -> None:
         """Update ``state`` with ``hidden_states [T, H]``, store the entries that closed."""
         kv, score = self._project(hidden_states)
-        dtype = hidden_states.dtype
+        dtype, norm, rotary = hidden_states.dtype, self.kv_norm, self.rotary_emb
         compress_write(
             kv,
             score,
@@ -128,15 +128,15 @@ class PoolingModule(FixedDtypeModule):
             batch.cu_seqlens,
             batch.starts,
             batch.sequences,
-            self.kv_norm.weight,
-            self.rotary_emb.inv_freq(kv.device, self.rope_layer_type),
+            norm.weight,
+            rotary.inv_freq(kv.device, self.rope_layer_type),
             pages,
             page_table,
             overlap=self.overlap,
-            eps=self.kv_norm.variance_epsilon,
+            eps=norm.variance_epsilon,
             rotate_quantize=rotate_quantize,
             dtype=dtype,
-            table_dtype=self.rotary_emb.table_dtype(dtype),
+            table_dtype=rotary.table_dtype(dtype),
         )
 
     def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:

@@ -159,10 +159,9 @@ class DeepseekV4Attention(FixedDtypeModule):
         return self.q_a_norm(q_a), kv
 
     def _queries(self, q_residual: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """q ``[B, S, heads, D]`` rotated."""
-        q = self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
-        cos, sin = self._flat(tables, q)
-        head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)
+        """q ``[T, heads, D]`` rotated, of ``q_residual [..., q_lora]``; tables have T rows."""
+        q = self.q_b_proj(q_residual).reshape(-1, self.num_heads, self.head_dim)
+        head_norm_rope_(q, *tables, self.q_b_norm.eps)
         return q
 
     @staticmethod
@@ -182,13 +181,13 @@ class DeepseekV4Attention(FixedDtypeModule):
         """
         if not torch.compiler.is_compiling():
             step.cache.check_model(self.config, hidden_states.dtype)
-        layer = step.cache.layers[self.layer_idx]
+        layer, compressor = step.cache.layers[self.layer_idx], self.compressor
         select = None
-        if self.compressor is not None:
-            select = self.compressor.begin_paged(hidden_states[0], step, self.layer_idx)
+        if compressor is not None:
+            select = compressor.begin_paged(hidden_states[0], step, self.layer_idx)
         q_residual, kv = self._down(hidden_states)
         tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, given)
-        cos, sin = (table[0] for table in tables)
+        cos, sin = tables
         norm, seen, written = self.kv_norm, step.read_slots(layer), step.write_slots(layer)
 
         def work(q_residual: torch.Tensor) -> torch.Tensor:
@@ -203,7 +202,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         queries = started(work, q_residual, QUERIES) if beside else done(work(q_residual))
         slots = None if asked is None else asked()
         out = sparse_attention(
-            queries()[0],
+            queries(),
             layer.window,
             seen,
             layer.compressed,
@@ -224,12 +223,12 @@ class DeepseekV4Attention(FixedDtypeModule):
         past: Any,
     ) -> torch.Tensor:
         q_residual, kv = self._down(hidden_states)
-        q = self._queries(q_residual, tables)
+        batch, queries = q_residual.shape[:2]
+        cos, sin = self._flat(tables, q_residual)
+        q = self._queries(q_residual, (cos, sin))
         kv = rope(self.kv_norm(kv), *tables)
-        batch, queries = q.shape[:2]
-        cos, sin = self._flat(tables, q)
         if batch * queries == 0:
-            return q
+            return q.unflatten(0, (batch, queries))
         if self.numerics == "deepseek":
             kv = fake_quantize_kv(kv, self.rope_dim)
         if attention_mask is not None:  # refused, if it has to be, before the cache changes
@@ -250,7 +249,7 @@ class DeepseekV4Attention(FixedDtypeModule):
                 compressed = plain_pages(entries)
                 slots = _flat_slots(chosen, entries.shape[1])
         out = sparse_attention(
-            q.flatten(0, 1),
+            q,
             plain_pages(kv),
             _flat_slots(shown, kv.shape[1]),
             compressed,

@@ -70,13 +70,14 @@ class DeepseekV4DecoderLayer(nn.Module):
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """``forward`` with the keyword arguments of the attention as they are."""
-        post, comb, normed = self.attn_hc.collapse(hidden_states, self.input_layernorm)
+        attn_hc, ffn_hc = self.attn_hc, self.ffn_hc
+        post, comb, normed = attn_hc.collapse(hidden_states, self.input_layernorm)
         output, _ = self.self_attn(normed, **options)
-        hidden_states, (post, comb, normed) = self.attn_hc.hand_over(
-            output, hidden_states, post, comb, self.ffn_hc, self.post_attention_layernorm
+        hidden_states, (post, comb, normed) = attn_hc.hand_over(
+            output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm
         )
         output = self.mlp(normed, input_ids=input_ids)
-        return self.ffn_hc.spread(output, hidden_states, post, comb)
+        return ffn_hc.spread(output, hidden_states, post, comb)
 
 
 class DeepseekV4MTP(nn.Module):

@@ -122,7 +122,7 @@ class DeepseekV4Indexer(PoolingModule):
         self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, entry_format: str
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
         """Queries and weights of a flat batch, in codes if keys are."""
-        cos, sin = (table[0] for table in self.rotary_emb.of_step(q, step, self.rope_layer_type))
+        cos, sin = self.rotary_emb.of_step(q, step, self.rope_layer_type)
         if entry_format not in COMPACT_FORMATS:
             return self._rotated(q, cos, sin), weights
         return quantize_index_queries(

@@ -128,11 +128,13 @@ class Linear(FixedDtypeModule):
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         if out_dtype is None:
             return F.linear(x, self.weight)
-        wide = torch.promote_types(x.dtype, out_dtype)
-        if x.is_cuda and wide == torch.float32 and x.dtype == self.weight.dtype != wide:
+        wide, weight = torch.promote_types(x.dtype, out_dtype), self.weight
+        if x.is_cuda and wide == torch.float32 and x.dtype == weight.dtype != wide:
             # Sums of float32 either way, and the weight is not copied.
+            if x.dim() == 2 and out_dtype == wide:
+                return torch.mm(x, weight.t(), out_dtype=wide)
             rows = x.reshape(-1, self.in_features)
-            product = torch.mm(rows, self.weight.t(), out_dtype=wide)
+            product = torch.mm(rows, weight.t(), out_dtype=wide)
             return product.view(*x.shape[:-1], self.out_features).to(out_dtype)
         return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
 
@@ -149,12 +151,13 @@ class Linear(FixedDtypeModule):
         """
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
-        if self.joint is not None:
-            return self.joint.part(self.joint_part).with_layout(self.layout)
-        assert self.weight_scale is not None
-        return self.value_of(
-            self.weight, self.weight_scale, self.weight_scale_2, self.format, self.layout
-        )
+        joint = _joint_of(self)
+        if joint is not None:
+            return joint.part(self.joint_part).with_layout(self.layout)
+        tensors = self._parameters  # see ``FixedDtypeModule``
+        codes, scales = tensors["weight"], tensors["weight_scale"]
+        assert scales is not None
+        return self.value_of(codes, scales, tensors["weight_scale_2"], self.format, self.layout)
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight as a plain tensor ``[out, in]``."""
@@ -401,7 +404,8 @@ def fused_linear(
     if not _one_product(layers):
         return [layer(x, out_dtype) for layer in layers]
     whole = _product(layers, x, out_dtype)
-    return list(whole.split([layer.out_features for layer in layers], dim=-1))
+    # ``Tensor.split`` comes to the same after six more calls of Python.
+    return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
 
 def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
@@ -426,9 +430,13 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
 
 def _one_product(layers: Sequence[Linear]) -> bool:
     """Whether one product takes the weights and the input of all."""
-    nvfp4 = all(layer.format == NVFP4 for layer in layers)
-    calibrating = any(layer.observer is not None for layer in layers)
-    return nvfp4 and not calibrating and len({layer.activation for layer in layers}) == 1
+    activation = layers[0].activation
+    for layer in layers:
+        if layer.format is None or layer.format != NVFP4 or layer.activation != activation:
+            return False
+        if layer.observer is not None:  # calibrating
+            return False
+    return True
 
 
 def _product(
@@ -456,7 +464,7 @@ def joint_swiglu(
         ``[..., I]``; None where the rows do not stand in turn (``join_weights``) or the layers
         differ in what they do to ``x``.
     """
-    layers, joint = (gate, up), gate.joint
+    layers, joint = (gate, up), _joint_of(gate)
     if joint is None or not joint.in_turn or not _share(layers, joint):
         return None
     if gate.activation != up.activation:
@@ -477,17 +485,26 @@ def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
 
 def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
     """The rows of all layers: their joint weight, or a copy."""
-    joint = layers[0].joint
+    joint = _joint_of(layers[0])
     if joint is not None and not joint.in_turn and _share(layers, joint):
         return joint.whole()
     return cat_rows([layer.quantized_weight() for layer in layers])
 
 
+def _joint_of(layer: Linear) -> JointWeight | None:
+    """``layer.joint``, at the cost of a dictionary; see ``FixedDtypeModule``."""
+    modules: Any = layer._modules
+    return modules.get("joint")
+
+
 def _share(layers: Sequence[Linear], joint: JointWeight) -> bool:
     """Whether the layers are the parts of ``joint``, all of them and in this order."""
-    return len(layers) == len(joint.rows) and all(
-        layer.joint is joint and layer.joint_part == i for i, layer in enumerate(layers)
-    )
+    if len(layers) != len(joint.rows):
+        return False
+    for i, layer in enumerate(layers):
+        if layer._modules.get("joint") is not joint or layer.joint_part != i:
+            return False
+    return True
 
 
 def join_weights(layers: Sequence[Linear], *, in_turn: bool = False) -> bool:

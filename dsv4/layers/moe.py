@@ -71,15 +71,15 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         shape = hidden_states.shape
         flat = hidden_states.reshape(-1, shape[-1])
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
-        if self.shared_experts is None:
+        mlp, go_on = self.shared_experts, None
+        if mlp is None:
             _, weights, indices = self.gate(*arguments)
             return self.experts(flat, indices, weights).view(shape)
         if flat.shape[0] < _FILLING:
-            shared = beside(self.shared_experts, flat)
+            shared = beside(mlp, flat)
             _, weights, indices = self.gate(*arguments)
             return self.experts(flat, indices, weights, shared).view(shape)
         _, weights, indices = self.gate(*arguments)
-        mlp, go_on = self.shared_experts, None
         if type(mlp) is DeepseekV4MLP and not hooked(mlp):
             go_on, shared = beside_in_two(mlp.inner, mlp.down_proj, flat, _LEFT)
         else:

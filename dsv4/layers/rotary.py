@@ -102,16 +102,18 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         layer_type: str,
         given: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables ``[1, T, rope_dim / 2]`` of a step's tokens, which its layers share.
+        """Tables ``[T, rope_dim / 2]`` of a step's tokens, which its layers share.
 
         Args:
             x: As in ``forward``.
             step: Gives the positions.
             layer_type: As in ``forward``.
-            given: These tables, if somebody has made them.
+            given: These tables ``[1, T, rope_dim / 2]``, if somebody has made them.
         """
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            return given or self(x, step.batch.positions.unsqueeze(0), layer_type)
+            if given is not None:
+                return given[0][0], given[1][0]
+            return self(x, step.batch.positions, layer_type)
 
         return step.once(("rotary", layer_type, x.dtype), make)

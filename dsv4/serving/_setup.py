@@ -13,14 +13,16 @@ from torch import nn
 from dsv4.cache import PagedCache
 from dsv4.config import ModelConfig
 from dsv4.layer_cache import WINDOW_PAGE
+from dsv4.layers._workspace import Workspace
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving import prompts
 from dsv4.serving._capture import obstacle
 from dsv4.serving.graphs import default_buckets
 from dsv4.serving.options import token_ids
 from dsv4.serving.prefix_cache import BLOCK
 
 _CHUNK = 2048
-_EAGER = "_said_eager"  # attribute of a model: why its steps run eagerly, which was logged
+_EAGER = "_said_eager"  # attribute of a model: why steps of each kind run eagerly, as logged
 _logger = logging.getLogger(__name__)
 
 
@@ -167,6 +169,45 @@ def check_buckets(
     return tuple(sizes)
 
 
+def check_prompt_buckets(
+    model: nn.Module,
+    buckets: Sequence[int] | None,
+    max_chunk: int,
+    captured: bool,
+    deterministic: bool,
+) -> tuple[int, ...]:
+    """Numbers of tokens that steps of prompts are padded to, ascending.
+
+    Bits depend on the padding, so a deterministic runner pads whether it captures or not.
+
+    Raises:
+        ValueError: if one is not within 1 and ``max_chunk``, or they are given for a deterministic
+            runner.
+    """
+    if buckets is None:
+        most = min(max_chunk, prompts.BUCKETS[-1], *_reserved_tokens(model))
+        smaller = {size for size in prompts.BUCKETS if size < most}
+        return tuple(sorted(smaller | {most})) if captured or deterministic else ()
+    if deterministic:
+        raise ValueError(
+            f"Runner: prompt_buckets are {list(buckets)}, wanted None with deterministic=True, "
+            "whose bits depend on them"
+        )
+    sizes = sorted({operator.index(size) for size in buckets})
+    if sizes and not 1 <= sizes[0] <= sizes[-1] <= max_chunk:
+        raise ValueError(
+            f"Runner: prompt_buckets are {list(buckets)}, wanted numbers from 1 to max_chunk "
+            f"({max_chunk})"
+        )
+    return tuple(sizes)
+
+
+def _reserved_tokens(model: nn.Module) -> list[int]:
+    """Tokens for which memory is reserved; with more, a step raises."""
+    rooms = (module for module in model.modules() if isinstance(module, Workspace))
+    return [room.max_tokens for room in rooms]
+
+
 def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequences: int) -> bool:
     """Whether decode steps are captured. Logs why not where the model's weights are the reason.
 
@@ -189,11 +230,12 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequ
     return reason is None
 
 
-def warn_eager(model: DeepseekV4ForCausalLM, reason: str) -> None:
-    """Log once for each model and reason that decode steps run eagerly."""
-    if model.__dict__.get(_EAGER) != reason:
-        _logger.warning("decode steps run eagerly, not as CUDA graphs: %s", reason)
-        model.__dict__[_EAGER] = reason
+def warn_eager(model: DeepseekV4ForCausalLM, reason: str, steps: str = "decode") -> None:
+    """Log once for each model, kind of steps and reason that they run eagerly."""
+    said = model.__dict__.setdefault(_EAGER, {})
+    if said.get(steps) != reason:
+        _logger.warning("%s steps run eagerly, not as CUDA graphs: %s", steps, reason)
+        said[steps] = reason
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,8 +1,9 @@
-"""One decode step of a batch bucket and the sampler behind it: captured on a GPU, else eager.
+"""Decode steps of a batch bucket and the sampler behind each step: captured on a GPU, else eager.
 
 A CUDA graph per bucket computes the logits; a smaller graph per bucket and sampler variant chooses
 the tokens. They read which cache rows the batch has from one buffer, so a sequence that joins or
-leaves is a write to that buffer. Rows of -1 are padding: they read no entry and write none.
+leaves is a write to that buffer. Rows of -1 are padding: they read no entry and write none. Steps
+of prompts (``dsv4.serving.prompts``) put their logits into the same buffer and share the sampler.
 """
 
 from __future__ import annotations
@@ -53,12 +54,41 @@ def default_buckets(max_sequences: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < max_sequences} | {max_sequences}))
 
 
-class DecodeStep:
-    """Decode steps over static buffers.
+class Graphs:
+    """Captures graphs that share memory, because they are replayed one after another."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def captured(self, work: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
+        """A graph of ``work``, which runs once before; its inputs have to be padding alone.
+
+        Raises:
+            CaptureError: if the capture failed; no sequence has changed.
+        """
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            work()  # compiles kernels and makes workspaces, which a capture must not
+        current.wait_stream(side)
+        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+        self._pool = None  # not to be used again if the capture fails
+        graph, out = capture_work(work, pool)
+        self._pool = pool
+        return graph, out
+
+    def release(self) -> None:
+        """Let go of the memory: the graphs are gone."""
+        self._pool = None
+
+
+class SamplerStep:
+    """Chooses tokens from the logits of a step, in a graph per bucket and variant.
 
     Attributes:
-        buckets: Batch sizes, ascending; the largest holds every batch.
-        captures: Graphs captured so far.
+        buckets: Numbers of rows, ascending; the largest holds every batch.
+        rows: ``[largest]`` cache rows, -1 for padding.
+        logits: ``[largest, vocab]``, which a step writes.
     """
 
     def __init__(
@@ -67,23 +97,85 @@ class DecodeStep:
         cache: PagedCache,
         state: RowState,
         buckets: Sequence[int],
+        graphs: Graphs,
     ) -> None:
         self.buckets = tuple(buckets)
-        self.captures = 0
-        self._model, self._cache, self._state = model, cache, state
+        self._cache, self._state, self._graphs = cache, state, graphs
         device, most = model.device, self.buckets[-1]
-        self._rows = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self.rows = torch.full((most,), -1, dtype=torch.int64, device=device)
         wide = torch.promote_types(model.dtype, torch.float32)
         shape = (most, model.config.vocab_size)
-        self._logits = torch.zeros(shape, dtype=wide, device=device)
+        self.logits = torch.zeros(shape, dtype=wide, device=device)
         self._written: list[int] | None = None  # what the device's rows are
-        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
-        self._samplers: dict[tuple[int, Variant], tuple[torch.cuda.CUDAGraph, Chosen]] = {}
-        self._pool: Any = None  # memory that the graphs share
+        self._captured: dict[tuple[int, Variant], tuple[torch.cuda.CUDAGraph, Chosen]] = {}
+
+    @property
+    def captures(self) -> int:
+        """Graphs captured so far."""
+        return len(self._captured)
 
     def bucket(self, count: int) -> int:
         """Smallest bucket that holds ``count`` sequences."""
         return next(size for size in self.buckets if size >= count)
+
+    def write(self, rows: Sequence[int]) -> None:
+        """Let ``rows`` be these, distinct ones, and then padding."""
+        padded = [*rows, *[-1] * (self.buckets[-1] - len(rows))]
+        if padded == self._written:
+            return
+        self._written = None
+        self.rows.copy_(to_device(padded, self.rows.device))
+        self._written = padded
+
+    def capture(self, size: int, variant: Variant) -> None:
+        """Capture the graph of a bucket and variant, unless it is there.
+
+        Raises:
+            CaptureError: if the capture failed.
+        """
+        if variant.penalty:
+            self._state.with_present()  # not in the memory of a graph
+        if (size, variant) not in self._captured:
+            self.write([])
+            self._captured[size, variant] = self._graphs.captured(
+                lambda: self._choose(size, variant)
+            )
+
+    def run(self, size: int, variant: Variant, captured: bool) -> Chosen:
+        """A token for each of the first ``size`` rows; replays what ``capture`` captured."""
+        if not captured:
+            return self._choose(size, variant)
+        graph, chosen = self._captured[size, variant]
+        graph.replay()
+        return chosen
+
+    def release(self) -> None:
+        """Free the graphs."""
+        self._captured.clear()
+
+    def _choose(self, size: int, variant: Variant) -> Chosen:
+        return choose(self._cache, self._state, self.logits[:size], self.rows[:size], variant)
+
+
+class DecodeStep:
+    """Decode steps over static buffers, in a graph per bucket of the sampler."""
+
+    def __init__(
+        self,
+        model: DeepseekV4ForCausalLM,
+        cache: PagedCache,
+        state: RowState,
+        sampler: SamplerStep,
+        graphs: Graphs,
+    ) -> None:
+        self._model, self._cache, self._state = model, cache, state
+        self._sampler, self._graphs = sampler, graphs
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def captures(self) -> int:
+        """Graphs captured so far, without the sampler's."""
+        return len(self._captured)
 
     def run(self, rows: Sequence[int], variant: Variant, captured: bool) -> Chosen:
         """One token more for each of the cache rows, which the cache is prepared for.
@@ -99,77 +191,39 @@ class DecodeStep:
         Raises:
             CaptureError: if a capture failed; nothing has changed then.
         """
-        size = self.bucket(len(rows))
+        size = self._sampler.bucket(len(rows))
         if captured:
-            self._capture(size, variant)
-        self._write(rows)
-        if not captured:
+            self.capture(size, variant)
+        self._sampler.write(rows)
+        if captured:
+            self._captured[size].replay()
+        else:
             self._forward(size)
-            return self._choose(size, variant)
-        self._steps[size].replay()
-        graph, chosen = self._samplers[size, variant]
-        graph.replay()
-        return chosen
+        return self._sampler.run(size, variant, captured)
 
-    def capture(self, sizes: Sequence[int], variants: Sequence[Variant]) -> None:
-        """Capture graphs ahead of their first use, the largest first; the others use its memory.
+    def capture(self, size: int, variant: Variant) -> None:
+        """Capture the graphs of a bucket and variant, unless they are there.
 
         Raises:
             CaptureError: if a capture failed; nothing has changed then.
         """
-        for size in sorted(sizes, reverse=True):
-            for variant in variants:
-                self._capture(size, variant)
+        if size not in self._captured:
+            self._sampler.write([])
+            self._captured[size] = self._graphs.captured(lambda: self._forward(size))[0]
+        self._sampler.capture(size, variant)
 
     def release(self) -> None:
-        """Free all graphs."""
-        self._steps.clear()
-        self._samplers.clear()
-        self._pool, self.captures = None, 0
-
-    def _write(self, rows: Sequence[int]) -> None:
-        padded = [*rows, *[-1] * (self.buckets[-1] - len(rows))]
-        if padded == self._written:
-            return
-        self._written = None
-        self._rows.copy_(to_device(padded, self._rows.device))
-        self._written = padded
+        """Free the graphs."""
+        self._captured.clear()
 
     def _forward(self, size: int) -> None:
-        rows, cache = self._rows[:size], self._cache
+        rows, cache = self._sampler.rows[:size], self._cache
         # Of padding: the length of any sequence, which nothing reads, and token 0.
         batch = Batch.decode(cache.lengths[rows], rows)
         ids = self._state.tokens[self._state.entries(rows)].unsqueeze(0)
         hidden, _ = self._model.model(ids, None, CacheStep(cache, batch))
         cache.advance(batch)
-        self._logits[:size].copy_(self._model.logits(hidden[0]))
-
-    def _choose(self, size: int, variant: Variant) -> Chosen:
-        return choose(self._cache, self._state, self._logits[:size], self._rows[:size], variant)
-
-    def _capture(self, size: int, variant: Variant) -> None:
-        if variant.penalty:
-            self._state.with_present()  # not in the memory of a graph
-        if size not in self._steps:
-            self._steps[size] = self._captured(lambda: self._forward(size))[0]
-        if (size, variant) not in self._samplers:
-            found = self._captured(lambda: self._choose(size, variant))
-            self._samplers[size, variant] = found
-
-    def _captured(self, work: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
-        """A graph of ``work`` over rows of padding, so that no sequence changes."""
-        self._write([])
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            work()  # compiles kernels and makes workspaces, which a capture must not
-        current.wait_stream(side)
-        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        self._pool = None  # not to be used again if the capture fails
-        graph, out = capture_work(work, pool)
-        self._pool = pool
-        self.captures += 1
-        return graph, out
+        self._sampler.logits[:size].copy_(self._model.logits(hidden[0]))
 
 
 def choose(

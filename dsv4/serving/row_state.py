@@ -24,7 +24,7 @@ class RowState:
 
     Attributes:
         vocab_size: Of the model.
-        tokens: ``[rows + 1]`` int64: the token that each sequence processes next.
+        tokens: ``[rows + 1]`` int64: the token that each sequence processes next; 0 for padding.
         numbers: ``[rows + 1, 4]`` float64: temperature, top_p, log_min_p, penalty.
         integers: ``[rows + 1, 2]`` int64: top_k, seed.
         present: ``[rows + 1, vocab]`` bool: tokens of prompt and answer, of rows with a penalty;
@@ -122,6 +122,8 @@ class RowState:
         """Take the tokens that were chosen as those to process next."""
         tokens = tokens.clamp(min=0)  # a failed row ends; until then it needs a token
         self.tokens[entries] = tokens
+        # Experts multiply rows of padding together with others: these must not differ by chance.
+        self.tokens[self.padding :].zero_()
         if penalty:
             ones = torch.ones_like(tokens, dtype=torch.bool)
             self.with_present().index_put_((entries, tokens), ones)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
-from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.cache import PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.page_tables import to_device
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
     Limits,
     check_buckets,
     check_fits,
+    check_prompt_buckets,
     check_window,
     default_index_format,
     default_window_pages,
@@ -27,9 +27,10 @@ from dsv4.serving._setup import (
     stop_tokens,
     warn_eager,
 )
-from dsv4.serving.graphs import Chosen, DecodeStep, choose
+from dsv4.serving.graphs import Chosen, DecodeStep, Graphs, SamplerStep
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
+from dsv4.serving.prompts import Part, PromptStep, Size
 from dsv4.serving.readback import Pending, Readback
 from dsv4.serving.request import Emitted, LogitsError, Request
 from dsv4.serving.row_state import RowState
@@ -77,6 +78,7 @@ class Runner:
         window_pages: int | None = None,
         index_format: str | None = None,
         buckets: Sequence[int] | None = None,
+        prompt_buckets: Sequence[int] | None = None,
         capture: bool | None = None,
         prefix_sequences: int = _PREFIX_SEQUENCES,
         deterministic: bool = False,
@@ -95,7 +97,11 @@ class Runner:
                 it holds the same values as ``"plain"``.
             buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
                 4 and multiples of 8 in captured steps, no padding in eager ones.
-            capture: Whether decode steps are CUDA graphs; None: on a CUDA device, unless the model
+            prompt_buckets: Numbers of prompt tokens per step, which fewer are padded to; a step
+                of more, or of more than 8 prompts, is eager. None: 32, 64, 128, 256 and 512 in
+                captured steps and with ``deterministic``, no padding in eager ones. Empty: prompts
+                are processed eagerly.
+            capture: Whether steps are CUDA graphs; None: on a CUDA device, unless the model
                 is compiled by ``torch.compile`` or has routed experts for which there is no kernel,
                 those that are not packed for instance, which is logged. Steps are eager whatever
                 this is while a backend is asked for by name and after a capture that failed.
@@ -110,7 +116,7 @@ class Runner:
         Raises:
             TypeError: if ``model`` is none.
             ValueError: if a size is wrong, ``capture`` is true where nothing can be captured, or
-                ``buckets`` are given with ``deterministic``.
+                buckets are given with ``deterministic``.
         """
         if not isinstance(deterministic, bool):
             raise TypeError(f"Runner: deterministic is {deterministic!r}, wanted True or False")
@@ -125,6 +131,9 @@ class Runner:
         self.limits = limits
         self._capture = resolve_capture(model, capture, max_sequences)
         sizes = check_buckets(buckets, max_sequences, self._capture, deterministic)
+        prompt_sizes = check_prompt_buckets(
+            model, prompt_buckets, limits.max_chunk, self._capture, deterministic
+        )
         grid = limits.max_chunk if deterministic else None
         self._one_by_one = deterministic
         self.cache: PagedCache = model.new_cache(
@@ -132,7 +141,11 @@ class Runner:
         )
         check_window(self.cache, limits.max_chunk)
         self._state = RowState(limits.rows, model.config.vocab_size, model.device)
-        self._decode = DecodeStep(model, self.cache, self._state, sizes)
+        self._graphs = Graphs()
+        self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
+        self._decode = DecodeStep(model, self.cache, self._state, self._sampler, self._graphs)
+        self._prompts = PromptStep(model, self.cache, self._sampler, self._graphs, prompt_sizes)
+        self._capture_prompts = True  # unless a capture failed
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
         self._scheduler = Scheduler(self.cache, self._prefixes, max_sequences, self._drain, grid)
         self._readback = self._new_readback()
@@ -189,6 +202,11 @@ class Runner:
         request.cancel()
 
     @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far."""
+        return self._decode.captures + self._sampler.captures + self._prompts.captures
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
         scheduler = self._scheduler
@@ -237,12 +255,16 @@ class Runner:
         """
         if self._capture and not self._closed:
             wanted = {Variant.of(options) for options in variants}
-            order = sorted(wanted, key=repr)
             try:
-                self._decode.capture(self._decode.buckets, order)
+                # The largest come first; the others use their memory.
+                for size in reversed(self._prompts.sizes):
+                    self._capture_prompt(size)
+                for batch in reversed(self._sampler.buckets):
+                    for variant in sorted(wanted, key=repr):
+                        self._decode.capture(batch, variant)
             except CaptureError as error:
                 self._go_on_eagerly(error)
-        return self._decode.captures
+        return self.captures
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -299,41 +321,40 @@ class Runner:
         pieces = self._scheduler.reserve(pieces)
         if not pieces:
             return False
-        hidden, ends = self._forward(pieces)
+        pieces.sort(key=lambda piece: not piece.is_last)  # as the sampler takes them
+        ending = [piece.sequence for piece in pieces if piece.is_last]
+        for sequence in ending:
+            self._join(sequence)
+        chosen = self._prompted([_part(piece) for piece in pieces], _variant(ending))
         for piece in pieces:
             sequence = piece.sequence
             sequence.fed += piece.count
             if sequence.fed == sequence.cut:
                 self._prefixes.snapshot(sequence.row, sequence.fill[: sequence.cut])
-        full = [i for i, piece in enumerate(pieces) if not piece.sequence.prefilling]
-        if full:
-            sequences = [pieces[i].sequence for i in full]
-            for sequence in sequences:
-                self._join(sequence)
-            last = hidden[to_device([ends[i] for i in full], hidden.device)]
-            rows = to_device([sequence.row for sequence in sequences], hidden.device)
-            logits = self.model.logits(last)
-            variant = _variant(sequences)
-            self._launch(sequences, choose(self.cache, self._state, logits, rows, variant))
+        if chosen is not None:
+            self._launch(ending, chosen)
         return True
 
-    def _forward(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, list[int]]:
-        """Hidden states ``[T, H]`` of prompt tokens, and the index of each piece's last token."""
-        counts = [piece.count for piece in pieces]
-        device = self.model.device
-        starts = to_device([piece.sequence.fed for piece in pieces], device)
-        rows = to_device([piece.sequence.row for piece in pieces], device)
-        flat: list[int] = []
-        ends = []
-        for piece in pieces:
-            fed = piece.sequence.fed
-            flat += piece.sequence.fill[fed : fed + piece.count]
-            ends.append(len(flat) - 1)
-        batch = Batch.from_lengths(counts, starts, rows)
-        ids = to_device(flat, device).unsqueeze(0)
-        hidden, _ = self.model.model(ids, None, CacheStep(self.cache, batch))
-        self.cache.advance(batch)
-        return hidden[0], ends
+    def _prompted(self, parts: Sequence[Part], variant: Variant) -> Chosen | None:
+        """Tokens behind the prompts that end, captured if possible."""
+        if self._replays:
+            self._capture_prompt(self._prompts.size(parts))
+            try:
+                return self._prompts.run(parts, variant, captured=True)
+            except CaptureError as error:
+                self._go_on_eagerly(error)
+        return self._prompts.run(parts, variant, captured=False)
+
+    def _capture_prompt(self, size: Size) -> None:
+        """Capture steps of prompts; if that fails, decode steps stay as they are."""
+        if not self._capture_prompts:
+            return
+        try:
+            self._prompts.capture(size)
+        except CaptureError as error:
+            self._capture_prompts = False
+            self._prompts.release()
+            warn_eager(self.model, f"a capture failed with {error}", "prompt")
 
     def _join(self, sequence: RunningSequence) -> None:
         request = sequence.request
@@ -362,16 +383,22 @@ class Runner:
 
     def _decoded(self, rows: Sequence[int], variant: Variant) -> Chosen:
         """One token more for each row, captured if possible."""
-        if self._capture and dispatch.is_free(dispatch.AUTO):
+        if self._replays:
             try:
                 return self._decode.run(rows, variant, captured=True)
             except CaptureError as error:
                 self._go_on_eagerly(error)
         return self._decode.run(rows, variant, captured=False)
 
+    @property
+    def _replays(self) -> bool:
+        """Whether steps replay graphs now."""
+        return self._capture and dispatch.is_free(dispatch.AUTO)
+
     def _go_on_eagerly(self, error: CaptureError) -> None:
         self._capture = False
-        self._decode.release()
+        for step in (self._decode, self._prompts, self._sampler, self._graphs):
+            step.release()
         warn_eager(self.model, f"a capture failed with {error}")
 
     def _launch(self, sequences: Sequence[RunningSequence], chosen: Chosen) -> None:
@@ -408,6 +435,12 @@ class Runner:
                 report = None if wanted[i] is None else results.logprobs[i]
                 sequence.request.emit(Emitted(token, report))
             self._launched.popleft()
+
+
+def _part(piece: Piece) -> Part:
+    sequence, fed = piece.sequence, piece.sequence.fed
+    tokens = sequence.fill[fed : fed + piece.count]
+    return Part(sequence.row, fed, tokens, piece.is_last)
 
 
 def _variant(sequences: Sequence[RunningSequence]) -> Variant:

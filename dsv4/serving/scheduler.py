@@ -80,6 +80,11 @@ class Piece:
     sequence: RunningSequence
     count: int
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no token to process is left behind them, so that a new one is sampled."""
+        return self.sequence.fed + self.count >= len(self.sequence.fill)
+
 
 class Scheduler:
     """Waiting requests and running sequences.

@@ -249,17 +249,17 @@ MUTANTS = (
         "T6",
         "no norm per head",
         LAYERS + "attention.py",
-        "head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)",
-        "q = rope(q, cos.view(*q.shape[:2], 1, -1), sin.view(*q.shape[:2], 1, -1))",
+        "head_norm_rope_(q, *tables, self.q_b_norm.eps)",
+        "q = rope(q, *(table.unsqueeze(1) for table in tables))",
         FORMULA,
     ),
     Mutant(
         "T6",
         "one norm over all heads",
         LAYERS + "attention.py",
-        "head_norm_rope_(q.flatten(0, 1), cos, sin, self.q_b_norm.eps)",
+        "head_norm_rope_(q, *tables, self.q_b_norm.eps)",
         "q = self.q_b_norm(q.flatten(-2)).view_as(q)\n"
-        "        q = rope(q, cos.view(*q.shape[:2], 1, -1), sin.view(*q.shape[:2], 1, -1))",
+        "        q = rope(q, *(table.unsqueeze(1) for table in tables))",
         FORMULA,
     ),
     Mutant(

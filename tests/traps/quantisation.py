@@ -197,8 +197,8 @@ MUTANTS = (
         "T28",
         "the largest global scale for a joint weight",
         LAYERS + "_joint.py",
-        "self.codes, self.scales, self.global_scale, self.format",
-        "self.codes, self.scales, self.global_scale.amax().expand(len(self.rows)), self.format",
+        "self.value_of(codes, scales, global_scale, ",
+        "self.value_of(codes, scales, global_scale.amax().expand(len(self.rows)), ",
         PACKED + "test_gives_the_same_bits_without_a_copy",
     ),
     Mutant(

@@ -1,0 +1,223 @@
+"""Steps that process tokens of prompts: those of few tokens are captured on a GPU.
+
+The host takes as long for the layers of 20 tokens as for those of one, and longer than a GPU
+computes on some hundred. So steps of up to some hundred tokens are padded to buckets, in a CUDA
+graph for each. All that differs between two steps of a bucket is data on the device: tokens, their
+positions and cache rows, where each sequence begins and ends. Tokens of padding have row -1 and
+stand behind all others: they read no entry and write none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.page_tables import to_device
+from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
+from dsv4.serving.sampler import Variant
+
+# Beyond the largest a GPU takes longer than the host. A step of fewer tokens than the smallest
+# costs as much: it reads the same weights.
+BUCKETS = (32, 64, 128, 256, 512)
+_SEQUENCES = 8  # most in a captured step; more prompts rarely have so few tokens together
+_ALIGNED = 2  # int64 numbers; kernels are compiled for inputs at multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """New tokens of one sequence in a step.
+
+    Attributes:
+        row: Of the cache.
+        start: Tokens that the row holds.
+        tokens: At least one.
+        is_last: Whether a token is to be chosen after them.
+    """
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+    is_last: bool
+
+
+class Size(NamedTuple):
+    """What a step is padded to."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Device memory for the inputs of steps of one size; one copy fills all of it.
+
+    Attributes:
+        memory: int64; the tensors that follow are parts of it.
+        places: Where these are: tokens, positions and rows of tokens, then bounds, starts, rows and
+            ends of sequences.
+        ids: ``[1, T]`` tokens.
+        ends: ``[B]`` index of each sequence's last token.
+        batch: Positions and cache rows of the tokens, B sequences.
+    """
+
+    memory: torch.Tensor
+    places: tuple[slice, ...]
+    ids: torch.Tensor
+    ends: torch.Tensor
+    batch: Batch
+
+    @classmethod
+    def of_size(cls, size: Size, device: torch.device) -> Inputs:
+        """Memory, uninitialised."""
+        tokens, sequences = size
+        places, begin = list[slice](), 0
+        for count in (*[tokens] * 3, sequences + 1, *[sequences] * 3):
+            places.append(slice(begin, begin + count))
+            begin += -(-count // _ALIGNED) * _ALIGNED
+        memory = torch.empty(begin, dtype=torch.int64, device=device)
+        ids, positions, rows_of_tokens, cu_seqlens, starts, rows, ends = (
+            memory[place] for place in places
+        )
+        batch = Batch(cu_seqlens, starts, rows, positions, rows_of_tokens)
+        return cls(memory, tuple(places), ids.unsqueeze(0), ends, batch)
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """Fill it with sequences, then padding, in stream order; a GPU is not waited for."""
+        end, cu_seqlens = 0, [0]
+        ids, positions, rows_of_tokens = list[int](), list[int](), list[int]()
+        for part in parts:
+            count = len(part.tokens)
+            ids += part.tokens
+            positions += range(part.start, part.start + count)
+            rows_of_tokens += [part.row] * count
+            end += count
+            cu_seqlens.append(end)
+        columns = (
+            (ids, 0),
+            (positions, 0),
+            (rows_of_tokens, -1),
+            (cu_seqlens, end),
+            ([part.start for part in parts], 0),
+            ([part.row for part in parts], -1),
+            ([number - 1 for number in cu_seqlens[1:]], 0),
+        )
+        numbers = list[int]()
+        for (values, padding), place in zip(columns, self.places, strict=True):
+            numbers += [0] * (place.start - len(numbers))
+            numbers += values
+            numbers += [padding] * (place.stop - len(numbers))
+        numbers += [0] * (len(self.memory) - len(numbers))
+        self.memory.copy_(to_device(numbers, self.memory.device))
+
+
+class PromptStep:
+    """Steps of prompts, over static buffers in a graph per size where there is one.
+
+    Args:
+        model: Uncompiled or not; whose steps these are.
+        cache: Its cache.
+        sampler: Takes the logits.
+        graphs: Captures.
+        buckets: Numbers of tokens that steps are padded to, ascending.
+
+    Attributes:
+        sizes: What steps are padded to, ascending; larger ones are not.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4ForCausalLM,
+        cache: PagedCache,
+        sampler: SamplerStep,
+        graphs: Graphs,
+        buckets: Sequence[int],
+    ) -> None:
+        self._model, self._cache = model, cache
+        self._sampler, self._graphs = sampler, graphs
+        most = min(_SEQUENCES, sampler.buckets[-1])
+        sequences = sorted({sampler.bucket(1), sampler.bucket(most)})
+        self.sizes = tuple(Size(tokens, count) for tokens in buckets for count in sequences)
+        self._inputs: dict[Size, Inputs] = {}
+        self._captured: dict[Size, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def captures(self) -> int:
+        """Graphs captured so far."""
+        return len(self._captured)
+
+    def run(self, parts: Sequence[Part], variant: Variant, captured: bool) -> Chosen | None:
+        """Process tokens for which the cache is prepared.
+
+        Args:
+            parts: Of distinct rows; those that are their prompts' last come first.
+            variant: Covers what each of these needs.
+            captured: Whether to replay graphs: those of ``capture``, if there is one, and the
+                sampler's, captured at their first use.
+
+        Returns:
+            Tokens, of which the first belong to the parts that are their prompts' last; on the
+            device, until the next step. None if there is no such part.
+
+        Raises:
+            CaptureError: if a capture of the sampler failed; nothing has changed then.
+        """
+        size = self.size(parts)
+        ending = [part.row for part in parts if part.is_last]
+        if captured and ending:
+            self._sampler.capture(size.sequences, variant)
+        inputs = self._inputs_of(size)
+        inputs.write(parts)
+        if captured and size in self._captured:
+            self._captured[size].replay()
+        else:
+            self._forward(inputs, logits=bool(ending))
+        if not ending:
+            return None
+        self._sampler.write(ending)
+        return self._sampler.run(size.sequences, variant, captured)
+
+    def capture(self, size: Size) -> None:
+        """Capture the graph of a size, unless it is there or steps are not padded to it.
+
+        Raises:
+            CaptureError: if the capture failed; nothing has changed then.
+        """
+        if size in self.sizes and size not in self._captured:
+            inputs = self._inputs_of(size)
+            inputs.write([])
+            work = functools.partial(self._forward, inputs, logits=True)
+            self._captured[size] = self._graphs.captured(work)[0]
+
+    def size(self, parts: Sequence[Part]) -> Size:
+        """What a step is padded to: the smallest of ``sizes``, or only the sampler's bucket."""
+        tokens = sum(len(part.tokens) for part in parts)
+        for size in self.sizes:
+            if size.tokens >= tokens and size.sequences >= len(parts):
+                return size
+        return Size(tokens, self._sampler.bucket(len(parts)))
+
+    def release(self) -> None:
+        """Free the graphs."""
+        self._captured.clear()
+
+    def _inputs_of(self, size: Size) -> Inputs:
+        if size not in self.sizes:
+            return Inputs.of_size(size, self._model.device)
+        if size not in self._inputs:
+            self._inputs[size] = Inputs.of_size(size, self._model.device)
+        return self._inputs[size]
+
+    def _forward(self, inputs: Inputs, logits: bool) -> None:
+        """Run all layers; logits of each sequence's last token if asked for."""
+        cache, batch = self._cache, inputs.batch
+        hidden, _ = self._model.model(inputs.ids, None, CacheStep(cache, batch))
+        cache.advance(batch)
+        if logits:
+            last = hidden[0].index_select(0, inputs.ends)
+            self._sampler.logits[: len(last)].copy_(self._model.logits(last))
