@@ -1,15 +1,17 @@
-"""What a decode and a prefill step of a model launch on a GPU that need not be there.
+"""Find what the steps of a model launch on a GPU that need not be there.
 
 The steps run on the meta device, where layers compute shapes alone. Every operator's call is put to
 the dispatcher as if its tensors were on that GPU, and where a Triton kernel is chosen its launcher
-runs, with Triton's launch replaced by a compilation. What it compiles lies in Triton's own cache.
+runs, with Triton's compiler replaced by a list of what it is asked for. So the list follows from
+the code that chooses and launches; ``step_shapes`` adds the sizes at which that code changes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +30,10 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import bfloat16_operand, block_values
+from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 
-DECODE = (1, 16, 64)
-PREFILL = 2048
-_CONTEXT = 65536
+_CONTEXTS = (256, 1024, 4096, 16384, 65536)  # of a sequence, tokens
+_CHUNK = 2048  # most tokens of a step of ``dsv4.serving.Runner`` unless it is told otherwise
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
 _PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 _PACKING = "fragments"
@@ -51,17 +53,32 @@ class Ran:
     kernels: set[str] = field(default_factory=set)
 
 
-@dataclass
+@dataclass(eq=False)
 class Steps:
     """What was found.
 
     Attributes:
         ran: By operator and implementation.
-        compiled: Triton kernels, each specialisation counted.
+        requests: Specialisations of Triton kernels, by key.
     """
 
     ran: dict[tuple[str, str], Ran] = field(default_factory=dict)
-    compiled: int = 0
+    requests: dict[bytes, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step.
+
+    Attributes:
+        tokens: Of all sequences.
+        sequences: With new tokens; as many as tokens in a decode step.
+        context: Tokens that a sequence has room for.
+    """
+
+    tokens: int
+    sequences: int
+    context: int
 
 
 def impossible() -> str | None:
@@ -73,13 +90,37 @@ def impossible() -> str | None:
     return None
 
 
-def compile_steps(
-    config: ModelConfig,
-    arch: str,
-    max_tokens: int,
-    on_kernel: Callable[[], None] = lambda: None,
+def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
+    """Shapes that together launch what steps of up to that many tokens do.
+
+    Launchers choose by powers of two of tokens and sequences, and by how many tiles of 16 to 256
+    tokens there are: each power and each tile of 64 begins a shape.
+
+    Args:
+        max_tokens: Most tokens of a step.
+        context: Most tokens of a sequence.
+    """
+    powers = [1 << i for i in range(max_tokens.bit_length())]
+    counts = {*range(1, 17), *powers, *(power + 1 for power in powers)}
+    counts |= {48, *range(65, max_tokens, 64), max_tokens}
+    tokens = sorted(count for count in counts if count <= max_tokens)
+    widest = max(c for c in (*_CONTEXTS, context) if c <= context)
+    shapes = [StepShape(count, 1, widest) for count in tokens]
+    batches = sorted({1, *(power + 1 for power in powers if power + 1 <= max_tokens)})
+    for count in batches:
+        shapes += [StepShape(n, count, widest) for n in tokens if n in (count, 4 * count, 8192)]
+    shapes += [StepShape(count, count, widest) for count in tokens]
+    for narrow in _CONTEXTS:
+        if narrow < widest:
+            some = [n for n in tokens if n & (n - 1) == 0 and n <= narrow]
+            shapes += [StepShape(n, m, narrow) for n in some for m in {1, n}]
+    return list(dict.fromkeys(shapes))
+
+
+def find_steps(
+    config: ModelConfig, arch: str, max_tokens: int, shapes: Sequence[StepShape] | None = None
 ) -> Steps:
-    """Compile what decode steps and one of prefill launch, and what packing does.
+    """Find what steps of decoding and prefill launch, what packing does, and the sampler.
 
     Of a bfloat16 model whose weights are NVFP4, packed for the GPU where they can be. Not to be
     called while another thread runs operators.
@@ -88,17 +129,18 @@ def compile_steps(
         config: The model's.
         arch: A value of ``ARCHITECTURES``.
         max_tokens: Most tokens of a step.
-        on_kernel: Called after each kernel.
+        shapes: Of the steps; None: ``step_shapes``.
     """
     model = packed_model(of_each_kind(config), layout_for(config.activation, arch))
+    if shapes is None:
+        shapes = step_shapes(max_tokens, config.max_position_embeddings)
     found = Steps()
-    with _compiling_for(arch, found, on_kernel) as names, torch.inference_mode():
+    with _listing_for(arch, found) as names, torch.inference_mode():
         _pack(found, names)
+        _sample(config)
         with _Recorder(found, names):
-            for tokens in DECODE:
-                if tokens <= max_tokens:
-                    _decode(model, tokens)
-            _prefill(model, min(PREFILL, max_tokens))
+            for shape in shapes:
+                _step(model, shape)
     return found
 
 
@@ -149,25 +191,52 @@ def _declare_experts(layer: DeepseekV4Experts, layout: str) -> None:
         layer.to_format(NVFP4)
 
 
-def _decode(model: DeepseekV4ForCausalLM, tokens: int) -> None:
-    cache = _cache(model, tokens)
-    rows = torch.zeros(tokens, dtype=torch.int64, device="meta")
-    model.decode(rows, cache, rows)
-
-
-def _prefill(model: DeepseekV4ForCausalLM, tokens: int) -> None:
-    cache = _cache(model, tokens)
-    starts = torch.zeros(1, dtype=torch.int64, device="meta")
-    batch = Batch.from_lengths([tokens], starts, starts)
-    ids = torch.zeros((1, tokens), dtype=torch.int64, device="meta")
+def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
+    """A step as ``dsv4.serving.Runner`` runs it."""
+    context = min(shape.context, model.config.max_position_embeddings)
+    # The number of a cache's sequences decides nothing.
+    cache = _pools(model.config, Limits(2, context, min(context, _CHUNK), 0))
+    rows = torch.zeros(shape.sequences, dtype=torch.int64, device="meta")
+    if shape.sequences == shape.tokens:
+        batch = Batch.decode(cache.lengths[rows], rows)
+    else:
+        each = [shape.tokens // shape.sequences] * shape.sequences
+        each[0] += shape.tokens - sum(each)
+        batch = Batch.from_lengths(each, rows, rows)
+    ids = torch.zeros((1, shape.tokens), dtype=torch.int64, device="meta")
     hidden, _ = model.model(ids, None, CacheStep(cache, batch))
     cache.advance(batch)
-    model.logits(hidden[0, -1:])
+    model.logits(hidden[0, -shape.sequences :])
 
 
-def _cache(model: DeepseekV4ForCausalLM, tokens: int) -> PagedCache:
-    context = min(_CONTEXT, model.config.max_position_embeddings)
-    return model.new_cache(tokens, context, tokens)
+@functools.lru_cache(maxsize=4)
+def _pools(config: ModelConfig, limits: Limits) -> PagedCache:
+    """The cache of a runner with these limits."""
+    return PagedCache(
+        config,
+        max_sequences=limits.rows,
+        max_tokens=limits.max_tokens,
+        max_chunk=limits.max_chunk,
+        device=torch.device("meta"),
+        dtype=torch.bfloat16,
+        index_format=default_index_format(config),
+        pool_tokens=limits.pool_tokens(),
+        window_pages=default_window_pages(config, limits),
+    )
+
+
+def _sample(config: ModelConfig) -> None:
+    """The sampler's kernels, of every variant."""
+    sampling = importlib.import_module("dsv4.triton.sampling")
+    with torch.device("meta"):
+        logits = torch.empty((2, config.vocab_size), dtype=torch.float32)
+        rows = torch.empty(2, dtype=torch.int64)
+        numbers = torch.empty((3, 4), dtype=torch.float64)
+        integers = torch.empty((3, 2), dtype=torch.int64)
+        present = torch.empty((3, config.vocab_size), dtype=torch.bool)
+    for filters in (False, True):
+        for mask in (None, present):
+            sampling.sample(logits, rows, numbers, integers, rows, mask, filters=filters)
 
 
 def _pack(found: Steps, names: list[str]) -> None:
@@ -259,31 +328,31 @@ def _described(arg: Any) -> Any:
 
 
 @contextmanager
-def _compiling_for(arch: str, found: Steps, on_kernel: Callable[[], None]) -> Iterator[list[str]]:
-    """Let launches compile instead, as on that GPU; gives the names of what was compiled."""
+def _listing_for(arch: str, found: Steps) -> Iterator[list[str]]:
+    """Let launches list what they would compile on that GPU; gives the names of kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from dsv4.triton import _launch
+    from dsv4.triton import _images, _launch
 
     capability = next(number for number, name in ARCHITECTURES.items() if name == arch)
     names: list[str] = []
-    hashes: set[str] = set()
     launch = JITFunction.run
+    kernels: dict[int, Any] = {}
 
-    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+    def listed(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         names.append(self.__name__)
-        if kernel.hash not in hashes:
-            hashes.add(kernel.hash)
-            found.compiled += 1
-            on_kernel()
-        return kernel
+        kernels[id(self)] = self
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    def collect(request: Any) -> Any:
+        found.requests[request.key] = request
+        return request
 
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     replaced = [
-        (JITFunction, "run", compiled),
+        (JITFunction, "run", listed),
         (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
         (_launch, "multiprocessors", lambda device: _PROCESSORS[arch]),
@@ -298,7 +367,10 @@ def _compiling_for(arch: str, found: Steps, on_kernel: Callable[[], None]) -> It
             setattr(owner, name, value)
         _support.forget_devices()
         undo.callback(setattr, driver, "_active", driver._active)
-        driver.set_active(_Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), arch))
+        device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), found)
+        driver.set_active(device)
+        undo.callback(lambda: [k.device_caches.pop(found, None) for k in kernels.values()])
+        undo.enter_context(_images.collecting(collect))
         yield names
 
 
@@ -308,13 +380,13 @@ class _Driver:
     Compiled kernels are kept by device, so it is one that no GPU is.
     """
 
-    def __init__(self, target: Any, device: str) -> None:
+    def __init__(self, target: Any, device: Any) -> None:
         self.target, self.device = target, device
 
     def get_current_target(self) -> Any:
         return self.target
 
-    def get_current_device(self) -> str:
+    def get_current_device(self) -> Any:
         return self.device
 
     def get_current_stream(self, device: Any) -> int:
