@@ -44,7 +44,7 @@ _HEAD = struct.Struct("<8s32sQ")
 _log = logging.getLogger(__name__)
 
 
-class BundleError(Exception):
+class BundleError(RuntimeError):
     """A bundle that cannot be used; says why."""
 
 
@@ -204,10 +204,12 @@ class Active:
     Attributes:
         given: By ``use``.
         found: By the environment or an installed package; None where there is none.
+        fresh: Files of kernels that were compiled and could not be kept on disk, by key.
     """
 
     given: dict[str, Bundle] = field(default_factory=dict)
     found: dict[str, Bundle | None] = field(default_factory=dict)
+    fresh: dict[bytes, bytes] = field(default_factory=dict)
 
     def of(self, arch: str) -> Bundle | None:
         """The one for an architecture."""
@@ -237,6 +239,9 @@ def use(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
 
 def image(arch: str, key: bytes) -> bytes | None:
     """A kernel's file from the bundle for an architecture, verified; None if it is not there."""
+    fresh = active().fresh.get(key)
+    if fresh is not None:
+        return fresh
     bundle = active().of(arch)
     try:
         return None if bundle is None else bundle.image(key)

@@ -104,13 +104,13 @@ class FindJob:
 
     Attributes:
         config: Of the model.
-        arch: A value of ``ARCHITECTURES``.
+        target: The ``dsv4._steps.Target``.
         max_tokens: Most tokens of a step.
         shapes: Of the steps.
     """
 
     config: ModelConfig
-    arch: str
+    target: Any
     max_tokens: int
     shapes: tuple[Any, ...]
 
@@ -123,7 +123,7 @@ class FindJob:
         """The ``dsv4._steps.Steps``."""
         from dsv4 import _steps
 
-        return _steps.find_steps(self.config, self.arch, self.max_tokens, self.shapes)
+        return _steps.find_steps(self.config, self.target, self.max_tokens, self.shapes)
 
 
 Job = CuteJob | TritonJob | FindJob

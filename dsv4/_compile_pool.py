@@ -21,6 +21,7 @@ from dsv4._compile_jobs import Job
 from dsv4._compile_worker import Done, done, receive, send
 
 _MOST_WORKERS = 32
+_FEW = 2  # jobs that take less time than the start of a worker
 _PATH = "DSV4_WORKER_PATH"
 # The search path is the parent's, whatever the current folder holds.
 _BOOT = (
@@ -59,9 +60,11 @@ def run(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Finished]:
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, wanted at least 1 or None")
-    count = min(processors() if workers is None else workers, len(jobs), _MOST_WORKERS)
-    if count == 0:
+    if len(jobs) <= _FEW or not can_start():
+        for job in jobs:
+            yield Finished(job, done(job))
         return
+    count = min(processors() if workers is None else workers, len(jobs), _MOST_WORKERS)
     pool = _Pool(jobs)
     threads = [threading.Thread(target=pool.work, daemon=True) for _ in range(count)]
     for thread in threads:
@@ -130,10 +133,13 @@ class _Pool:
             return process
 
 
+def can_start() -> bool:
+    """Whether worker processes can be started."""
+    return bool(sys.executable)
+
+
 def start() -> subprocess.Popen[bytes] | None:
     """A worker process; None if this system cannot start one."""
-    if not sys.executable:
-        return None
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
         _PATH: json.dumps([os.path.abspath(path) for path in sys.path]),

@@ -51,7 +51,9 @@ def decode(magic: bytes, key: bytes, file: bytes) -> bytes:
     found, digest = _HASHED.unpack_from(file)
     version, made_for, size = _FIELDS.unpack_from(file, _HASHED.size)
     if (found, version) != (magic, VERSION):
-        raise DamagedError(f"it begins with {found!r} version {version}, wanted {magic!r} {VERSION}")
+        raise DamagedError(
+            f"it begins with {found!r} version {version}, wanted {magic!r} {VERSION}"
+        )
     if len(file) != _START + size:
         raise DamagedError(f"it has {len(file)} bytes, its header says {_START + size}")
     if hashlib.sha256(memoryview(file)[_HASHED.size :]).digest() != digest:

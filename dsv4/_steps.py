@@ -65,6 +65,42 @@ class Steps:
     ran: dict[tuple[str, str], Ran] = field(default_factory=dict)
     requests: dict[bytes, Any] = field(default_factory=dict)
 
+    def add(self, others: Steps) -> None:
+        """Take what other steps launch, too."""
+        self.requests.update(others.requests)
+        for key, ran in others.ran.items():
+            own = self.ran.setdefault(key, Ran())
+            own.objections = {**ran.objections, **own.objections}
+            own.kernels |= ran.kernels
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that steps are to run on.
+
+    Attributes:
+        arch: A value of ``ARCHITECTURES``.
+        processors: Its SMs, which decide how work is split.
+    """
+
+    arch: str
+    processors: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device, arch: str) -> Target:
+        """A GPU of this machine."""
+        return cls(arch, torch.cuda.get_device_properties(device).multi_processor_count)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Its compute capability."""
+        return next(number for number, name in ARCHITECTURES.items() if name == self.arch)
+
+    @property
+    def sms(self) -> int:
+        """Its SMs, by default those of the architecture's GPU that was measured."""
+        return self.processors or _PROCESSORS[self.arch]
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -118,7 +154,10 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
 
 
 def find_steps(
-    config: ModelConfig, arch: str, max_tokens: int, shapes: Sequence[StepShape] | None = None
+    config: ModelConfig,
+    target: Target,
+    max_tokens: int,
+    shapes: Sequence[StepShape] | None = None,
 ) -> Steps:
     """Find what steps of decoding and prefill launch, what packing does, and the sampler.
 
@@ -127,15 +166,15 @@ def find_steps(
 
     Args:
         config: The model's.
-        arch: A value of ``ARCHITECTURES``.
+        target: The GPU.
         max_tokens: Most tokens of a step.
         shapes: Of the steps; None: ``step_shapes``.
     """
-    model = packed_model(of_each_kind(config), layout_for(config.activation, arch))
+    model = packed_model(of_each_kind(config), layout_for(config.activation, target.arch))
     if shapes is None:
         shapes = step_shapes(max_tokens, config.max_position_embeddings)
     found = Steps()
-    with _listing_for(arch, found) as names, torch.inference_mode():
+    with _listing_for(target, found) as names, torch.inference_mode():
         _pack(found, names)
         _sample(config)
         with _Recorder(found, names):
@@ -328,7 +367,7 @@ def _described(arg: Any) -> Any:
 
 
 @contextmanager
-def _listing_for(arch: str, found: Steps) -> Iterator[list[str]]:
+def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
     """Let launches list what they would compile on that GPU; gives the names of kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -336,7 +375,7 @@ def _listing_for(arch: str, found: Steps) -> Iterator[list[str]]:
 
     from dsv4.triton import _images, _launch
 
-    capability = next(number for number, name in ARCHITECTURES.items() if name == arch)
+    capability = target.capability
     names: list[str] = []
     launch = JITFunction.run
     kernels: dict[int, Any] = {}
@@ -355,7 +394,7 @@ def _listing_for(arch: str, found: Steps) -> Iterator[list[str]]:
         (JITFunction, "run", listed),
         (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
-        (_launch, "multiprocessors", lambda device: _PROCESSORS[arch]),
+        (_launch, "multiprocessors", lambda device: target.sms),
         (_support, "_capability", lambda device: capability),
         (dispatch, "_device", lambda args: _GPU),
     ]

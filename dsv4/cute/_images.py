@@ -131,16 +131,18 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
     return None
 
 
-def keep(name: str, content: bytes) -> None:
-    """Write a kernel's file if the folder of compiled kernels can be used."""
+def keep(name: str, content: bytes) -> bool:
+    """Write a kernel's file; whether the folder of compiled kernels can be used."""
     place = folder()
     if place is None:
-        return
+        return False
     try:
         _prepare_folder(str(place))
         _trusted.write_file(str(place / name), content)
     except (_trusted.UntrustedError, OSError) as reason:
         _not_kept(_words(reason), place)
+        return False
+    return True
 
 
 def compile_and_store(plan: Any, arch: str) -> Image:
@@ -183,17 +185,26 @@ def _say(text: str) -> None:
     _log.warning("%s", text)
 
 
-def compile_image(plan: Any, arch: str) -> Image:
-    """Compile a configuration; needs no GPU.
+def require_compiler(plan: Any) -> None:
+    """Raise if a configuration has to be compiled here and CuTeDSL is not installed.
 
     Raises:
-        RuntimeError: if CuTeDSL is not installed.
+        RuntimeError: naming the kernel.
     """
     if compiler() is None:
         raise RuntimeError(
             f"{type(plan).__name__}: the kernel is not in {folder() or 'a cache'} and "
             f"{_PACKAGE} is not installed to compile it; pip install 'dsv4[cute]'"
         )
+
+
+def compile_image(plan: Any, arch: str) -> Image:
+    """Compile a configuration; needs no GPU.
+
+    Raises:
+        RuntimeError: if CuTeDSL is not installed.
+    """
+    require_compiler(plan)
     _compilations.of_this_process().add(type(plan).__name__)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
     module, name = plan.kernel.split(":")

@@ -196,9 +196,7 @@ def read_file(path: str, most: int | None = None) -> bytes:
         os.close(handle)
 
 
-def _check_file(
-    status: os.stat_result, user: User, has_acl: bool, most: int | None = None
-) -> None:
+def _check_file(status: os.stat_result, user: User, has_acl: bool, most: int | None = None) -> None:
     # Without its name, so that a folder full of such files is one reason.
     if stat.S_ISLNK(status.st_mode):
         raise UntrustedError("a file there is a symbolic link")

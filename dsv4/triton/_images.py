@@ -91,7 +91,14 @@ def _key(kernel: Any, *fields: Any) -> bytes:
     *types, options, where = fields
     known = {name: value for name, value in options.items() if name != "extern_libs"}
     libraries = [name for name, _ in options.get("extern_libs") or ()]
-    text = [triton.__version__, kernel.cache_key, *map(_text, types), _text(known), libraries, where]
+    text = [
+        triton.__version__,
+        kernel.cache_key,
+        *map(_text, types),
+        _text(known),
+        libraries,
+        where,
+    ]
     text.append(_environment())
     return hashlib.sha256(repr(text).encode()).digest()
 
@@ -249,5 +256,3 @@ def _kernel(request: Request, content: bytes) -> CompiledKernel:
         for path, part in zip(group.values(), parts, strict=True):
             Path(path).write_bytes(part)
         return CompiledKernel(source, group, request.key.hex())
-
-
