@@ -1,8 +1,9 @@
 """One file with the compiled kernels of models for one GPU architecture.
 
-``python -m dsv4 warmup --arch sm_90a --out FILE`` writes one. It is used if ``$DSV4_KERNELS`` names
-it, if ``dsv4.warmup`` is given it, or if the installed package ``dsv4-kernels`` has it, and only for
-the versions it was made for. Where it cannot be used that is logged once, and kernels are compiled.
+``python -m dsv4 warmup --arch sm_90a --out FILE`` writes one. It is used if ``$DSV4_KERNELS``
+names it, if ``dsv4.warmup`` is given it, or if the installed package ``dsv4-kernels`` has it, and
+only for the versions it was made for. Where it cannot be used that is logged once, and kernels are
+compiled.
 
 Little-endian, without padding::
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 _LENGTH = struct.Struct("<Q")
 
@@ -33,14 +33,14 @@ class Done:
     details: str = ""
 
 
-def send(stream: BinaryIO, message: Any) -> None:
+def send(stream: IO[bytes], message: Any) -> None:
     """Write a message."""
     words = pickle.dumps(message)
     stream.write(_LENGTH.pack(len(words)) + words)
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> Any:
+def receive(stream: IO[bytes]) -> Any:
     """Read a message.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -102,9 +103,10 @@ def warmup(
     """Compile every kernel that a model would launch, or load it, before the first step.
 
     CuTeDSL kernels and, of a configuration or a ``DeepseekV4ForCausalLM``, the Triton kernels of
-    steps of decoding and prefill, of packing and of the sampler; ``Warmup.operators`` names them and
-    says what runs where there is none. They are found in a bundle (``bundle``, ``$DSV4_KERNELS`` or
-    the installed package ``dsv4-kernels``), on disk, or are compiled in parallel processes.
+    steps of decoding and prefill, of packing and of the sampler; ``Warmup.operators`` names them
+    and says what runs where there is none. They are found in a bundle (``bundle``,
+    ``$DSV4_KERNELS`` or the installed package ``dsv4-kernels``), on disk, or are compiled in
+    parallel processes.
 
     Without it the first call of each shape compiles its kernel, for one to eight seconds, and
     inside the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
@@ -151,7 +153,7 @@ def warmup(
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
     if gpu is not None:
-        _load([job.plan for job in outcome.jobs if isinstance(job, CuteJob)], gpu)
+        _load(outcome.jobs, gpu)
     return replace(done, seconds=time.perf_counter() - start)
 
 
@@ -164,6 +166,7 @@ def compile_model(
     workers: int | None = None,
 ) -> tuple[Warmup, Outcome]:
     """What ``warmup`` does without loading the kernels; see there."""
+    start = time.perf_counter()
     plans = kernel_plans(every_call(model, arch), max_tokens, arch)
     jobs: list[KernelJob] = [CuteJob(plan, arch) for plan in plans]
     steps, skipped = _steps_of(model, arch, max_tokens, gpu, workers)
@@ -176,7 +179,8 @@ def compile_model(
         Operator(name, implementation, tuple(sorted(ran.kernels)), tuple(ran.objections.items()))
         for (name, implementation), ran in steps.ran.items()
     )
-    sizes = (len(plans), count, 0.0, len(steps.requests), len(new) - count)
+    seconds = time.perf_counter() - start
+    sizes = (len(plans), count, seconds, len(steps.requests), len(new) - count)
     return Warmup(*sizes, outcome.failed, operators, skipped), outcome
 
 
@@ -195,9 +199,14 @@ def _steps_of(
     return _compile.find_steps(config, target, max_tokens, workers), ""
 
 
-def _load(plans: Sequence[Any], gpu: torch.device) -> None:
-    for plan in plans:
-        cute_gemm.warmup([plan], gpu)
+def _load(jobs: Sequence[KernelJob], gpu: torch.device) -> None:
+    """Load compiled kernels, so that their first launch does not."""
+    for job in jobs:
+        if isinstance(job, CuteJob):
+            cute_gemm.warmup([job.plan], gpu)
+    requests = [job.request for job in jobs if isinstance(job, TritonJob)]
+    if requests:
+        importlib.import_module("dsv4.triton._images").load(requests, gpu)
 
 
 def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) -> Any:

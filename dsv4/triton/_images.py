@@ -20,12 +20,13 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -160,7 +161,7 @@ def _compiled(
     if collector is not None:
         kernel_cache[key] = collector(request)
         return kernel_cache[key]
-    found = stored(request)
+    found = _loaded().get((device, request.key)) or stored(request)
     if found is not None:
         kernel_cache[key] = found
         return found
@@ -195,6 +196,29 @@ def file_name(key: bytes) -> str:
     return f"{key.hex()[:32]}.triton"
 
 
+@functools.cache
+def _loaded() -> dict[tuple[int, bytes], CompiledKernel]:
+    """Kernels that ``load`` has loaded, by index of the GPU and key."""
+    return {}
+
+
+def load(requests: Iterable[Request], device: torch.device) -> None:
+    """Load kernels of the store on a GPU, so that their first launch does not.
+
+    What the store does not have is left out.
+
+    Raises:
+        RuntimeError: if the driver refuses.
+    """
+    with torch.cuda.device(device):
+        for request in requests:
+            place = (device.index, request.key)
+            found = None if place in _loaded() else stored(request)
+            if found is not None:
+                found._init_handles()
+                _loaded()[place] = found
+
+
 def stored(request: Request) -> CompiledKernel | None:
     """The compiled kernel from a bundle or from disk, verified; None if it has to be compiled."""
     file = stored_file(request)
@@ -215,11 +239,15 @@ def stored_file(request: Request) -> bytes | None:
 
 def compile_request(request: Request) -> bytes:
     """Compile a specialisation; needs no GPU. Returns the contents of its file."""
-    kernel = getattr(importlib.import_module(request.module), request.name)
-    kernel = getattr(kernel, "kernel", kernel)
-    source = ASTSource(kernel, request.signature, request.constants, request.attrs)
+    source = _source(request)
     made = triton_compile(source, target=GPUTarget(*request.target), options=request.options)
     return encode(made, request.key)
+
+
+def _source(request: Request) -> ASTSource:
+    found = getattr(importlib.import_module(request.module), request.name)
+    kernel = found.kernel or found  # of a ``FastKernel``, or the ``JITFunction`` itself
+    return ASTSource(kernel, request.signature, request.constants, request.attrs)
 
 
 def encode(kernel: CompiledKernel, key: bytes) -> bytes:
@@ -246,13 +274,9 @@ def _kernel(request: Request, content: bytes) -> CompiledKernel:
     for length in lengths:
         parts.append(content[begin : begin + length])
         begin += length
-    module = importlib.import_module(request.module)
-    kernel = getattr(module, request.name)
-    kernel = getattr(kernel, "kernel", kernel)
-    source = ASTSource(kernel, request.signature, request.constants, request.attrs)
     with tempfile.TemporaryDirectory() as room:
         names = [f"kernel.{ending}" for ending in ("json", "ptx", "cubin")]
         group = {name: str(Path(room) / name) for name in names}
         for path, part in zip(group.values(), parts, strict=True):
             Path(path).write_bytes(part)
-        return CompiledKernel(source, group, request.key.hex())
+        return CompiledKernel(_source(request), group, request.key.hex())
