@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from dsv4 import _bundle, _compile_pool
 from dsv4._compile_jobs import CuteJob, FindJob, KernelJob
+from dsv4._recipe import Recipe
 from dsv4._steps import Steps, Target, step_shapes
-from dsv4.config import ModelConfig
 from dsv4.cute import _images
 
 _SHARE = 50  # steps of a worker at least, which take less than its start
@@ -85,13 +85,13 @@ def _require_compiler(missing: Sequence[KernelJob]) -> None:
 
 
 def find_steps(
-    config: ModelConfig, target: Target, max_tokens: int, workers: int | None = None
+    recipe: Recipe, target: Target, max_tokens: int, workers: int | None = None
 ) -> Steps:
     """``_steps.find_steps``, by several processes."""
-    shapes = step_shapes(max_tokens, config.max_position_embeddings)
+    shapes = step_shapes(max_tokens, recipe.config.max_position_embeddings)
     most = _compile_pool.processors() if workers is None else workers
     count = max(1, min(most, len(shapes) // _SHARE))
-    jobs = [FindJob(config, target, max_tokens, tuple(shapes[i::count])) for i in range(count)]
+    jobs = [FindJob(recipe, target, max_tokens, tuple(shapes[i::count])) for i in range(count)]
     found = Steps()
     for finished in _compile_pool.run(jobs, workers):
         if finished.done.error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4._bundle import Compiled
-from dsv4.config import ModelConfig
+from dsv4._recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +103,13 @@ class FindJob:
     """Lists the Triton kernels of some steps.
 
     Attributes:
-        config: Of the model.
+        recipe: Of the model.
         target: The ``dsv4._steps.Target``.
         max_tokens: Most tokens of a step.
         shapes: Of the steps.
     """
 
-    config: ModelConfig
+    recipe: Recipe
     target: Any
     max_tokens: int
     shapes: tuple[Any, ...]
@@ -123,7 +123,8 @@ class FindJob:
         """The ``dsv4._steps.Steps``."""
         from dsv4 import _steps
 
-        return _steps.find_steps(self.config, self.target, self.max_tokens, self.shapes)
+        model = self.recipe.build(self.target.arch)
+        return _steps.find_steps(model, self.target, self.max_tokens, self.shapes)
 
 
 Job = CuteJob | TritonJob | FindJob

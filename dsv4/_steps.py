@@ -110,11 +110,13 @@ class StepShape:
         tokens: Of all sequences.
         sequences: With new tokens; as many as tokens in a decode step.
         context: Tokens that a sequence has room for.
+        index_format: Of the indexer's keys; None: that of a runner.
     """
 
     tokens: int
     sequences: int
     context: int
+    index_format: str | None = None
 
 
 def impossible() -> str | None:
@@ -150,27 +152,28 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
         if narrow < widest:
             some = [n for n in tokens if n & (n - 1) == 0 and n <= narrow]
             shapes += [StepShape(n, m, narrow) for n in some for m in {1, n}]
+    some = [count for count in tokens if count & (count - 1) == 0]
+    shapes += [StepShape(n, m, widest, "plain") for n in some for m in (1, n)]
     return list(dict.fromkeys(shapes))
 
 
 def find_steps(
-    config: ModelConfig,
+    model: DeepseekV4ForCausalLM,
     target: Target,
     max_tokens: int,
     shapes: Sequence[StepShape] | None = None,
 ) -> Steps:
     """Find what steps of decoding and prefill launch, what packing does, and the sampler.
 
-    Of a bfloat16 model whose weights are NVFP4, packed for the GPU where they can be. Not to be
-    called while another thread runs operators.
+    Not to be called while another thread runs operators.
 
     Args:
-        config: The model's.
+        model: On the meta device, packed for the GPU where it can be.
         target: The GPU.
         max_tokens: Most tokens of a step.
         shapes: Of the steps; None: ``step_shapes``.
     """
-    model = packed_model(of_each_kind(config), layout_for(config.activation, target.arch))
+    config = model.config
     if shapes is None:
         shapes = step_shapes(max_tokens, config.max_position_embeddings)
     found = Steps()
@@ -201,16 +204,20 @@ def packed_model(config: ModelConfig, layout: str = FRAGMENTS) -> DeepseekV4ForC
         model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
         for module in model.modules():
             if isinstance(module, Linear | DeepseekV4Experts):
-                wanted = layout if module.activation == NVFP4.name else FRAGMENTS
-                if isinstance(module, Linear):
-                    _declare_packed(module, wanted)
-                else:
-                    _declare_experts(module, wanted)
+                declare_packed(module, layout if module.activation == NVFP4.name else FRAGMENTS)
         join_packed_(model)
     return model
 
 
-def _declare_packed(layer: Linear, layout: str) -> None:
+def declare_packed(layer: Linear | DeepseekV4Experts, layout: str) -> None:
+    """Give a layer on the meta device NVFP4 weights, in a layout if that can be."""
+    if isinstance(layer, Linear):
+        _declare_linear(layer, layout)
+    else:
+        _declare_experts(layer, layout)
+
+
+def _declare_linear(layer: Linear, layout: str) -> None:
     rows, columns = layer.out_features, layer.in_features
     codes, scales = (torch.empty((rows, columns // n), dtype=torch.uint8) for n in (2, 16))
     if layout == SWIZZLED:
@@ -234,7 +241,9 @@ def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
     """A step as ``dsv4.serving.Runner`` runs it."""
     context = min(shape.context, model.config.max_position_embeddings)
     # The number of a cache's sequences decides nothing.
-    cache = _pools(model.config, Limits(2, context, min(context, _CHUNK), 0))
+    limits = Limits(2, context, min(context, _CHUNK), 0)
+    index_format = shape.index_format or default_index_format(model.config)
+    cache = _pools(model.config, model.dtype, limits, index_format)
     rows = torch.zeros(shape.sequences, dtype=torch.int64, device="meta")
     if shape.sequences == shape.tokens:
         batch = Batch.decode(cache.lengths[rows], rows)
@@ -249,7 +258,9 @@ def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _pools(config: ModelConfig, limits: Limits) -> PagedCache:
+def _pools(
+    config: ModelConfig, dtype: torch.dtype, limits: Limits, index_format: str
+) -> PagedCache:
     """The cache of a runner with these limits."""
     return PagedCache(
         config,
@@ -257,8 +268,8 @@ def _pools(config: ModelConfig, limits: Limits) -> PagedCache:
         max_tokens=limits.max_tokens,
         max_chunk=limits.max_chunk,
         device=torch.device("meta"),
-        dtype=torch.bfloat16,
-        index_format=default_index_format(config),
+        dtype=dtype,
+        index_format=index_format,
         pool_tokens=limits.pool_tokens(),
         window_pages=default_window_pages(config, limits),
     )

@@ -18,7 +18,7 @@ from dsv4._compile import Outcome
 from dsv4._compile_jobs import CuteJob, KernelJob, TritonJob
 from dsv4._kernel_calls import every_call, kernel_plans
 from dsv4._progress_line import progress as progress_line
-from dsv4.config import ModelConfig
+from dsv4._recipe import Recipe
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute._architectures import ARCHITECTURES
 from dsv4.model import DeepseekV4ForCausalLM
@@ -194,9 +194,8 @@ def _steps_of(
     reason = _steps.impossible() or ""
     if reason:
         return _steps.Steps(), reason
-    config = ModelConfig.of(model.config if isinstance(model, nn.Module) else model)
     target = _steps.Target(arch) if gpu is None else _steps.Target.of(gpu, arch)
-    return _compile.find_steps(config, target, max_tokens, workers), ""
+    return _compile.find_steps(Recipe.of(model), target, max_tokens, workers), ""
 
 
 def _load(jobs: Sequence[KernelJob], gpu: torch.device) -> None:
