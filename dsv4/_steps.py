@@ -32,7 +32,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 
-_CONTEXTS = (256, 1024, 4096, 16384, 65536)  # of a sequence, tokens
+_NARROWEST = 64  # tokens of the smallest cache that is looked at
 _CHUNK = 2048  # most tokens of a step of ``dsv4.serving.Runner`` unless it is told otherwise
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
 _PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
@@ -138,23 +138,30 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
         max_tokens: Most tokens of a step.
         context: Most tokens of a sequence.
     """
-    powers = [1 << i for i in range(max_tokens.bit_length())]
-    counts = {*range(1, 17), *powers, *(power + 1 for power in powers)}
-    counts |= {48, *range(65, max_tokens, 64), max_tokens}
-    tokens = sorted(count for count in counts if count <= max_tokens)
-    widest = max(c for c in (*_CONTEXTS, context) if c <= context)
-    shapes = [StepShape(count, 1, widest) for count in tokens]
-    batches = sorted({1, *(power + 1 for power in powers if power + 1 <= max_tokens)})
-    for count in batches:
-        shapes += [StepShape(n, count, widest) for n in tokens if n in (count, 4 * count, 8192)]
-    shapes += [StepShape(count, count, widest) for count in tokens]
-    for narrow in _CONTEXTS:
-        if narrow < widest:
-            some = [n for n in tokens if n & (n - 1) == 0 and n <= narrow]
-            shapes += [StepShape(n, m, narrow) for n in some for m in {1, n}]
-    some = [count for count in tokens if count & (count - 1) == 0]
-    shapes += [StepShape(n, m, widest, "plain") for n in some for m in (1, n)]
+    tokens = _token_counts(max_tokens)
+    powers = [count for count in tokens if count & (count - 1) == 0]
+    shapes = [StepShape(n, m, context) for n in tokens for m in (1, n)]
+    for count in [power + 1 for power in powers if power < max_tokens]:
+        some = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
+        shapes += [StepShape(n, count, context) for n in some]
+    shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
+    for narrow in _contexts(context):
+        for index_format in (None, "plain"):
+            shapes += [StepShape(n, n, narrow, index_format) for n in powers]
     return list(dict.fromkeys(shapes))
+
+
+def _token_counts(most: int) -> list[int]:
+    powers = [1 << i for i in range(most.bit_length())]
+    counts = {*range(1, 17), *powers, *(power + 1 for power in powers)}
+    counts |= {48, *range(65, most, 64), most}
+    return sorted(count for count in counts if count <= most)
+
+
+def _contexts(most: int) -> list[int]:
+    """Powers of two and what lies between them: tables and rows of scores are as wide."""
+    powers = [_NARROWEST << i for i in range(max(0, (most // _NARROWEST).bit_length()))]
+    return sorted({c for power in powers for c in (power, power + power // 2) if c < most})
 
 
 def find_steps(

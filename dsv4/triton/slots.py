@@ -91,7 +91,7 @@ def _launch_slots(
     tokens, width = shape[0], out.numel() // shape[0]
     tile = _NARROW if out.numel() <= _FEW else _WIDE
     block = min(tile, _launch.power_of_two(width))
-    rows = min(tile // block, _launch.power_of_two(tokens))
+    rows = tile // block  # however few tokens there are: their number must not be a constant
     blocks = triton.cdiv(width, block)
     programs = triton.cdiv(tokens, rows) * blocks
     table = table if table.stride(1) == 1 else table.contiguous()
