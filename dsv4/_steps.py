@@ -140,14 +140,16 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     """
     tokens = _token_counts(max_tokens)
     powers = [count for count in tokens if count & (count - 1) == 0]
-    shapes = [StepShape(n, m, context) for n in tokens for m in (1, n)]
-    for count in [power + 1 for power in powers if power < max_tokens]:
+    beyond = [power + 1 for power in powers if power < max_tokens]
+    shapes = [StepShape(count, 1, context) for count in tokens]
+    shapes += [StepShape(n, n, context) for n in sorted({*tokens[:16], *powers, *beyond})]
+    for count in beyond:
         some = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
         shapes += [StepShape(n, count, context) for n in some]
-    shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
     for narrow in _contexts(context):
-        for index_format in (None, "plain"):
-            shapes += [StepShape(n, n, narrow, index_format) for n in powers]
+        shapes += [StepShape(n, n, narrow) for n in powers]
+        shapes += [StepShape(n, n, narrow, "plain") for n in (1, 16, 64, 1024) if n <= max_tokens]
+    shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
     return list(dict.fromkeys(shapes))
 
 
@@ -159,9 +161,9 @@ def _token_counts(most: int) -> list[int]:
 
 
 def _contexts(most: int) -> list[int]:
-    """Powers of two and what lies between them: tables and rows of scores are as wide."""
+    """Powers of two: tables and rows of scores are as wide."""
     powers = [_NARROWEST << i for i in range(max(0, (most // _NARROWEST).bit_length()))]
-    return sorted({c for power in powers for c in (power, power + power // 2) if c < most})
+    return [power for power in powers if power < most]
 
 
 def find_steps(
