@@ -1,6 +1,7 @@
 # make bench        the main job: checks and times everything this machine can run
 # make test         all tests
 # make check        lint, format and types
+# make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
 # make traps        break the code for every known trap and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
 # make constraints  the same; if all pass, write their versions to constraints/
@@ -12,6 +13,7 @@
 #   EXTRAS       extras of pyproject.toml; with an NVIDIA driver they include cute
 #   CONSTRAINTS  another constraints file, or empty for the newest versions
 #   VENV         folder of the environment
+#   ARCHS        GPU architectures of make kernels, e.g. ARCHS="sm_90a sm_100a"
 
 PYTHON ?= python3
 TORCH ?= torch>=2.10
@@ -19,6 +21,7 @@ PYTEST_ARGS ?= -q -n auto
 comma := ,
 EXTRAS ?= hf,bench,test,lint$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cute)
 VENV ?= .venv
+ARCHS ?= sm_90a
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -33,7 +36,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test check traps format test-newest constraints clean
+.PHONY: bench test check kernels traps format test-newest constraints clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -45,6 +48,15 @@ check: $(READY)
 	$(BIN)/ruff check dsv4 tests tools
 	$(BIN)/ruff format --check dsv4 tests tools
 	$(BIN)/mypy
+
+# Compiled from nothing, so that what lies in the cache of this user is not published.
+kernels: $(READY)
+	rm -rf build/kernels && mkdir -p build/kernels
+	for arch in $(ARCHS); do \
+	  DSV4_CACHE_DIR=build/kernels/cache $(BIN)/python -m dsv4 warmup --arch $$arch \
+	    --preset both --out build/kernels/$$arch.dsv4 || exit 1; \
+	done
+	$(BIN)/python tools/kernels_wheel.py dist $(ARCHS:%=build/kernels/%.dsv4)
 
 traps: $(READY)
 	$(BIN)/python -m tests.traps

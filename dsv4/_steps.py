@@ -1,15 +1,17 @@
-"""What a decode and a prefill step of a model launch on a GPU that need not be there.
+"""Find what the steps of a model launch on a GPU that need not be there.
 
 The steps run on the meta device, where layers compute shapes alone. Every operator's call is put to
 the dispatcher as if its tensors were on that GPU, and where a Triton kernel is chosen its launcher
-runs, with Triton's launch replaced by a compilation. What it compiles lies in Triton's own cache.
+runs, with Triton's compiler replaced by a list of what it is asked for. So the list follows from
+the code that chooses and launches; ``step_shapes`` adds the sizes at which that code changes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +30,10 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import bfloat16_operand, block_values
+from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 
-DECODE = (1, 16, 64)
-PREFILL = 2048
-_CONTEXT = 65536
+_NARROWEST = 64  # tokens of the smallest cache that is looked at
+_CHUNK = 2048  # most tokens of a step of ``dsv4.serving.Runner`` unless it is told otherwise
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
 _PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 _PACKING = "fragments"
@@ -51,17 +53,70 @@ class Ran:
     kernels: set[str] = field(default_factory=set)
 
 
-@dataclass
+@dataclass(eq=False)
 class Steps:
     """What was found.
 
     Attributes:
         ran: By operator and implementation.
-        compiled: Triton kernels, each specialisation counted.
+        requests: Specialisations of Triton kernels, by key.
     """
 
     ran: dict[tuple[str, str], Ran] = field(default_factory=dict)
-    compiled: int = 0
+    requests: dict[bytes, Any] = field(default_factory=dict)
+
+    def add(self, others: Steps) -> None:
+        """Take what other steps launch, too."""
+        self.requests.update(others.requests)
+        for key, ran in others.ran.items():
+            own = self.ran.setdefault(key, Ran())
+            own.objections = {**ran.objections, **own.objections}
+            own.kernels |= ran.kernels
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that steps are to run on.
+
+    Attributes:
+        arch: A value of ``ARCHITECTURES``.
+        processors: Its SMs, which decide how work is split.
+    """
+
+    arch: str
+    processors: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device, arch: str) -> Target:
+        """A GPU of this machine."""
+        return cls(arch, torch.cuda.get_device_properties(device).multi_processor_count)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Its compute capability."""
+        return next(number for number, name in ARCHITECTURES.items() if name == self.arch)
+
+    @property
+    def sms(self) -> int:
+        """Its SMs, by default those of the architecture's GPU that was measured."""
+        return self.processors or _PROCESSORS[self.arch]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step.
+
+    Attributes:
+        tokens: Of all sequences.
+        sequences: With new tokens; as many as tokens in a decode step.
+        context: Tokens that a sequence has room for.
+        index_format: Of the indexer's keys; None: that of a runner.
+    """
+
+    tokens: int
+    sequences: int
+    context: int
+    index_format: str | None = None
 
 
 def impossible() -> str | None:
@@ -73,32 +128,70 @@ def impossible() -> str | None:
     return None
 
 
-def compile_steps(
-    config: ModelConfig,
-    arch: str,
-    max_tokens: int,
-    on_kernel: Callable[[], None] = lambda: None,
-) -> Steps:
-    """Compile what decode steps and one of prefill launch, and what packing does.
+def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
+    """Shapes that together launch what steps of up to that many tokens do.
 
-    Of a bfloat16 model whose weights are NVFP4, packed for the GPU where they can be. Not to be
-    called while another thread runs operators.
+    Launchers choose by powers of two of tokens and sequences, and by how many tiles of 16 to 256
+    tokens there are: each power and each tile of 64 begins a shape.
 
     Args:
-        config: The model's.
-        arch: A value of ``ARCHITECTURES``.
         max_tokens: Most tokens of a step.
-        on_kernel: Called after each kernel.
+        context: Most tokens of a sequence.
     """
-    model = packed_model(of_each_kind(config), layout_for(config.activation, arch))
+    tokens = _token_counts(max_tokens)
+    powers = [count for count in tokens if count & (count - 1) == 0]
+    beyond = [power + 1 for power in powers if power < max_tokens]
+    shapes = [StepShape(count, 1, context) for count in tokens]
+    shapes += [StepShape(n, n, context) for n in sorted({*tokens[:16], *powers, *beyond})]
+    for count in beyond:
+        some = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
+        shapes += [StepShape(n, count, context) for n in some]
+    for narrow in _contexts(context):
+        shapes += [StepShape(n, n, narrow) for n in powers]
+        shapes += [StepShape(n, n, narrow, "plain") for n in (1, 16, 64, 1024) if n <= max_tokens]
+    shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
+    return list(dict.fromkeys(shapes))
+
+
+def _token_counts(most: int) -> list[int]:
+    powers = [1 << i for i in range(most.bit_length())]
+    counts = {*range(1, 17), *powers, *(power + 1 for power in powers)}
+    counts |= {48, *range(65, most, 64), most}
+    return sorted(count for count in counts if count <= most)
+
+
+def _contexts(most: int) -> list[int]:
+    """Powers of two: tables and rows of scores are as wide."""
+    powers = [_NARROWEST << i for i in range(max(0, (most // _NARROWEST).bit_length()))]
+    return [power for power in powers if power < most]
+
+
+def find_steps(
+    model: DeepseekV4ForCausalLM,
+    target: Target,
+    max_tokens: int,
+    shapes: Sequence[StepShape] | None = None,
+) -> Steps:
+    """Find what steps of decoding and prefill launch, what packing does, and the sampler.
+
+    Not to be called while another thread runs operators.
+
+    Args:
+        model: On the meta device, packed for the GPU where it can be.
+        target: The GPU.
+        max_tokens: Most tokens of a step.
+        shapes: Of the steps; None: ``step_shapes``.
+    """
+    config = model.config
+    if shapes is None:
+        shapes = step_shapes(max_tokens, config.max_position_embeddings)
     found = Steps()
-    with _compiling_for(arch, found, on_kernel) as names, torch.inference_mode():
+    with _listing_for(target, found) as names, torch.inference_mode():
         _pack(found, names)
+        _sample(config)
         with _Recorder(found, names):
-            for tokens in DECODE:
-                if tokens <= max_tokens:
-                    _decode(model, tokens)
-            _prefill(model, min(PREFILL, max_tokens))
+            for shape in shapes:
+                _step(model, shape)
     return found
 
 
@@ -120,16 +213,20 @@ def packed_model(config: ModelConfig, layout: str = FRAGMENTS) -> DeepseekV4ForC
         model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
         for module in model.modules():
             if isinstance(module, Linear | DeepseekV4Experts):
-                wanted = layout if module.activation == NVFP4.name else FRAGMENTS
-                if isinstance(module, Linear):
-                    _declare_packed(module, wanted)
-                else:
-                    _declare_experts(module, wanted)
+                declare_packed(module, layout if module.activation == NVFP4.name else FRAGMENTS)
         join_packed_(model)
     return model
 
 
-def _declare_packed(layer: Linear, layout: str) -> None:
+def declare_packed(layer: Linear | DeepseekV4Experts, layout: str) -> None:
+    """Give a layer on the meta device NVFP4 weights, in a layout if that can be."""
+    if isinstance(layer, Linear):
+        _declare_linear(layer, layout)
+    else:
+        _declare_experts(layer, layout)
+
+
+def _declare_linear(layer: Linear, layout: str) -> None:
     rows, columns = layer.out_features, layer.in_features
     codes, scales = (torch.empty((rows, columns // n), dtype=torch.uint8) for n in (2, 16))
     if layout == SWIZZLED:
@@ -149,25 +246,56 @@ def _declare_experts(layer: DeepseekV4Experts, layout: str) -> None:
         layer.to_format(NVFP4)
 
 
-def _decode(model: DeepseekV4ForCausalLM, tokens: int) -> None:
-    cache = _cache(model, tokens)
-    rows = torch.zeros(tokens, dtype=torch.int64, device="meta")
-    model.decode(rows, cache, rows)
-
-
-def _prefill(model: DeepseekV4ForCausalLM, tokens: int) -> None:
-    cache = _cache(model, tokens)
-    starts = torch.zeros(1, dtype=torch.int64, device="meta")
-    batch = Batch.from_lengths([tokens], starts, starts)
-    ids = torch.zeros((1, tokens), dtype=torch.int64, device="meta")
+def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
+    """A step as ``dsv4.serving.Runner`` runs it."""
+    context = min(shape.context, model.config.max_position_embeddings)
+    # The number of a cache's sequences decides nothing.
+    limits = Limits(2, context, min(context, _CHUNK), 0)
+    index_format = shape.index_format or default_index_format(model.config)
+    cache = _pools(model.config, model.dtype, limits, index_format)
+    rows = torch.zeros(shape.sequences, dtype=torch.int64, device="meta")
+    if shape.sequences == shape.tokens:
+        batch = Batch.decode(cache.lengths[rows], rows)
+    else:
+        each = [shape.tokens // shape.sequences] * shape.sequences
+        each[0] += shape.tokens - sum(each)
+        batch = Batch.from_lengths(each, rows, rows)
+    ids = torch.zeros((1, shape.tokens), dtype=torch.int64, device="meta")
     hidden, _ = model.model(ids, None, CacheStep(cache, batch))
     cache.advance(batch)
-    model.logits(hidden[0, -1:])
+    model.logits(hidden[0, -shape.sequences :])
 
 
-def _cache(model: DeepseekV4ForCausalLM, tokens: int) -> PagedCache:
-    context = min(_CONTEXT, model.config.max_position_embeddings)
-    return model.new_cache(tokens, context, tokens)
+@functools.lru_cache(maxsize=4)
+def _pools(
+    config: ModelConfig, dtype: torch.dtype, limits: Limits, index_format: str
+) -> PagedCache:
+    """The cache of a runner with these limits."""
+    return PagedCache(
+        config,
+        max_sequences=limits.rows,
+        max_tokens=limits.max_tokens,
+        max_chunk=limits.max_chunk,
+        device=torch.device("meta"),
+        dtype=dtype,
+        index_format=index_format,
+        pool_tokens=limits.pool_tokens(),
+        window_pages=default_window_pages(config, limits),
+    )
+
+
+def _sample(config: ModelConfig) -> None:
+    """The sampler's kernels, of every variant."""
+    sampling = importlib.import_module("dsv4.triton.sampling")
+    with torch.device("meta"):
+        logits = torch.empty((2, config.vocab_size), dtype=torch.float32)
+        rows = torch.empty(2, dtype=torch.int64)
+        numbers = torch.empty((3, 4), dtype=torch.float64)
+        integers = torch.empty((3, 2), dtype=torch.int64)
+        present = torch.empty((3, config.vocab_size), dtype=torch.bool)
+    for filters in (False, True):
+        for mask in (None, present):
+            sampling.sample(logits, rows, numbers, integers, rows, mask, filters=filters)
 
 
 def _pack(found: Steps, names: list[str]) -> None:
@@ -259,34 +387,34 @@ def _described(arg: Any) -> Any:
 
 
 @contextmanager
-def _compiling_for(arch: str, found: Steps, on_kernel: Callable[[], None]) -> Iterator[list[str]]:
-    """Let launches compile instead, as on that GPU; gives the names of what was compiled."""
+def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
+    """Let launches list what they would compile on that GPU; gives the names of kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from dsv4.triton import _launch
+    from dsv4.triton import _images, _launch
 
-    capability = next(number for number, name in ARCHITECTURES.items() if name == arch)
+    capability = target.capability
     names: list[str] = []
-    hashes: set[str] = set()
     launch = JITFunction.run
+    kernels: dict[int, Any] = {}
 
-    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+    def listed(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         names.append(self.__name__)
-        if kernel.hash not in hashes:
-            hashes.add(kernel.hash)
-            found.compiled += 1
-            on_kernel()
-        return kernel
+        kernels[id(self)] = self
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    def collect(request: Any) -> Any:
+        found.requests[request.key] = request
+        return request
 
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     replaced = [
-        (JITFunction, "run", compiled),
+        (JITFunction, "run", listed),
         (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
-        (_launch, "multiprocessors", lambda device: _PROCESSORS[arch]),
+        (_launch, "multiprocessors", lambda device: target.sms),
         (_support, "_capability", lambda device: capability),
         (dispatch, "_device", lambda args: _GPU),
     ]
@@ -298,7 +426,10 @@ def _compiling_for(arch: str, found: Steps, on_kernel: Callable[[], None]) -> It
             setattr(owner, name, value)
         _support.forget_devices()
         undo.callback(setattr, driver, "_active", driver._active)
-        driver.set_active(_Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), arch))
+        device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), found)
+        driver.set_active(device)
+        undo.callback(lambda: [k.device_caches.pop(found, None) for k in kernels.values()])
+        undo.enter_context(_images.collecting(collect))
         yield names
 
 
@@ -308,13 +439,13 @@ class _Driver:
     Compiled kernels are kept by device, so it is one that no GPU is.
     """
 
-    def __init__(self, target: Any, device: str) -> None:
+    def __init__(self, target: Any, device: Any) -> None:
         self.target, self.device = target, device
 
     def get_current_target(self) -> Any:
         return self.target
 
-    def get_current_device(self) -> str:
+    def get_current_device(self) -> Any:
         return self.device
 
     def get_current_stream(self, device: Any) -> int:

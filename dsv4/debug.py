@@ -13,6 +13,8 @@ that are called as ``module(...)``, and nothing inside a compiled region.
 
 ``count_dropped`` counts expert ids that are out of range, which a device drops in silence: on the
 device, without waiting for it, and in CUDA graphs, too.
+
+``compilations`` counts the kernels that this process compiled: none after ``dsv4.warmup``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4 import _compilations
 from dsv4.ops.moe import out_of_range
 
 # float4_e2m1fn_x2 has no NaN and no infinity, and torch cannot convert it.
@@ -387,3 +391,12 @@ def _coordinate(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         index, rest = divmod(index, size)
         found.append(rest)
     return tuple(reversed(found))
+
+
+def compilations() -> Counter[str]:
+    """Names of the kernels that this process compiled, and how often, since it began.
+
+    CuTeDSL kernels by the class of their plan, Triton kernels by their function, once for each
+    specialisation. What a worker process of ``dsv4.warmup`` compiled does not count.
+    """
+    return _compilations.of_this_process().copy()

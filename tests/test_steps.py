@@ -6,50 +6,57 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dsv4
-from dsv4 import _steps, _warmup, layers
+from dsv4 import _compile, _kernel_calls, _steps, layers
 from dsv4._warmup import Operator
 from dsv4.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
 
 pytest.importorskip("triton")
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-# In a process where kernels are not interpreted. Unless the first argument is true Triton is asked
-# to compile, but does not.
+# In a process where kernels are not interpreted. Compiles only if the first argument is true.
 SOURCE = """
-import json, sys, types
+import json, sys
 from triton.runtime.jit import JITFunction
 from dsv4 import ModelConfig, _steps, _support, dispatch
-from dsv4.triton import _launch
+from dsv4._recipe import Recipe
+from dsv4.triton import _images, _launch, moe
 
-def asked(self, *args, grid, warmup, **kwargs):
-    assert warmup and kwargs["launch_pdl" if "launch_pdl" in kwargs else "enable_fp_fusion"]
-    constants = sorted((k, str(v)) for k, v in kwargs.items())
-    static.setdefault(self.__name__, set()).add(kwargs.get("STATIC"))
-    return types.SimpleNamespace(hash=self.__name__ + str(constants))
+def static(request):
+    place = moe._gather_quantize_kernel.arg_names.index("STATIC")
+    return request.constants[(place,)]
 
-if not json.loads(sys.argv[1]):
-    JITFunction.run = asked
-found, static = {}, {}
-for arch, preset, activation in json.loads(sys.argv[2]):
+real, points = map(json.loads, sys.argv[1:])
+found = {}
+for arch, preset, activation in points:
     config = getattr(ModelConfig, preset)().replace(activation=activation)
     before = JITFunction.run, _launch.options, _support._capability, dispatch._device
-    steps = _steps.compile_steps(config, arch, 8192)
+    shapes = [_steps.StepShape(n, m, 65536) for n, m in ((1, 1), (16, 16), (64, 64), (2048, 1))]
+    steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
     assert before == (JITFunction.run, _launch.options, _support._capability, dispatch._device)
+    requests = list(steps.requests.values())
+    for request in requests:
+        assert request.arch == arch
+        assert request.options["launch_pdl"] or request.options["enable_fp_fusion"]
+        if real:
+            _images.compile_request(request)
     ran = [[*key, sorted(ran.kernels), ran.objections] for key, ran in steps.ran.items()]
-    if (preset, activation) == ("flash", "nvfp4") and static:
-        assert static["_gather_quantize_kernel"] == {False, True}, "scales may come or not"
-    found["-".join((arch, preset, activation))] = steps.compiled, ran
+    if (preset, activation, arch) == ("flash", "nvfp4", "sm_100a"):
+        both = {static(r) for r in requests if r.name == "_gather_quantize_kernel"}
+        assert both == {False, True}, "scales may come or not"
+    found["-".join((arch, preset, activation))] = len(requests), ran
 print(json.dumps(found))
 """
 STEP_OPS = {
     *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm", "head_norm_rope_"),
     *("window_slots", "norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
     *("moe_sort", "moe_combine", "compress_write", "indexer_queries"),
+    "quantize_index_queries",
     *("indexer_select", "entry_slots", "prefix_slots", "fragments", "rope_tables"),
 }
 PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
@@ -147,22 +154,27 @@ def test_one_layer_of_each_kind():
 class TestWarmup:
     @pytest.fixture(autouse=True)
     def nothing_is_compiled(self, monkeypatch):
-        monkeypatch.setattr(_warmup._images, "image", lambda plan, arch: None)
+        def nothing(jobs, advance, workers=None):
+            for _ in jobs:
+                advance()
+            return _compile.Outcome(jobs, compiled={job.key: b"code" for job in jobs[-1:]})
+
+        monkeypatch.setattr(_compile, "compile_all", nothing)
         monkeypatch.setattr(_steps, "impossible", lambda: None)
 
-        def steps(config, arch, max_tokens, on_kernel):
-            on_kernel()
+        def steps(recipe, target, max_tokens, workers=None):
             ran = {
                 ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
                 ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
             }
-            return _steps.Steps(ran, 3)
+            requests = {bytes([i]): SimpleNamespace(key=bytes([i])) for i in range(3)}
+            return _steps.Steps(ran, requests)
 
-        monkeypatch.setattr(_steps, "compile_steps", steps)
+        monkeypatch.setattr(_compile, "find_steps", steps)
 
     def test_it_says_what_runs_and_what_has_no_kernel(self, capsys):
         done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_100a", progress=False)
-        assert done.triton == 3
+        assert (done.triton, done.triton_compiled, done.compiled) == (3, 1, 0)
         assert done.operators == (
             Operator("rope", "triton", ("_rope_kernel",)),
             Operator("gemm", "cublas", ("_expand_kernel",), (("cute", "too many"),)),
@@ -189,16 +201,10 @@ class TestWarmup:
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         assert _steps.impossible() is None
 
-    def test_progress_without_a_total(self, capsys, monkeypatch):
-        monkeypatch.setitem(sys.modules, "rich", None)
-        dsv4.warmup(layers.Linear(64, 32), arch="sm_90a")
-        dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_90a")
-        assert "Triton kernels 1, " in capsys.readouterr().err
-
     def test_plans_are_those_of_the_architecture(self):
         config = dsv4.ModelConfig.tiny(hidden_size=128)
-        every = _warmup.every_call(config)
+        every = _kernel_calls.every_call(config)
         for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
-            kinds = {type(plan).__name__ for plan in _warmup.kernel_plans(every, 8192, arch)}
+            kinds = {type(plan).__name__ for plan in _kernel_calls.kernel_plans(every, 8192, arch)}
             assert ("ManyPlan" in kinds) == many
             assert "FewPlan" in kinds

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dsv4
-from dsv4 import _steps, _warmup, layers
-from dsv4._warmup import (
+from dsv4 import _compile_pool, _kernel_calls, _progress_line, _steps, _warmup, layers
+from dsv4._kernel_calls import (
     Attention,
     Fp8Product,
     GroupedProduct,
@@ -64,6 +64,7 @@ def no_steps(monkeypatch):
 def compiled(monkeypatch):
     """Kernels are not compiled, but listed here."""
     made = []
+    monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
 
     def compile_image(plan, arch):
         made.append((plan, arch))
@@ -250,14 +251,16 @@ class TestIndexer:
         plans = index_scores_plan.plans()
         assert len(plans) == len(set(plans)) == 12
         for config in (dsv4.ModelConfig.flash(), dsv4.ModelConfig.pro()):
-            assert _warmup.indexers(config) == [_warmup.Indexer()]
-            found = kernel_plans(_warmup.every_call(config), 64)
+            assert _kernel_calls.indexers(config) == [_kernel_calls.Indexer()]
+            found = kernel_plans(_kernel_calls.every_call(config), 64)
             assert [plan for plan in found if plan in plans] == plans
             for arch in ("sm_100a", "sm_103a"):
-                assert not set(plans) & set(kernel_plans(_warmup.every_call(config), 64, arch))
+                assert not set(plans) & set(
+                    kernel_plans(_kernel_calls.every_call(config), 64, arch)
+                )
 
     def test_other_sizes_have_none(self):
-        assert _warmup.indexers(dsv4.ModelConfig.tiny(**HEADS)) == []
+        assert _kernel_calls.indexers(dsv4.ModelConfig.tiny(**HEADS)) == []
 
 
 class TestAttention:
@@ -268,7 +271,7 @@ class TestAttention:
         plans = cute_attention.plans()
         assert len(plans) == len(set(plans)) == 17
         for config in (flash, pro):
-            found = kernel_plans(_warmup.every_call(config), 64)
+            found = kernel_plans(_kernel_calls.every_call(config), 64)
             assert [plan for plan in found if plan in plans] == plans
 
     @pytest.mark.parametrize("heads", [8, 16, 17, 64, 128])
@@ -279,7 +282,7 @@ class TestAttention:
         config = dsv4.ModelConfig.flash()
         plans = set(cute_attention.plans())
         for arch in ("sm_100a", "sm_103a"):
-            assert not plans & set(kernel_plans(_warmup.every_call(config), 8192, arch))
+            assert not plans & set(kernel_plans(_kernel_calls.every_call(config), 8192, arch))
 
     def test_other_entries_and_other_sizes_have_none(self):
         config = dsv4.ModelConfig.tiny(**HEADS)
@@ -538,7 +541,7 @@ class TestProgress:
         assert printed.count("\n") == 1
 
     def test_a_line_on_a_terminal(self, capsys):
-        line = _warmup._Line(2)
+        line = _progress_line.Line(2)
         line.terminal = True
         line.advance()
         line.advance()

@@ -20,22 +20,25 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from dsv4 import _bundle, _compilations, _sealed_file
+from dsv4._versions import CUTEDSL as _PACKAGE
+from dsv4._versions import compiler, digest
 from dsv4.cute import _cubin_file, _trusted
 from dsv4.cute._architectures import FAMILIES
 from dsv4.cute._driver import Image
 
 CACHE_VARIABLE = "DSV4_CACHE_DIR"
-_PACKAGE = "nvidia-cutlass-dsl"
+_DAMAGED = (_cubin_file.DamagedError, _sealed_file.DamagedError)
+_Decoded = TypeVar("_Decoded")
 _log = logging.getLogger(__name__)
 
 
@@ -50,22 +53,9 @@ def folder() -> Path | None:
         return None
 
 
-def compiler() -> str | None:
-    """Version of the installed CuTeDSL, None if it is not installed."""
-    if importlib.util.find_spec("cutlass") is None:
-        return None
-    try:
-        return importlib.metadata.version(_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-@functools.cache
 def _sources() -> str:
-    """Hash of every source that can change a kernel."""
-    here = Path(__file__).parent
-    files = sorted([*here.rglob("*.py"), here.parent / "fragments.py"])
-    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()
+    """Hash of every source that can change a CuTeDSL kernel."""
+    return digest(("cute",))
 
 
 def target(plan: Any, arch: str) -> str:
@@ -100,23 +90,59 @@ def image(plan: Any, arch: str) -> Image:
 
 
 def stored(plan: Any, arch: str) -> Image | None:
-    """The compiled kernel from disk, verified; None if it has to be compiled."""
+    """The compiled kernel from a bundle or from disk, verified; None if it has to be compiled."""
+    made_from = key(plan, arch)
+
+    def decode(content: bytes) -> Image:
+        return _cubin_file.decode(content, made_from)
+
+    return find(arch, made_from, file_name(made_from), decode)
+
+
+def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) -> _Decoded | None:
+    """What ``decode`` makes of a kernel's file, from a bundle or from disk; None if there is none.
+
+    Args:
+        arch: What the kernel is compiled for.
+        key: Of the kernel.
+        name: Of its file in ``folder()``.
+        decode: Verifies and decodes the contents of a file; raises ``DamagedError``.
+    """
+    content = _bundle.image(arch, key)
+    if content is not None:
+        try:
+            return decode(content)
+        except _DAMAGED as reason:
+            _say(f"a kernel of the bundle for {arch} is damaged: {reason}. It is compiled again")
     place = folder()
     if place is None:
         _not_kept("there is no home directory, or no current one")
         return None
-    made_from = key(plan, arch)
-    file = place / file_name(made_from)
+    file = place / name
     try:
         _trusted.check_folder(str(place))
-        return _cubin_file.decode(_trusted.read_file(str(file)), made_from)
+        return decode(_trusted.read_file(str(file)))
     except FileNotFoundError:
         return None
-    except _cubin_file.DamagedError as reason:
+    except _DAMAGED as reason:
         _say(f"{file} is damaged: {reason}. The kernel is compiled again")
     except (_trusted.UntrustedError, OSError) as reason:
         _not_kept(_words(reason), place)
     return None
+
+
+def keep(name: str, content: bytes) -> bool:
+    """Write a kernel's file; whether the folder of compiled kernels can be used."""
+    place = folder()
+    if place is None:
+        return False
+    try:
+        _prepare_folder(str(place))
+        _trusted.write_file(str(place / name), content)
+    except (_trusted.UntrustedError, OSError) as reason:
+        _not_kept(_words(reason), place)
+        return False
+    return True
 
 
 def compile_and_store(plan: Any, arch: str) -> Image:
@@ -126,16 +152,8 @@ def compile_and_store(plan: Any, arch: str) -> Image:
         RuntimeError: if CuTeDSL is not installed.
     """
     made = compile_image(plan, target(plan, arch))
-    place = folder()
-    if place is None:
-        return made
     made_from = key(plan, arch)
-    try:
-        _prepare_folder(str(place))
-        content = _cubin_file.encode(made, made_from)
-        _trusted.write_file(str(place / file_name(made_from)), content)
-    except (_trusted.UntrustedError, OSError) as reason:
-        _not_kept(_words(reason), place)
+    keep(file_name(made_from), _cubin_file.encode(made, made_from))
     return made
 
 
@@ -167,17 +185,27 @@ def _say(text: str) -> None:
     _log.warning("%s", text)
 
 
-def compile_image(plan: Any, arch: str) -> Image:
-    """Compile a configuration; needs no GPU.
+def require_compiler(plan: Any) -> None:
+    """Raise if a configuration has to be compiled here and CuTeDSL is not installed.
 
     Raises:
-        RuntimeError: if CuTeDSL is not installed.
+        RuntimeError: naming the kernel.
     """
     if compiler() is None:
         raise RuntimeError(
             f"{type(plan).__name__}: the kernel is not in {folder() or 'a cache'} and "
             f"{_PACKAGE} is not installed to compile it; pip install 'dsv4[cute]'"
         )
+
+
+def compile_image(plan: Any, arch: str) -> Image:
+    """Compile a configuration; needs no GPU.
+
+    Raises:
+        RuntimeError: if CuTeDSL is not installed.
+    """
+    require_compiler(plan)
+    _compilations.of_this_process().add(type(plan).__name__)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
     module, name = plan.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)(**dataclasses.asdict(plan))

@@ -167,31 +167,36 @@ def make_folder(folder: str) -> None:
             os.mkdir(folder, 0o755)
 
 
-def read_file(path: str) -> bytes:
+def read_file(path: str, most: int | None = None) -> bytes:
     """The contents of a trusted file in a folder that ``check_folder`` accepted.
 
     Owner and mode are those of the opened file itself, so that it cannot be exchanged in between.
+
+    Args:
+        path: Of the file.
+        most: Bytes that it may have; None: ``MOST_BYTES``.
 
     Raises:
         UntrustedError: if another user controls it, or it is not a regular file of a sane size.
         OSError: if it is missing or cannot be read.
     """
+    most = MOST_BYTES if most is None else most
     user = current_user()
     try:
         handle = os.open(path, os.O_RDONLY | _OPEN)
     except OSError:
-        _check_file(os.lstat(path), user, False)  # a better reason than the system's, if any
+        _check_file(os.lstat(path), user, False, most)  # a better reason than the system's, if any
         raise
     try:
         status = os.fstat(handle)
-        _check_file(status, user, _has_acl(handle, status))
+        _check_file(status, user, _has_acl(handle, status), most)
         with os.fdopen(handle, "rb", closefd=False) as stream:
-            return stream.read(MOST_BYTES)
+            return stream.read(most)
     finally:
         os.close(handle)
 
 
-def _check_file(status: os.stat_result, user: User, has_acl: bool) -> None:
+def _check_file(status: os.stat_result, user: User, has_acl: bool, most: int | None = None) -> None:
     # Without its name, so that a folder full of such files is one reason.
     if stat.S_ISLNK(status.st_mode):
         raise UntrustedError("a file there is a symbolic link")
@@ -200,8 +205,8 @@ def _check_file(status: os.stat_result, user: User, has_acl: bool) -> None:
     reason = others_reason(status, user, has_acl=has_acl)
     if reason:
         raise UntrustedError(f"a file there {reason}")
-    if status.st_size > MOST_BYTES:
-        raise UntrustedError(f"a file there has {status.st_size} bytes, above {MOST_BYTES}")
+    if most is not None and status.st_size > most:
+        raise UntrustedError(f"a file there has {status.st_size} bytes, above {most}")
 
 
 def write_file(path: str, content: bytes) -> None:

@@ -326,7 +326,7 @@ def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["capacity", "k"])
 def select_kernel(
     scores,
     maxima,

@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from dsv4._tape import current_recorder
 from dsv4.cute import _driver
 from dsv4.cute._launch import current_device, stream_of
+from dsv4.triton._images import keep_images
 
 _ALIGNMENT = 16  # bytes of a pointer, and the divisor of an integer, that Triton specialises on
 _MOST = 1024  # specialisations of a kernel that are kept
@@ -225,6 +226,8 @@ class FastKernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._is_jit = isinstance(kernel, JITFunction)
+        if self._is_jit:
+            keep_images(kernel)
         self._layouts: dict[tuple[Any, ...], Layout | None] = {}
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
 

@@ -182,7 +182,7 @@ def _many_logits(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def coefficients_kernel(
     parts,
     scale,

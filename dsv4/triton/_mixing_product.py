@@ -64,7 +64,7 @@ def _product(x, fn, total):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _product_kernel(
     x,
     fn,
@@ -134,7 +134,7 @@ def _cut_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _tall_kernel(
     x,
     cut,

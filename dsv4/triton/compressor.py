@@ -36,7 +36,7 @@ _ABSENT = tl.constexpr(float("-inf"))
 _LOG2E = tl.constexpr(1.4426950408889634)
 _VECTOR = tl.constexpr(4)  # channels of a thread: 16 bytes of float32
 _STEP = tl.constexpr(4)  # new tokens of an open window stored together
-_SCAN = 1024  # entries of the batch looked at together
+_SCANS = (1, 32, 64, 256, 1024)  # entries of the batch looked at together
 _WARPS = 2048  # no more of them, and rows are few
 _FAR = 1 << 31  # elements
 
@@ -537,7 +537,7 @@ def compressor_update(
             SLOTS=_launch.power_of_two(ratio),
             HEAD_WIDTH=head,
             TAIL_WIDTH=tail,
-            SCAN=min(_SCAN, _launch.power_of_two(batch)),
+            SCAN=next(size for size in _SCANS if size >= min(batch, _SCANS[-1])),
             SEVERAL=several,
             num_warps=warps,
             **_launch.options(kv, few=not several and _launch.are_few(programs, warps)),
@@ -546,7 +546,7 @@ def compressor_update(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "table_pages"])
 def _entry_kernel(
     pooled,
     positions,

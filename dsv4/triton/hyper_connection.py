@@ -166,7 +166,7 @@ def _square_sum(values):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _finish_kernel(
     parts,
     sums,

@@ -16,7 +16,7 @@ _WIDE = 512
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "width", "blocks", "pages"])
+@triton.jit(do_not_specialize=["stride", "tokens", "width", "blocks", "pages"])
 def _slots_kernel(
     table,
     sequences,
@@ -29,7 +29,6 @@ def _slots_kernel(
     pages,
     KIND: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    RING: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,7 +53,7 @@ def _slots_kernel(
             if KIND == "prefix":
                 entry = tl.where(column < number, column, -1).to(tl.int64)
             else:
-                entry = _ring(number, width - 1 - column, RING)
+                entry = _ring(number, width - 1 - column, pages.to(tl.int64) * PAGE_SIZE)
         entry = entry.to(tl.uint64, bitcast=True)
         size = pages.to(tl.uint64) * PAGE_SIZE
         found = inside & (sequence >= 0) & (entry < size)
@@ -65,11 +64,14 @@ def _slots_kernel(
 
 
 @triton.jit
-def _ring(position, back, RING: tl.constexpr):
-    """Entry of the token ``back`` before each position in a ring; -1 of one before the first."""
-    last = (position.to(tl.uint64, bitcast=True) % RING).to(tl.int64)
-    entry = last - back % RING
-    entry = tl.where(entry < 0, entry + RING, entry)
+def _ring(position, back, size):
+    """Entry of the token ``back`` before each position in a ring; -1 of one before the first.
+
+    The size is no constant, because each length of a cache would have a kernel of its own.
+    """
+    last = (position.to(tl.uint64, bitcast=True) % size.to(tl.uint64)).to(tl.int64)
+    entry = last - back % size
+    entry = tl.where(entry < 0, entry + size, entry)
     return tl.where(position < back, -1, entry)
 
 
@@ -89,7 +91,7 @@ def _launch_slots(
     tokens, width = shape[0], out.numel() // shape[0]
     tile = _NARROW if out.numel() <= _FEW else _WIDE
     block = min(tile, _launch.power_of_two(width))
-    rows = min(tile // block, _launch.power_of_two(tokens))
+    rows = tile // block  # however few tokens there are: their number must not be a constant
     blocks = triton.cdiv(width, block)
     programs = triton.cdiv(tokens, rows) * blocks
     table = table if table.stride(1) == 1 else table.contiguous()
@@ -106,7 +108,6 @@ def _launch_slots(
             table.shape[1],
             KIND=kind,
             PAGE_SIZE=page_size,
-            RING=table.shape[1] * page_size if kind == "window" else 0,
             ROWS=rows,
             BLOCK=block,
             num_warps=4,

@@ -1,0 +1,131 @@
+"""What worker processes are asked to do: compile one kernel, or list kernels of some steps.
+
+A job is pickled to the worker and its result back. No job needs a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4._bundle import Compiled
+from dsv4._recipe import Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class CuteJob:
+    """Compiles a CuTeDSL kernel.
+
+    Attributes:
+        plan: Its configuration.
+        arch: A value of ``ARCHITECTURES``.
+    """
+
+    plan: Any
+    arch: str
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"CuTeDSL kernel {self.plan}"
+
+    @property
+    def key(self) -> bytes:
+        """Of the compiled kernel."""
+        from dsv4.cute import _images
+
+        return _images.key(self.plan, self.arch)
+
+    @property
+    def file_name(self) -> str:
+        """In the folder of compiled kernels."""
+        from dsv4.cute import _images
+
+        return _images.file_name(self.key)
+
+    def stored(self) -> bytes | None:
+        """The kernel's file if it is in a bundle or on disk."""
+        from dsv4.cute import _cubin_file, _images
+
+        found = _images.stored(self.plan, self.arch)
+        return None if found is None else _cubin_file.encode(found, self.key)
+
+    def run(self) -> Compiled:
+        """Compile it."""
+        from dsv4.cute import _cubin_file, _images
+
+        made = _images.compile_image(self.plan, _images.target(self.plan, self.arch))
+        return Compiled(self.key, made.name, _cubin_file.encode(made, self.key))
+
+
+@dataclass(frozen=True, eq=False)
+class TritonJob:
+    """Compiles a specialisation of a Triton kernel.
+
+    Attributes:
+        request: A ``dsv4.triton._images.Request``.
+    """
+
+    request: Any
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"Triton kernel {self.request.module}.{self.request.name}"
+
+    @property
+    def key(self) -> bytes:
+        """Of the compiled kernel."""
+        return self.request.key
+
+    @property
+    def file_name(self) -> str:
+        """In the folder of compiled kernels."""
+        from dsv4.triton import _images
+
+        return _images.file_name(self.key)
+
+    def stored(self) -> bytes | None:
+        """The kernel's file if it is in a bundle or on disk."""
+        from dsv4.triton import _images
+
+        return _images.stored_file(self.request)
+
+    def run(self) -> Compiled:
+        """Compile it."""
+        from dsv4.triton import _images
+
+        return Compiled(self.key, self.request.name, _images.compile_request(self.request))
+
+
+@dataclass(frozen=True, eq=False)
+class FindJob:
+    """Lists the Triton kernels of some steps.
+
+    Attributes:
+        recipe: Of the model.
+        target: The ``dsv4._steps.Target``.
+        max_tokens: Most tokens of a step.
+        shapes: Of the steps.
+    """
+
+    recipe: Recipe
+    target: Any
+    max_tokens: int
+    shapes: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"the list of Triton kernels of {len(self.shapes)} steps"
+
+    def run(self) -> Any:
+        """The ``dsv4._steps.Steps``."""
+        from dsv4 import _steps
+
+        model = self.recipe.build(self.target.arch)
+        return _steps.find_steps(model, self.target, self.max_tokens, self.shapes)
+
+
+Job = CuteJob | TritonJob | FindJob
+KernelJob = CuteJob | TritonJob

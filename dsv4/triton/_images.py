@@ -1,0 +1,282 @@
+"""Compiled Triton kernels in this package's own store: found by key, compiled by any process.
+
+``keep_images`` puts the store in front of a kernel's compiler. A specialisation that a bundle or
+the folder of compiled kernels holds is verified and handed to Triton, which loads and launches it
+as if it had compiled it; another one is compiled and kept. Triton's own cache stays behind it.
+
+A ``Request`` is all that a specialisation is compiled from, without tensors and without a GPU, so
+that another process can compile it. Its key covers the source of the kernel and of the functions it
+calls (Triton's own hash), the types and constants of its arguments, options, GPU architecture,
+Triton's version and the environment variables that change what Triton compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import compile as triton_compile
+from triton.runtime.jit import JITFunction
+
+from dsv4 import _compilations, _sealed_file
+from dsv4.cute import _images
+
+_MAGIC = b"dsv4tri\n"
+_LENGTHS = 3  # of metadata, PTX and cubin, 8 bytes each
+Collector = Callable[["Request"], Any]
+_collector: ContextVar[Collector | None] = ContextVar("dsv4_collector", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A specialisation of a kernel.
+
+    Attributes:
+        module: Where the kernel is defined.
+        name: Of the kernel there.
+        signature: Triton's type of each argument, by name.
+        constants: Values of constant arguments, by path.
+        attrs: What is known of other arguments, by path.
+        options: Of the compiler.
+        target: Backend, architecture and threads of a warp.
+        key: SHA-256 of all that the compiled kernel depends on.
+    """
+
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: tuple[str, int, int]
+    key: bytes
+
+    @property
+    def arch(self) -> str:
+        """Name of the architecture, as ``_architectures.ARCHITECTURES`` has it."""
+        return f"sm_{self.target[1]}a"
+
+
+def request_of(
+    kernel: Any,
+    signature: dict[str, Any],
+    constants: dict[tuple[int, ...], Any],
+    attrs: dict[tuple[int, ...], Any],
+    options: dict[str, Any],
+    target: Any,
+) -> Request:
+    """The request of what ``JITFunction`` is about to compile."""
+    where = (target.backend, target.arch, target.warp_size)
+    fields = (signature, constants, attrs, options, where)
+    key = _key(kernel, *fields)
+    return Request(kernel.fn.__module__, kernel.fn.__name__, *fields, key)
+
+
+def _key(kernel: Any, *fields: Any) -> bytes:
+    *types, options, where = fields
+    known = {name: value for name, value in options.items() if name != "extern_libs"}
+    libraries = [name for name, _ in options.get("extern_libs") or ()]
+    text = [
+        triton.__version__,
+        kernel.cache_key,
+        *map(_text, types),
+        _text(known),
+        libraries,
+        where,
+    ]
+    text.append(_environment())
+    return hashlib.sha256(repr(text).encode()).digest()
+
+
+def _text(value: Any) -> Any:
+    """A value as text that is the same in every process."""
+    if isinstance(value, dict):
+        return sorted((repr(name), _text(part)) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return [_text(part) for part in value]
+    if hasattr(value, "cache_key"):  # a function as a constant
+        return value.cache_key
+    assert " at 0x" not in repr(value), f"{value!r} is another text in every process"
+    return repr(value)
+
+
+def _environment() -> list[tuple[str, str]]:
+    """Settings of the environment that change what Triton compiles, but for debug information."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    found = dict(get_cache_invalidating_env_vars())
+    found.pop("TRITON_DISABLE_LINE_INFO", None)
+    assembler = os.environ.get("TRITON_PTXAS_PATH")
+    return sorted({**found, **({"ptxas": assembler} if assembler else {})}.items())
+
+
+@contextlib.contextmanager
+def collecting(collector: Collector) -> Iterator[None]:
+    """Call ``collector`` in place of the compiler; what it returns is taken for the kernel."""
+    token = _collector.set(collector)
+    try:
+        yield
+    finally:
+        _collector.reset(token)
+
+
+def keep_images(kernel: Any) -> None:
+    """Put the store of compiled kernels in front of the compiler of a ``JITFunction``."""
+    kernel._do_compile = functools.partial(_compiled, kernel)
+
+
+def _compiled(
+    kernel: Any,
+    key: Any,
+    signature: Any,
+    device: Any,
+    constexprs: Any,
+    options: Any,
+    attrs: Any,
+    warmup: bool,
+) -> Any:
+    """In place of ``JITFunction._do_compile``."""
+    arguments = (key, signature, device, constexprs, options, attrs, warmup)
+    collector = _collector.get()
+    if collector is None and _is_watched():
+        return _count(kernel, JITFunction._do_compile(kernel, *arguments))
+    kernel_cache, _, target, *_ = kernel.device_caches[device]
+    request = request_of(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
+    if collector is not None:
+        kernel_cache[key] = collector(request)
+        return kernel_cache[key]
+    found = _loaded().get((device, request.key)) or stored(request)
+    if found is not None:
+        kernel_cache[key] = found
+        return found
+    made = _count(kernel, JITFunction._do_compile(kernel, *arguments))
+    if made is not None:
+        _images.keep(file_name(request.key), encode(made, request.key))
+    return made
+
+
+def _is_watched() -> bool:
+    """Whether somebody watches or changes what Triton compiles: then it compiles itself."""
+    from triton.runtime import _async_compile
+
+    runtime, compilation = knobs.runtime, knobs.compilation
+    hooks = (runtime.jit_cache_hook, runtime.jit_post_compile_hook)
+    settings = (compilation.override, compilation.dump_ir, compilation.always_compile)
+    return bool(
+        any(getattr(hook, "calls", hook) for hook in hooks)
+        or runtime.add_stages_inspection_hook is not None
+        or any(settings)
+        or _async_compile.active_mode.get() is not None
+    )
+
+
+def _count(kernel: Any, made: Any) -> Any:
+    _compilations.of_this_process().add(kernel.fn.__name__)
+    return made
+
+
+def file_name(key: bytes) -> str:
+    """The name of a kernel's file in the folder of compiled kernels."""
+    return f"{key.hex()[:32]}.triton"
+
+
+@functools.cache
+def _loaded() -> dict[tuple[int, bytes], CompiledKernel]:
+    """Kernels that ``load`` has loaded, by index of the GPU and key."""
+    return {}
+
+
+def load(requests: Iterable[Request], device: torch.device) -> None:
+    """Load kernels of the store on a GPU, so that their first launch does not.
+
+    What the store does not have is left out.
+
+    Raises:
+        RuntimeError: if the driver refuses.
+    """
+    with torch.cuda.device(device):
+        for request in requests:
+            place = (device.index, request.key)
+            found = None if place in _loaded() else stored(request)
+            if found is not None:
+                found._init_handles()
+                _loaded()[place] = found
+
+
+def stored(request: Request) -> CompiledKernel | None:
+    """The compiled kernel from a bundle or from disk, verified; None if it has to be compiled."""
+    file = stored_file(request)
+    if file is None:
+        return None
+    return _kernel(request, _sealed_file.decode(_MAGIC, request.key, file))
+
+
+def stored_file(request: Request) -> bytes | None:
+    """The same as the contents of its file."""
+
+    def verified(file: bytes) -> bytes:
+        _sealed_file.decode(_MAGIC, request.key, file)
+        return file
+
+    return _images.find(request.arch, request.key, file_name(request.key), verified)
+
+
+def compile_request(request: Request) -> bytes:
+    """Compile a specialisation; needs no GPU. Returns the contents of its file."""
+    source = _source(request)
+    made = triton_compile(source, target=GPUTarget(*request.target), options=request.options)
+    return encode(made, request.key)
+
+
+def _source(request: Request) -> ASTSource:
+    found = getattr(importlib.import_module(request.module), request.name)
+    kernel = found.kernel or found  # of a ``FastKernel``, or the ``JITFunction`` itself
+    return ASTSource(kernel, request.signature, request.constants, request.attrs)
+
+
+def encode(kernel: CompiledKernel, key: bytes) -> bytes:
+    """The contents of a file: what a launch needs. Of the PTX that is the entry's parameters."""
+    metadata = {**kernel.metadata._asdict(), "extern_libs": []}
+    words = json.dumps(metadata, default=vars, sort_keys=True).encode()
+    ptx, cubin = _entry(kernel.asm["ptx"]).encode(), kernel.asm["cubin"]
+    parts = (words, ptx, cubin)
+    lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
+    return _sealed_file.encode(_MAGIC, key, lengths + b"".join(parts))
+
+
+def _entry(ptx: str) -> str:
+    found = re.search(r"(\.visible\s+)?\.entry\s+\S+?\s*\(.*?\)", ptx, re.DOTALL)
+    if found is None:
+        raise ValueError("the PTX has no entry")
+    return found[0]
+
+
+def _kernel(request: Request, content: bytes) -> CompiledKernel:
+    """Triton's object of a verified file. Triton reads it from a folder that only we can write."""
+    lengths = [int.from_bytes(content[8 * i : 8 * i + 8], "little") for i in range(_LENGTHS)]
+    begin, parts = 8 * _LENGTHS, []
+    for length in lengths:
+        parts.append(content[begin : begin + length])
+        begin += length
+    with tempfile.TemporaryDirectory() as room:
+        names = [f"kernel.{ending}" for ending in ("json", "ptx", "cubin")]
+        group = {name: str(Path(room) / name) for name in names}
+        for path, part in zip(group.values(), parts, strict=True):
+            Path(path).write_bytes(part)
+        return CompiledKernel(_source(request), group, request.key.hex())

@@ -1,0 +1,229 @@
+"""After a warm-up nothing compiles: the kernels of any step are among those that were found.
+
+Kernels are not interpreted in the worker processes that these tests ask, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import dsv4
+from dsv4 import _compile_pool, layers
+from dsv4._compile_jobs import FindJob, TritonJob
+from dsv4._recipe import Recipe, Weight
+from dsv4._steps import StepShape, Target, step_shapes
+from dsv4.cute import _images
+from dsv4.serving import Runner, SamplingOptions
+from dsv4.testing.models import random_model
+
+pytest.importorskip("triton")
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+MOST = 8192
+WHOLE = {
+    "hidden_size": 128,
+    "q_lora_rank": 64,
+    "moe_intermediate_size": 64,
+    "o_lora_rank": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """Does a job in another process."""
+    process = _compile_pool.start()
+
+    def ask(job):
+        done = _compile_pool._ask(process, job)
+        assert not done.error, done.details
+        return done.result
+
+    yield ask
+    _compile_pool._end(process)
+
+
+@pytest.fixture(scope="module")
+def found(worker):
+    """The kernels of some steps, by key."""
+    known = {}
+
+    def find(recipe, target, *shapes):
+        key = (recipe, target, shapes)
+        if key not in known:
+            chosen = shapes or tuple(step_shapes(MOST, recipe.config.max_position_embeddings))
+            steps = worker(FindJob(recipe, target, MOST, chosen))
+            known[key] = {k: request.name for k, request in steps.requests.items()}
+        return known[key]
+
+    return find
+
+
+@st.composite
+def step(draw):
+    """A step with any number of tokens and sequences, of any cache."""
+    tokens = draw(st.one_of(st.integers(1, 64), st.integers(1, MOST)))
+    sequences = draw(st.one_of(st.just(1), st.just(tokens), st.integers(1, min(tokens, 1024))))
+    context = draw(st.integers(64, 65536))
+    return StepShape(tokens, sequences, context, draw(st.sampled_from((None, "plain"))))
+
+
+POINTS = [("sm_90a", "flash", "bf16")]
+if NIGHTLY:
+    POINTS += [("sm_90a", "pro", "bf16"), ("sm_100a", "flash", "nvfp4"), ("sm_90a", "pro", "nvfp4")]
+
+
+@pytest.mark.parametrize(("arch", "preset", "activation"), POINTS)
+@given(shape=step())
+@example(shape=StepShape(1, 1, 256))
+@example(shape=StepShape(21, 1, 1024))
+@example(shape=StepShape(4096, 1, 65536))
+@settings(deadline=None)
+def test_any_step_launches_what_was_found(arch, preset, activation, shape, found):
+    recipe = Recipe.of(getattr(dsv4.ModelConfig, preset)(activation=activation))
+    warm = found(recipe, Target(arch))
+    asked = found(recipe, Target(arch), shape)
+    assert len(asked) > 20
+    assert [name for key, name in asked.items() if key not in warm] == []
+
+
+def test_the_number_of_kernels_is_bounded(found):
+    """One more number of tokens must not be one more kernel."""
+    recipe = Recipe.of(dsv4.ModelConfig.flash())
+    warm = found(recipe, Target("sm_90a"))
+    names = set(warm.values())
+    assert {"_few_kernel", "_slots_kernel", "_filter_kernel", "_pack_kernel"} <= names
+    assert len(warm) < 320
+
+
+def test_a_model_is_warmed_up_with_the_formats_that_it_has(found):
+    model = random_model(dsv4.ModelConfig.tiny(**WHOLE), 0, mtp=False).to(torch.bfloat16)
+    layers.quantize_(model, names=["*.experts"])
+    first = model.model.layers[0].self_attn
+    first.o_b_proj.quantize("fp8_block")
+    recipe = Recipe.of(model)
+    weights = dict(recipe.weights)
+    assert weights["model.layers.0.mlp.experts"] == Weight("nvfp4")
+    assert weights["model.layers.0.self_attn.o_b_proj"].format == "fp8_block"
+    assert weights["model.layers.1.self_attn.o_b_proj"] == Weight(None)
+    built = recipe.build("sm_90a")
+    assert {name: Weight.of(built.get_submodule(name)) for name in weights} == weights
+    assert recipe.config.num_hidden_layers == len(set(_kinds(model)))
+    names = set(found(recipe, Target("sm_90a"), StepShape(3, 3, 256)).values())
+    assert "_product_kernel" in names
+
+
+def _kinds(model):
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        forms = [Weight.of(m) for m in layer.modules() if hasattr(m, "to_format")]
+        yield kind, type(layer.mlp.gate).__name__, layer.mlp.gate.tid2eid is None, tuple(forms)
+
+
+# Compiles one kernel as for a GPU, in a process of its own, and says what was compiled.
+LAUNCH = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from dsv4 import _steps
+from dsv4.debug import compilations
+from dsv4.triton import _launch, slots
+
+run = JITFunction.run
+def only_compile(self, *args, grid, warmup, **kwargs):
+    global kernel
+    kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+    return kernel
+JITFunction.run = only_compile
+_launch.options = lambda tensor, few=False: {"PDL": 1, "launch_pdl": True}
+driver.set_active(_steps._Driver(GPUTarget("cuda", 90, 32), 0))
+table = torch.zeros((2, 4), dtype=torch.int32, device="meta")
+numbers = torch.zeros(int(sys.argv[1]), dtype=torch.int64, device="meta")
+slots.window_slots(table, 64, numbers, numbers, 128)
+slots.window_slots(table, 64, numbers, numbers, 128)
+print(dict(compilations()), kernel.metadata.name, kernel.metadata.shared, len(kernel.asm["cubin"]),
+      kernel.asm["ptx"].count(".param"), kernel.metadata.launch_pdl)
+"""
+
+
+def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {_images.CACHE_VARIABLE: str(tmp_path / "kernels")}
+
+    def launched(tokens, caches):
+        command = [sys.executable, "-c", textwrap.dedent(LAUNCH), str(tokens)]
+        env = {**environment, "TRITON_CACHE_DIR": str(tmp_path / caches)}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.split("} ")
+
+    first, described = launched(3, "a")
+    assert first == "{'_slots_kernel': 1"
+    again, same = launched(3, "b")
+    assert again == "{", "compiled though it is stored"
+    assert same.split()[:-2] == described.split()[:-2]
+    assert same.split()[-2:] == ["10", "True\n".strip()]
+    assert launched(4, "c")[0] == "{", "4 tokens take the kernel of 3"
+    (file,) = (tmp_path / "kernels").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert launched(3, "d")[0] == "{'_slots_kernel': 1", "a damaged file was used"
+
+
+def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeypatch):
+    recipe = Recipe.of(dsv4.ModelConfig.flash())
+    steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (StepShape(1, 1, 256),)))
+    request = next(r for r in steps.requests.values() if r.name == "_slots_kernel")
+    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    compiled = worker(TritonJob(request))
+    assert compiled.key == request.key
+    assert TritonJob(request).stored() is None
+    assert _images.keep(TritonJob(request).file_name, compiled.content)
+    assert TritonJob(request).stored() == compiled.content
+    assert str(tmp_path).encode() not in compiled.content
+    assert b"/dsv4/triton/" not in compiled.content, "a path of this machine"
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.fixture(scope="class")
+    def model(self):
+        config = dsv4.ModelConfig.tiny(**WHOLE)
+        model = random_model(config, 0, mtp=False).to("cuda", torch.bfloat16)
+        layers.quantize_(model)
+        layers.pack_(model)
+        dsv4.warmup(model, max_tokens=512, progress=False)
+        return model
+
+    def test_after_a_warm_up_nothing_compiles(self, model):
+        from dsv4.debug import compilations
+
+        before = compilations()
+        most = model.config.max_position_embeddings
+        options = [
+            SamplingOptions(max_new_tokens=3, stop_ids=()),
+            SamplingOptions(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_ids=()),
+            SamplingOptions(max_new_tokens=2, repetition_penalty=1.2, logprobs=3, stop_ids=()),
+        ]
+        for sequences in (1, 2, 5, 8):
+            with Runner(model, max_sequences=sequences, max_tokens=min(most, 512)) as runner:
+                for length in (1, 2, 3, 15, 16, 17, 21, 64, 65, 100, 128, 200, 257):
+                    if length + 4 <= min(most, 512):
+                        runner.add([1] * length, options[length % 3])
+                runner.run()
+        assert compilations() - before == {}
+
+    def test_kernels_of_other_caches_neither(self, model):
+        from dsv4.debug import compilations
+
+        before = compilations()
+        for prompts in ([[1, 2, 3]], [[1] * 30, [2] * 7], [[3] * 61] * 9):
+            model.generate(prompts, 3, stop_ids=())
+        assert compilations() - before == {}
