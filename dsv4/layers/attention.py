@@ -118,14 +118,13 @@ class DeepseekV4Attention(FixedDtypeModule):
         given = None if position_embeddings is None else position_embeddings[label]
         if isinstance(past, CacheStep):
             _check_beside_step(position_ids, attention_mask)
-            out = self._attend_paged(hidden_states, given, past)
-        else:
-            if position_ids is None:
-                position_ids = following_positions(hidden_states, past, self.layer_idx)
-            tables = given or self.rotary_emb(hidden_states, position_ids, label)
-            out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
-        grouped = out.reshape(*out.shape[:2], self.config.o_groups, self.o_a_proj.in_features)
-        return self.o_b_proj(self.o_a_proj(grouped).flatten(-2)), None
+            out = self._attend_paged(hidden_states[0], given, past)
+            return self._up(out).unsqueeze(0), None
+        if position_ids is None:
+            position_ids = following_positions(hidden_states, past, self.layer_idx)
+        tables = given or self.rotary_emb(hidden_states, position_ids, label)
+        out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
+        return self._up(out), None
 
     def _forward_packed(
         self,
@@ -153,8 +152,14 @@ class DeepseekV4Attention(FixedDtypeModule):
                 "wanted [B or 1, 1, S, L]"
             )
 
+    def _up(self, out: torch.Tensor) -> torch.Tensor:
+        """``[..., heads, D]`` to ``[..., H]``."""
+        o_a_proj = self.o_a_proj
+        grouped = out.reshape(*out.shape[:-2], o_a_proj.n_groups, o_a_proj.in_features)
+        return self.o_b_proj(o_a_proj(grouped).flatten(-2))
+
     def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_residual ``[B, S, q_lora]`` and kv ``[B, S, D]`` as is."""
+        """q_residual ``[..., q_lora]`` and kv ``[..., D]`` as is."""
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
         return self.q_a_norm(q_a), kv
 
@@ -173,7 +178,7 @@ class DeepseekV4Attention(FixedDtypeModule):
     def _attend_paged(
         self, hidden_states: torch.Tensor, given: Tables | None, step: CacheStep
     ) -> torch.Tensor:
-        """Write this batch to the cache, then read every key from there.
+        """Write a batch ``[T, H]`` to the cache, then read every key from there: ``[T, heads, D]``.
 
         What layers share is made by the current stream, the projection before it. Of few tokens the
         product of the indexer's queries comes first, and the others beside the choice of entries:
@@ -184,7 +189,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         layer, compressor = step.cache.layers[self.layer_idx], self.compressor
         select = None
         if compressor is not None:
-            select = compressor.begin_paged(hidden_states[0], step, self.layer_idx)
+            select = compressor.begin_paged(hidden_states, step, self.layer_idx)
         q_residual, kv = self._down(hidden_states)
         tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, given)
         cos, sin = tables
@@ -193,15 +198,15 @@ class DeepseekV4Attention(FixedDtypeModule):
         def work(q_residual: torch.Tensor) -> torch.Tensor:
             q = self._queries(q_residual, tables)
             norm_rope_write_kv(
-                layer.window, kv[0], norm.weight, cos, sin, written, eps=norm.variance_epsilon
+                layer.window, kv, norm.weight, cos, sin, written, eps=norm.variance_epsilon
             )
             return q
 
-        asked = None if select is None else select(q_residual[0])
-        beside = self.layer_type == CSA and q_residual.shape[1] <= _FEW
+        asked = None if select is None else select(q_residual)
+        beside = self.layer_type == CSA and q_residual.shape[0] <= _FEW
         queries = started(work, q_residual, QUERIES) if beside else done(work(q_residual))
         slots = None if asked is None else asked()
-        out = sparse_attention(
+        return sparse_attention(
             queries(),
             layer.window,
             seen,
@@ -212,7 +217,6 @@ class DeepseekV4Attention(FixedDtypeModule):
             cos=cos,
             sin=sin,
         )
-        return out.unsqueeze(0)
 
     def _attend_dense(
         self,

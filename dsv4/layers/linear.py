@@ -432,7 +432,9 @@ def _one_product(layers: Sequence[Linear]) -> bool:
     """Whether one product takes the weights and the input of all."""
     activation = layers[0].activation
     for layer in layers:
-        if layer.format is None or layer.format != NVFP4 or layer.activation != activation:
+        if layer.format is not NVFP4 and layer.format != NVFP4:
+            return False
+        if layer.activation != activation:
             return False
         if layer.observer is not None:  # calibrating
             return False

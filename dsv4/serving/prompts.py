@@ -25,7 +25,7 @@ from dsv4.serving.sampler import Variant
 # Beyond the largest a GPU takes longer than the host. A step of fewer tokens than the smallest
 # costs as much: it reads the same weights.
 BUCKETS = (32, 64, 128, 256, 512)
-_SEQUENCES = 8  # most in a captured step; more prompts rarely have so few tokens together
+_SEQUENCES = (1, 8, 64)  # of a captured step; more prompts rarely have so few tokens together
 _ALIGNED = 2  # int64 numbers; kernels are compiled for inputs at multiples of 16 bytes
 
 
@@ -120,10 +120,10 @@ class PromptStep:
     """Steps of prompts, over static buffers in a graph per size where there is one.
 
     Args:
-        model: Uncompiled or not; whose steps these are.
-        cache: Its cache.
+        model: The model.
+        cache: Its cache, with pools.
         sampler: Takes the logits.
-        graphs: Captures.
+        graphs: Captures the steps.
         buckets: Numbers of tokens that steps are padded to, ascending.
 
     Attributes:
@@ -140,8 +140,8 @@ class PromptStep:
     ) -> None:
         self._model, self._cache = model, cache
         self._sampler, self._graphs = sampler, graphs
-        most = min(_SEQUENCES, sampler.buckets[-1])
-        sequences = sorted({sampler.bucket(1), sampler.bucket(most)})
+        most = sampler.buckets[-1]
+        sequences = sorted({sampler.bucket(min(count, most)) for count in _SEQUENCES})
         self.sizes = tuple(Size(tokens, count) for tokens in buckets for count in sequences)
         self._inputs: dict[Size, Inputs] = {}
         self._captured: dict[Size, torch.cuda.CUDAGraph] = {}

@@ -165,8 +165,8 @@ MUTANTS = (
         "T4",
         "no inverse rotation of the output with a paged cache",
         LAYERS + "attention.py",
-        "            cos=cos,\n            sin=sin,\n        )\n        return out.unsqueeze",
-        "        )\n        return out.unsqueeze",
+        "            cos=cos,\n            sin=sin,\n        )\n\n    def _attend_dense",
+        "        )\n\n    def _attend_dense",
         MODEL_CHUNKS,
     ),
     Mutant(

@@ -12,6 +12,7 @@ FORK = "tests/test_page_pools.py::test_trap_t15_every_accepted_prefix_of_a_guess
 ATOMIC = "tests/test_steps_atomic.py::test_failures_at_every_place_leave_nothing"
 TWICE = "tests/test_compressor.py::test_one_token_can_be_taken_twice"
 FORMULA = "tests/test_layers.py::test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula"
+PROMPTS = "tests/test_serving_prompts.py::test_"
 BEHIND = "tests/test_triton_compile.py::test_trap_t18_state_is_read_and_written_behind_the_wait"
 COMPILES = "::test_compiles_without_spills_and_with_the_expected_products"
 APE = COMPRESSOR + "t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half"
@@ -335,5 +336,37 @@ MUTANTS = (
         "score = score + self.position_bias.to(score.dtype)",
         "score = score + self.position_bias.roll(1, 0).to(score.dtype)",
         FORMULA,
+    ),
+    Mutant(
+        "padding",
+        "tokens of padding have a cache row",
+        "dsv4/serving/prompts.py",
+        "(rows_of_tokens, -1)",
+        "(rows_of_tokens, 0)",
+        PROMPTS + "padding_of_prompts_changes_no_token",
+    ),
+    Mutant(
+        "padding",
+        "sequences of padding take tokens",
+        "dsv4/serving/prompts.py",
+        "(cu_seqlens, end)",
+        "(cu_seqlens, 0)",
+        PROMPTS + "inputs_say_where_each_token_belongs",
+    ),
+    Mutant(
+        "padding",
+        "a replay has the inputs of the capture",
+        "dsv4/serving/prompts.py",
+        "        inputs.write(parts)\n",
+        "        if size not in self._captured:\n            inputs.write(parts)\n",
+        PROMPTS + "replayed_prompts_are_the_eager_ones",
+    ),
+    Mutant(
+        "padding",
+        "padding has the token that was sampled for it",
+        "dsv4/serving/row_state.py",
+        "        self.tokens[self.padding :].zero_()\n",
+        "",
+        PROMPTS + "replayed_prompts_are_the_eager_ones",
     ),
 )
