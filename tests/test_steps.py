@@ -36,7 +36,8 @@ found = {}
 for arch, preset, activation in points:
     config = getattr(ModelConfig, preset)().replace(activation=activation)
     before = JITFunction.run, _launch.options, _support._capability, dispatch._device
-    shapes = [_steps.StepShape(n, m, 65536) for n, m in ((1, 1), (16, 16), (64, 64), (2048, 1))]
+    sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
+    shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
     steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
     assert before == (JITFunction.run, _launch.options, _support._capability, dispatch._device)
     requests = list(steps.requests.values())

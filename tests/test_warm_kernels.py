@@ -120,9 +120,9 @@ def test_a_model_is_warmed_up_with_the_formats_that_it_has(found):
 
 
 def _kinds(model):
-    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
-        forms = [Weight.of(m) for m in layer.modules() if hasattr(m, "to_format")]
-        yield kind, type(layer.mlp.gate).__name__, layer.mlp.gate.tid2eid is None, tuple(forms)
+    types, routers = model.config.layer_types, model.config.mlp_layer_types
+    for layer, *kind in zip(model.model.layers, types, routers, strict=True):
+        yield *kind, *[Weight.of(m) for m in layer.modules() if hasattr(m, "to_format")]
 
 
 # Compiles one kernel as for a GPU, in a process of its own, and says what was compiled.
@@ -168,7 +168,7 @@ def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
     again, same = launched(3, "b")
     assert again == "{", "compiled though it is stored"
     assert same.split()[:-2] == described.split()[:-2]
-    assert same.split()[-2:] == ["10", "True\n".strip()]
+    assert same.split()[-2:] == ["11", "True"], "parameters of the entry, and its launch"
     assert launched(4, "c")[0] == "{", "4 tokens take the kernel of 3"
     (file,) = (tmp_path / "kernels").iterdir()
     content = bytearray(file.read_bytes())
