@@ -3,7 +3,8 @@
 ``python -m tests.traps [T9 ...]`` makes each of them in a copy and watches the named test fail. The
 numbers are those of the specification's list of traps (section 15; D2 is in section 1); HF are
 mistakes of the drop-in for transformers; "files" are mistakes with files that are replaced, or come
-from elsewhere; P1 to P3 are mistakes of plans, tapes and launches.
+from elsewhere; P1 to P3 are mistakes of plans, tapes and launches; "start" are
+mistakes of what is compiled ahead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .launching import MUTANTS as _LAUNCHING
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
 from .quantisation import MUTANTS as _QUANTISATION
+from .starting import MUTANTS as _STARTING
 from .state import MUTANTS as _STATE
 
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
@@ -35,5 +37,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_CHECKPOINTS,
     *_FILES,
     *_LAUNCHING,
+    *_STARTING,
 )
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
