@@ -84,6 +84,7 @@ if NIGHTLY:
 @example(shape=StepShape(1, 1, 256))
 @example(shape=StepShape(21, 1, 1024))
 @example(shape=StepShape(4096, 1, 65536))
+@example(shape=StepShape(8000, 1, 50176, "plain"))  # scored in parts of an odd number of tokens
 @settings(deadline=None)
 def test_any_step_launches_what_was_found(arch, preset, activation, shape, found):
     recipe = Recipe.of(getattr(dsv4.ModelConfig, preset)(activation=activation))

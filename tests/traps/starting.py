@@ -60,6 +60,14 @@ MUTANTS = (
     ),
     Mutant(
         "start",
+        "scores of an odd number of tokens at a time",
+        "dsv4/triton/indexer.py",
+        "    return rows - rows % 16 if rows >= 16 else rows",
+        "    return rows",
+        WARM + "test_any_step_launches_what_was_found",
+    ),
+    Mutant(
+        "start",
         "a compiled kernel that is not kept",
         "dsv4/triton/_images.py",
         "        _images.keep(file_name(request.key), encode(made, request.key))",
