@@ -128,6 +128,7 @@ def _warmup(options: argparse.Namespace) -> int:
             options.max_tokens,
             progress=not options.quiet,
             workers=options.workers,
+            use_list=options.out is None,
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")

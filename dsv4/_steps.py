@@ -60,10 +60,12 @@ class Steps:
     Attributes:
         ran: By operator and implementation.
         requests: Specialisations of Triton kernels, by key.
+        known: Names of those that are stored already, by key, of a list that was kept.
     """
 
     ran: dict[tuple[str, str], Ran] = field(default_factory=dict)
     requests: dict[bytes, Any] = field(default_factory=dict)
+    known: dict[bytes, str] = field(default_factory=dict)
 
     def add(self, others: Steps) -> None:
         """Take what other steps launch, too."""

@@ -30,7 +30,7 @@ def asked(monkeypatch):
     """Nothing is compiled; the configurations that would be."""
     found = []
 
-    def compile_model(config, arch, max_tokens, progress, workers):
+    def compile_model(config, arch, max_tokens, progress, workers, use_list):
         found.append((config, arch, max_tokens, workers))
         outcome = _compile.Outcome([], failed=dict(failed))
         monkeypatch.setattr(outcome, "images", lambda: IMAGES)

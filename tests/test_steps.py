@@ -13,6 +13,7 @@ import torch
 
 import dsv4
 from dsv4 import _compile, _kernel_calls, _steps, layers
+from dsv4._recipe import Recipe
 from dsv4._warmup import Operator
 from dsv4.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
@@ -135,6 +136,11 @@ def test_a_model_without_values_is_packed_as_one_with_values(layout):
     assert report.joined
     empty = _steps.packed_model(config, layout)
     assert dict(forms(empty)) == dict(forms(model))
+    arch = "sm_100a" if layout == SWIZZLED else "sm_90a"
+    recipes = [Recipe.of(config), Recipe.of(model)]
+    assert recipes[0] == recipes[1], "a list made for one would not be found by the other"
+    short = _steps.packed_model(_steps.of_each_kind(config), layout)
+    assert dict(forms(recipes[0].build(arch))) == dict(forms(short))
 
 
 def forms(model):
@@ -154,7 +160,9 @@ def test_one_layer_of_each_kind():
 
 class TestWarmup:
     @pytest.fixture(autouse=True)
-    def nothing_is_compiled(self, monkeypatch):
+    def nothing_is_compiled(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
+
         def nothing(jobs, advance, workers=None):
             for _ in jobs:
                 advance()
@@ -168,7 +176,7 @@ class TestWarmup:
                 ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
                 ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
             }
-            requests = {bytes([i]): SimpleNamespace(key=bytes([i])) for i in range(3)}
+            requests = {bytes([i]): SimpleNamespace(key=bytes([i]), name="k") for i in range(3)}
             return _steps.Steps(ran, requests)
 
         monkeypatch.setattr(_compile, "find_steps", steps)

@@ -5,10 +5,13 @@ Kernels are not interpreted in the worker processes that these tests ask, and no
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from hypothesis import strategies as st
 import dsv4
 from dsv4 import _compile_pool, layers
 from dsv4._compile_jobs import FindJob, TritonJob
+from dsv4._listing import Listing
 from dsv4._recipe import Recipe, Weight
-from dsv4._steps import StepShape, Target, step_shapes
+from dsv4._steps import Ran, Steps, StepShape, Target, step_shapes
 from dsv4.cute import _images
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
@@ -177,6 +181,32 @@ def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     assert launched("d")[0] == "{'_slots_kernel': 1", "a damaged file was used"
+
+
+@given(st.dictionaries(st.binary(min_size=32, max_size=32), st.text(), max_size=4), st.data())
+def test_a_list_is_used_while_all_of_its_kernels_are_stored(names, data):
+    requests = {key: SimpleNamespace(name=name) for key, name in names.items()}
+    ran = {("gemm", "cute"): Ran({"tcgen05": "no"}, {"a", "b"})}
+    listing = Listing(Recipe.of(dsv4.ModelConfig.tiny()), Target("sm_90a"), 8)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv(_images.CACHE_VARIABLE, folder)
+        assert listing.stored() is None
+        listing.keep(Steps(ran, requests))
+        kept = [key for key in names if data.draw(st.booleans())]
+        for key in kept:
+            _images.keep(f"{key.hex()[:32]}.triton", b"code")
+        found = listing.stored()
+        if len(kept) < len(names):
+            assert found is None
+        else:
+            assert found is not None
+            assert (found.known, found.ran, found.requests) == (names, ran, {})
+        for other in (
+            dataclasses.replace(listing, max_tokens=9),
+            dataclasses.replace(listing, target=Target("sm_90a", 131)),
+            dataclasses.replace(listing, recipe=Recipe.of(dsv4.ModelConfig.flash())),
+        ):
+            assert other.stored() is None
 
 
 def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeypatch):

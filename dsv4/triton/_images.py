@@ -100,7 +100,7 @@ def _key(kernel: Any, *fields: Any) -> bytes:
         libraries,
         where,
     ]
-    text.append(_environment())
+    text.append(environment())
     return hashlib.sha256(repr(text).encode()).digest()
 
 
@@ -116,7 +116,7 @@ def _text(value: Any) -> Any:
     return repr(value)
 
 
-def _environment() -> list[tuple[str, str]]:
+def environment() -> list[tuple[str, str]]:
     """Settings of the environment that change what Triton compiles, but for debug information."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
