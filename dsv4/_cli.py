@@ -132,6 +132,8 @@ def _warmup(options: argparse.Namespace) -> int:
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")
+        if done.skipped:
+            raise RuntimeError(f"{name}: Triton kernels were left out: {done.skipped}")
         images += outcome.images()
         failed |= outcome.failed
     for kernel, why in failed.items():

@@ -186,14 +186,11 @@ def compile_model(
     listing, skipped = _listing(model, arch, max_tokens, gpu)
     steps = _steps.Steps()
     if listing is not None:
-        stored = listing.stored() if use_list else None
-        steps = stored or _compile.find_steps(
-            listing.recipe, listing.target, listing.max_tokens, workers
-        )
+        steps, skipped = _listed(listing, use_list, workers)
     jobs += [TritonJob(request) for request in steps.requests.values()]
     with progress_line(len(jobs), progress) as advance:
         outcome = _compile.compile_all(jobs, advance, workers)
-    if listing is not None and not steps.known and not outcome.failed:
+    if listing is not None and steps.requests and not outcome.failed:
         listing.keep(steps)
         outcome.lists.append(listing.encode(steps))
     new = [job for job in outcome.jobs if job.key in outcome.compiled]
@@ -219,6 +216,19 @@ def _listing(
         return None, reason
     target = _steps.Target(arch) if gpu is None else _steps.Target.of(gpu, arch)
     return Listing(Recipe.of(model), target, max_tokens), ""
+
+
+def _listed(listing: Listing, use_list: bool, workers: int | None) -> tuple[_steps.Steps, str]:
+    """The list, or why it could not be made: then kernels are compiled at their first launch."""
+    stored = listing.stored() if use_list else None
+    if stored is not None:
+        return stored, ""
+    try:
+        where = (listing.recipe, listing.target, listing.max_tokens)
+        return _compile.find_steps(*where, workers), ""
+    except RuntimeError as error:
+        _log.warning("Triton kernels are compiled at their first launch: %s", error)
+        return _steps.Steps(), str(error).partition("\n")[0]
 
 
 def _load(jobs: Sequence[KernelJob], gpu: torch.device) -> None:

@@ -197,6 +197,15 @@ class TestWarmup:
             ["gemm", "cublas:", "_expand_kernel;", "not", "cute:", "too", "many"],
         ]
 
+    def test_a_list_that_cannot_be_made_is_said(self, monkeypatch, caplog):
+        def fails(*args):
+            raise RuntimeError("no meta kernel\ndetails")
+
+        monkeypatch.setattr(_compile, "find_steps", fails)
+        done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_100a", progress=False)
+        assert (done.triton, done.skipped) == (0, "no meta kernel")
+        assert "compiled at their first launch: no meta kernel" in caplog.text
+
     def test_a_layer_has_no_steps(self):
         layer = layers.Linear(64, 32)
         done = dsv4.warmup(layer, arch="sm_100a", progress=False)
