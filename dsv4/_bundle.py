@@ -238,6 +238,12 @@ def use(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
     return found
 
 
+def has(arch: str, key: bytes) -> bool:
+    """Whether the bundle for an architecture has a kernel's file, which is not read."""
+    bundle = active().of(arch)
+    return key in active().fresh or (bundle is not None and key in bundle.entries)
+
+
 def image(arch: str, key: bytes) -> bytes | None:
     """A kernel's file from the bundle for an architecture, verified; None if it is not there."""
     fresh = active().fresh.get(key)

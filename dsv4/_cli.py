@@ -128,9 +128,12 @@ def _warmup(options: argparse.Namespace) -> int:
             options.max_tokens,
             progress=not options.quiet,
             workers=options.workers,
+            use_list=options.out is None,
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")
+        if done.skipped:
+            raise RuntimeError(f"{name}: Triton kernels were left out: {done.skipped}")
         images += outcome.images()
         failed |= outcome.failed
     for kernel, why in failed.items():

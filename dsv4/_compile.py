@@ -23,21 +23,24 @@ class Outcome:
         stored: Files of kernels that were in a bundle or on disk, by key.
         compiled: Files of kernels that were compiled now, by key.
         failed: Names of kernels that could not be compiled, and why.
+        lists: Lists of kernels that go into a bundle.
     """
 
     jobs: Sequence[KernelJob]
     stored: dict[bytes, bytes] = field(default_factory=dict)
     compiled: dict[bytes, bytes] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    lists: list[_bundle.Compiled] = field(default_factory=list)
 
     def images(self) -> list[_bundle.Compiled]:
-        """All kernels that are there."""
+        """All kernels that are there, and the lists."""
         files = {**self.stored, **self.compiled}
-        return [
+        kernels = [
             _bundle.Compiled(job.key, job.name, files[job.key])
             for job in self.jobs
             if job.key in files
         ]
+        return [*kernels, *self.lists]
 
 
 def compile_all(
@@ -87,7 +90,11 @@ def _require_compiler(missing: Sequence[KernelJob]) -> None:
 def find_steps(
     recipe: Recipe, target: Target, max_tokens: int, workers: int | None = None
 ) -> Steps:
-    """``_steps.find_steps``, by several processes."""
+    """``_steps.find_steps``, by several processes.
+
+    Raises:
+        RuntimeError: if one of them failed.
+    """
     shapes = step_shapes(max_tokens, recipe.config.max_position_embeddings)
     most = _compile_pool.processors() if workers is None else workers
     count = max(1, min(most, len(shapes) // _SHARE))

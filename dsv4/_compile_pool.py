@@ -165,6 +165,9 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Done:
     except (OSError, EOFError):
         _end(process)
         return Done(error=f"its process ended with status {process.returncode}")
+    except Exception as error:  # a job or a result that cannot be pickled: nobody else would know
+        _end(process)
+        return Done(error=f"{type(error).__name__}: {error}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

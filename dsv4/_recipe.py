@@ -57,18 +57,21 @@ class Recipe:
     Attributes:
         config: Of these layers alone.
         dtype: Of what is not quantised.
-        weights: Of each linear layer and of routed experts, by name; None: all are NVFP4.
+        weights: Of each linear layer and of routed experts, by name.
     """
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
-    weights: tuple[tuple[str, Weight], ...] | None = None
+    weights: tuple[tuple[str, Weight], ...] = ()
 
     @classmethod
     def of(cls, model: Any) -> Recipe:
         """That of a model; of a configuration, a bfloat16 model in NVFP4."""
         if not isinstance(model, nn.Module):
-            return cls(_steps.of_each_kind(ModelConfig.of(model)))
+            short = _steps.of_each_kind(ModelConfig.of(model))
+            with torch.device("meta"):
+                names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short, mtp=False))]
+            return cls(short, weights=tuple((name, Weight(NVFP4.name)) for name in names))
         assert isinstance(model, DeepseekV4ForCausalLM)
         config, layers = model.config, model.model.layers
         kinds = zip(config.layer_types, config.mlp_layer_types, map(_weights, layers), strict=True)
@@ -96,9 +99,6 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4)
 def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
-    if recipe.weights is None:
-        layout = _steps.layout_for(recipe.config.activation, arch)
-        return _steps.packed_model(recipe.config, layout)
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(recipe.config, mtp=False).to(recipe.dtype)
         for name, weight in recipe.weights:

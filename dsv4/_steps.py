@@ -60,10 +60,12 @@ class Steps:
     Attributes:
         ran: By operator and implementation.
         requests: Specialisations of Triton kernels, by key.
+        known: Names of those that are stored already, by key, of a list that was kept.
     """
 
     ran: dict[tuple[str, str], Ran] = field(default_factory=dict)
     requests: dict[bytes, Any] = field(default_factory=dict)
+    known: dict[bytes, str] = field(default_factory=dict)
 
     def add(self, others: Steps) -> None:
         """Take what other steps launch, too."""
@@ -347,6 +349,8 @@ class _Recorder(TorchDispatchMode):
             if row.name in ("cute", "tcgen05"):
                 names = [argument.name for argument in func._schema.arguments]
                 self._before_product(row, dict(zip(names, args, strict=True)))
+                if op == "indexer_select":  # Triton has a part in it
+                    dispatch.first(op, rest)
             elif row.name != "reference":
                 dispatch.first(op, rest)
                 if op == "moe_gather_quantize":  # and with the scales of calibrated experts
@@ -393,6 +397,7 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
+    from dsv4.cute import indexer as cute_indexer
     from dsv4.triton import _images, _launch
 
     capability = target.capability
@@ -417,6 +422,8 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (_launch, "multiprocessors", lambda device: target.sms),
         (_support, "_capability", lambda device: capability),
         (dispatch, "_device", lambda args: _GPU),
+        (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
+        (cute_indexer, "choose", lambda *args: None),
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:

@@ -17,6 +17,7 @@ from dsv4 import _bundle, _compile, _steps
 from dsv4._compile import Outcome
 from dsv4._compile_jobs import CuteJob, KernelJob, TritonJob
 from dsv4._kernel_calls import every_call, kernel_plans
+from dsv4._listing import Listing
 from dsv4._progress_line import progress as progress_line
 from dsv4._recipe import Recipe
 from dsv4.cute import gemm as cute_gemm
@@ -164,15 +165,34 @@ def compile_model(
     gpu: torch.device | None = None,
     progress: bool = False,
     workers: int | None = None,
+    *,
+    use_list: bool = True,
 ) -> tuple[Warmup, Outcome]:
-    """What ``warmup`` does without loading the kernels; see there."""
+    """What ``warmup`` does without loading the kernels; see there.
+
+    Args:
+        model: See there, as for what follows.
+        arch: What to compile for.
+        max_tokens: See there.
+        gpu: Whose number of SMs counts; None: that of the architecture's usual GPU.
+        progress: See there.
+        workers: See there.
+        use_list: Whether a list of Triton kernels that was kept will do. Their files are then not
+            among those of the outcome.
+    """
     start = time.perf_counter()
     plans = kernel_plans(every_call(model, arch), max_tokens, arch)
     jobs: list[KernelJob] = [CuteJob(plan, arch) for plan in plans]
-    steps, skipped = _steps_of(model, arch, max_tokens, gpu, workers)
+    listing, skipped = _listing(model, arch, max_tokens, gpu)
+    steps = _steps.Steps()
+    if listing is not None:
+        steps, skipped = _listed(listing, use_list, workers)
     jobs += [TritonJob(request) for request in steps.requests.values()]
     with progress_line(len(jobs), progress) as advance:
         outcome = _compile.compile_all(jobs, advance, workers)
+    if listing is not None and steps.requests and not outcome.failed:
+        listing.keep(steps)
+        outcome.lists.append(listing.encode(steps))
     new = [job for job in outcome.jobs if job.key in outcome.compiled]
     count = sum(isinstance(job, CuteJob) for job in new)
     operators = tuple(
@@ -180,22 +200,35 @@ def compile_model(
         for (name, implementation), ran in steps.ran.items()
     )
     seconds = time.perf_counter() - start
-    sizes = (len(plans), count, seconds, len(steps.requests), len(new) - count)
+    sizes = (len(plans), count, seconds, len(steps.requests) + len(steps.known), len(new) - count)
     return Warmup(*sizes, outcome.failed, operators, skipped), outcome
 
 
-def _steps_of(
-    model: Any, arch: str, max_tokens: int, gpu: torch.device | None, workers: int | None
-) -> tuple[_steps.Steps, str]:
-    """What the steps of a whole model launch, or why that was not looked at."""
+def _listing(
+    model: Any, arch: str, max_tokens: int, gpu: torch.device | None
+) -> tuple[Listing | None, str]:
+    """What to list of a whole model, or why nothing is."""
     if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
         reason = f"{type(model).__name__} is not a whole model of this package"
-        return _steps.Steps(), reason
+        return None, reason
     reason = _steps.impossible() or ""
     if reason:
-        return _steps.Steps(), reason
+        return None, reason
     target = _steps.Target(arch) if gpu is None else _steps.Target.of(gpu, arch)
-    return _compile.find_steps(Recipe.of(model), target, max_tokens, workers), ""
+    return Listing(Recipe.of(model), target, max_tokens), ""
+
+
+def _listed(listing: Listing, use_list: bool, workers: int | None) -> tuple[_steps.Steps, str]:
+    """The list, or why it could not be made: then kernels are compiled at their first launch."""
+    stored = listing.stored() if use_list else None
+    if stored is not None:
+        return stored, ""
+    try:
+        where = (listing.recipe, listing.target, listing.max_tokens)
+        return _compile.find_steps(*where, workers), ""
+    except RuntimeError as error:
+        _log.warning("Triton kernels are compiled at their first launch: %s", error)
+        return _steps.Steps(), str(error).partition("\n")[0]
 
 
 def _load(jobs: Sequence[KernelJob], gpu: torch.device) -> None:

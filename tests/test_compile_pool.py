@@ -47,6 +47,13 @@ def test_workers_have_the_search_path_of_the_parent_and_no_gpu(monkeypatch, tmp_
         assert (found["devices"], found["main"]) == ("", None)
 
 
+def test_what_cannot_be_sent_fails_alone():
+    jobs = [Doubled(lambda: 1), *[Doubled(i) for i in range(3)]]
+    found = [f.done for f in _compile_pool.run(jobs, 1)]
+    assert "pickle" in found[0].error.lower()
+    assert sorted(done.result for done in found[1:]) == [0, 2, 4]
+
+
 def test_few_jobs_are_done_here(monkeypatch):
     monkeypatch.setattr(_compile_pool, "start", lambda: pytest.fail("a process was started"))
     assert results([Doubled(1), Failing()])[Doubled(1)] == (2, "")

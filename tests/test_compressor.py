@@ -789,7 +789,7 @@ def test_a_batch_larger_than_one_scan(device, kind, seed, batch):
     ragged = Ragged.make(seed, kind, 5, batch, device)
     wanted = ragged.update()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_SCAN", 2)
+        patch.setattr(kernels, "_SCANS", (1, 2))
         found = ragged.update()
     for a, b in zip(found, wanted, strict=True):
         assert_bitwise(a, b)

@@ -13,6 +13,7 @@ import torch
 
 import dsv4
 from dsv4 import _compile, _kernel_calls, _steps, layers
+from dsv4._recipe import Recipe
 from dsv4._warmup import Operator
 from dsv4.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
@@ -36,7 +37,8 @@ found = {}
 for arch, preset, activation in points:
     config = getattr(ModelConfig, preset)().replace(activation=activation)
     before = JITFunction.run, _launch.options, _support._capability, dispatch._device
-    shapes = [_steps.StepShape(n, m, 65536) for n, m in ((1, 1), (16, 16), (64, 64), (2048, 1))]
+    sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
+    shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
     steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
     assert before == (JITFunction.run, _launch.options, _support._capability, dispatch._device)
     requests = list(steps.requests.values())
@@ -134,6 +136,11 @@ def test_a_model_without_values_is_packed_as_one_with_values(layout):
     assert report.joined
     empty = _steps.packed_model(config, layout)
     assert dict(forms(empty)) == dict(forms(model))
+    arch = "sm_100a" if layout == SWIZZLED else "sm_90a"
+    recipes = [Recipe.of(config), Recipe.of(model)]
+    assert recipes[0] == recipes[1], "a list made for one would not be found by the other"
+    short = _steps.packed_model(_steps.of_each_kind(config), layout)
+    assert dict(forms(recipes[0].build(arch))) == dict(forms(short))
 
 
 def forms(model):
@@ -153,7 +160,9 @@ def test_one_layer_of_each_kind():
 
 class TestWarmup:
     @pytest.fixture(autouse=True)
-    def nothing_is_compiled(self, monkeypatch):
+    def nothing_is_compiled(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
+
         def nothing(jobs, advance, workers=None):
             for _ in jobs:
                 advance()
@@ -167,7 +176,7 @@ class TestWarmup:
                 ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
                 ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
             }
-            requests = {bytes([i]): SimpleNamespace(key=bytes([i])) for i in range(3)}
+            requests = {bytes([i]): SimpleNamespace(key=bytes([i]), name="k") for i in range(3)}
             return _steps.Steps(ran, requests)
 
         monkeypatch.setattr(_compile, "find_steps", steps)
@@ -187,6 +196,15 @@ class TestWarmup:
             ["no", "kernel", "of", "its", "own:"],
             ["gemm", "cublas:", "_expand_kernel;", "not", "cute:", "too", "many"],
         ]
+
+    def test_a_list_that_cannot_be_made_is_said(self, monkeypatch, caplog):
+        def fails(*args):
+            raise RuntimeError("no meta kernel\ndetails")
+
+        monkeypatch.setattr(_compile, "find_steps", fails)
+        done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_100a", progress=False)
+        assert (done.triton, done.skipped) == (0, "no meta kernel")
+        assert "compiled at their first launch: no meta kernel" in caplog.text
 
     def test_a_layer_has_no_steps(self):
         layer = layers.Linear(64, 32)

@@ -5,10 +5,13 @@ Kernels are not interpreted in the worker processes that these tests ask, and no
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +19,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4 import _compile_pool, layers
+from dsv4 import _compile_pool, _sealed_file, layers
 from dsv4._compile_jobs import FindJob, TritonJob
+from dsv4._listing import Listing
 from dsv4._recipe import Recipe, Weight
-from dsv4._steps import StepShape, Target, step_shapes
+from dsv4._steps import Ran, Steps, StepShape, Target, step_shapes
 from dsv4.cute import _images
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
@@ -84,6 +88,7 @@ if NIGHTLY:
 @example(shape=StepShape(1, 1, 256))
 @example(shape=StepShape(21, 1, 1024))
 @example(shape=StepShape(4096, 1, 65536))
+@example(shape=StepShape(8000, 1, 50176, "plain"))  # scored in parts of an odd number of tokens
 @settings(deadline=None)
 def test_any_step_launches_what_was_found(arch, preset, activation, shape, found):
     recipe = Recipe.of(getattr(dsv4.ModelConfig, preset)(activation=activation))
@@ -115,19 +120,21 @@ def test_a_model_is_warmed_up_with_the_formats_that_it_has(found):
     built = recipe.build("sm_90a")
     assert {name: Weight.of(built.get_submodule(name)) for name in weights} == weights
     assert recipe.config.num_hidden_layers == len(set(_kinds(model)))
-    names = set(found(recipe, Target("sm_90a"), StepShape(3, 3, 256)).values())
-    assert "_product_kernel" in names
+    shape = StepShape(3, 3, 256)
+    plain = Recipe.of(random_model(model.config, 0, mtp=False).to(torch.bfloat16))
+    of = [set(found(one, Target("sm_90a"), shape).values()) for one in (recipe, plain)]
+    assert of[0] - of[1] == {"_gemm_kernel"}, "of the FP8 weight"
 
 
 def _kinds(model):
-    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
-        forms = [Weight.of(m) for m in layer.modules() if hasattr(m, "to_format")]
-        yield kind, type(layer.mlp.gate).__name__, layer.mlp.gate.tid2eid is None, tuple(forms)
+    types, routers = model.config.layer_types, model.config.mlp_layer_types
+    for layer, *kind in zip(model.model.layers, types, routers, strict=True):
+        yield *kind, *[Weight.of(m) for m in layer.modules() if hasattr(m, "to_format")]
 
 
 # Compiles one kernel as for a GPU, in a process of its own, and says what was compiled.
 LAUNCH = """
-import sys, torch
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -144,9 +151,9 @@ JITFunction.run = only_compile
 _launch.options = lambda tensor, few=False: {"PDL": 1, "launch_pdl": True}
 driver.set_active(_steps._Driver(GPUTarget("cuda", 90, 32), 0))
 table = torch.zeros((2, 4), dtype=torch.int32, device="meta")
-numbers = torch.zeros(int(sys.argv[1]), dtype=torch.int64, device="meta")
-slots.window_slots(table, 64, numbers, numbers, 128)
-slots.window_slots(table, 64, numbers, numbers, 128)
+for tokens in (3, 3, 4, 16):
+    numbers = torch.zeros(tokens, dtype=torch.int64, device="meta")
+    slots.window_slots(table, 64, numbers, numbers, 128)
 print(dict(compilations()), kernel.metadata.name, kernel.metadata.shared, len(kernel.asm["cubin"]),
       kernel.asm["ptx"].count(".param"), kernel.metadata.launch_pdl)
 """
@@ -156,30 +163,56 @@ def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {_images.CACHE_VARIABLE: str(tmp_path / "kernels")}
 
-    def launched(tokens, caches):
-        command = [sys.executable, "-c", textwrap.dedent(LAUNCH), str(tokens)]
+    def launched(caches):
+        command = [sys.executable, "-c", textwrap.dedent(LAUNCH)]
         env = {**environment, "TRITON_CACHE_DIR": str(tmp_path / caches)}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.split("} ")
 
-    first, described = launched(3, "a")
+    first, described = launched("a")
     assert first == "{'_slots_kernel': 1"
-    again, same = launched(3, "b")
+    again, same = launched("b")
     assert again == "{", "compiled though it is stored"
     assert same.split()[:-2] == described.split()[:-2]
-    assert same.split()[-2:] == ["10", "True\n".strip()]
-    assert launched(4, "c")[0] == "{", "4 tokens take the kernel of 3"
+    assert same.split()[-2:] == ["11", "True"], "parameters of the entry, and its launch"
     (file,) = (tmp_path / "kernels").iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert launched(3, "d")[0] == "{'_slots_kernel': 1", "a damaged file was used"
+    assert launched("d")[0] == "{'_slots_kernel': 1", "a damaged file was used"
+
+
+@given(st.dictionaries(st.binary(min_size=32, max_size=32), st.text(), max_size=4), st.data())
+def test_a_list_is_used_while_all_of_its_kernels_are_stored(names, data):
+    requests = {key: SimpleNamespace(name=name) for key, name in names.items()}
+    ran = {("gemm", "cute"): Ran({"tcgen05": "no"}, {"a", "b"})}
+    listing = Listing(Recipe.of(dsv4.ModelConfig.tiny()), Target("sm_90a"), 8)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv(_images.CACHE_VARIABLE, folder)
+        assert listing.stored() is None
+        listing.keep(Steps(ran, requests))
+        kept = [key for key in names if data.draw(st.booleans())]
+        for key in kept:
+            _images.keep(f"{key.hex()[:32]}.triton", b"code")
+        found = listing.stored()
+        if len(kept) < len(names):
+            assert found is None
+        else:
+            assert found is not None
+            assert (found.known, found.ran, found.requests) == (names, ran, {})
+        for other in (
+            dataclasses.replace(listing, max_tokens=9),
+            dataclasses.replace(listing, target=Target("sm_90a", 131)),
+            dataclasses.replace(listing, recipe=Recipe.of(dsv4.ModelConfig.flash())),
+        ):
+            assert other.stored() is None
 
 
 def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeypatch):
     recipe = Recipe.of(dsv4.ModelConfig.flash())
     steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (StepShape(1, 1, 256),)))
+    triton_images = pytest.importorskip("dsv4.triton._images")
     request = next(r for r in steps.requests.values() if r.name == "_slots_kernel")
     monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
     compiled = worker(TritonJob(request))
@@ -187,8 +220,11 @@ def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeyp
     assert TritonJob(request).stored() is None
     assert _images.keep(TritonJob(request).file_name, compiled.content)
     assert TritonJob(request).stored() == compiled.content
-    assert str(tmp_path).encode() not in compiled.content
-    assert b"/dsv4/triton/" not in compiled.content, "a path of this machine"
+    content = _sealed_file.decode(triton_images._MAGIC, request.key, compiled.content)
+    words, ptx, cubin = triton_images.parts_of(content)
+    assert b".entry _slots_kernel(" in ptx
+    for part in (words, ptx, cubin):
+        assert b"dsv4/triton" not in part, "a path of this machine"
 
 
 @pytest.mark.gpu

@@ -131,6 +131,12 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
     return None
 
 
+def is_kept(arch: str, key: bytes, name: str) -> bool:
+    """Whether ``find`` would find a file, if it is not damaged; see there."""
+    place = folder()
+    return _bundle.has(arch, key) or (place is not None and (place / name).is_file())
+
+
 def keep(name: str, content: bytes) -> bool:
     """Write a kernel's file; whether the folder of compiled kernels can be used."""
     place = folder()

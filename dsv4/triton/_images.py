@@ -18,8 +18,8 @@ import hashlib
 import importlib
 import json
 import os
-import re
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def _key(kernel: Any, *fields: Any) -> bytes:
         libraries,
         where,
     ]
-    text.append(_environment())
+    text.append(environment())
     return hashlib.sha256(repr(text).encode()).digest()
 
 
@@ -116,7 +116,7 @@ def _text(value: Any) -> Any:
     return repr(value)
 
 
-def _environment() -> list[tuple[str, str]]:
+def environment() -> list[tuple[str, str]]:
     """Settings of the environment that change what Triton compiles, but for debug information."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
@@ -251,32 +251,30 @@ def _source(request: Request) -> ASTSource:
 
 
 def encode(kernel: CompiledKernel, key: bytes) -> bytes:
-    """The contents of a file: what a launch needs. Of the PTX that is the entry's parameters."""
+    """The contents of a file: what a launch needs, the PTX compressed."""
     metadata = {**kernel.metadata._asdict(), "extern_libs": []}
     words = json.dumps(metadata, default=vars, sort_keys=True).encode()
-    ptx, cubin = _entry(kernel.asm["ptx"]).encode(), kernel.asm["cubin"]
-    parts = (words, ptx, cubin)
+    parts = (words, zlib.compress(kernel.asm["ptx"].encode()), kernel.asm["cubin"])
     lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
     return _sealed_file.encode(_MAGIC, key, lengths + b"".join(parts))
 
 
-def _entry(ptx: str) -> str:
-    found = re.search(r"(\.visible\s+)?\.entry\s+\S+?\s*\(.*?\)", ptx, re.DOTALL)
-    if found is None:
-        raise ValueError("the PTX has no entry")
-    return found[0]
-
-
-def _kernel(request: Request, content: bytes) -> CompiledKernel:
-    """Triton's object of a verified file. Triton reads it from a folder that only we can write."""
+def parts_of(content: bytes) -> tuple[bytes, bytes, bytes]:
+    """Metadata, PTX and cubin of a verified file's content."""
     lengths = [int.from_bytes(content[8 * i : 8 * i + 8], "little") for i in range(_LENGTHS)]
     begin, parts = 8 * _LENGTHS, []
     for length in lengths:
         parts.append(content[begin : begin + length])
         begin += length
+    words, ptx, cubin = parts
+    return words, zlib.decompress(ptx), cubin
+
+
+def _kernel(request: Request, content: bytes) -> CompiledKernel:
+    """Triton's object of a verified file. Triton reads it from a folder that only we can write."""
     with tempfile.TemporaryDirectory() as room:
         names = [f"kernel.{ending}" for ending in ("json", "ptx", "cubin")]
         group = {name: str(Path(room) / name) for name in names}
-        for path, part in zip(group.values(), parts, strict=True):
+        for path, part in zip(group.values(), parts_of(content), strict=True):
             Path(path).write_bytes(part)
         return CompiledKernel(_source(request), group, request.key.hex())

@@ -434,8 +434,13 @@ def select(
 
 
 def rows_at_a_time(width: int) -> int:
-    """Tokens whose scores are kept at a time, of so many numbers each."""
-    return max(1, _SCORE_BYTES // max(1, 4 * width))
+    """Tokens whose scores are kept at a time, of ``width`` numbers each.
+
+    A multiple of 16 where it can be: parts of aligned tensors are then aligned, and take the same
+    compiled kernel as the whole.
+    """
+    rows = max(1, _SCORE_BYTES // max(1, 4 * width))
+    return rows - rows % 16 if rows >= 16 else rows
 
 
 def scored(

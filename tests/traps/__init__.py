@@ -4,7 +4,7 @@
 numbers are those of the specification's list of traps (section 15; D2 is in section 1); HF are
 mistakes of the drop-in for transformers; "files" are mistakes with files that are replaced, or come
 from elsewhere; "load" are mistakes of packing while a checkpoint is read; P1 to P3 are mistakes of
-plans, tapes and launches.
+plans, tapes and launches; "start" are mistakes of what is compiled ahead.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .loading import MUTANTS as _LOADING
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
 from .quantisation import MUTANTS as _QUANTISATION
+from .starting import MUTANTS as _STARTING
 from .state import MUTANTS as _STATE
 
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
@@ -38,5 +39,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_FILES,
     *_LAUNCHING,
     *_LOADING,
+    *_STARTING,
 )
 REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

@@ -43,9 +43,8 @@ MUTANTS = (
         "cubin",
         "a second read after the check",
         IMAGES,
-        "        return _cubin_file.decode(_trusted.read_file(str(file)), made_from)",
-        "        _cubin_file.decode(_trusted.read_file(str(file)), made_from)\n"
-        "        return _cubin_file.decode(file.read_bytes(), made_from)",
+        "        return decode(_trusted.read_file(str(file)))",
+        "        decode(_trusted.read_file(str(file)))\n        return decode(file.read_bytes())",
         TEST + "TestDamage::test_a_file_is_read_once",
     ),
     Mutant(
