@@ -158,6 +158,21 @@ def warmup(
     return replace(done, seconds=time.perf_counter() - start)
 
 
+def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | None:
+    """``warmup`` of a model that was just loaded; None if it is not on a GPU.
+
+    A kernel that cannot be compiled is a warning: the step that launches it raises.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    try:
+        return warmup(model, device, max_tokens=max(1, max_tokens), progress=progress)
+    except RuntimeError as error:
+        _log.warning("kernels are compiled at their first launch: %s", error)
+        return None
+
+
 def compile_model(
     model: Any,
     arch: str,

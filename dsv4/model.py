@@ -368,7 +368,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             sampler: How to choose; greedy if None. Its generator draws a seed for each prompt.
             stop_ids: Tokens that end a sequence, kept in the output; default the configuration's
                 ``eos_token_id``.
-            chunk: Most prompt tokens per step; default 2048.
+            chunk: Most prompt tokens per step; default 4096.
 
         Returns:
             The new tokens of each prompt.

@@ -174,6 +174,7 @@ def from_pretrained(
     pack: bool | str = True,
     reserve_tokens: int = STEP_TOKENS,
     input_scales: str = "stored",
+    compile_kernels: bool = True,
     progress: bool = True,
 ) -> Any:
     """A transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout, ready to run.
@@ -197,7 +198,9 @@ def from_pretrained(
         pack: As for ``dsv4.load``.
         reserve_tokens: As for ``dsv4.load``.
         input_scales: As for ``dsv4.load``.
-        progress: Whether to show a progress bar on stderr.
+        compile_kernels: As for ``dsv4.load``, but CuTeDSL's alone: Triton's are compiled at their
+            first launch.
+        progress: Whether to show progress on stderr.
 
     Returns:
         The model in evaluation mode, with generation_config.json of the folder, or else begin and
@@ -213,6 +216,7 @@ def from_pretrained(
             implements.
     """
     from dsv4._checkpoint.arguments import as_dtype, check_reserve
+    from dsv4._warmup import warm_loaded
     from dsv4.checkpoint import Checkpoint, fill
 
     modeling = _modeling()
@@ -247,6 +251,8 @@ def from_pretrained(
     report._undo = _not_undoable
     model.dsv4_report = report
     warm_allocator(model, reserve_tokens, model.get_input_embeddings().weight.dtype)
+    if compile_kernels:
+        warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
     if report.left_out:
         _logger.warning(
             "%s: %d mtp.* tensors were left out; transformers has no multi-token-prediction layers",

@@ -89,7 +89,7 @@ class Runner:
             model: On its device, in evaluation mode.
             max_sequences: Requests that run at one time; more wait.
             max_tokens: Most tokens of a request, prompt and answer.
-            max_chunk: Most prompt tokens per step, of all requests; None: 2048 or ``max_tokens``.
+            max_chunk: Most prompt tokens per step, of all requests; None: 4096 or ``max_tokens``.
             pool_tokens: Tokens of all requests together that have room in the cache; None: as
                 many as all sequences can have. With fewer, requests wait or are preempted.
             window_pages: Pages of raw key-values; None: enough for every step.
