@@ -155,7 +155,7 @@ for tokens in (3, 3, 4, 16):
     numbers = torch.zeros(tokens, dtype=torch.int64, device="meta")
     slots.window_slots(table, 64, numbers, numbers, 128)
 print(dict(compilations()), kernel.metadata.name, kernel.metadata.shared, len(kernel.asm["cubin"]),
-      kernel.asm["ptx"].count(".param"), kernel.metadata.launch_pdl)
+      hash(kernel.asm["ptx"]), kernel.metadata.launch_pdl)
 """
 
 
@@ -165,7 +165,7 @@ def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
 
     def launched(caches):
         command = [sys.executable, "-c", textwrap.dedent(LAUNCH)]
-        env = {**environment, "TRITON_CACHE_DIR": str(tmp_path / caches)}
+        env = {**environment, "TRITON_CACHE_DIR": str(tmp_path / caches), "PYTHONHASHSEED": "0"}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.split("} ")
@@ -174,8 +174,8 @@ def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
     assert first == "{'_slots_kernel': 1"
     again, same = launched("b")
     assert again == "{", "compiled though it is stored"
-    assert same.split()[:-2] == described.split()[:-2]
-    assert same.split()[-2:] == ["11", "True"], "parameters of the entry, and its launch"
+    assert same == described, "another kernel than the one that was compiled"
+    assert "_slots_kernel" in same
     (file,) = (tmp_path / "kernels").iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -38,6 +38,7 @@ from dsv4 import _compilations, _sealed_file
 from dsv4.cute import _images
 
 _MAGIC = b"dsv4tri\n"
+_FORMAT = 2  # of what a file holds: another one is another key
 _LENGTHS = 3  # of metadata, PTX and cubin, 8 bytes each
 Collector = Callable[["Request"], Any]
 _collector: ContextVar[Collector | None] = ContextVar("dsv4_collector", default=None)
@@ -92,15 +93,8 @@ def _key(kernel: Any, *fields: Any) -> bytes:
     *types, options, where = fields
     known = {name: value for name, value in options.items() if name != "extern_libs"}
     libraries = [name for name, _ in options.get("extern_libs") or ()]
-    text = [
-        triton.__version__,
-        kernel.cache_key,
-        *map(_text, types),
-        _text(known),
-        libraries,
-        where,
-    ]
-    text.append(environment())
+    source = [_FORMAT, triton.__version__, kernel.cache_key, environment()]
+    text = [*source, *map(_text, types), _text(known), libraries, where]
     return hashlib.sha256(repr(text).encode()).digest()
 
 
