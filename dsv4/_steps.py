@@ -32,6 +32,8 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 
+_PADDED = (32, 512)  # tokens of the smallest and largest captured step of prompts
+_PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
 _CHUNK = 2048  # most tokens of a step of ``dsv4.serving.Runner`` unless it is told otherwise
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
@@ -110,7 +112,7 @@ class StepShape:
 
     Attributes:
         tokens: Of all sequences.
-        sequences: With new tokens; as many as tokens in a decode step.
+        sequences: Of them; as many as tokens in a decode step, and more where a step is padded.
         context: Tokens that a sequence has room for.
         index_format: Of the indexer's keys; None: that of a runner.
     """
@@ -148,6 +150,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     for count in beyond:
         some = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
         shapes += [StepShape(n, count, context) for n in some]
+    padded = [power for power in powers if _PADDED[0] <= power <= _PADDED[-1]]
+    shapes += [StepShape(n, m, context) for n in padded for m in _PADDED_SEQUENCES]
     for narrow in _contexts(context):
         shapes += [StepShape(n, n, narrow) for n in powers]
         shapes += [StepShape(n, n, narrow, "plain") for n in (1, 16, 64, 1024) if n <= max_tokens]
@@ -259,7 +263,7 @@ def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
     if shape.sequences == shape.tokens:
         batch = Batch.decode(cache.lengths[rows], rows)
     else:
-        each = [shape.tokens // shape.sequences] * shape.sequences
+        each = [shape.tokens // shape.sequences] * shape.sequences  # 0 of padding
         each[0] += shape.tokens - sum(each)
         batch = Batch.from_lengths(each, rows, rows)
     ids = torch.zeros((1, shape.tokens), dtype=torch.int64, device="meta")
