@@ -166,6 +166,15 @@ class TestChart:
         assert ("logarithmic" in text) == bool(found and max(found) > 30 * min(found))
 
 
+def test_kernels_that_were_compiled_ahead_are_named():
+    results = ModelResults(rows=[row_of(1, step_ms=5.0)])
+    assert "kernels" not in " ".join(report.lines(results, profile=False)[:2])
+    results.start.kernels, results.start.kernels_compiled, results.start.kernels_s = 5, 2, 1.25
+    results.start.compiled_later = {"a": 2, "b": 1}
+    text = " ".join(report.lines(results, profile=False))
+    assert ", 5 kernels 1.2 s (2 compiled, 3 more later)" in text
+
+
 class TestDocument:
     def document(self) -> dict[str, Any]:
         row = dataclasses.asdict(row_of(1, step_ms=5.0))

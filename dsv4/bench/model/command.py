@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dsv4 import checkpoint
+from dsv4._warmup import warm_loaded
 from dsv4.bench.environment import Rates
 from dsv4.bench.model import report
 from dsv4.bench.model.document import ModelResults, Named, Output, document
@@ -19,7 +20,8 @@ from dsv4.bench.model.measure import Measurement, synchronize
 from dsv4.bench.model.memory import check_memory
 from dsv4.bench.model.request import ModelRequest
 from dsv4.bench.random_model import random_model
-from dsv4.cute import _images
+from dsv4.debug import compilations
+from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 
 
@@ -33,12 +35,6 @@ def seconds_since_process_start() -> float | None:
         return None
 
 
-def kernels_on_disk() -> int:
-    """CuTeDSL kernels that are compiled already."""
-    folder = _images.folder()
-    return len(list(folder.glob("*.cubin"))) if folder is not None and folder.exists() else 0
-
-
 def measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
     """Measure into ``results``; what was measured before an interrupt stays there."""
     gpu = request.device.type == "cuda"
@@ -47,9 +43,11 @@ def measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
 
 
 def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
-    results.start.kernels_before = kernels_on_disk()
+    before = compilations()
     try:
         model = _build(request, results)
+        _warm(model, results)
+        before = compilations()
         measurement = Measurement(model, request, rates)
         results.profiles = measurement.profiles
         for tokens in request.prompts:
@@ -66,7 +64,7 @@ def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None
         rows = len(results.rows) + len(results.prompts)
         asked = len(request.prompts) + len(request.contexts) * len(request.tokens)
         results.stopped = f"interrupted after {rows} of {asked} rows"
-    results.start.kernels_after = kernels_on_disk()
+    results.start.compiled_later = dict(compilations() - before)
 
 
 def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalLM:
@@ -79,7 +77,9 @@ def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalL
         model = random_model(request.config, device, request.weights)
         start.source = "weights drawn on the device and packed"
     else:
-        model = checkpoint.load(request.checkpoint, device=device, mtp=False, progress=False)
+        model = checkpoint.load(
+            request.checkpoint, device=device, mtp=False, compile_kernels=False, progress=False
+        )
         start.source = "checkpoint loaded"
     synchronize(device)
     start.weights_s = time.perf_counter() - begin
@@ -89,6 +89,16 @@ def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalL
     start.weight_bytes = sum(tensors.values())
     _say(f"{start.source}, {start.weights_s:.1f} s")
     return model
+
+
+def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
+    """Compile or load kernels as ``dsv4.load`` does."""
+    done, start = warm_loaded(model, STEP_TOKENS, progress=False), results.start
+    if done is not None:
+        start.kernels = done.kernels + done.triton
+        start.kernels_compiled = done.compiled + done.triton_compiled
+        start.kernels_s = done.seconds
+        _say(f"{start.kernels} kernels, {start.kernels_compiled} of them compiled now")
 
 
 def _say(what: str) -> None:

@@ -141,8 +141,10 @@ class Start:
         weight_bytes: Memory of the weights.
         peak_bytes: Most memory on the GPU until then; 0 on a CPU.
         source: Where they come from.
-        kernels_before: CuTeDSL kernels that were compiled on disk before.
-        kernels_after: The same at the end.
+        kernels: Kernels that were compiled or loaded ahead.
+        kernels_compiled: How many of them were neither on disk nor in a bundle.
+        kernels_s: Seconds that took.
+        compiled_later: Names of kernels that were compiled after that, and how often.
     """
 
     process_s: float | None = None
@@ -150,8 +152,10 @@ class Start:
     weight_bytes: int = 0
     peak_bytes: int = 0
     source: str = ""
-    kernels_before: int = 0
-    kernels_after: int = 0
+    kernels: int = 0
+    kernels_compiled: int = 0
+    kernels_s: float = 0.0
+    compiled_later: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -70,14 +70,20 @@ def _start(results: ModelResults) -> list[str]:
     prompt = ""
     if first is not None and first.first_ms is not None:
         seconds = first.first_ms / 1e3
-        total = (start.process_s or 0.0) + start.weights_s + seconds
+        total = (start.process_s or 0.0) + start.weights_s + start.kernels_s + seconds
         prompt = f", first prompt {seconds:.2f} s ({first.prompt} tokens), together {total:.1f} s"
     memory = f"{start.weight_bytes / 1e9:.3g} GB"
     if start.peak_bytes:
         memory += f", peak {start.peak_bytes / 1e9:.3g} GB"
+    kernels = ""
+    if start.kernels:
+        later = sum(start.compiled_later.values())
+        kernels = (
+            f", {start.kernels} kernels {start.kernels_s:.1f} s "
+            f"({start.kernels_compiled} compiled, {later} more later)"
+        )
     words.append(
-        f"start  {process}{start.source} {start.weights_s:.1f} s ({memory}){prompt}; CuTeDSL "
-        f"kernels on disk {start.kernels_before}, at the end {start.kernels_after}"
+        f"start  {process}{start.source} {start.weights_s:.1f} s ({memory}){kernels}{prompt}"
     )
     return [line for text in words for line in wrapped(text)]
 
