@@ -234,12 +234,18 @@ def declare_packed(layer: Linear | DeepseekV4Experts, layout: str) -> None:
 
 def _declare_linear(layer: Linear, layout: str) -> None:
     rows, columns = layer.out_features, layer.in_features
-    codes, scales = (torch.empty((rows, columns // n), dtype=torch.uint8) for n in (2, 16))
+    codes, scales = (
+        torch.empty((rows, columns // n), dtype=torch.uint8, device="meta") for n in (2, 16)
+    )
     if layout == SWIZZLED:
-        scales = torch.empty(swizzled_size(rows, columns // 16), dtype=torch.float8_e4m3fn)
+        scales = torch.empty(
+            swizzled_size(rows, columns // 16), dtype=torch.float8_e4m3fn, device="meta"
+        )
     try:
         layer.set_weight(
-            QuantizedTensor(codes, scales, torch.empty(1, dtype=torch.float32), NVFP4, layout)
+            QuantizedTensor(
+                codes, scales, torch.empty(1, dtype=torch.float32, device="meta"), NVFP4, layout
+            )
         )
     except ValueError:  # no whole number of tiles: pack_ leaves it
         layer.to_format(NVFP4)
@@ -293,12 +299,11 @@ def _pools(
 def _sample(config: ModelConfig) -> None:
     """The sampler's kernels, of every variant."""
     sampling = importlib.import_module("dsv4.triton.sampling")
-    with torch.device("meta"):
-        logits = torch.empty((2, config.vocab_size), dtype=torch.float32)
-        rows = torch.empty(2, dtype=torch.int64)
-        numbers = torch.empty((3, 4), dtype=torch.float64)
-        integers = torch.empty((3, 2), dtype=torch.int64)
-        present = torch.empty((3, config.vocab_size), dtype=torch.bool)
+    logits = torch.empty((2, config.vocab_size), dtype=torch.float32, device="meta")
+    rows = torch.empty(2, dtype=torch.int64, device="meta")
+    numbers = torch.empty((3, 4), dtype=torch.float64, device="meta")
+    integers = torch.empty((3, 2), dtype=torch.int64, device="meta")
+    present = torch.empty((3, config.vocab_size), dtype=torch.bool, device="meta")
     for filters in (False, True):
         for mask in (None, present):
             sampling.sample(logits, rows, numbers, integers, rows, mask, filters=filters)

@@ -32,7 +32,6 @@ OF_THE_MODULE = {
     "layers/hyper_connection.py": 4,
     "layers/norm.py": 1,
     "layers/router.py": 2,
-    "_steps.py": 3,
 }
 
 DEFAULTS: tuple[tuple[torch.dtype, str | None, str | None], ...] = (
