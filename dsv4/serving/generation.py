@@ -6,7 +6,6 @@ cache that they read.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from dsv4._requests import check_choice
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.sampling import Sampler
+from dsv4.serving._weights import Weights
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.request import LogitsError, Request
 from dsv4.serving.runner import Runner
@@ -32,7 +32,7 @@ class _Kept:
     """A model's runner; a copy of the model does not get it."""
 
     runner: Runner | None = None
-    tensors: int = 0  # hash of the model's tensors, whose addresses the graphs hold
+    weights: Weights | None = None  # whose addresses the graphs hold
     chunk: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -104,7 +104,7 @@ def release(model: DeepseekV4ForCausalLM) -> None:
     kept = model.__dict__.get(_ATTRIBUTE)
     if kept is not None:
         with kept.lock:
-            kept.runner = None
+            kept.runner = kept.weights = None
 
 
 def _seeds(sampler: Sampler, count: int, device: torch.device) -> list[int]:
@@ -135,10 +135,10 @@ def _runner(
 def _fitting(
     kept: _Kept, model: DeepseekV4ForCausalLM, sequences: int, tokens: int, chunk: int | None
 ) -> Runner:
-    found, runner = _tensors(model), kept.runner
-    if runner is not None:
+    runner, weights = kept.runner, kept.weights
+    if runner is not None and weights is not None:
         limits = runner.limits
-        same = kept.tensors == found and kept.chunk == chunk
+        same = kept.chunk == chunk and weights.are_those_of(model)
         if same and limits.max_sequences >= sequences and limits.max_tokens >= tokens:
             return runner
         if same:  # grow, so that calls of changing sizes do not replace it every time
@@ -148,7 +148,7 @@ def _fitting(
     rounded = -(-tokens // _STEP) * _STEP
     tokens = max(tokens, min(rounded, model.config.max_position_embeddings))
     kept.runner = _new(model, sequences, tokens, chunk)
-    kept.tensors, kept.chunk = found, chunk
+    kept.weights, kept.chunk = Weights(model), chunk
     return kept.runner
 
 
@@ -156,15 +156,3 @@ def _new(model: DeepseekV4ForCausalLM, sequences: int, tokens: int, chunk: int |
     return Runner(
         model, max_sequences=sequences, max_tokens=tokens, max_chunk=chunk, prefix_sequences=0
     )
-
-
-def _tensors(model: torch.nn.Module) -> int:
-    """A hash of where the model's tensors lie and how often they were written to."""
-    return hash(tuple(itertools.chain.from_iterable(map(_of_module, model.modules()))))
-
-
-def _of_module(module: torch.nn.Module) -> Iterator[tuple[int, int]]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            version = 0 if tensor.is_inference() else tensor._version
-            yield tensor.data_ptr(), version

@@ -1,0 +1,60 @@
+"""A change of any tensor or module of a model is seen; what changes nothing is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dsv4.serving._weights import Weights
+
+
+def model() -> nn.Module:
+    part = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Module())
+    part[2].register_buffer("table", torch.zeros(4))
+    return nn.ModuleDict({"part": part, "head": nn.Linear(3, 2)}).requires_grad_(False)
+
+
+def _replace_data(m: nn.Module) -> None:
+    m["head"].weight.data = m["head"].weight.data.clone()
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "written": lambda m: m["head"].weight.add_(1),
+    "another parameter": lambda m: setattr(m["head"], "bias", nn.Parameter(torch.ones(2))),
+    "no parameter": lambda m: setattr(m["head"], "bias", None),
+    "other memory": _replace_data,
+    "a buffer is written": lambda m: m["part"][2].table.zero_(),
+    "a first parameter": lambda m: m["part"][1].register_parameter(
+        "a", nn.Parameter(torch.ones(1))
+    ),
+    "a first buffer": lambda m: m["head"].register_buffer("a", torch.ones(1)),
+    "another module": lambda m: m["part"].__setitem__(1, nn.ReLU()),
+    "a further module": lambda m: m["part"].append(nn.Linear(1, 1)),
+    "a first module": lambda m: m["head"].add_module("a", nn.ReLU()),
+    "another dtype": lambda m: m.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_seen(change: Callable[[nn.Module], object]) -> None:
+    one = model()
+    weights = Weights(one)
+    change(one)
+    assert not weights.are_those_of(one)
+    assert Weights(one).are_those_of(one)
+
+
+def test_what_changes_nothing_is_not_seen() -> None:
+    one = model()
+    weights = Weights(one)
+    one["head"](one["part"][0](torch.ones(1, 2)))
+    one.eval()
+    one["head"].weight.requires_grad_(True)
+    assert weights.are_those_of(one)
+    assert not weights.are_those_of(copy.deepcopy(one))
+    with torch.inference_mode():
+        assert Weights(model()).are_those_of(one) is False
