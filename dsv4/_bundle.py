@@ -165,7 +165,7 @@ def read(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
 
     Args:
         path: Of the file.
-        arch: What it has to be for, if that matters.
+        arch: Architecture that the bundle must be compiled for; None: any.
 
     Raises:
         BundleError: if it cannot be used here, naming the file and the reason.

@@ -38,7 +38,7 @@ class Product:
         groups: Groups of rows with an input each.
         activation: ``"bf16"`` or ``"nvfp4"``.
         out_dtype: Of the result.
-        swiglu: Whether the result is the SwiGLU of gate and up rows in turn.
+        swiglu: Whether gate and up rows are interleaved and the result is their SwiGLU.
         layout: Of the weight.
     """
 
@@ -305,7 +305,7 @@ def _product(
 
 
 def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:
-    """Whether there are kernels for a matrix of ``groups`` times so many rows in a layout."""
+    """Whether there are kernels for ``groups`` matrices of this many rows in a layout."""
     if layout == SWIZZLED:
         return rows % (128 if groups > 1 else 16) == columns % 32 == 0
     return fragments.fits(rows, columns)

@@ -28,14 +28,15 @@ from dsv4.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_s
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
+from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
+from dsv4.serving.prompts import BUCKETS
 
-_PADDED = (32, 512)  # tokens of the smallest and largest captured step of prompts
+_PADDED = (BUCKETS[0], BUCKETS[-1])  # tokens of the smallest and largest captured prompt step
 _PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
-_CHUNK = 2048  # most tokens of a step of ``dsv4.serving.Runner`` unless it is told otherwise
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
 _PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 _PACKING = "fragments"
@@ -262,7 +263,7 @@ def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
     """A step as ``dsv4.serving.Runner`` runs it."""
     context = min(shape.context, model.config.max_position_embeddings)
     # The number of a cache's sequences decides nothing.
-    limits = Limits(2, context, min(context, _CHUNK), 0)
+    limits = Limits(2, context, min(context, STEP_TOKENS), 0)
     index_format = shape.index_format or default_index_format(model.config)
     cache = _pools(model.config, model.dtype, limits, index_format)
     rows = torch.zeros(shape.sequences, dtype=torch.int64, device="meta")
@@ -401,7 +402,7 @@ def _described(arg: Any) -> Any:
 
 @contextmanager
 def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
-    """Let launches list what they would compile on that GPU; gives the names of kernels."""
+    """Make launches list the kernels they would compile on the GPU; yields their names."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction

@@ -44,7 +44,7 @@ class Conversion:
             self.converted += matrices
 
     def report(self, path: Path) -> None:
-        """Log once what was converted, and warn of what NVFP4 cannot hold."""
+        """Log the converted matrices, and warn if NVFP4 cannot hold some."""
         if self.converted:
             _logger.info("%s: %d MXFP4 matrices are NVFP4 in memory", path, self.converted)
         if not self.inexact:

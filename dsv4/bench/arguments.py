@@ -129,7 +129,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
-    add("--chart", metavar="PATH.svg", help="default: beside --out")
+    add("--chart", metavar="PATH.svg", help="default: the path of --out with .svg")
     _common(model, "--out", file="model_<preset>_<recipe>")
     model.set_defaults(command="model")
 

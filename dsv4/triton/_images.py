@@ -53,7 +53,7 @@ class Request:
         name: Of the kernel there.
         signature: Triton's type of each argument, by name.
         constants: Values of constant arguments, by path.
-        attrs: What is known of other arguments, by path.
+        attrs: Properties of other arguments, for example divisibility, by path.
         options: Of the compiler.
         target: Backend, architecture and threads of a warp.
         key: SHA-256 of all that the compiled kernel depends on.

@@ -249,7 +249,7 @@ class Output:
         Args:
             out: A file, or a folder that ends with a slash, for
                 ``results/<gpu>/model_<preset>_<recipe>.json``.
-            chart: A file; None: beside ``out``.
+            chart: A file; None: the path of ``out`` with .svg.
             gpu: The device's name.
             model: What was measured.
         """
@@ -259,8 +259,8 @@ class Output:
             if out.endswith("/"):
                 base = path if path.name == "results" else path / "results"
                 path = base / slug(gpu) / f"model_{slug(model.preset)}_{model.recipe}.json"
-        beside = path.with_suffix(".svg") if path is not None else None
-        return cls(path, Path(chart) if chart is not None else beside)
+        default = path.with_suffix(".svg") if path is not None else None
+        return cls(path, Path(chart) if chart is not None else default)
 
     def write(self, content: dict[str, Any], svg: str) -> Sequence[Path]:
         """Write the files; their paths."""

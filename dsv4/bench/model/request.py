@@ -71,7 +71,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Which model, how it is stored, and what is measured of it.
+    """The model, its storage, and the measurements asked for.
 
     Attributes:
         preset: Key of ``PRESETS``, or the name of a checkpoint's folder.
@@ -81,7 +81,7 @@ class ModelRequest:
         tokens: Batch sizes.
         contexts: Tokens of each sequence before a step.
         prompts: Lengths of prompts.
-        columns: What is timed, of ``COLUMNS``.
+        columns: Figures to time, some of ``COLUMNS``.
         steps: Timed decode steps of a runner and of ``generate``.
         replays: Timed replays of a captured step; eager steps and prompts are timed fewer times.
         prefill_limit: Most prompt tokens that are processed to bring a batch to its context.
@@ -213,7 +213,7 @@ def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
     if options.checkpoint is not None:
         for name in ("preset", "experts", "layers", "weights", "recipe"):
             if getattr(options, name) is not None:
-                raise UsageError(f"--{name} is beside --checkpoint, wanted one of them")
+                raise UsageError(f"--{name} cannot be combined with --checkpoint")
         path = Path(options.checkpoint)
         try:
             config = ModelConfig.from_path(path)
