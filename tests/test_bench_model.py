@@ -321,7 +321,7 @@ class TestOptions:
             (["--chart", "x.png"], "--chart is 'x.png', wanted a name that ends with .svg"),
             (["--out", "x.svg"], "--out is 'x.svg', wanted a JSON file"),
             (["--checkpoint", "/nowhere"], "--checkpoint is '/nowhere': "),
-            (["--checkpoint", "x", "--preset", "tiny"], "--preset cannot be combined with --checkpoint"),
+            (["--checkpoint", "x", "--preset", "tiny"], "--preset cannot be combined"),
         ],
     )
     def test_errors_name_argument_value_and_what_was_wanted(self, arguments, message, capsys):
