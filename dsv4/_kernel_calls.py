@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4 import _steps, fragments
+from dsv4 import _support, fragments
 from dsv4.config import ModelConfig
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
@@ -159,7 +159,7 @@ def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
     """The layout of a packed layer; of another one that which it would be packed to."""
     if layer.layout != LINEAR:
         return layer.layout
-    return _steps.layout_for(layer.activation, arch)
+    return _support.packed_layout_of(arch, layer.activation)
 
 
 def products(model: Any, arch: str = HOPPER) -> list[Product]:

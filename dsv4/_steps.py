@@ -23,7 +23,7 @@ from dsv4 import _support, dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
-from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute._architectures import ARCHITECTURES
 from dsv4.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
@@ -200,11 +200,6 @@ def find_steps(
             for shape in shapes:
                 _step(model, shape)
     return found
-
-
-def layout_for(activation: str, arch: str) -> str:
-    """The layout that kernels for these activations want on a GPU."""
-    return SWIZZLED if arch != HOPPER and activation == NVFP4.name else FRAGMENTS
 
 
 def of_each_kind(config: ModelConfig) -> ModelConfig:

@@ -284,7 +284,11 @@ def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool
 
 def packed_layout(device: torch.device, activation: str) -> str:
     """The layout that kernels for these activations want on a device."""
-    arch = ARCHITECTURES.get(_capability(device))
+    return packed_layout_of(ARCHITECTURES.get(_capability(device)), activation)
+
+
+def packed_layout_of(arch: str | None, activation: str) -> str:
+    """The same for a value of ``ARCHITECTURES``, or None for another GPU."""
     swizzled = arch not in (None, HOPPER) and activation == NVFP4.name
     return SWIZZLED if swizzled else FRAGMENTS
 

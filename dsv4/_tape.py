@@ -82,7 +82,7 @@ class KernelLaunch:
         kernel: The ``FastKernel``.
         launch: What launches it through the driver; None where it is interpreted.
         grid: Number of programs.
-        scalars: What ``launch`` takes besides addresses.
+        scalars: Arguments of ``launch`` other than addresses.
         args: Positional arguments, with ``View`` in place of tensors, also inside of tuples.
         options: Arguments by name.
     """
@@ -122,8 +122,8 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         operators: Registered operators of this package that it called.
-        outside: What it did outside of them that a plan cannot repeat, or None.
-        inside: The same for all of it.
+        outside: The last operation outside of ``operators`` that a plan cannot repeat, or None.
+        inside: The last operation of the whole call that a plan cannot repeat, or None.
         launches: Launches, in order.
         allocated: Allocations, in order; they follow the arguments in ``Place.slot``.
     """

@@ -334,12 +334,12 @@ def load(
             leaves them out. This package has no layers for a DSpark draft head: None and False
             leave it out, True raises.
         mxfp4: What to do with MXFP4 weights, for which there are no packed kernels.
-            ``"lossless"`` converts them to NVFP4, with one global scale for gate and up of an
-            expert where possible, if every value stays what it is: exponents of the block scales of
-            a matrix that differ by at most 17. Otherwise the matrix stays MXFP4, with an expert all
-            experts of the layer do, and a warning says so. ``"nvfp4"`` converts all and rounds
-            where that is needed; ``"keep"`` converts none. None: ``"lossless"`` where the experts
-            are packed, else ``"keep"``.
+            ``"lossless"`` converts a matrix to NVFP4 if no value changes, which holds if the
+            exponents of its block scales differ by at most 17; gate and up of an expert get one
+            global scale where that changes no value. Otherwise the matrix stays MXFP4 (in an
+            expert: all experts of the layer), and a warning says so. ``"nvfp4"`` converts all and
+            rounds where that is needed; ``"keep"`` converts none. None: ``"lossless"`` where the
+            experts are packed, else ``"keep"``.
         pack: True packs the layers for which the device has kernels that take packed weights: NVFP4
             ones of a bfloat16 model on GPUs of compute capability 9.0, 10.0 and 10.3, linear layers
             from 8.0 on. On a CPU none is packed. ``"fragments_16x64"`` or ``"swizzled_128x4"``

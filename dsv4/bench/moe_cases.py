@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dsv4 import fragments, ops
-from dsv4._steps import layout_for
+from dsv4._support import packed_layout_of
 from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
@@ -227,7 +227,7 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 def _packed(weight: QuantizedTensor, activation: str = "bf16") -> QuantizedTensor:
     """As layers pack it for the GPU that it is on, where it is a whole number of tiles."""
-    layout = layout_for(activation, _architecture(weight.device))
+    layout = packed_layout_of(_architecture(weight.device), activation)
     if layout == SWIZZLED:
         fits = weight.rows % 128 == weight.columns % 256 == 0
     else:

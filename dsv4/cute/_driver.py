@@ -233,7 +233,7 @@ class Kernel:
         return count.value
 
     def config(self, blocks: int) -> _Config:
-        """What a launch of so many blocks tells the driver, but for its stream."""
+        """Launch configuration of the driver for a number of CTAs, without the stream."""
         made = config(
             threads=self.image.threads,
             shared_bytes=self.image.shared_bytes,
@@ -261,7 +261,7 @@ class Kernel:
 
 
 class _Prepared:
-    """Buffers of a thread's launches of a kernel with so many blocks."""
+    """Buffers of one thread's launches of a kernel with one number of CTAs."""
 
     def __init__(self, kernel: Kernel, blocks: int, kinds: Parameters) -> None:
         self._kinds = kinds  # kept alive, because it is known by its identity

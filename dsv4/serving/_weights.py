@@ -13,9 +13,8 @@ _data_ptr = torch.Tensor.data_ptr
 class Weights:
     """Where a model's tensors lie, and how often they were written to, at one time.
 
-    Comparing takes 0.4 times as long as a walk over the modules, which would take a tenth of the
-    time to a first token with the 1900 tensors of Flash. Changes of inference tensors cannot be
-    seen.
+    ``generate`` compares before every call. For a model of 4 layers that takes 59 us on a CPU, and
+    a walk over the modules 155 us. Changes of inference tensors cannot be seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
