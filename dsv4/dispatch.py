@@ -4,6 +4,8 @@ An implementation is data: a row of ``IMPLEMENTATIONS``. ``"auto"`` takes the fi
 operator, in table order, whose ``supports`` finds no objection and that yields to none that is
 faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment variable
 ``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with its objection.
+Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"`` takes it
+after a check on that GPU (``dsv4.self_check``); asked for by name it runs, with a warning.
 
 The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
 the same inside ``torch.compile`` and CUDA-graph capture.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4 import _support
+from dsv4 import _support, self_check
 
 AUTO = "auto"
 ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
@@ -44,9 +47,7 @@ class Call(NamedTuple):
     @property
     def capability(self) -> tuple[int, int] | None:
         """CUDA compute capability of ``device``, or None when it is not a CUDA device."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.get_device_capability(self.device)
+        return _support._capability(self.device) if self.device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Implementation:
         supports: Returns None when it can run the call, otherwise the reason in words.
         yields: Returns None when no later row is faster, otherwise the reason in words.
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
+        proven: Compute capabilities on which this project has seen it run right; None where that
+            does not depend on the GPU.
     """
 
     op: str
@@ -69,6 +72,11 @@ class Implementation:
     supports: Callable[[Call], str | None]
     yields: Callable[[Call], str | None] = lambda call: None
     waits: bool = False
+    proven: frozenset[tuple[int, int]] | None = None
+
+    def is_proven(self, call: Call) -> bool:
+        """Whether it was seen right on the GPU of a call."""
+        return self.proven is None or call.capability is None or call.capability in self.proven
 
     def objection(self, call: Call, requested: str) -> str | None:
         """Why it is passed over: it cannot run the call, or ``"auto"`` knows a faster one."""
@@ -124,15 +132,19 @@ def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Impleme
 
 
 def _cute_grouped(
-    module: str, name: str, supports: Objection, *ops: str
+    module: str, name: str, supports: Objection, *ops: str, proven: frozenset[tuple[int, int]]
 ) -> tuple[Implementation, ...]:
-    return tuple(Implementation(op, name, f"dsv4.cute.{module}:{op}", supports) for op in ops)
+    return tuple(
+        Implementation(op, name, f"dsv4.cute.{module}:{op}", supports, proven=proven) for op in ops
+    )
 
 
 def _packed_triton(call: Call) -> str | None:
     return _support.packed(call) or _support.triton(call.args, call.device)
 
 
+_ON_HOPPER = frozenset({(9, 0)})
+_NOWHERE: frozenset[tuple[int, int]] = frozenset()
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
 _MOE = ("moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine")
@@ -150,18 +162,30 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     *_triton("dequantize", "dequantize", unless=_support.quantized),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
-    Implementation("gemm", "tcgen05", "dsv4.cute.gemm_nvfp4:gemm", _support.tcgen05),
-    Implementation("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm),
+    Implementation(
+        "gemm", "tcgen05", "dsv4.cute.gemm_nvfp4:gemm", _support.tcgen05, proven=_NOWHERE
+    ),
+    Implementation("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm, proven=_ON_HOPPER),
     Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", _packed_triton),
-    Implementation("gemm", "scaled_mm", "dsv4.blas.gemm:gemm", _support.scaled_mm),
+    Implementation("gemm", "scaled_mm", "dsv4.blas.gemm:gemm", _support.scaled_mm, proven=_NOWHERE),
     *_triton("gemm_fp8", "gemm", unless=_support.fp8_gemm),
     *_reference("gemm", "gemm"),
-    Implementation("gemm_swiglu", "tcgen05", "dsv4.cute.gemm_nvfp4:gemm_swiglu", _support.tcgen05),
-    Implementation("gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm),
+    Implementation(
+        "gemm_swiglu",
+        "tcgen05",
+        "dsv4.cute.gemm_nvfp4:gemm_swiglu",
+        _support.tcgen05,
+        proven=_NOWHERE,
+    ),
+    Implementation(
+        "gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm, proven=_ON_HOPPER
+    ),
     Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
     *_reference("gemm_swiglu", "gemm_swiglu"),
-    *_cute_grouped("grouped_nvfp4", "tcgen05", _support.tcgen05_grouped, *_GROUPED),
-    *_cute_grouped("grouped_gemm", "cute", _support.cute_grouped, *_GROUPED),
+    *_cute_grouped(
+        "grouped_nvfp4", "tcgen05", _support.tcgen05_grouped, *_GROUPED, proven=_NOWHERE
+    ),
+    *_cute_grouped("grouped_gemm", "cute", _support.cute_grouped, *_GROUPED, proven=_ON_HOPPER),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
     *_triton("norm", *_NORM, unless=_support.norm),
     *_reference("norm", *_NORM),
@@ -298,13 +322,53 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
             raise ValueError(
                 f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}"
             )
+    return _first(rows, call, requested)
+
+
+def _first(rows: Sequence[Implementation], call: Call, requested: str) -> Implementation:
+    """The first row that runs a call.
+
+    Raises:
+        NotImplementedError: with the reason of each, if none does.
+    """
     reasons = []
     for row in rows:
-        reason = row.objection(call, requested)
+        reason = row.objection(call, requested) or _unproven(row, call, requested)
         if reason is None:
             return row
         reasons.append(f"{row.name}: {reason}")
     raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
+
+
+def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
+    """Why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
+    if row.is_proven(call):
+        return None
+    if requested != AUTO:
+        _warn_unproven(row.op, row.name, call.capability)
+        return None
+    reference = implementations(row.op)[-1]
+    return self_check.unsupported(
+        row.op, row.name, call.args, _load(row.target), _load(reference.target)
+    )
+
+
+def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
+    """What an earlier check found wrong; None where there was none, which calls will make up."""
+    if row.is_proven(call) or requested != AUTO:
+        return None
+    return self_check.known(row.op, row.name, call.args)
+
+
+@functools.cache
+def _warn_unproven(op: str, name: str, capability: tuple[int, int] | None) -> None:
+    found = "None" if capability is None else ".".join(map(str, capability))
+    warnings.warn(
+        f"{op}: the implementation {name!r} was never seen right on compute capability "
+        f"{found}, and asked for by name it is not checked; backend='auto' checks it first",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
@@ -344,8 +408,7 @@ def first(op: str, args: Sequence[Any]) -> Any:
     For implementations that are made of other operators; ``args`` are without ``backend``.
     """
     call = Call(op, tuple(args), _device(args))
-    row = next(row for row in implementations(op) if row.objection(call, AUTO) is None)
-    return _load(row.target)(*args)
+    return _load(_first(implementations(op), call, AUTO).target)(*args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -392,7 +455,8 @@ def _caught(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _explanation(call: Call, requested: str) -> Explanation:
     candidates = tuple(
-        (row.name, row.objection(call, requested)) for row in implementations(call.op)
+        (row.name, row.objection(call, requested) or _known_wrong(row, call, requested))
+        for row in implementations(call.op)
     )
     wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]
     return Explanation(call.op, requested, wanted[0] if wanted else None, candidates)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dsv4 import _support, dispatch
+from dsv4 import _support, dispatch, self_check
 from dsv4.bench import moe_cases
 from dsv4.bench.problem import Draw
 from dsv4.config import ModelConfig
@@ -34,6 +34,7 @@ def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns
     """The call of a product as if its tensors were on a GPU of that capability."""
     monkeypatch.setattr(_support, "_capability", lambda device: capability)
     monkeypatch.setattr(_support, "_has", lambda package: True)
+    monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
     shape = (3, columns) if "groups" not in how else (3, how["groups"], columns)
     x = torch.randn(shape).bfloat16()
@@ -51,6 +52,7 @@ def call_of_experts(
     """The same of a product of sorted rows; ``quantized`` rows, or ``activation``."""
     monkeypatch.setattr(_support, "_capability", lambda device: capability)
     monkeypatch.setattr(_support, "_has", lambda package: True)
+    monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(sizes), NVFP4, scaling="weight").with_layout(layout)
     x, offsets = torch.randn(5, sizes[2]).bfloat16(), torch.tensor([0, *range(1, sizes[0] + 1)])
     quantized = how.pop("quantized", False)

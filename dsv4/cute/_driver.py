@@ -48,6 +48,18 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def driver_version() -> int:
+    """The CUDA version that the installed driver supports, 13000 for 13.0.
+
+    Raises:
+        OSError: if there is no CUDA driver.
+        RuntimeError: if it does not say.
+    """
+    version = ctypes.c_int()
+    check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    return version.value
+
+
 def launcher() -> Any:
     """The driver's ``cuLaunchKernelEx``."""
     return _driver().cuLaunchKernelEx

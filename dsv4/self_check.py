@@ -1,0 +1,269 @@
+"""Check kernels on the user's GPU before ``"auto"`` uses them there.
+
+Some kernels are compiled for GPUs on which they have never been seen to be right
+(``dispatch.Implementation.proven``). On such a GPU the first call of a configuration runs the
+kernel and the reference implementation on the same operands, the weight as it is and random
+activations, and compares them. The verdict decides every later call of the configuration: red, the
+kernel is passed over with the reason, which is logged once. Verdicts are kept on disk beside the
+compiled kernels, by GPU, driver and versions, so the check runs once per machine.
+
+A configuration is an operator, its implementation, the dtypes, layouts and shapes of its operands
+and its options; the number of tokens counts up to the next power of two, because a kernel of many
+tokens has other tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4 import _sealed_file
+from dsv4._versions import Versions
+from dsv4.cute import _driver, _images
+from dsv4.elements import decode_e2m1
+
+_MAGIC = b"dsv4chk\n"
+_SEED = 0
+# Largest error of a row relative to its norm. Both sides add in float32 and round once: bfloat16
+# rounds by 2^-9. Codes of 4 bits may differ by a step where a value lies between two of them; a
+# wrong scale, tile or layout is off by far more.
+_TOLERANCE = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-6}
+_CODES_TOLERANCE = 2.0**-4
+_BEFORE_CAPTURE = (
+    "it was never seen right on this GPU, and the check of it cannot run while a CUDA graph is "
+    "captured; call it once before"
+)
+
+_log = logging.getLogger(__name__)
+Implement = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a verdict is about.
+
+    Attributes:
+        op: The operator.
+        implementation: Name of the implementation that is checked.
+        operands: Text that stands for the arguments; see ``describe``.
+        gpu: Name, compute capability and driver.
+    """
+
+    op: str
+    implementation: str
+    operands: str
+    gpu: str
+
+    @property
+    def key(self) -> bytes:
+        """SHA-256 of the configuration and of the versions of everything that compiles kernels."""
+        made_from = [self, Versions.current(), torch.__version__]
+        return hashlib.sha256(repr(made_from).encode()).digest()
+
+    @property
+    def file_name(self) -> str:
+        """Where the verdict is kept, in the folder of compiled kernels."""
+        return f"{self.key.hex()[:32]}.verdict"
+
+
+@dataclass(eq=False)
+class Verdicts:
+    """Verdicts of a process: a reason why a configuration is not used, or None.
+
+    Attributes:
+        known: By configuration.
+        lock: Held while a check runs.
+    """
+
+    known: dict[Configuration, str | None] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+
+    def reason(self, configuration: Configuration, check: Callable[[], str | None]) -> str | None:
+        """The verdict: from memory, from disk, or of ``check``, which is then kept."""
+        if configuration in self.known:
+            return self.known[configuration]
+        with self.lock:
+            if configuration not in self.known:
+                stored = _stored(configuration)
+                if stored is None:
+                    stored = [check()]
+                    _keep(configuration, stored[0])
+                self.known[configuration] = stored[0]
+                if stored[0] is not None:
+                    _log.error(
+                        "%s: the kernel %r is wrong on this GPU and is not used: %s",
+                        configuration.op,
+                        configuration.implementation,
+                        stored[0],
+                    )
+        return self.known[configuration]
+
+
+@functools.cache
+def verdicts() -> Verdicts:
+    """Those of this process."""
+    return Verdicts()
+
+
+def _stored(configuration: Configuration) -> list[str | None] | None:
+    def decode(file: bytes) -> list[str | None]:
+        return [json.loads(_sealed_file.decode(_MAGIC, configuration.key, file))["reason"]]
+
+    return _images.find("", configuration.key, configuration.file_name, decode)
+
+
+def _keep(configuration: Configuration, reason: str | None) -> None:
+    words = json.dumps({"reason": reason}).encode()
+    file = _sealed_file.encode(_MAGIC, configuration.key, words)
+    _images.keep(configuration.file_name, file)
+
+
+def unsupported(
+    op: str, name: str, args: Sequence[Any], implement: Implement, reference: Implement
+) -> str | None:
+    """Why an implementation that was never seen right on a GPU is not used there, or None.
+
+    The first call of a configuration checks it, which takes about as long as the reference.
+
+    Args:
+        op: The operator; its first argument is the activations.
+        name: Of the implementation.
+        args: Of the call, without ``backend``.
+        implement: Runs the implementation.
+        reference: Runs the reference implementation.
+    """
+    device = args[0].device
+    configuration = Configuration(op, name, describe(args), gpu(device))
+    if configuration not in verdicts().known and is_capturing(device):
+        return _BEFORE_CAPTURE
+    return verdicts().reason(configuration, lambda: check(args, implement, reference))
+
+
+def known(op: str, name: str, args: Sequence[Any]) -> str | None:
+    """The reason of a red verdict that is there already; None for green or no verdict.
+
+    Args:
+        op: The operator.
+        name: Of the implementation.
+        args: Of the call, without ``backend``.
+    """
+    if args[0].is_meta:
+        return None
+    return verdicts().known.get(Configuration(op, name, describe(args), gpu(args[0].device)))
+
+
+@functools.cache
+def gpu(device: torch.device) -> str:
+    """Name, compute capability and driver of a GPU, as text."""
+    if device.type != "cuda":
+        return str(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name} {capability} driver {_driver.driver_version()}"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, so that no result can be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def describe(args: Sequence[Any]) -> str:
+    """Text for a call's arguments: dtypes, shapes and values; tokens up to a power of two."""
+    x = args[0]
+    tokens = x.shape[0]
+    rounded = 1 << max(0, tokens - 1).bit_length()
+    return repr([_described(arg, tokens, rounded) for arg in args])
+
+
+def _described(arg: Any, tokens: int, rounded: int) -> Any:
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    shape = [rounded if size == tokens and i == 0 else size for i, size in enumerate(arg.shape)]
+    return (str(arg.dtype), shape, arg.is_contiguous())
+
+
+def check(args: Sequence[Any], implement: Implement, reference: Implement) -> str | None:
+    """Compare an implementation with the reference on random activations; what differs, or None.
+
+    Args:
+        args: Of the call. The first is replaced by random values of its dtype and strides.
+        implement: Runs the implementation.
+        reference: Runs the reference implementation.
+    """
+    drawn = (random_like(args[0]), *args[1:])
+    with torch.no_grad():
+        try:
+            actual = _tensors(implement(*drawn))
+            if actual[0].is_cuda:
+                torch.cuda.synchronize(actual[0].device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        expected = _tensors(reference(*drawn))
+        return _difference(actual, expected)
+
+
+def random_like(x: torch.Tensor) -> torch.Tensor:
+    """Random activations of the same dtype, shape and strides: normal values, or random bytes."""
+    generator = torch.Generator(x.device).manual_seed(_SEED)
+    drawn = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    if x.is_floating_point():
+        return drawn.copy_(torch.randn(x.shape, generator=generator, device=x.device))
+    assert x.dtype == torch.uint8, x.dtype
+    return drawn.random_(0, 256, generator=generator)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
+    """What differs by more than rounding, or None."""
+    for left, right in zip(actual, expected, strict=True):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return (
+                f"the result is {left.dtype} {list(left.shape)}, "
+                f"wanted {right.dtype} {list(right.shape)}"
+            )
+    if actual[0].dtype != torch.uint8:
+        return _compared(actual[0], expected[0], _TOLERANCE[actual[0].dtype])
+    return _compared_codes(actual, expected)
+
+
+def _compared_codes(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
+    """Compare NVFP4 codes and block scales, these where the reference has written any."""
+    codes, scales = zip(actual[:2], expected[:2], strict=True)
+    wrong = _compared(_unpacked(codes[0]), _unpacked(codes[1]), _CODES_TOLERANCE)
+    if wrong is not None:
+        return f"codes: {wrong}"
+    left, right = (part.view(torch.float8_e4m3fn).float().flatten() for part in scales)
+    written = right != 0
+    wrong = _compared(left[written], right[written], _CODES_TOLERANCE)
+    return None if wrong is None else f"block scales: {wrong}"
+
+
+def _unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Values of packed codes, two per byte."""
+    return torch.stack([decode_e2m1(codes & 15), decode_e2m1(codes >> 4)], -1).flatten(-2)
+
+
+def _compared(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
+    left, right = actual.float(), expected.float()
+    wrong = int((left.isfinite() != right.isfinite()).sum())
+    if wrong:
+        return f"{wrong} of {left.numel()} values are finite here and not there"
+    error = (left - right).nan_to_num().norm(dim=-1)
+    size = right.nan_to_num().norm(dim=-1)
+    worst = float((error / size.clamp_min(torch.finfo(torch.float32).tiny)).max())
+    if worst > tolerance:
+        return f"a row is off by {worst:.3g} of its norm, wanted at most {tolerance:.3g}"
+    return None
