@@ -45,30 +45,34 @@ def generate(
         raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
     stops = None if stop_ids is None else tuple(stop_ids)
     seeds = _seeds(sampler, len(prompts), model.device)
-    options = SamplingOptions(
-        temperature=sampler.temperature,
-        top_p=sampler.top_p,
-        stop_ids=stops,
-        max_new_tokens=max_new_tokens,
-    )
+    options = [
+        SamplingOptions(
+            temperature=sampler.temperature,
+            top_p=sampler.top_p,
+            seed=seed,
+            stop_ids=stops,
+            max_new_tokens=max_new_tokens,
+        )
+        for seed in seeds
+    ]
     need = Room.of_prompts(prompts, max_new_tokens)
     with lease(model, need, chunk) as held:
-        answers = _answers(held, prompts, options, seeds)
+        answers = _answers(held, prompts, options)
         if answers is None:
             held.renew(need, chunk)
-            answers = _answers(held, prompts, options, seeds)
+            answers = _answers(held, prompts, options)
         assert answers is not None
         return answers
 
 
 def _answers(
-    held: Lease, prompts: Sequence[Sequence[int]], options: SamplingOptions, seeds: Sequence[int]
+    held: Lease, prompts: Sequence[Sequence[int]], options: Sequence[SamplingOptions]
 ) -> list[list[int]] | None:
     """All answers; None if the runner was made for other weights."""
     requests: list[Request] = []
     try:
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            requests.append(held.runner.add(prompt, options, seed=seed))
+        for prompt, chosen in zip(prompts, options, strict=True):
+            requests.append(held.runner.add(prompt, chosen))
         held.runner.step()
         # A GPU works on that step: the comparison costs no time.
         if not held.is_current():

@@ -76,7 +76,8 @@ class DecodeRow(Measured):
         generate_ms: Between the decode steps of one call of ``generate``.
         deterministic_ms: ``Runner.step`` of a deterministic runner.
         eager_ms: The step without a CUDA graph, between synchronisations.
-        capture_s: ``Runner.warm_up``: seconds to capture one bucket, compiling what was not.
+        capture_s: ``Runner.warm_up``: seconds for one bucket of decode steps, the prompts' graphs
+            and a long prompt, compiling what was not.
     """
 
     tokens: int = 0
