@@ -19,7 +19,7 @@ from torch import nn
 
 from dsv4 import _config_file
 from dsv4._checkpoint import bounds, layouts, names, transaction
-from dsv4._checkpoint.arguments import as_dtype, check_reserve
+from dsv4._checkpoint.arguments import as_dtype, check_prepare, check_reserve
 from dsv4._checkpoint.dry_run import dry_run
 from dsv4._checkpoint.entries import Entry, group
 from dsv4._checkpoint.filling import Filled, each_slot
@@ -301,7 +301,7 @@ def load(
     pack: bool | str = True,
     reserve_tokens: int = STEP_TOKENS,
     input_scales: str = "stored",
-    compile_kernels: bool = True,
+    prepare: bool | str = True,
     progress: bool = True,
 ) -> DeepseekV4ForCausalLM:
     """A model from a checkpoint folder, ready to run on its device.
@@ -352,9 +352,15 @@ def load(
             calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
             out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
             later.
-        compile_kernels: On a GPU, whether the kernels of all steps are compiled now, in parallel
-            processes, or loaded if they were compiled before or are in a bundle, see
-            ``dsv4.warmup``. False: each is compiled at its first launch.
+        prepare: On a GPU, what is done now so that the first prompt takes no longer than later
+            ones. True: the kernels of all steps are compiled, in parallel processes, or loaded if
+            they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
+            ``generate`` is made for one sequence of 8192 tokens and its CUDA graphs are captured
+            (``dsv4.serving.prepare``, which says what memory that holds until
+            ``dsv4.serving.release``). ``"kernels"``: the kernels alone, for a
+            ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its graphs. False:
+            nothing; kernels are compiled at their first launch. Without memory for it, or where a
+            capture fails, a warning says so, and the first ``generate`` does it.
         progress: Whether to show progress on stderr.
 
     Raises:
@@ -367,11 +373,13 @@ def load(
         ValueError: if an option is unknown, or config.json is not a configuration this package
             implements.
     """
+    from dsv4 import serving
     from dsv4._warmup import warm_loaded
     from dsv4.model import DeepseekV4ForCausalLM
 
     dtype = as_dtype(dtype)
     check_reserve(reserve_tokens)
+    check_prepare(prepare)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config(numerics=numerics, activation=activation)
         count = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
@@ -394,9 +402,13 @@ def load(
         )
         model.load_report = report_of(checkpoint, count, input_scales, filled)
     warm_allocator(model, reserve_tokens, model.dtype)
-    if compile_kernels:
-        warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
-    return model.eval()
+    model.eval()
+    if prepare:
+        warmed = warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
+        # Without its kernels a step could raise, which is for the step's caller.
+        if prepare is True and warmed is not None and not warmed.failed:
+            serving.prepare(model)
+    return model
 
 
 def save(

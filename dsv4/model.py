@@ -360,7 +360,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         """Continue each prompt until a stop token or ``max_new_tokens``.
 
         A loop over ``dsv4.serving.Runner``. On a GPU the model keeps the runner, its cache and its
-        captured graphs for the next call, until ``dsv4.serving.release``.
+        captured graphs for the next call, until ``dsv4.serving.release``. ``dsv4.load`` makes them
+        for one sequence of 8192 tokens, ``dsv4.serving.prepare`` for more. A call that needs more
+        makes them again, at least twice as large, which takes about a second and is logged.
 
         Args:
             prompts: Token ids per sequence, at least one each.

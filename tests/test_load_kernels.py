@@ -32,7 +32,7 @@ def test_kernels_of_a_step_are_compiled_unless_refused(
     dsv4.save(random_model(dsv4.ModelConfig.tiny(), 0), tmp_path / "model")
     dsv4.load(tmp_path / "model", reserve_tokens=reserve, progress=False)
     assert asked == [(most, False)]
-    dsv4.load(tmp_path / "model", compile_kernels=False, progress=False)
+    dsv4.load(tmp_path / "model", prepare=False, progress=False)
     assert len(asked) == 1
 
 

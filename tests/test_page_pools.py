@@ -663,3 +663,25 @@ def test_tables_of_another_dtype_or_number_are_named() -> None:
     bytes_of = {HCA: {"state": torch.zeros(2, 128, 2, 32, dtype=torch.float16)}}
     with pytest.raises(TypeError, match="state has dtype float16, wanted float32 or float64"):
         PagedCache.of_layers(config, brought(config, **bytes_of), max_tokens=192)
+
+
+@given(story=st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 90)), max_size=12))
+def test_before_a_step_the_device_knows_which_pages_every_row_has(
+    story: list[tuple[bool, int, int]],
+) -> None:
+    """Also that a freed row has none, although freeing it tells the device nothing."""
+    cache = Stack(published(), 1).cache(3, 280, pool_tokens=3 * 512, max_chunk=90)
+    live: list[int] = []
+    for joins, place, new in story:
+        if joins and len(live) < 3:
+            live.append(cache.allocate())
+        elif live:
+            cache.free(live.pop(place % len(live)))
+        step = [row for row in live if cache._tokens[row] + new <= 280]
+        cache.prepare(step, [new] * len(step))
+        for table in cache._tables.values():
+            wanted = torch.full_like(table.table, -1)
+            for row, held in enumerate(table._held):
+                for number, page in sorted(held.pages.items()):
+                    wanted[row, number % table.columns] = page
+            assert torch.equal(table.table, wanted)

@@ -11,8 +11,9 @@ import torch
 from serving_cases import ToyModel, packed, plain_text
 
 from dsv4.sampling import Sampler
-from dsv4.serving import Runner, SamplingOptions, generation
-from dsv4.serving.generation import generate, release
+from dsv4.serving import Runner, SamplingOptions, kept_runner, release
+from dsv4.serving.generation import generate
+from dsv4.serving.kept_runner import KeptRunner
 
 GREEDY = SamplingOptions(max_new_tokens=9, stop_ids=())
 
@@ -20,28 +21,12 @@ GREEDY = SamplingOptions(max_new_tokens=9, stop_ids=())
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> ToyModel:
     """A model that keeps its runner, as one on a GPU does."""
+    monkeypatch.setattr(kept_runner, "_keeps", lambda model: True)
+    return ToyModel()
 
-    class Keeping(ToyModel):
-        pass
 
-    model = Keeping()
-
-    def runner(kept_model: Any, *sizes: Any) -> Any:
-        kept = kept_model.__dict__.setdefault("_kept_runner", generation._Kept())
-        return generation._fitting(kept, kept_model, *sizes)
-
-    class Always:
-        def __init__(self, *sizes: Any) -> None:
-            self.sizes = sizes
-
-        def __enter__(self) -> Any:
-            return runner(*self.sizes)
-
-        def __exit__(self, *error: Any) -> None:
-            return None
-
-    monkeypatch.setattr(generation, "_runner", Always)
-    return model
+def kept(model: ToyModel) -> KeptRunner:
+    return KeptRunner.of(model)
 
 
 def test_generate_is_the_plain_loop() -> None:
@@ -86,7 +71,7 @@ def test_a_kept_runner_serves_what_fits_it_until_a_weight_changes(keeping: ToyMo
         found = generate(model, prompts, count, stop_ids=(), **options)
         wanted = SamplingOptions(max_new_tokens=count, stop_ids=())
         assert found == [plain_text(model, p, wanted, 0) for p in prompts]
-        return model.__dict__["_kept_runner"].runner
+        return kept(model).runner
 
     first = runner_after([[1, 2], [3]], 4)
     assert first.limits.max_tokens == 1024  # as many as the model has positions
@@ -103,7 +88,7 @@ def test_a_kept_runner_serves_what_fits_it_until_a_weight_changes(keeping: ToyMo
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
     assert runner_after([[1]], 2) is not changed
     release(model)
-    assert model.__dict__["_kept_runner"].runner is None
+    assert kept(model).runner is None
 
 
 def test_an_interrupted_call_leaves_nothing_behind(keeping: ToyModel) -> None:
@@ -121,27 +106,27 @@ def test_an_interrupted_call_leaves_nothing_behind(keeping: ToyModel) -> None:
         generate(model, [[1, 2], [3]], 9, stop_ids=())
     wanted = [plain_text(ToyModel(), p, GREEDY, 0) for p in ([1, 2], [3])]
     assert generate(model, [[1, 2], [3]], 9, stop_ids=()) == wanted
-    runner = model.__dict__["_kept_runner"].runner
+    runner = kept(model).runner
     assert not runner._scheduler.running
     assert not runner.has_work or not runner.step()
 
 
 def test_copies_do_not_get_the_runner(keeping: ToyModel) -> None:
     generate(keeping, [[1]], 2, stop_ids=())
-    kept = keeping.__dict__["_kept_runner"]
-    assert copy.deepcopy(kept).runner is None
-    assert pickle.loads(pickle.dumps(kept)).runner is None
+    assert kept(keeping).runner is not None
+    assert copy.deepcopy(kept(keeping)).runner is None
+    assert pickle.loads(pickle.dumps(kept(keeping))).runner is None
 
 
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_keeps_its_graphs() -> None:
     model, prompts = packed("deepseek").cuda(), [[1, 2, 3], [4]]
     first = generate(model, prompts, 20, stop_ids=())
-    runner = model.__dict__["_kept_runner"].runner
+    runner = kept(model).runner
     captures = runner.captures
     assert captures > 1
     assert generate(model, prompts, 20, stop_ids=()) == first
-    assert model.__dict__["_kept_runner"].runner is runner
+    assert kept(model).runner is runner
     assert runner.captures == captures
     sizes = {"buckets": (1, 2), "prompt_buckets": (32,)}
     eager = Runner(model, max_sequences=2, max_tokens=1024, capture=False, **sizes)

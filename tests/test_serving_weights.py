@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -58,3 +60,40 @@ def test_what_changes_nothing_is_not_seen() -> None:
     assert not weights.are_those_of(copy.deepcopy(one))
     with torch.inference_mode():
         assert Weights(model()).are_those_of(one) is False
+
+
+MOVES = ("another parameter", "no parameter", "other memory", "another dtype")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_memory_that_is_no_longer_the_models_is_seen(name: str) -> None:
+    """Before graphs that read it are launched; what else changed is seen after that."""
+    one = model()
+    weights = Weights(one)
+    assert weights.are_in_place(one)
+    CHANGES[name](one)
+    assert weights.are_in_place(one) == (name not in MOVES)
+
+
+def test_memory_of_modules_that_were_replaced_is_held() -> None:
+    one = model()
+    weights, old = Weights(one), weakref.ref(one["head"].weight)
+    one["head"] = nn.Linear(3, 2)
+    assert old() is not None
+    assert weights.are_in_place(one)
+    assert not weights.are_those_of(one)
+    del weights
+    gc.collect()
+    assert old() is None
+
+
+def test_inference_tensors_are_compared_by_place() -> None:
+    with torch.inference_mode():
+        one = model()
+    weights = Weights(one)
+    assert weights.are_those_of(one)
+    with torch.inference_mode():
+        one["head"].weight.add_(1)
+        assert weights.are_those_of(one)
+        _replace_data(one)
+    assert not weights.are_those_of(one)

@@ -40,3 +40,13 @@ def check_reserve(tokens: Any) -> None:
         raise TypeError(f"reserve_tokens is {tokens!r}, wanted an integer")
     if tokens < 0:
         raise ValueError(f"reserve_tokens is {tokens}, wanted 0 or more")
+
+
+def check_prepare(value: Any) -> None:
+    """Check the argument ``prepare``.
+
+    Raises:
+        ValueError: if it is none of its values.
+    """
+    if not isinstance(value, bool) and value != "kernels":
+        raise ValueError(f"prepare is {value!r}, wanted True, 'kernels' or False")

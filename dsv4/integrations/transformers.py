@@ -198,8 +198,9 @@ def from_pretrained(
         pack: As for ``dsv4.load``.
         reserve_tokens: As for ``dsv4.load``.
         input_scales: As for ``dsv4.load``.
-        compile_kernels: As for ``dsv4.load``, but CuTeDSL's alone: Triton's are compiled at their
-            first launch.
+        compile_kernels: On a GPU, whether CuTeDSL's kernels are compiled now, or loaded if they
+            were compiled before or are in a bundle, see ``dsv4.warmup``. Triton's are compiled at
+            their first launch.
         progress: Whether to show progress on stderr.
 
     Returns:

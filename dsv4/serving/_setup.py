@@ -216,18 +216,23 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequ
     """
     if capture is not None and not capture:
         return False
-    reason = None
-    if model.device.type != "cuda":
-        reason = f"the model is on {model.device.type}"
-    elif is_compiled(model):
-        reason = "the model is compiled by torch.compile"
-    else:
-        reason = obstacle(model, sorted({1, max_sequences}), model.device)
-        if reason is not None and not capture:
-            warn_eager(model, reason)
-    if capture and reason is not None:
+    reason = why_eager(model, max_sequences)
+    if reason is None:
+        return True
+    if capture:
         raise ValueError(f"Runner: capture is True, but {reason}; wanted None or False")
-    return reason is None
+    if model.device.type == "cuda" and not is_compiled(model):
+        warn_eager(model, reason)
+    return False
+
+
+def why_eager(model: DeepseekV4ForCausalLM, max_sequences: int) -> str | None:
+    """Why steps of a model cannot be captured, or None."""
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}"
+    if is_compiled(model):
+        return "the model is compiled by torch.compile"
+    return obstacle(model, sorted({1, max_sequences}), model.device)
 
 
 def warn_eager(model: DeepseekV4ForCausalLM, reason: str, steps: str = "decode") -> None:

@@ -2,40 +2,71 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterable
+from itertools import chain, compress
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
 
 _data_ptr = torch.Tensor.data_ptr
+_version = attrgetter("_version")
 
 
 class Weights:
     """Where a model's tensors lie, and how often they were written to, at one time.
 
-    ``generate`` compares before every call. For a model of 4 layers that takes 59 us on a CPU, and
-    a walk over the modules 155 us. Changes of inference tensors cannot be seen.
+    Every call of ``generate`` compares twice. Before it launches anything, ``are_in_place``: graphs
+    hold addresses, so what lies there must still be the model's. While the GPU works, the rest:
+    ``are_those_of``. For 2078 tensors of 1477 modules (43 layers) the first takes 0.20 ms and the
+    second 0.70 ms on a CPU on which a walk over the modules takes 2.1 ms. Changes of inference
+    tensors cannot be seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._children = [module._modules for module in modules]
+        tables: list[dict[str, Any]]
         tables = [d for module in modules for d in (module._parameters, module._buffers)]
-        self._full = [table for table in tables if table]
-        self._empty = [table for table in tables if not table]
+        children: list[Any] = [module._modules for module in modules]
         self._model = id(model)
-        self._state = self._now()
+        # Held, and with them what replaced modules had: their memory is not given to others.
+        self._full = [d for d in tables if any(value is not None for value in d.values())]
+        self._rest = [d for d in tables if d and all(value is None for value in d.values())]
+        self._rest += filter(None, children)
+        self._empty = [d for d in (*tables, *children) if not d]
+        self._has_tensor = [value is not None for value in _values(self._full)]
+        tensors = list(self._tensors())
+        self._is_tracked = [not tensor.is_inference() for tensor in tensors]
+        self._addresses = list(map(_data_ptr, tensors))
+        self._versions = list(map(_version, compress(tensors, self._is_tracked)))
+        self._ids = list(map(id, _values(self._full)))
+        self._others = list(map(id, _values(self._rest)))
+
+    def are_in_place(self, model: nn.Module) -> bool:
+        """Whether memory that graphs read is still that of the model, or of modules it had."""
+        return self._model == id(model) and self._lie_there(self._tensors())
 
     def are_those_of(self, model: nn.Module) -> bool:
         """Whether the model has the same modules, with the same tensors, unchanged."""
-        return self._model == id(model) and self._now() == self._state
+        if self._model != id(model) or any(self._empty):
+            return False
+        if list(map(id, _values(self._rest))) != self._others:
+            return False
+        tensors = list(self._tensors())
+        if list(map(id, _values(self._full))) != self._ids or not self._lie_there(tensors):
+            return False
+        return list(map(_version, compress(tensors, self._is_tracked))) == self._versions
 
-    def _now(self) -> tuple[list[int], ...]:
-        tensors = [t for table in self._full for t in table.values() if t is not None]
-        return (
-            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
-            list(map(id, tensors)),
-            list(map(_data_ptr, tensors)),
-            [0 if tensor.is_inference() else tensor._version for tensor in tensors],
-            list(filter(None, map(len, self._empty))),
-        )
+    def _lie_there(self, tensors: Iterable[Any]) -> bool:
+        try:
+            return list(map(_data_ptr, tensors)) == self._addresses
+        except TypeError:  # there is none where one was
+            return False
+
+    def _tensors(self) -> Iterable[Any]:
+        return compress(_values(self._full), self._has_tensor)
+
+
+def _values(tables: list[dict[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, tables))

@@ -212,6 +212,12 @@ class DecodeStep:
             self._captured[size] = self._graphs.captured(lambda: self._forward(size))[0]
         self._sampler.capture(size, variant)
 
+    def replay_padding(self, size: int, variant: Variant) -> None:
+        """Replay the graphs that ``capture`` captured, without a sequence."""
+        self._sampler.write([])
+        self._captured[size].replay()
+        self._sampler.run(size, variant, captured=True)
+
     def release(self) -> None:
         """Free the graphs."""
         self._captured.clear()

@@ -78,15 +78,15 @@ class SamplingOptions:
             TypeError: if a name is none of the fields, or a value is of the wrong kind.
             ValueError: if a value is out of range.
         """
-        if options is None:
-            options = cls()
-        if not isinstance(options, cls):
+        if options is not None and not isinstance(options, cls):
             raise TypeError(f"options is {type(options).__name__}, wanted SamplingOptions")
+        if options is not None and not changes:
+            return options
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in changes if name not in names]
         if unknown:
             raise TypeError(f"option {unknown[0]!r} is unknown, wanted one of {', '.join(names)}")
-        return dataclasses.replace(options, **changes)
+        return cls(**changes) if options is None else dataclasses.replace(options, **changes)
 
     def _number(self, name: str, wanted: str, within: Any) -> None:
         value = getattr(self, name)

@@ -194,6 +194,12 @@ class PromptStep:
             work = functools.partial(self._forward, inputs, logits=True)
             self._captured[size] = self._graphs.captured(work)[0]
 
+    def replay_padding(self, size: Size) -> None:
+        """Replay the graph of a size, if there is one, without a sequence."""
+        if size in self._captured:
+            self._inputs_of(size).write([])
+            self._captured[size].replay()
+
     def size(self, parts: Sequence[Part]) -> Size:
         """What a step is padded to: the smallest of ``sizes``, or only the sampler's bucket."""
         tokens = sum(len(part.tokens) for part in parts)

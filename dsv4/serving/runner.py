@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
-from dsv4.cache import PagedCache
+from dsv4.cache import CacheFullError, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
@@ -38,6 +38,7 @@ from dsv4.serving.sampler import FAILED, Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
 
 _PREFIX_SEQUENCES = 4
+_RECORDED = 2  # runs after which calls of one shape are planned, see ``dsv4.ops._plans``
 _DEPTH = 4  # host buffers: three launches may be under way before the oldest is read
 
 
@@ -243,7 +244,11 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, variants: Iterable[SamplingOptions] = (SamplingOptions(),)) -> int:
-        """Capture the graphs of every bucket, so that no step has to.
+        """Capture and replay the graphs of every bucket and run an eager chunk: no step has to.
+
+        The chunk has as many tokens as a step may, and runs twice where graphs do not hold it, so
+        that the allocator has its memory and its calls are planned. It is left out while all rows
+        or pages have sequences. No sequence stays in the cache, and running ones do not change.
 
         Args:
             variants: Options as later requests will have them; which sampler a batch needs depends
@@ -251,20 +256,55 @@ class Runner:
                 log-probabilities.
 
         Returns:
-            Graphs captured so far; 0 where steps are eager.
+            Graphs captured so far; 0 where steps are eager: nothing is done there.
+
+        Raises:
+            torch.OutOfMemoryError: if the GPU has no memory for a step.
         """
         if self._capture and not self._closed:
-            wanted = {Variant.of(options) for options in variants}
+            wanted = sorted({Variant.of(options) for options in variants}, key=repr)
             try:
-                # The largest come first; the others use their memory.
-                for size in reversed(self._prompts.sizes):
-                    self._capture_prompt(size)
-                for batch in reversed(self._sampler.buckets):
-                    for variant in sorted(wanted, key=repr):
-                        self._decode.capture(batch, variant)
+                self._capture_all(wanted)
+                self._rehearse(wanted)
             except CaptureError as error:
                 self._go_on_eagerly(error)
         return self.captures
+
+    def _capture_all(self, variants: Sequence[Variant]) -> None:
+        """Capture each graph and replay it with padding: its first replay takes longer."""
+        # The largest come first; the others use their memory.
+        for size in reversed(self._prompts.sizes):
+            self._capture_prompt(size)
+            self._prompts.replay_padding(size)
+        for batch in reversed(self._sampler.buckets):
+            for variant in variants:
+                self._decode.capture(batch, variant)
+                self._decode.replay_padding(batch, variant)
+
+    def _rehearse(self, variants: Sequence[Variant]) -> None:
+        """Process a long prompt, decode a token, and forget the sequence."""
+        if not variants:
+            return
+        count = min(self.limits.max_chunk, self.limits.max_tokens - 1)
+        tokens = [i % self.model.config.vocab_size for i in range(count)]
+        is_eager = all(size.tokens < count for size in self._prompts.sizes)
+        try:
+            for _ in range(_RECORDED if is_eager else 1):
+                self._rehearse_sequence(tokens, variants)
+        except CacheFullError:
+            return  # running sequences have warmed up what they needed
+
+    def _rehearse_sequence(self, tokens: Sequence[int], variants: Sequence[Variant]) -> None:
+        row = self.cache.allocate()
+        try:
+            self._state.join(row, SamplingOptions(), 0, ())
+            self.cache.prepare([row], [len(tokens)])
+            self._prompted([Part(row, 0, tokens, is_last=True)], variants[0])
+            self.cache.prepare([row], [1])
+            chosen = self._decoded([row], variants[0])
+            self._readback.start(chosen.tokens[:1], None).wait([None])
+        finally:
+            self.cache.free(row)
 
     @torch.inference_mode()
     def close(self) -> None:

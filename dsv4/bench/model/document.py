@@ -76,7 +76,8 @@ class DecodeRow(Measured):
         generate_ms: Between the decode steps of one call of ``generate``.
         deterministic_ms: ``Runner.step`` of a deterministic runner.
         eager_ms: The step without a CUDA graph, between synchronisations.
-        capture_s: ``Runner.warm_up``: seconds to capture one bucket, compiling what was not.
+        capture_s: ``Runner.warm_up``: seconds for one bucket of decode steps, the prompts' graphs
+            and a long prompt, compiling what was not.
     """
 
     tokens: int = 0
@@ -118,7 +119,7 @@ class PromptRow(Measured):
         prompt: Tokens.
         flops: Operations, with the output head for the last token alone.
         flops_ms: What bfloat16 tensor cores need for them at their measured rate.
-        first_ms: First call of ``generate`` with a prompt of that length in this process.
+        first_ms: First call of ``generate`` after ``dsv4.serving.prepare``, as after ``dsv4.load``.
         generate_ms: Later calls, with other prompts, median.
         runner_ms: ``Runner.add`` until the token is there, median.
     """
@@ -144,7 +145,9 @@ class Start:
         kernels: Kernels that were compiled or loaded ahead.
         kernels_compiled: How many of them were neither on disk nor in a bundle.
         kernels_s: Seconds that took.
-        compiled_later: Names of kernels that were compiled after that, and how often.
+        prepare_s: Seconds of ``dsv4.serving.prepare``, the first time; None if it did nothing.
+        prepare_bytes: Memory that PyTorch's allocator got for it.
+        compiled_later: Names of kernels that were compiled after ``kernels_s``, and how often.
     """
 
     process_s: float | None = None
@@ -155,6 +158,8 @@ class Start:
     kernels: int = 0
     kernels_compiled: int = 0
     kernels_s: float = 0.0
+    prepare_s: float | None = None
+    prepare_bytes: int = 0
     compiled_later: dict[str, int] = field(default_factory=dict)
 
 

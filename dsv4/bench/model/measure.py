@@ -29,7 +29,7 @@ from dsv4.bench.tables import short
 from dsv4.bench.whole_model import DecodeStep
 from dsv4.layer_cache import BLOCK
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving import Request, Runner, release
+from dsv4.serving import Prepared, Request, Runner, prepare, release
 
 NOT_ASKED = "not in --columns"
 _KERNELS = ("kernels_ms", "launches")
@@ -71,6 +71,7 @@ class Measurement:
 
     Attributes:
         profiles: Kernels of the steps that were captured.
+        prepared: What ``dsv4.serving.prepare`` did before each prompt length.
     """
 
     def __init__(self, model: DeepseekV4ForCausalLM, request: ModelRequest, rates: Rates) -> None:
@@ -78,6 +79,7 @@ class Measurement:
         self.request = request
         self.rates = rates
         self.profiles: list[ProfileRow] = []
+        self.prepared: list[Prepared] = []
         self._named = Named(**request.named())
         self._generator = torch.Generator().manual_seed(request.weights.seed + 1)
 
@@ -155,7 +157,11 @@ class Measurement:
     # Prompts
 
     def _first_tokens(self, row: PromptRow) -> None:
-        """Time to first token of ``generate``: the first call, and the median of later ones."""
+        """Time to first token of ``generate``, prepared as ``dsv4.load`` leaves a model.
+
+        The first call, and the median of later ones.
+        """
+        self.prepared.append(prepare(self.model))
         times = [
             1e3 * seconds_of(self.request.device, partial(self._generate, [prompt], 1))
             for prompt in self._prompts(1 + _PROMPTS, row.prompt)

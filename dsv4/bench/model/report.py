@@ -70,7 +70,8 @@ def _start(results: ModelResults) -> list[str]:
     prompt = ""
     if first is not None and first.first_ms is not None:
         seconds = first.first_ms / 1e3
-        total = (start.process_s or 0.0) + start.weights_s + start.kernels_s + seconds
+        prepared = start.prepare_s or 0.0
+        total = (start.process_s or 0.0) + start.weights_s + start.kernels_s + prepared + seconds
         prompt = f", first prompt {seconds:.2f} s ({first.prompt} tokens), together {total:.1f} s"
     memory = f"{start.weight_bytes / 1e9:.3g} GB"
     if start.peak_bytes:
@@ -82,6 +83,9 @@ def _start(results: ModelResults) -> list[str]:
             f", {start.kernels} kernels {start.kernels_s:.1f} s "
             f"({start.kernels_compiled} compiled, {later} more later)"
         )
+    if start.prepare_s is not None:
+        kernels += f", generate prepared {start.prepare_s:.1f} s"
+        kernels += f" ({start.prepare_bytes / 1e9:.2f} GB)"
     words.append(
         f"start  {process}{start.source} {start.weights_s:.1f} s ({memory}){kernels}{prompt}"
     )
@@ -124,7 +128,7 @@ def _prompts(results: ModelResults) -> list[str]:
         body.append([str(row.prompt), *_model_cells(row.model), *cells, rate])
     return [
         "",
-        "ms to the first token; first: the first prompt of that length",
+        "ms to the first token; first: the first one after dsv4.serving.prepare",
         *plain(_PROMPT, body),
     ]
 

@@ -1,0 +1,369 @@
+"""The runner that a model on a GPU keeps for ``generate``, and ``prepare``, which makes it ahead.
+
+What is kept are the graphs of steps, whose capture takes longer than most answers, and the cache
+that they read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4 import dispatch
+from dsv4._requests import checked_count
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving._setup import why_eager
+from dsv4.serving._weights import Weights
+from dsv4.serving.graphs import default_buckets
+from dsv4.serving.options import SamplingOptions
+from dsv4.serving.prefix_cache import BLOCK
+from dsv4.serving.runner import Runner
+
+_ATTRIBUTE = "_kept_runner"
+_STEP = 1024  # tokens that the longest sequence is rounded up to
+_PREPARED_TOKENS = 8192
+# What ``generate`` asks of the sampler: greedy, a temperature, top_p.
+_VARIANTS = (
+    SamplingOptions(),
+    SamplingOptions(temperature=1.0),
+    SamplingOptions(temperature=1.0, top_p=0.9),
+)
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a call of ``generate`` needs, or a kept runner has.
+
+    Attributes:
+        sequences: At one time.
+        tokens: Of the longest.
+        pool: Tokens of all together, in whole blocks.
+    """
+
+    sequences: int
+    tokens: int
+    pool: int
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[Sequence[int]], new: int) -> Room:
+        """For prompts and ``new`` tokens behind each."""
+        totals = [len(prompt) + new for prompt in prompts]
+        return cls(len(prompts), max(totals), sum(map(_in_blocks, totals)))
+
+    @classmethod
+    def of_equal(cls, sequences: int, tokens: int) -> Room:
+        """For sequences of one length."""
+        return cls(sequences, tokens, sequences * _in_blocks(tokens))
+
+    def holds(self, other: Room) -> bool:
+        """Whether there is room for another."""
+        return (
+            self.sequences >= other.sequences
+            and self.tokens >= other.tokens
+            and self.pool >= other.pool
+        )
+
+    def rounded(self, most: int) -> Room:
+        """For calls that need a little more, too; ``most``: tokens of any sequence."""
+        tokens = max(self.tokens, min(_rounded(self.tokens, _STEP), most))
+        return Room.of_equal(self.sequences, tokens)
+
+    def grown(self, need: Room, most: int) -> Room:
+        """For what this has and ``need``: what is too small at least doubles."""
+        sequences, tokens, pool = self.sequences, self.tokens, self.pool
+        if need.sequences > sequences:
+            more = max(need.sequences, 2 * sequences)
+            sequences = next(n for n in default_buckets(_rounded(more, 8)) if n >= more)
+        if need.tokens > tokens:
+            tokens = min(_rounded(max(need.tokens, 2 * tokens), _STEP), most)
+        if need.pool > pool:
+            pool = max(need.pool, 2 * pool)
+        # More sequences have room for what this call's have, not for the longest.
+        pool = max(pool, sequences * need.rounded(most).pool // need.sequences, _in_blocks(tokens))
+        return Room(sequences, tokens, min(pool, Room.of_equal(sequences, tokens).pool))
+
+    def __str__(self) -> str:
+        if self.sequences == 1:
+            return f"a sequence of {self.tokens} tokens"
+        return f"{self.sequences} sequences of {self.tokens} tokens, {self.pool} together"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What ``prepare`` did; ``print`` shows it.
+
+    Attributes:
+        room: What the kept runner has room for; None if there is none.
+        graphs: How many CUDA graphs it captured.
+        seconds: How long that took.
+        bytes: By how much the memory grew that PyTorch's allocator holds: cache, graphs, and the
+            buffers of a step, which other work may use between steps.
+        skipped: Why there is no runner; empty if there is one.
+    """
+
+    room: Room | None = None
+    graphs: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"nothing is prepared: {self.skipped}"
+        return (
+            f"room for {self.room}; {self.graphs} graphs, {self.bytes / 1e9:.2f} GB, "
+            f"{self.seconds:.1f} s"
+        )
+
+
+@dataclass(eq=False)
+class KeptRunner:
+    """A model's runner, with what it was made for; a copy of the model does not get it.
+
+    Attributes:
+        runner: None if there is none.
+        room: What it has room for.
+        weights: Whose addresses its graphs hold.
+        chunk: Most prompt tokens of a step, as they were asked for.
+        lock: Held by who uses or replaces the runner.
+    """
+
+    runner: Runner | None = None
+    room: Room | None = None
+    weights: Weights | None = None
+    chunk: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, model: DeepseekV4ForCausalLM) -> KeptRunner:
+        """That of a model, made at its first use."""
+        found: KeptRunner = model.__dict__.setdefault(_ATTRIBUTE, cls())
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptRunner:
+        return KeptRunner()
+
+    def __reduce__(self) -> tuple[type[KeptRunner], tuple[()]]:
+        return KeptRunner, ()
+
+    def fit(
+        self, model: DeepseekV4ForCausalLM, need: Room, chunk: int | None
+    ) -> tuple[Runner, bool]:
+        """A runner with room for ``need`` whose graphs read memory of the model.
+
+        Returns:
+            The runner, and whether it is new. Of another the weights may have been written to.
+        """
+        runner, room, most = self.runner, self.room, model.config.max_position_embeddings
+        if runner is None or room is None or self.weights is None:
+            wanted = need.rounded(most)
+        elif not self.weights.are_in_place(model) or self.chunk != chunk:
+            _logger.info("the model's weights or chunk changed: generate captures graphs again")
+            wanted = need.rounded(most)
+        elif room.holds(need):
+            return runner, False
+        else:
+            wanted = room.grown(need, most)
+            _logger.warning(
+                "generate needs room for %s, and its runner has it for %s: it makes one for %s and "
+                "captures graphs again, which takes about a second. "
+                "dsv4.serving.prepare(model, sequences, tokens) does so ahead",
+                *(need, room, wanted),
+            )
+        runner = None
+        self.drop()  # its memory first
+        return self.make(model, wanted, chunk, least=need), True
+
+    def make(
+        self,
+        model: DeepseekV4ForCausalLM,
+        room: Room,
+        chunk: int | None = None,
+        least: Room | None = None,
+    ) -> Runner:
+        """Keep a new runner; there is none.
+
+        Raises:
+            torch.OutOfMemoryError: if the GPU has no memory for ``least``; None: for ``room``.
+        """
+        try:
+            runner = new_runner(model, room, chunk)
+        except torch.OutOfMemoryError:
+            if least is None or least == room:
+                raise
+            runner = None
+        if runner is None and least is not None:  # here nothing holds what was allocated
+            room = least
+            runner = new_runner(model, room, chunk)
+        self.runner, self.room, self.chunk = runner, room, chunk
+        self.weights = Weights(model)
+        assert runner is not None
+        return runner
+
+    def drop(self) -> None:
+        """Free the runner."""
+        runner = self.runner
+        self.runner = self.room = self.weights = None
+        if runner is not None:
+            runner.close()  # waits for the GPU
+
+
+def new_runner(model: DeepseekV4ForCausalLM, room: Room, chunk: int | None) -> Runner:
+    """A runner as ``generate`` uses it."""
+    return Runner(
+        model,
+        max_sequences=room.sequences,
+        max_tokens=room.tokens,
+        max_chunk=chunk,
+        pool_tokens=max(room.pool, _in_blocks(room.tokens)),
+        prefix_sequences=0,
+    )
+
+
+@dataclass(eq=False)
+class Lease:
+    """The use of a runner for one call.
+
+    Attributes:
+        runner: Whose.
+    """
+
+    runner: Runner
+    _model: DeepseekV4ForCausalLM
+    _kept: KeptRunner | None = None  # None: the runner is this call's own
+    _is_new: bool = True
+
+    def is_current(self) -> bool:
+        """Whether the runner was made for the weights as they are now."""
+        if self._kept is None or self._is_new:
+            return True
+        return self._kept.weights is not None and self._kept.weights.are_those_of(self._model)
+
+    def renew(self, need: Room, chunk: int | None) -> None:
+        """Replace the runner: it is not current."""
+        assert self._kept is not None
+        _logger.info("the model's weights changed: generate captures graphs again")
+        self._kept.drop()
+        del self.runner  # its memory first
+        self.runner, self._is_new = self._kept.fit(self._model, need, chunk)
+
+
+@contextmanager
+def lease(model: DeepseekV4ForCausalLM, need: Room, chunk: int | None) -> Iterator[Lease]:
+    """The kept runner, on a GPU where nobody uses it, or another one."""
+    kept = KeptRunner.of(model)
+    if not _keeps(model) or not kept.lock.acquire(blocking=False):
+        rounded = need.rounded(model.config.max_position_embeddings)
+        with new_runner(model, rounded, chunk) as runner:
+            yield Lease(runner, model)
+        return
+    try:
+        runner, is_new = kept.fit(model, need, chunk)
+        yield Lease(runner, model, kept, is_new)
+    finally:
+        kept.lock.release()
+
+
+def release(model: DeepseekV4ForCausalLM) -> None:
+    """Free the cache and the graphs that ``generate`` keeps for a model."""
+    kept = model.__dict__.get(_ATTRIBUTE)
+    if kept is not None:
+        with kept.lock:
+            kept.drop()
+
+
+@torch.inference_mode()
+def prepare(
+    model: DeepseekV4ForCausalLM, sequences: int = 1, tokens: int = _PREPARED_TOKENS
+) -> Prepared:
+    """Make what the first call of ``generate`` would: the kept runner, its graphs, first launches.
+
+    After it ``generate`` captures no graph and waits for no memory, for as many prompts and tokens,
+    greedy or with a temperature and ``top_p``. ``dsv4.load`` calls it; ``dsv4.warmup`` should have
+    compiled the kernels. A runner that is kept already is replaced.
+
+    It captures decode steps and steps of up to 512 prompt tokens, and runs one of 4096 tokens. No
+    sequence stays in the cache.
+
+    The GPU holds, until ``release``, the cache (for one sequence of 8192 tokens 0.16 GB in Flash
+    and 0.22 GB in Pro), the buffers of the graphs and those of a step of 4096 tokens;
+    ``Prepared.bytes`` has the sum.
+
+    Args:
+        model: From ``dsv4.load``, or packed.
+        sequences: Prompts of a call.
+        tokens: Most tokens of a sequence, prompt and answer; at most
+            ``max_position_embeddings`` are taken.
+
+    Returns:
+        What was done. Nothing where steps are no CUDA graphs, on a CPU for instance, and where
+        memory does not suffice or a capture fails, which a warning says: ``generate`` works there,
+        too.
+
+    Raises:
+        TypeError: if ``model`` is none, or a number is no int.
+        ValueError: if ``sequences`` is below 1 or ``tokens`` below 2.
+    """
+    if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
+        raise TypeError(f"prepare: model is {type(model).__name__}, wanted what dsv4.load gives")
+    checked_count("prepare", "sequences", sequences, 1)
+    checked_count("prepare", "tokens", tokens, 2)
+    room = Room.of_equal(sequences, min(tokens, model.config.max_position_embeddings))
+    reason = why_eager(model, sequences)
+    if reason is None and not dispatch.is_free(dispatch.AUTO):
+        reason = "a backend is asked for by name"
+    if reason is not None:
+        _logger.info("generate is not prepared, its steps run eagerly: %s", reason)
+        return Prepared(skipped=reason)
+    kept = KeptRunner.of(model)
+    with kept.lock, torch.cuda.device(model.device):
+        kept.drop()
+        return _prepared(kept, model, room)
+
+
+def _prepared(kept: KeptRunner, model: DeepseekV4ForCausalLM, room: Room) -> Prepared:
+    """Make the kept runner; a warning says why if there is none then."""
+    device = model.device
+    start, before, reason = time.perf_counter(), torch.cuda.memory_reserved(device), ""
+    try:
+        graphs = kept.make(model, room).warm_up(_VARIANTS)
+        torch.cuda.synchronize(device)
+        if not graphs:
+            reason = "a capture failed"
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+    if reason:
+        kept.drop()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        _logger.warning(
+            "generate is not prepared, for %s with %.2f of %.1f GB of the GPU free: %s; its first "
+            "call tries again",
+            *(room, free / 1e9, total / 1e9, reason),
+        )
+        return Prepared(skipped=reason)
+    grown = torch.cuda.memory_reserved(device) - before
+    done = Prepared(room, graphs, time.perf_counter() - start, grown)
+    _logger.info("generate is prepared: %s", done)
+    return done
+
+
+def _keeps(model: DeepseekV4ForCausalLM) -> bool:
+    """Whether a model keeps a runner."""
+    return model.device.type == "cuda"
+
+
+def _rounded(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _in_blocks(tokens: int) -> int:
+    return _rounded(tokens, BLOCK)
