@@ -41,7 +41,8 @@ def imports(*, inside_functions: bool) -> dict[str, set[str]]:
     for file in sources():
         own = module_name(file)
         tree = ast.parse(file.read_text())
-        for node in ast.walk(tree) if inside_functions else _outer(tree.body):
+        is_lazy = file.name == "__init__.py"  # names for type checkers, loaded when asked for
+        for node in ast.walk(tree) if inside_functions else _outer(tree.body, not is_lazy):
             if isinstance(node, ast.Import):
                 asked = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -53,12 +54,12 @@ def imports(*, inside_functions: bool) -> dict[str, set[str]]:
     return found
 
 
-def _outer(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _outer(statements: list[ast.stmt], conditional: bool) -> Iterator[ast.stmt]:
     """Statements of a module that stand in no function and no class."""
     for node in statements:
         yield node
-        if isinstance(node, ast.If):
-            yield from _outer(node.body + node.orelse)
+        if isinstance(node, ast.If) and conditional:
+            yield from _outer(node.body + node.orelse, conditional)
 
 
 def cycles(*, inside_functions: bool = False) -> list[list[str]]:
