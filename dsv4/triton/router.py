@@ -556,7 +556,8 @@ def _route(
     options = {
         "EXPERTS": experts,
         "SPLITS": partials.shape[0],
-        "STORED": partials.data_ptr() == logits.data_ptr(),
+        # From sizes, not from addresses: kernels are listed on the meta device, where all are 0.
+        "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
         "SLOTS": _launch.power_of_two(top_k),
         "num_warps": _choice_warps(block),
