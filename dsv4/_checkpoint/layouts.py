@@ -4,7 +4,7 @@
 layout                 names         what a plain model becomes
 =====================  ============  =============================================================
 ``nvidia``             DeepSeek      routed experts NVFP4; attention, shared experts and MTP as
-                                     in ``deepseek`` (specification section 11.5b)
+                                     in ``deepseek`` (specification, section 11.5.2)
 ``deepseek``           DeepSeek      routed experts MXFP4; attention, indexer q and shared experts
                                      FP8 with E8M0 scales (11.5a)
 ``transformers``       transformers  every large projection NVFP4 but ``o_a_proj`` (11.5c)

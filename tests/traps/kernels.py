@@ -8,14 +8,14 @@ KV = "tests/test_kv_cache.py::test_trap_"
 COMPRESSOR = "tests/test_compressor.py::test_trap_"
 INDEXER = "tests/test_indexer.py::test_trap_"
 ROUTER = "tests/test_router.py::test_trap_"
-SWIGLU = "tests/test_swiglu.py::test_trap_t9_against_float64"
+SWIGLU = "tests/test_swiglu.py::test_pitfall_9_against_float64"
 ATTENTION = "tests/test_attention_kernels.py::"
 SHOWN = "shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)"
 LENGTH = "    length = tl.load(cu + b + 1).to(tl.int64) - first\n"
 
 MUTANTS = (
     Mutant(
-        "T9",
+        "pitfall 9",
         "a kernel that clamps the gate from below, too",
         TRITON + "swiglu.py",
         "        gate = tl.minimum(gate, limit)\n",
@@ -23,7 +23,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "a kernel that clamps up from above alone",
         TRITON + "swiglu.py",
         "up = tl.minimum(tl.maximum(up, -limit), limit)",
@@ -31,7 +31,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T10",
+        "pitfall 10",
         "a kernel whose softplus overflows",
         TRITON + "router.py",
         "soft = _log1p(_exp_of_minus(tl.abs(logit))) + tl.maximum(logit, 0.0)",
@@ -39,7 +39,7 @@ MUTANTS = (
         ROUTER + "t10_scores_are_stable_from_minus_1000_to_1000",
     ),
     Mutant(
-        "T11",
+        "pitfall 11",
         "a kernel without the root",
         TRITON + "router.py",
         '    return tl.where(logit != logit, float("nan"), root)',
@@ -47,7 +47,7 @@ MUTANTS = (
         "tests/test_router.py::test_bias_is_for_the_selection_alone",
     ),
     Mutant(
-        "T11",
+        "pitfall 11",
         "a kernel whose bias weighs, too",
         TRITON + "router.py",
         "bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)",
@@ -55,7 +55,7 @@ MUTANTS = (
         "tests/test_router.py::test_bias_is_for_the_selection_alone",
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "a kernel that shows an entry too few",
         TRITON + "_index_choice.py",
         SHOWN,
@@ -63,7 +63,7 @@ MUTANTS = (
         INDEXER + "t13_a_decode_step_sees_every_entry",
     ),
     Mutant(
-        "T16",
+        "pitfall 16",
         "a kernel that takes a padded length",
         TRITON + "compressor.py",
         LENGTH,
@@ -71,7 +71,7 @@ MUTANTS = (
         COMPRESSOR + "t16_true_lengths",
     ),
     Mutant(
-        "T17",
+        "pitfall 17",
         "a kernel whose codes run over the RoPE dims",
         TRITON + "_entries.py",
         "tl.store(place, codes, mask=written & (column < NOPE))",
@@ -79,7 +79,7 @@ MUTANTS = (
         KV + "t17_rope_dims_hold_one_value",
     ),
     Mutant(
-        "T20",
+        "pitfall 20",
         "a kernel that attends to slot -1",
         TRITON + "attention.py",
         'logits = tl.where((slot >= 0)[None, :], logits, float("-inf"))',
@@ -87,7 +87,7 @@ MUTANTS = (
         ATTENTION + "test_equals_a_softmax",
     ),
     Mutant(
-        "T20",
+        "pitfall 20",
         "a kernel that writes slot -1",
         TRITON + "_entries.py",
         "written = (slots >= 0)[:, None]\n    column = tl.arange(0, BLOCK)[None, :]\n    if data",
@@ -96,7 +96,7 @@ MUTANTS = (
         KV + "t20_slot_minus_one_changes_nothing",
     ),
     Mutant(
-        "T22",
+        "pitfall 22",
         "a kernel that shows one entry at least",
         TRITON + "_index_choice.py",
         SHOWN,
