@@ -433,8 +433,9 @@ def producer(values: Mapping[str, Any]) -> str:
     """Who quantised the checkpoint of this config.json.
 
     Returns:
-        ``"nvidia"`` (``moe_quant_algo`` NVFP4: quant_method still says fp8, specification section
-        11.5b), ``"compressed-tensors"``, ``"modelopt"``, ``"deepseek"`` (fp8) or ``"none"``.
+        ``"nvidia"`` (``moe_quant_algo`` NVFP4: quant_method still says fp8, specification,
+        section 11.5.2), ``"compressed-tensors"``, ``"modelopt"``, ``"deepseek"`` (fp8) or
+        ``"none"``.
 
     Raises:
         ValueError: if quantization_config names a method that is none of these.

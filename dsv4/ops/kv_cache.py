@@ -129,8 +129,8 @@ def write_kv(
 
     Index keys (specification, section 6), rounded to float32 first: ``"index_fp8"`` is E4M3 with
     one scale ``2 ^ ceil(log2(max(amax, 1e-4) / 448))``; an entry with a NaN or an Inf is code 0x7F
-    and scale NaN. ``"index_mxfp4"`` is MXFP4 as ``quantize`` makes it, whose groups of 32 with a NaN or an Inf
-    have codes 0 and scale byte 255. All of them read back as NaN.
+    and scale NaN. ``"index_mxfp4"`` is MXFP4 as ``quantize`` makes it, whose groups of 32 with a
+    NaN or an Inf have codes 0 and scale byte 255. All of them read back as NaN.
 
     Args:
         pages: Where to.
