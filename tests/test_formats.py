@@ -305,7 +305,7 @@ class TestQuantizedTensor:
             quantize(torch.ones(2, 2), FP8_BLOCK, layout=formats.SWIZZLED)
 
 
-class TestTraps:
+class TestPitfalls:
     def test_pitfall_35_bytes_are_uint8_row_major_with_untransposed_scales(self, device):
         """One non-zero code: low nibble = even column, byte j of row n, scale [n][k // 16]."""
         for n, k in ((0, 0), (1, 1), (2, 17), (3, 62)):

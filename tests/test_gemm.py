@@ -190,7 +190,7 @@ class TestValues:
         assert_bitwise(got, torch.stack(each, -2), "product")
 
 
-class TestTraps:
+class TestPitfalls:
     @given(
         seed=strategies.seeds(),
         sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),

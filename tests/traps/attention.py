@@ -9,7 +9,7 @@ LAYER_TABLE = "tests/test_layers.py::test_pitfall_1_each_layer_type_has_its_own_
 TRANSFORMERS = "tests/test_layers.py::test_each_layer_equals_transformers"
 CONFIG = "tests/test_config.py::"
 ROPE = "tests/test_rope.py::"
-ATTENTION = "tests/test_attention.py::test_trap_"
+ATTENTION = "tests/test_attention.py::test_pitfall_"
 WRONG_FILE = CONFIG + "test_a_wrong_file_is_refused_by_name"
 CHUNKS = "tests/test_cache.py::test_pitfall_13_any_chunking_sees_all_it_should"
 MODEL_CHUNKS = "tests/test_model.py::test_any_chunking_is_the_same_for_the_model"
@@ -175,7 +175,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "*turn, inverse=True",
         "*turn, inverse=False",
-        ATTENTION + "t4_the_last_dims_are_turned_back",
+        ATTENTION + "4_the_last_dims_are_turned_back",
     ),
     Mutant(
         "pitfall 4",
@@ -183,7 +183,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "rope(found, *turn",
         "rope(found.to(q.dtype), *turn",
-        ATTENTION + "t4_the_turned_result_is_rounded_once",
+        ATTENTION + "4_the_turned_result_is_rounded_once",
     ),
     Mutant(
         "pitfall 4",
@@ -334,7 +334,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "if compressed is not None and compressed_slots is not None:",
         "if compressed is not None and compressed_slots is not None and tokens > 1:",
-        ATTENTION + "t13_one_token_alone_sees_what_it_sees_in_a_batch",
+        ATTENTION + "13_one_token_alone_sees_what_it_sees_in_a_batch",
     ),
     Mutant(
         "pitfall 13",
@@ -358,7 +358,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "sink = sink.view(1, -1, 1)",
         "sink = (sink * scale).view(1, -1, 1)",
-        ATTENTION + "t14_the_sink_is_not_scaled",
+        ATTENTION + "14_the_sink_is_not_scaled",
     ),
     Mutant(
         "pitfall 14",
@@ -376,7 +376,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         " + torch.exp(sink - top)",
         "",
-        ATTENTION + "t14_the_sink_is_in_the_denominator_only",
+        ATTENTION + "14_the_sink_is_in_the_denominator_only",
     ),
     Mutant(
         "pitfall 14",
@@ -404,7 +404,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "weights @ kv / total",
         "(weights @ kv + torch.exp(sink - top)) / total",
-        ATTENTION + "t14_the_sink_is_in_the_denominator_only",
+        ATTENTION + "14_the_sink_is_in_the_denominator_only",
     ),
     Mutant(
         "pitfall 14",
@@ -412,7 +412,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "sink = sink.view(1, -1, 1)",
         "sink = sink.mean().expand(q.shape[1]).reshape(1, -1, 1)",
-        ATTENTION + "t14_one_sink_per_head",
+        ATTENTION + "14_one_sink_per_head",
     ),
     Mutant(
         "pitfall 14",
@@ -420,7 +420,7 @@ MUTANTS = (
         REFERENCE + "attention.py",
         "torch.where(total == 0, 0, weights @ kv / total)",
         "weights @ kv / total",
-        ATTENTION + "t14_nothing_to_attend_to",
+        ATTENTION + "14_nothing_to_attend_to",
     ),
     Mutant(
         "pitfall 14",

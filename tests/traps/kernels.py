@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .mutant import TRITON, Mutant
 
-KV = "tests/test_kv_cache.py::test_trap_"
-COMPRESSOR = "tests/test_compressor.py::test_trap_"
-INDEXER = "tests/test_indexer.py::test_trap_"
-ROUTER = "tests/test_router.py::test_trap_"
+KV = "tests/test_kv_cache.py::test_pitfall_"
+COMPRESSOR = "tests/test_compressor.py::test_pitfall_"
+INDEXER = "tests/test_indexer.py::test_pitfall_"
+ROUTER = "tests/test_router.py::test_pitfall_"
 SWIGLU = "tests/test_swiglu.py::test_pitfall_9_against_float64"
 ATTENTION = "tests/test_attention_kernels.py::"
 SHOWN = "shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)"
@@ -36,7 +36,7 @@ MUTANTS = (
         TRITON + "router.py",
         "soft = _log1p(_exp_of_minus(tl.abs(logit))) + tl.maximum(logit, 0.0)",
         "soft = tl.log(1.0 + tl.exp(logit))",
-        ROUTER + "t10_scores_are_stable_from_minus_1000_to_1000",
+        ROUTER + "10_scores_are_stable_from_minus_1000_to_1000",
     ),
     Mutant(
         "pitfall 11",
@@ -60,7 +60,7 @@ MUTANTS = (
         TRITON + "_index_choice.py",
         SHOWN,
         SHOWN + " - 1",
-        INDEXER + "t13_a_decode_step_sees_every_entry",
+        INDEXER + "13_a_decode_step_sees_every_entry",
     ),
     Mutant(
         "pitfall 16",
@@ -68,7 +68,7 @@ MUTANTS = (
         TRITON + "compressor.py",
         LENGTH,
         LENGTH + "    length = (length + 3) // 4 * 4\n",
-        COMPRESSOR + "t16_true_lengths",
+        COMPRESSOR + "16_true_lengths",
     ),
     Mutant(
         "pitfall 17",
@@ -76,7 +76,7 @@ MUTANTS = (
         TRITON + "_entries.py",
         "tl.store(place, codes, mask=written & (column < NOPE))",
         "tl.store(place, codes, mask=written & (column < NOPE + 1))",
-        KV + "t17_rope_dims_hold_one_value",
+        KV + "17_rope_dims_hold_one_value",
     ),
     Mutant(
         "pitfall 20",
@@ -93,7 +93,7 @@ MUTANTS = (
         "written = (slots >= 0)[:, None]\n    column = tl.arange(0, BLOCK)[None, :]\n    if data",
         "slots = tl.maximum(slots, 0)\n    written = (slots >= 0)[:, None]\n"
         "    column = tl.arange(0, BLOCK)[None, :]\n    if data",
-        KV + "t20_slot_minus_one_changes_nothing",
+        KV + "20_slot_minus_one_changes_nothing",
     ),
     Mutant(
         "pitfall 22",
@@ -101,6 +101,6 @@ MUTANTS = (
         TRITON + "_index_choice.py",
         SHOWN,
         "shown = tl.maximum(tl.minimum(tl.load(visible + token), capacity), 1).to(tl.int32)",
-        INDEXER + "t22_nothing_visible",
+        INDEXER + "22_nothing_visible",
     ),
 )

@@ -7,8 +7,8 @@ from .mutant import LAYERS, REFERENCE, Mutant
 QUANTISED = "tests/test_quantized_layers.py::"
 PACKED = "tests/test_packed_layers.py::TestJoint::"
 FORMATS = "tests/test_formats.py::"
-FORMAT_TRAPS = FORMATS + "TestTraps::test_trap_"
-GEMM = "tests/test_gemm.py::TestTraps::test_trap_"
+FORMAT_PITFALLS = FORMATS + "TestPitfalls::test_pitfall_"
+GEMM = "tests/test_gemm.py::TestPitfalls::test_pitfall_"
 GROUPED = "tests/test_grouped_gemm.py::TestValues::"
 NVFP4 = "tests/test_quantize.py::TestNvfp4::"
 ZERO_BLOCKS = NVFP4 + "test_pitfall_30_zero_blocks_and_the_ends_of_the_range"
@@ -37,7 +37,7 @@ MUTANTS = (
         "dsv4/formats.py",
         "return (scale if scale.dim() else scale.reshape(1)).reciprocal()",
         "return scale if scale.dim() else scale.reshape(1)",
-        FORMAT_TRAPS + "t25_compressed_tensors_scale_is_a_reciprocal",
+        FORMAT_PITFALLS + "25_compressed_tensors_scale_is_a_reciprocal",
     ),
     Mutant(
         "pitfall 25",
@@ -45,7 +45,7 @@ MUTANTS = (
         "dsv4/formats.py",
         "    inverted = invert_global_scale(global_scale)\n",
         "    inverted = global_scale\n",
-        GEMM + "t25_a_reciprocal_scale_is_seen_in_the_product",
+        GEMM + "25_a_reciprocal_scale_is_seen_in_the_product",
     ),
     Mutant(
         "pitfall 25",
@@ -53,7 +53,7 @@ MUTANTS = (
         "dsv4/formats.py",
         "    if not scale.is_meta:\n        check_positive(",
         "    if False:\n        check_positive(",
-        FORMAT_TRAPS + "t25_a_reciprocal_that_cannot_be_inverted_is_an_error",
+        FORMAT_PITFALLS + "25_a_reciprocal_that_cannot_be_inverted_is_an_error",
     ),
     Mutant(
         "pitfall 25",
@@ -217,7 +217,7 @@ MUTANTS = (
         REFERENCE + "gemm.py",
         "row = formats.expand_segments(global_scale, segments, codes.shape[0]).to(compute)",
         "row = global_scale.amax().expand(codes.shape[0]).to(compute)",
-        GEMM + "t28_a_fused_matrix_keeps_both_global_scales",
+        GEMM + "28_a_fused_matrix_keeps_both_global_scales",
     ),
     Mutant(
         "pitfall 28",
@@ -249,7 +249,7 @@ MUTANTS = (
         REFERENCE + "gemm.py",
         "    weight = operand(codes, scales, format, layout, compute)\n    row = None\n",
         FOLD + "    weight = operand(codes, scales, format, layout, compute)\n    row = None\n",
-        GEMM + "t29_the_global_scale_multiplies_the_sum",
+        GEMM + "29_the_global_scale_multiplies_the_sum",
     ),
     Mutant(
         "pitfall 29",
@@ -265,7 +265,7 @@ MUTANTS = (
         REFERENCE + "quantize.py",
         "    values = operand(codes, scales, format, layout, compute)\n    if global_scale",
         FOLD + "    values = operand(codes, scales, format, layout, compute)\n    if global_scale",
-        FORMAT_TRAPS + "t29_global_scale_is_not_folded_into_block_scales",
+        FORMAT_PITFALLS + "29_global_scale_is_not_folded_into_block_scales",
     ),
     Mutant(
         "pitfall 30",
@@ -353,7 +353,7 @@ MUTANTS = (
         "dsv4/scales.py",
         "    return padded[..., :rows, :columns].contiguous().view(swizzled.dtype)",
         "    return padded[..., -rows:, -columns:].contiguous().view(swizzled.dtype)",
-        GEMM + "t31_padding_of_swizzled_scales_does_not_reach_the_product",
+        GEMM + "31_padding_of_swizzled_scales_does_not_reach_the_product",
     ),
     Mutant(
         "pitfall 32",
@@ -491,7 +491,7 @@ MUTANTS = (
         "dsv4/elements.py",
         "return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)",
         "return torch.stack((packed >> 4, packed & 15), -1).flatten(-2)",
-        FORMAT_TRAPS + "t35_bytes_are_uint8_row_major_with_untransposed_scales",
+        FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",
     ),
     Mutant(
         "pitfall 35",
@@ -507,7 +507,7 @@ MUTANTS = (
         "dsv4/formats.py",
         "if q.codes.dtype != q.format.codes_dtype:",
         "if q.codes.element_size() != 1:",
-        FORMAT_TRAPS + "t35_bytes_are_uint8_row_major_with_untransposed_scales",
+        FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",
     ),
     Mutant(
         "pitfall 35",
@@ -515,7 +515,7 @@ MUTANTS = (
         "dsv4/formats.py",
         "if tuple(q.scales.shape) != wanted_shape:",
         "if q.scales.numel() != torch.Size(wanted_shape).numel():",
-        FORMAT_TRAPS + "t35_bytes_are_uint8_row_major_with_untransposed_scales",
+        FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",
     ),
     Mutant(
         "pitfall 35",
@@ -525,7 +525,7 @@ MUTANTS = (
         "wide = scales_to_float(scales).to(dtype)\n"
         "    wide = wide.transpose(-1, -2).reshape(wide.shape)\n"
         "    return (blocks * wide[..., None]).flatten(-2)",
-        FORMAT_TRAPS + "t35_bytes_are_uint8_row_major_with_untransposed_scales",
+        FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",
     ),
     Mutant(
         "pitfall 35",

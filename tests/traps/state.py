@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .mutant import LAYERS, REFERENCE, Mutant
 
-KV = "tests/test_kv_cache.py::test_trap_"
-CACHE = "tests/test_cache.py::test_trap_"
-COMPRESSOR = "tests/test_compressor.py::test_trap_"
-INDEXER = "tests/test_indexer.py::test_trap_"
+KV = "tests/test_kv_cache.py::test_pitfall_"
+CACHE = "tests/test_cache.py::test_pitfall_"
+COMPRESSOR = "tests/test_compressor.py::test_pitfall_"
+INDEXER = "tests/test_indexer.py::test_pitfall_"
 FORK = "tests/test_page_pools.py::test_pitfall_15_every_accepted_prefix_of_a_guess_is_serial"
 ATOMIC = "tests/test_steps_atomic.py::test_failures_at_every_place_leave_nothing"
 TWICE = "tests/test_compressor.py::test_one_token_can_be_taken_twice"
@@ -15,7 +15,7 @@ FORMULA = "tests/test_layers.py::test_pitfalls_1_2_3_4_5_6_13_14_attention_is_it
 PROMPTS = "tests/test_serving_prompts.py::test_"
 BEHIND = "tests/test_triton_compile.py::test_pitfall_18_state_is_read_and_written_behind_the_wait"
 COMPILES = "::test_compiles_without_spills_and_with_the_expected_products"
-APE = COMPRESSOR + "t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half"
+APE = COMPRESSOR + "41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half"
 SLOT = "return torch.where(inside, page * page_size + entry % page_size, -1)"
 HALVES = (
     "    kv = torch.cat((source.kv[:, :width][rows], kv[..., width:]), dim=1)\n"
@@ -145,7 +145,7 @@ MUTANTS = (
         REFERENCE + "compressor.py",
         "end=starts + cu.diff()",
         "end=starts + (cu.diff() + ape.shape[0] - 1) // ape.shape[0] * ape.shape[0]",
-        COMPRESSOR + "t16_true_lengths",
+        COMPRESSOR + "16_true_lengths",
     ),
     Mutant(
         "pitfall 16",
@@ -153,7 +153,7 @@ MUTANTS = (
         REFERENCE + "compressor.py",
         "end=starts + cu.diff()",
         "end=starts + cu.diff().amax()",
-        COMPRESSOR + "t16_true_lengths",
+        COMPRESSOR + "16_true_lengths",
     ),
     Mutant(
         "pitfall 17",
@@ -161,7 +161,7 @@ MUTANTS = (
         REFERENCE + "kv_cache.py",
         "_bfloat16(rope).contiguous()",
         "_bfloat16(rope.to(torch.float8_e4m3fn).to(rope.dtype)).contiguous()",
-        KV + "t17_rope_dims_hold_one_value",
+        KV + "17_rope_dims_hold_one_value",
     ),
     Mutant(
         "pitfall 17",
@@ -170,7 +170,7 @@ MUTANTS = (
         "    data[page, column] = rows\n",
         "    data[page, column] = rows\n"
         "    data[page, column[:, layout.nope_dim : layout.nope_dim + 1]] = 0x42\n",
-        KV + "t17_rope_dims_hold_one_value",
+        KV + "17_rope_dims_hold_one_value",
     ),
     Mutant(
         "pitfall 19",
@@ -179,7 +179,7 @@ MUTANTS = (
         'begin: after all data of the page."""\n'
         "        return page_size * self.data_bytes + entry * self.scale_bytes",
         'begin: after all data of the page."""\n        return entry * 584 + 576',
-        KV + "t19_page_geometry",
+        KV + "19_page_geometry",
     ),
     Mutant(
         "pitfall 19",
@@ -187,7 +187,7 @@ MUTANTS = (
         REFERENCE + "kv_cache.py",
         "after_data + entry.unsqueeze(-1) * layout.scale_bytes + scale",
         "(entry.unsqueeze(-1) + 1) * layout.data_bytes + scale",
-        KV + "t19_scales_after_all_data_of_the_page",
+        KV + "19_scales_after_all_data_of_the_page",
     ),
     Mutant(
         "pitfall 19",
@@ -195,7 +195,7 @@ MUTANTS = (
         "dsv4/pages.py",
         "return -(-used // self.data_bytes) * self.data_bytes",
         "return used",
-        KV + "t19_page_geometry",
+        KV + "19_page_geometry",
     ),
     Mutant(
         "pitfall 19",
@@ -203,7 +203,7 @@ MUTANTS = (
         "dsv4/pages.py",
         "return -(-self.groups // 8) * 8",
         "return self.groups",
-        KV + "t19_page_geometry",
+        KV + "19_page_geometry",
     ),
     Mutant(
         "pitfall 19",
@@ -213,7 +213,7 @@ MUTANTS = (
         "    width = layout.page_bytes(page_size)\n"
         "    flat = (page.unsqueeze(-1) * width + column).to(torch.int32).long()\n"
         "    return flat // width, flat % width",
-        KV + "t19_offsets_past_two_gigabytes",
+        KV + "19_offsets_past_two_gigabytes",
     ),
     Mutant(
         "pitfall 20",
@@ -221,7 +221,7 @@ MUTANTS = (
         REFERENCE + "_scatter.py",
         "    keep = index >= 0\n",
         "    keep = index >= -1\n",
-        KV + "t20_slot_minus_one_changes_nothing",
+        KV + "20_slot_minus_one_changes_nothing",
     ),
     Mutant(
         "pitfall 20",
@@ -229,7 +229,7 @@ MUTANTS = (
         REFERENCE + "_scatter.py",
         "    keep = index >= 0\n",
         "    index = index.clamp(min=0)\n    keep = index >= 0\n",
-        KV + "t20_slot_minus_one_changes_nothing",
+        KV + "20_slot_minus_one_changes_nothing",
     ),
     Mutant(
         "pitfall 20",
@@ -237,7 +237,7 @@ MUTANTS = (
         REFERENCE + "kv_cache.py",
         "return out.masked_fill((slots < 0).unsqueeze(-1), 0)",
         "return out",
-        KV + "t20_slot_minus_one_changes_nothing",
+        KV + "20_slot_minus_one_changes_nothing",
     ),
     Mutant(
         "pitfall 20",
@@ -253,7 +253,7 @@ MUTANTS = (
         REFERENCE + "slots.py",
         SLOT,
         "return page * page_size + entry % page_size",
-        CACHE + "t20_padding_passes_through_as_minus_one",
+        CACHE + "20_padding_passes_through_as_minus_one",
     ),
     Mutant(
         "pitfall 20",
@@ -261,7 +261,7 @@ MUTANTS = (
         REFERENCE + "slots.py",
         SLOT,
         SLOT.replace("page * page_size", "page.int() * page_size"),
-        CACHE + "t20_slots_do_not_wrap_at_32_bits",
+        CACHE + "20_slots_do_not_wrap_at_32_bits",
     ),
     Mutant(
         "pitfall 21",
@@ -271,7 +271,7 @@ MUTANTS = (
         "    wide = compute_dtype(q, weights)\n    if bool((visible <= k).all()):\n"
         "        e = torch.arange(k, device=q.device)\n"
         "        return torch.where(e < visible.unsqueeze(-1), e, -1)\n",
-        INDEXER + "t21_selecting_all_still_scores",
+        INDEXER + "21_selecting_all_still_scores",
     ),
     Mutant(
         "pitfall 22",
@@ -279,7 +279,7 @@ MUTANTS = (
         REFERENCE + "indexer.py",
         "ids = torch.where(ids < visible[part].unsqueeze(-1), ids, capacity)",
         "ids = torch.where(ids < visible[part].clamp(min=1).unsqueeze(-1), ids, capacity)",
-        INDEXER + "t22_nothing_visible",
+        INDEXER + "22_nothing_visible",
     ),
     Mutant(
         "pitfall 22",
@@ -287,7 +287,7 @@ MUTANTS = (
         REFERENCE + "compressor.py",
         "torch.where(cu.diff() > 0, sequences.to(torch.int64), -1)",
         "sequences.to(torch.int64)",
-        COMPRESSOR + "t22_all_lengths_zero",
+        COMPRESSOR + "22_all_lengths_zero",
     ),
     Mutant(
         "pitfall 41",
