@@ -1,6 +1,6 @@
 """Reading and writing the fields of a config.json, for ``dsv4.config``.
 
-Four producers write them (specification sections 1, 10 and 11.5). Every field of a file is either
+Four producers write them (specification, sections 1, 10 and 11.5). Every field of a file is either
 read, checked against the one value that is implemented, known to have no effect here, or judged by
 its name (``dsv4._config_fields``). A file may be damaged or hostile: types are checked before
 values are used, and lengths before a schedule is made of a count.
@@ -340,7 +340,7 @@ def _yarn_types(table: Mapping[str, Any]) -> list[str]:
 
 
 def _yarn_extras(table: Mapping[str, Any]) -> list[str]:
-    """Fields that would change the amplitude, which this model never scales (trap T2)."""
+    """Fields that would change the amplitude, which this model never scales (pitfall 2)."""
     problems = []
     factor, truncate = table.get("attention_factor"), table.get("truncate")
     if factor is not None and (isinstance(factor, bool) or factor != 1.0):
@@ -433,8 +433,9 @@ def producer(values: Mapping[str, Any]) -> str:
     """Who quantised the checkpoint of this config.json.
 
     Returns:
-        ``"nvidia"`` (``moe_quant_algo`` NVFP4: quant_method still says fp8, specification section
-        11.5b), ``"compressed-tensors"``, ``"modelopt"``, ``"deepseek"`` (fp8) or ``"none"``.
+        ``"nvidia"`` (``moe_quant_algo`` NVFP4: quant_method still says fp8, specification,
+        section 11.5.2), ``"compressed-tensors"``, ``"modelopt"``, ``"deepseek"`` (fp8) or
+        ``"none"``.
 
     Raises:
         ValueError: if quantization_config names a method that is none of these.

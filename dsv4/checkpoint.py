@@ -1,7 +1,7 @@
 """Reading and writing DeepSeek-V4 checkpoints.
 
 ``load`` builds a model from a folder: NVIDIA's NVFP4, ModelOpt's exports, compressed-tensors
-(llm-compressor), AMD Quark's NVFP4, DeepSeek's MXFP4 and FP8, or plain weights (specification
+(llm-compressor), AMD Quark's NVFP4, DeepSeek's MXFP4 and FP8, or plain weights (specification,
 section 11.5), with DeepSeek's names, transformers' or a mixture. ``save`` writes five layouts.
 ``Checkpoint`` gives the tensors one by one, ``fill`` puts them into any module tree with
 transformers' names, and ``write`` makes a checkpoint of any size from a stream.
@@ -234,7 +234,7 @@ def fill(
         dtype: Dtype of plain floating tensors, or its name; None keeps the checkpoint's (bfloat16
             for what is dequantised). Tensors that are float32 by definition are never narrower, and
             weights of norms never narrower than stored.
-        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (trap T26).
+        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26).
         mxfp4: As for ``load``.
         pack: As for ``load``. Each layer is packed as soon as it has its weight.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;

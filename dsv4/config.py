@@ -1,7 +1,7 @@
 """The model's configuration, read from the config.json of any DeepSeek-V4 checkpoint.
 
 ``ModelConfig`` uses the attribute names of transformers' ``DeepseekV4Config`` wherever one exists,
-so layers accept either. The values and their meaning are in specification section 1.
+so layers accept either. The values and their meaning are in specification, section 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ACTIVATIONS = ("bf16", "nvfp4")
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """One rotary table: base, width and, for compressed layers, YaRN (specification section 4.3).
+    """One rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
 
     Attributes:
         theta: Base of the geometric sequence of frequencies.
@@ -86,7 +86,7 @@ class RopeParameters:
         return [f * (1 - r) + f / self.factor * r for f, r in zip(plain, ramp, strict=True)]
 
     def inv_freq(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The frequencies as a float32 table, ``[R/2]``; no amplitude factor belongs to it (T2).
+        """The frequencies as a float32 table, ``[R/2]``, without an amplitude (pitfall 2).
 
         Computed in float32 on the CPU, step by step as the published code does: the models were
         trained with that table, whose last bit is worth hundredths of a radian at position 2^20.
@@ -129,7 +129,7 @@ class ModelConfig:
     ``"nvfp4"``.
 
     ``layer_types`` and ``mlp_layer_types`` have no default, because a wrong schedule runs and
-    talks nonsense (trap D2). ``swiglu_limit`` None means no clamp.
+    talks nonsense (pitfall 42). ``swiglu_limit`` None means no clamp.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -263,11 +263,11 @@ class ModelConfig:
         """The configuration a parsed config.json describes, whichever tool wrote it.
 
         Reads the fields of DeepSeek's, NVIDIA's, compressed-tensors' and transformers' files
-        (specification sections 1, 10 and 11.5).
+        (specification, sections 1, 10 and 11.5).
 
         Raises:
             ValueError: naming every missing, unknown or contradictory field at once. A file
-                without a layer schedule is an error: there is no default one (trap D2).
+                without a layer schedule is an error: there is no default one (pitfall 42).
         """
         found = _config_file.parse(values)
         for name in ("rope_main", "rope_compress"):
@@ -322,13 +322,13 @@ class ModelConfig:
 
     @classmethod
     def pro(cls, **changes: Any) -> ModelConfig:
-        """DeepSeek-V4-Pro (specification section 1)."""
+        """DeepSeek-V4-Pro (specification, section 1)."""
         types = (HCA, HCA, *((CSA, HCA) * 30))[:61]
         return _published(cls, types).replace(**{**_PRO, **changes})
 
     @classmethod
     def flash(cls, **changes: Any) -> ModelConfig:
-        """DeepSeek-V4-Flash (specification section 1)."""
+        """DeepSeek-V4-Flash (specification, section 1)."""
         types = (SLIDING, SLIDING, *((CSA, HCA) * 21))[:43]
         return _published(cls, types).replace(**changes)
 
@@ -397,7 +397,7 @@ class ModelConfig:
         return self.compress_rates.get(self.layer_type(layer_idx), 0)
 
     def rope(self, layer_idx: int) -> RopeParameters:
-        """The layer's rotary table: plain for sliding-window layers and MTP, else YaRN (T1)."""
+        """The layer's rotary table: plain for sliding layers and MTP, else YaRN (pitfall 1)."""
         return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main
 
     def is_hash(self, layer_idx: int) -> bool:

@@ -1,7 +1,7 @@
 """E2M1 codes: packing, rounding, and the move from E8M0 to E4M3 block scales.
 
 Written with comparisons and integer arithmetic only, so that every device gives the same bits and
-nothing is copied to the device (no lookup table). Specification section 11.1.
+nothing is copied to the device (no lookup table). Specification, section 11.1.
 """
 
 from __future__ import annotations

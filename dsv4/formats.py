@@ -5,7 +5,7 @@ global scale (``QuantizedTensor``). Scales always **multiply**::
 
     value = code * block scale * global scale
 
-Scale values and layouts are in ``dsv4.scales``. Formulas: specification section 11.
+Scale values and layouts are in ``dsv4.scales``. Formulas: specification, section 11.
 """
 
 from __future__ import annotations
@@ -450,7 +450,7 @@ def from_compressed_tensors(
 ) -> QuantizedTensor:
     """A compressed-tensors NVFP4 matrix with its global scale turned to multiply.
 
-    compressed-tensors stores ``2688 / amax`` and divides by it (specification section 11.4); here
+    compressed-tensors stores ``2688 / amax`` and divides by it (specification, section 11.4); here
     the scale multiplies, so it is inverted in float32, once. ``input_global_scale`` needs the same
     (``invert_global_scale``).
 
@@ -527,7 +527,7 @@ def mxfp4_to_nvfp4(q: QuantizedTensor) -> tuple[QuantizedTensor, Conversion]:
 
     With kmax the largest exponent of a matrix's blocks that hold a non-zero code, the global scale
     is 2^(kmax-8) and each block of 32 becomes two of 16 with block scale 2^(k-kmax+8)
-    (specification section 11.5). E4M3 holds the powers 2^-9 to 2^8, so blocks with k < kmax - 17
+    (specification, section 11.5). E4M3 holds the powers 2^-9 to 2^8, so blocks with k < kmax - 17
     are rounded to nearest even at scale 2^-9, and those that changed are named in the report;
     nothing is clipped. Blocks of zeros get a scale in that range and stay zero, sign included. A
     NaN scale (byte 255) becomes a NaN scale.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class DeepseekV4Model(nn.Module):
-    """Embedding, layers, head collapse and final norm (specification section 2)."""
+    """Embedding, layers, head collapse and final norm (specification, section 2)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -147,7 +147,10 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.logits(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., H]`` to ``[..., vocab]``: in float32 with DeepSeek's numerics (section 2)."""
+        """``[..., H]`` to ``[..., vocab]``, float32 in DeepSeek's numerics.
+
+        Specification, section 2, step 5.
+        """
         if self.config.numerics == "transformers":
             return self.lm_head(hidden)
         return self.lm_head(hidden, torch.promote_types(hidden.dtype, torch.float32))
@@ -155,7 +158,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def draft(
         self, next_ids: torch.Tensor, streams: torch.Tensor, layer: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the multi-token-prediction layer expects after the next token (section 9).
+        """Draft the token after the next with an MTP layer (specification, section 9).
 
         Args:
             next_ids: ``[B, S]``, the token that follows each position.

@@ -25,7 +25,7 @@ FP4_GROUP = 32  # dims of an index key that share one E8M0 scale
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """Where the bytes of an ``"fp8"`` entry lie (specification section 7, for any dimensions).
+    """Where the bytes of an ``"fp8"`` entry lie (specification, section 7, for any dimensions).
 
     A page holds first the data of all its entries, then the scales of all its entries, then
     padding up to a multiple of ``data_bytes``.
@@ -74,7 +74,7 @@ class EntryLayout:
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Where the bytes of a compact index key lie (specification section 6).
+    """Where the bytes of a compact index key lie (specification, section 6).
 
     A page holds first the codes of all its entries, then the scales of all its entries.
 

@@ -41,7 +41,7 @@ def swizzled_size(rows: int, columns: int) -> int:
 
 
 def scale_offset(row: int, column: int, columns: int) -> int:
-    """Offset of scale ``[row][column]`` in the swizzled form (specification section 11.3).
+    """Offset of scale ``[row][column]`` in the swizzled form (specification, section 11.3).
 
     Args:
         row: m.

@@ -122,7 +122,7 @@ def test_float32_is_within_its_budget(device, seed, dtype, magnitude):
 
 
 @given(seeds(), st.sampled_from([0, 2, 8, 14, 32]), st.integers(0, 4))
-def test_trap_t4_the_last_dims_are_turned_back(device, seed, turned, tokens):
+def test_pitfall_4_the_last_dims_are_turned_back(device, seed, turned, tokens):
     """As complex numbers times exp(-i angle); the dims before them keep their bits."""
     case = Case(seed, tokens, device=device)
     cos, sin = angles(seed, tokens, turned // 2, device, F64)
@@ -136,7 +136,7 @@ def test_trap_t4_the_last_dims_are_turned_back(device, seed, turned, tokens):
 
 
 @given(seeds(), st.sampled_from([torch.bfloat16, torch.float32]))
-def test_trap_t4_the_turned_result_is_rounded_once(device, seed, table_dtype):
+def test_pitfall_4_the_turned_result_is_rounded_once(device, seed, table_dtype):
     """Within half a unit of the last place of the float64 result; float32's errors are below."""
     case = Case(seed, 4, device=device, dtype=torch.bfloat16)
     cos, sin = angles(seed, 4, 4, device, table_dtype)
@@ -268,7 +268,7 @@ def test_large_logits_do_not_overflow(device):
 
 
 @given(seeds(), st.floats(0.01, 3), st.floats(-3, 3))
-def test_trap_t14_the_sink_is_not_scaled(device, seed, scale, sink):
+def test_pitfall_14_the_sink_is_not_scaled(device, seed, scale, sink):
     """With q = 0 all logits are 0: o = sum v / (n + exp(sink)), whatever the scale."""
     case = Case(seed, 2, (5, 4), device=device)
     sinks = torch.tensor([sink, 0.0, -sink], device=device)
@@ -281,7 +281,7 @@ def test_trap_t14_the_sink_is_not_scaled(device, seed, scale, sink):
 
 
 @given(seeds())
-def test_trap_t14_the_sink_is_in_the_denominator_only(device, seed):
+def test_pitfall_14_the_sink_is_in_the_denominator_only(device, seed):
     """A sink multiplies the plain softmax by 1 - its own share, and adds no value."""
     case = Case(seed, 3, (5, 4), device=device)
     plain = case.run(sink=torch.full((3,), -torch.inf, device=device))
@@ -296,7 +296,7 @@ def test_trap_t14_the_sink_is_in_the_denominator_only(device, seed):
 
 
 @given(seeds(), st.integers(0, 2), st.floats(0.5, 3))
-def test_trap_t14_one_sink_per_head(device, seed, head, change):
+def test_pitfall_14_one_sink_per_head(device, seed, head, change):
     case = Case(seed, 2, (5, 4), device=device)
     case.slots[0][:, 0] = 1
     expected = case.run()
@@ -309,7 +309,7 @@ def test_trap_t14_one_sink_per_head(device, seed, head, change):
 
 
 @pytest.mark.parametrize("widths", [(0, 0), (3, 2), (3, 0)])
-def test_trap_t14_nothing_to_attend_to(device, widths):
+def test_pitfall_14_nothing_to_attend_to(device, widths):
     """The sink takes everything; with sink -inf too the result is defined as 0, not 0 / 0."""
     case = Case(0, 2, widths, device=device)
     for slots in case.slots:
@@ -319,7 +319,7 @@ def test_trap_t14_nothing_to_attend_to(device, widths):
 
 
 @given(seeds())
-def test_trap_t13_one_token_alone_sees_what_it_sees_in_a_batch(device, seed):
+def test_pitfall_13_one_token_alone_sees_what_it_sees_in_a_batch(device, seed):
     case = Case(seed, 4, (5, 4), device=device)
     together = case.run()
     for t in range(4):
@@ -337,7 +337,7 @@ def test_trap_t13_one_token_alone_sees_what_it_sees_in_a_batch(device, seed):
 
 
 @given(seeds(), formats)
-def test_trap_t20_minus_one_is_not_the_last_entry(device, seed, entry_format):
+def test_pitfall_20_minus_one_is_not_the_last_entry(device, seed, entry_format):
     case = Case(seed, 2, (4, 3), (entry_format, entry_format), device)
     for slots in case.slots:
         slots[:, 1:] = -1

@@ -111,7 +111,7 @@ def test_compressed_slots_are_distinct_and_match(device, visible, index):
     assert all(0 <= s < layer.compressed.num_slots for s in seen)
 
 
-def test_trap_t20_padding_passes_through_as_minus_one(device):
+def test_pitfall_20_padding_passes_through_as_minus_one(device):
     cache = make(device=device)
     one, none = tensor([0, -1, -1], device), tensor([-1, 3, -1], device)
     for slots in (
@@ -129,7 +129,7 @@ def test_trap_t20_padding_passes_through_as_minus_one(device):
 
 
 @given(st.integers(0, 2**40))
-def test_trap_t20_slots_do_not_wrap_at_32_bits(position):
+def test_pitfall_20_slots_do_not_wrap_at_32_bits(position):
     """A table whose pages lie past 2^31 entries; int32 arguments."""
     cache = make()
     far = 2**33
@@ -143,7 +143,7 @@ def test_trap_t20_slots_do_not_wrap_at_32_bits(position):
 
 
 def test_page_sizes_are_the_published_ones():
-    """64 entries per page at ratio 4, 2 at ratio 128, bytes as in specification section 7."""
+    """64 entries per page at ratio 4, 2 at ratio 128, bytes as in specification, section 7."""
     config = ModelConfig.flash(
         num_hidden_layers=4,
         layer_types=(SLIDING, SLIDING, CSA, HCA),
@@ -237,7 +237,7 @@ def cut(layer: Layer, data: list[torch.Tensor]) -> list[torch.Tensor]:
 )
 @example(1, 0, [1] * 12, 0)  # every third step has one token in all
 @example(2, 0, [1] * 12, 2)
-def test_trap_t13_any_chunking_sees_what_the_specification_says(device, index, seed, chunks, idle):
+def test_pitfall_13_any_chunking_sees_all_it_should(device, index, seed, chunks, idle):
     """Prefill, chunks and decode steps of one token, with a neighbour and padding in the batch.
 
     90 tokens pass the end of the ring of 64 entries.

@@ -80,7 +80,7 @@ def test_values_do_not_depend_on_the_device(tmp_path, device, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mtp_is_not_dropped(tmp_path, layout):
-    """T36: every MTP tensor of the model is in the file and comes back."""
+    """Pitfall 36: every MTP tensor of the model is in the file and comes back."""
     model = make_model()
     save(model, tmp_path, layout=layout, plain=("mtp.*",), plain_dtype=None)
     loaded = load(tmp_path, progress=False)

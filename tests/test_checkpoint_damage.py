@@ -93,7 +93,7 @@ DAMAGE = {
     "missing scales": (_drop(W1 + ".weight_scale"), "needs one tensor of block scales"),
     "missing fp8 scales": (_drop("layers.1.attn.wq_a.scale"), "needs one tensor of block scales"),
     "missing global": (_drop(W1 + ".weight_scale_2"), "is nvfp4 but has no weight_scale_2"),
-    "missing input_scale (T26)": (
+    "missing input_scale (pitfall 26)": (
         _drop(W1 + ".input_scale", "layers.2.ffn.experts.3.w2.input_scale"),
         r"(?s)2 problems.*layers\.0\.ffn\.experts\.1\.w1\.input_scale is missing"
         r".*layers\.2\.ffn\.experts\.3\.w2\.input_scale is missing",
@@ -111,7 +111,7 @@ DAMAGE = {
         _replace(W1 + ".weight_scale", torch.ones(32, 5).to(E4M3)),
         r"w1\.weight_scale \(F8_E4M3 \[32, 5\]\): wanted shape \[32, 4\]",
     ),
-    "transposed scales (T35)": (
+    "transposed scales (pitfall 35)": (
         _replace(W1 + ".weight_scale", torch.ones(4, 32).to(E4M3)),
         r"wanted shape \[32, 4\]",
     ),

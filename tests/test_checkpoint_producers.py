@@ -31,7 +31,7 @@ from dsv4.ops.quantize import dequantize, quantize
 
 
 def test_reciprocal_global_scales_are_inverted(tmp_path):
-    """T25: compressed-tensors stores 2688/amax; both scales multiply in memory."""
+    """Pitfall 25: compressed-tensors stores 2688/amax; both scales multiply in memory."""
     model = make_model()
     for layer in model.model.layers:
         quantize_apart(layer.mlp.experts)
@@ -90,7 +90,7 @@ def test_uncalibrated_experts_take_the_largest_scale(tmp_path):
 
 
 def test_gate_and_up_use_the_larger_input_scale(tmp_path):
-    """T27: the smaller one would clip the other's range."""
+    """Pitfall 27: the smaller one would clip the other's range."""
     folder = calibrated(tmp_path)
 
     def change(tensors):
@@ -118,7 +118,7 @@ def test_a_range_of_experts_takes_its_own_input_scales(tmp_path):
 
 
 def test_every_e8m0_byte_survives(tmp_path):
-    """T33: viewed, never cast. A cast of 2^-7 to uint8 gives 0 instead of 120."""
+    """Pitfall 33: viewed, never cast. A cast of 2^-7 to uint8 gives 0 instead of 120."""
     codes = torch.randint(0, 256, (255, 16), dtype=torch.uint8)
     scales = torch.arange(255, dtype=torch.uint8).reshape(255, 1).view(torch.float8_e8m0fnu)
 
@@ -144,7 +144,7 @@ def test_every_e8m0_byte_survives(tmp_path):
 
 
 def test_packed_codes_stay_bytes(tmp_path):
-    """T35: uint8 in, uint8 out; low nibble = even column; I8 of MXFP4 is viewed."""
+    """Pitfall 35: uint8 in, uint8 out; low nibble = even column; I8 of MXFP4 is viewed."""
     codes = torch.full((1, 16), 0x21, dtype=torch.uint8)
     codes[0, 1] = 0xF9  # negative: an int8 byte below zero
     scales = torch.full((1, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)

@@ -38,7 +38,7 @@ kinds = st.sampled_from(KINDS)
 def naive(
     kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, overlap: bool
 ) -> list[list[float]]:
-    """Entries of one sequence from position 0, by specification section 5.2, loop by loop."""
+    """Entries of one sequence from position 0, by specification, section 5.2, loop by loop."""
     kv, score, ape = kv.double(), score.double(), ape.double()
     m, d = ape.shape[0], ape.shape[1] // (2 if overlap else 1)
     entries = []
@@ -365,7 +365,7 @@ def test_float32_is_within_its_budget(device, kind, seed, dtype):
 
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("kind", [(4, True), (128, False)])
-def test_trap_t3_position_is_the_first_token_of_the_window(device, kind, dtype):
+def test_pitfall_3_position_is_the_first_token_of_the_window(device, kind, dtype):
     """m * w: neither the entry number nor the last token, whatever the start."""
     ratio, overlap = kind
     kv, score, ape = inputs(0, 3 * ratio, ratio, overlap, 1, device, dtype)
@@ -388,7 +388,7 @@ def test_trap_t3_position_is_the_first_token_of_the_window(device, kind, dtype):
 
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("prompt", [3, 4, 5, 7, 8, 9])
-def test_trap_t16_true_lengths(device, prompt, dtype):
+def test_pitfall_16_true_lengths(device, prompt, dtype):
     """A prompt batched with longer ones, or followed by padding, equals the prompt alone."""
     kv, score, ape = inputs(3, 16, 4, True, 2, device, dtype)
     expected = naive(kv[:prompt], score[:prompt], ape, True)
@@ -420,7 +420,7 @@ def test_trap_t16_true_lengths(device, prompt, dtype):
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_trap_t22_all_lengths_zero(device, dtype):
+def test_pitfall_22_all_lengths_zero(device, dtype):
     """No token at all, or token rows that belong to nobody: nothing comes out, nothing changes."""
     for ratio, overlap in KINDS:
         _, _, ape = inputs(0, 0, ratio, overlap, 2, device, dtype)
@@ -441,7 +441,7 @@ def test_trap_t22_all_lengths_zero(device, dtype):
 
 @given(seeds(), st.integers(0, 9), st.sampled_from(WIDE))
 @example(0, 3, torch.float32)
-def test_trap_t41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half(
+def test_pitfall_41_ape_row_is_the_position_and_the_first_columns_are_the_overlap_half(
     device, seed, start, dtype
 ):
     """Scores are ape alone: each entry is known from ape's rows and columns."""

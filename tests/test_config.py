@@ -117,7 +117,7 @@ def _parameters(c: ModelConfig) -> int:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_rope_follows_the_layer_type(name):
-    """T1: base 10000 without YaRN on sliding layers and MTP only."""
+    """Pitfall 1: base 10000 without YaRN on sliding layers and MTP only."""
     config = PRESETS[name]
     for i in range(config.total_layers):
         sliding = i >= config.num_hidden_layers or config.layer_types[i] == SLIDING
@@ -158,7 +158,7 @@ def test_float32_tables_are_within_rounding_of_double_precision(config):
 
 
 def test_float32_tables_equal_those_of_transformers_bitwise():
-    """Also says that the amplitude of cos and sin is 1 (T2)."""
+    """Also says that the amplitude of cos and sin is 1 (pitfall 2)."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     transformers = pytest.importorskip("transformers")
     for config in PRESETS.values():
@@ -178,7 +178,7 @@ def _without(*names, **changes):
 
 
 REFUSED = {
-    "no schedule (D2)": (
+    "no schedule (pitfall 42)": (
         _without("compress_ratios"),
         "compress_ratios and layer_types are both missing",
     ),
@@ -228,11 +228,11 @@ REFUSED = {
         _with(rope_scaling={"type": "yarn", "factor": 2}),
         "rope_scaling lacks original",
     ),
-    "amplitude (T2)": (
+    "amplitude (pitfall 2)": (
         _with(rope_scaling={**_with()["rope_scaling"], "attention_factor": 1.2773}),
         "attention_factor is 1.2773, wanted 1.0",
     ),
-    "mscale (T2)": (
+    "mscale (pitfall 2)": (
         _with(rope_scaling={**_with()["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 0.5}),
         "mscale is 1.0 and mscale_all_dim 0.5",
     ),

@@ -34,7 +34,7 @@ from tests import covering
 from tests.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
 
 MOST_SHARED = 227 * 1024
-# N, K and groups of DeepSeek-V4's matrices, Pro then Flash (specification sections 1 and 4).
+# N, K and groups of DeepSeek-V4's matrices, Pro then Flash (specification, sections 1 and 4).
 MATRICES = [
     (65536, 1536, 1),
     (7168, 16384, 1),

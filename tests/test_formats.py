@@ -126,7 +126,7 @@ class TestScales:
         got = scales_to_float(ALL_BYTES.to(device).view(torch.float8_e4m3fn))
         assert_bitwise(got.cpu(), torch.from_numpy(want), "value")
 
-    def test_trap_t33_e8m0_moves_by_view_not_by_value(self, device):
+    def test_pitfall_33_e8m0_moves_by_view_not_by_value(self, device):
         scale = torch.tensor([120], dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
         assert e8m0_to_float(scale).item() == 2.0**-7
         assert e8m0_from_bytes(torch.tensor([120], device=device)).view(torch.uint8).item() == 120
@@ -162,7 +162,7 @@ class TestScales:
         assert_bitwise(swizzled[..., index], scales.flatten(-2), "scale at its offset")
 
     @given(rows=st.integers(1, 200), columns=st.integers(1, 9))
-    def test_trap_t31_padding_of_swizzled_scales_is_written(self, device, rows, columns):
+    def test_pitfall_31_padding_of_swizzled_scales_is_written(self, device, rows, columns):
         """With uninitialised memory poisoned, every byte outside the matrix is still zero."""
         scales = torch.full((rows, columns), 0x38, dtype=torch.uint8, device=device)
         before = torch.are_deterministic_algorithms_enabled()
@@ -305,8 +305,8 @@ class TestQuantizedTensor:
             quantize(torch.ones(2, 2), FP8_BLOCK, layout=formats.SWIZZLED)
 
 
-class TestTraps:
-    def test_trap_t35_bytes_are_uint8_row_major_with_untransposed_scales(self, device):
+class TestPitfalls:
+    def test_pitfall_35_bytes_are_uint8_row_major_with_untransposed_scales(self, device):
         """One non-zero code: low nibble = even column, byte j of row n, scale [n][k // 16]."""
         for n, k in ((0, 0), (1, 1), (2, 17), (3, 62)):
             codes = torch.zeros(4, 32, dtype=torch.uint8)
@@ -328,7 +328,7 @@ class TestTraps:
             dequantize(k_major)
 
     @given(seed=strategies.seeds(), exponent=st.integers(-15, 10))
-    def test_trap_t25_compressed_tensors_scale_is_a_reciprocal(self, device, seed, exponent):
+    def test_pitfall_25_compressed_tensors_scale_is_a_reciprocal(self, device, seed, exponent):
         """Powers of two, so that inverting is exact: bitwise their dequantisation."""
         q = random_nvfp4(seed, (6, 64))
         reciprocal = torch.tensor([2.0**exponent])
@@ -348,7 +348,7 @@ class TestTraps:
         assert_bitwise(scale, ours.scales, "weight_scale")
 
     @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
-    def test_trap_t25_a_reciprocal_that_cannot_be_inverted_is_an_error(self, value):
+    def test_pitfall_25_a_reciprocal_that_cannot_be_inverted_is_an_error(self, value):
         q = random_nvfp4(0, (2, 32))
         with pytest.raises(ValueError, match="global_scale is"):
             formats.from_compressed_tensors(q.codes, q.scales, torch.tensor([value]))
@@ -356,7 +356,7 @@ class TestTraps:
             formats.invert_global_scale(torch.ones(1, dtype=torch.float16))
 
     @given(seed=strategies.seeds())
-    def test_trap_t29_global_scale_is_not_folded_into_block_scales(self, device, seed):
+    def test_pitfall_29_global_scale_is_not_folded_into_block_scales(self, device, seed):
         """In float64 the product of the three factors is exact; a folded E4M3 scale is not."""
         q = random_nvfp4(seed, (5, 64), device)
         codes = decode_e2m1(unpack(q.codes), torch.float64)
@@ -399,7 +399,7 @@ class TestMxfp4ToNvfp4:
         assert_bitwise(dequantize(out, torch.float64).cpu(), exact_values(linear), "value")
 
     @given(seed=strategies.seeds(), low=st.integers(0, 200), span=st.integers(18, 54))
-    def test_trap_t30_out_of_range_blocks_are_rounded_and_named(self, device, seed, low, span):
+    def test_pitfall_30_out_of_range_blocks_are_rounded_and_named(self, device, seed, low, span):
         """Nothing becomes NaN above 448 or silently zero below 2^-9; the report names each block.
 
         A block may come out changed only if its scale is more than 2^17 below the largest, and
@@ -421,7 +421,7 @@ class TestMxfp4ToNvfp4:
         bound = torch.where(was.abs() <= 6 * step, step / 2, 0) + (was.abs() / 6)
         assert bool(((was - now).abs() <= bound).all())
 
-    def test_trap_t30_block_scales_stay_inside_e4m3(self, device):
+    def test_pitfall_30_block_scales_stay_inside_e4m3(self, device):
         scales = e8m0_from_bytes(torch.tensor([[160, 160 - 17, 160 - 18, 160 - 40]])).to(device)
         codes = torch.full((1, 64), 0x22, dtype=torch.uint8, device=device)  # all 1.0
         out, report = formats.mxfp4_to_nvfp4(QuantizedTensor(codes, scales, None, MXFP4))

@@ -190,7 +190,7 @@ class TestValues:
         assert_bitwise(got, torch.stack(each, -2), "product")
 
 
-class TestTraps:
+class TestPitfalls:
     @given(
         seed=strategies.seeds(),
         sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
@@ -199,7 +199,7 @@ class TestTraps:
         static=st.booleans(),
     )
     @example(seed=0, sizes=[4, 4], exponents=[0, 3, 1], activation="nvfp4", static=True)
-    def test_trap_t28_a_fused_matrix_keeps_both_global_scales(
+    def test_pitfall_28_a_fused_matrix_keeps_both_global_scales(
         self, device, seed, sizes, exponents, activation, static
     ):
         """q_a and kv in one matrix equal the two matrices apart; one maximum for both does not."""
@@ -223,7 +223,7 @@ class TestTraps:
             assert not torch.allclose(gemm(x, wrong, **options), got, rtol=0.4, atol=0)
 
     @given(seed=strategies.seeds())
-    def test_trap_t29_the_global_scale_multiplies_the_sum(self, device, seed):
+    def test_pitfall_29_the_global_scale_multiplies_the_sum(self, device, seed):
         """0.3 does not fit E4M3: folded into the block scales it would be off by up to 1/16."""
         weight = exact_weight(seed, (7, 64), device, 1.0)
         scaled = dataclasses.replace(weight, global_scale=torch.tensor([0.3], device=device))
@@ -235,7 +235,7 @@ class TestTraps:
             assert not torch.allclose(wrong, gemm(x, scaled), rtol=1e-3)
 
     @given(seed=strategies.seeds(), exponent=st.integers(-10, 10))
-    def test_trap_t25_a_reciprocal_scale_is_seen_in_the_product(self, device, seed, exponent):
+    def test_pitfall_25_a_reciprocal_scale_is_seen_in_the_product(self, device, seed, exponent):
         weight = exact_weight(seed, (5, 32), device, 2.0**exponent)
         packed, scale, reciprocal = formats.to_compressed_tensors(weight)
         x = strategies.small_integers(seed, (3, 32)).to(device)
@@ -244,7 +244,7 @@ class TestTraps:
         assert reciprocal.item() == 2.0**-exponent
 
     @given(seed=strategies.seeds(), rows=st.integers(1, 140), blocks=st.integers(1, 5))
-    def test_trap_t31_padding_of_swizzled_scales_does_not_reach_the_product(
+    def test_pitfall_31_padding_of_swizzled_scales_does_not_reach_the_product(
         self, device, seed, rows, blocks
     ):
         """NaN bytes in the padding change nothing."""

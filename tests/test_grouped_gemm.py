@@ -107,7 +107,7 @@ class TestValues:
         assert_bitwise(got, want, "product")
 
     @given(seed=strategies.seeds(), counts=strategies.group_sizes(3, 5))
-    def test_trap_t28_gate_and_up_keep_their_global_scales(self, device, seed, counts):
+    def test_pitfall_28_gate_and_up_keep_their_global_scales(self, device, seed, counts):
         """[E, 2I, K] with one global scale for the gate and one for the up rows of each expert."""
         gate, up = (weights(seed + i, (3, 4, 32), NVFP4, device) for i in (0, 1))
         up = dataclasses.replace(up, global_scale=up.global_scale * 8)

@@ -39,7 +39,7 @@ def sigmoid(x):
 
 
 def plain_mixes(streams, fn, norm_eps):
-    """Section 3.2, first step, for one token: lists of Python floats."""
+    """Specification, section 3.2, first step, for one token: lists of Python floats."""
     flat = [value for stream in streams for value in stream]
     inverse_rms = 1 / math.sqrt(sum(v * v for v in flat) / len(flat) + norm_eps)
     return [sum(w * v for w, v in zip(row, flat, strict=True)) * inverse_rms for row in fn]
@@ -79,7 +79,7 @@ def plain_collapse(pre, streams):
 
 
 def plain_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations):
-    """Section 3.2 for one token."""
+    """Specification, section 3.2 for one token."""
     n = len(streams)
     m = plain_mixes(streams, fn, norm_eps)
     pre = [sigmoid(m[i] * scale[0] + base[i]) + hc_eps for i in range(n)]
@@ -92,7 +92,7 @@ def plain_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations):
 
 
 def plain_post(y, streams, post, comb):
-    """Section 3.3 for one token: the sum is over the first index of comb."""
+    """Specification, section 3.3 for one token: the sum is over the first index of comb."""
     n = len(streams)
     return [
         [post[k] * y[d] + sum(comb[j][k] * streams[j][d] for j in range(n)) for d in range(len(y))]
@@ -150,7 +150,7 @@ def computed(dtype):
 
 
 def logit_budget(streams, fn, scale, base):
-    """Error of ``m * scale + base`` (Higham, section 3.1), K = n H products per dot.
+    """Error of ``m * scale + base`` (Higham, 3.1), K = n H products per dot.
 
     The dot is off by (K + 1) u sum |fn x|; the mean square by K + 1 roundings, halved by the root,
     which takes 2 more; the products and the sum by 4.
@@ -209,7 +209,7 @@ def post_budget(dtype, truth, size, n):
 
 @given(case=cases)
 @example(case=FOUR)
-def test_trap_t8_pre_against_explicit_loops(device, wide, case):
+def test_pitfall_8_pre_against_explicit_loops(device, wide, case):
     args = build(case, device, wide)
     found = hc_pre(*args, **settings_of(case))
     parameters = [t.double().tolist() for t in args[1:]]
@@ -223,7 +223,7 @@ def test_trap_t8_pre_against_explicit_loops(device, wide, case):
 
 @given(case=cases)
 @example(case=FOUR)
-def test_trap_t7_post_against_explicit_loops(device, wide, case):
+def test_pitfall_7_post_against_explicit_loops(device, wide, case):
     streams = build(case, device, wide)[0]
     t, n, hidden = streams.shape
     seed = case["seed"]
@@ -243,7 +243,7 @@ def test_trap_t7_post_against_explicit_loops(device, wide, case):
     assert_within_budget(found.cpu(), wanted, post_budget(wide, wanted, size, n))
 
 
-def test_trap_t7_comb_j_k_is_what_stream_j_gives_to_stream_k(device):
+def test_pitfall_7_comb_j_k_is_what_stream_j_gives_to_stream_k(device):
     streams = torch.tensor([[1.0], [10.0], [100.0], [1000.0]], device=device)
     comb = torch.eye(4, device=device).roll(1, dims=1)
     zero = torch.zeros(1, device=device)
@@ -259,7 +259,7 @@ def from_base(base, n, device, dtype=torch.float64, **overrides):
     return hc_pre(*args, **{**PRE, **overrides})
 
 
-def test_trap_t8_eps_of_pre_and_factor_of_post(device, wide):
+def test_pitfall_8_eps_of_pre_and_factor_of_post(device, wide):
     n, exactly = 4, 8 * unit_roundoff(wide)
     low = torch.full((24,), -200.0)
     collapsed, post, _ = from_base(low, n, device, wide, hc_eps=0.25)
@@ -271,7 +271,7 @@ def test_trap_t8_eps_of_pre_and_factor_of_post(device, wide):
     assert post.tolist() == pytest.approx([2.0] * n, rel=exactly)
 
 
-def test_trap_t8_by_hand(device):
+def test_pitfall_8_by_hand(device):
     # n = 2, one iteration: softmax rows (3/4, 1/4) and (1/2, 1/2), + 1/4, columns over sum + 1/4.
     base = torch.zeros(8, dtype=torch.float64)
     base[4] = math.log(3.0)
@@ -341,7 +341,7 @@ def test_relabelling_columns_relabels_comb(device, wide, seed, n):
 @given(case=cases)
 @example(case=FOUR)
 def test_first_layer_identity(device, wide, case):
-    # All streams equal e (specification section 3.3): fn @ x = (sum of fn over streams) @ e, the
+    # All streams equal e (specification, section 3.3): fn @ x = (sum of fn over streams) @ e, the
     # collapse is (sum pre) e, and writing back zero gives e again, up to eps.
     case = {**case, "iterations": 20, "hc_eps": 1e-6}
     streams, fn, scale, base = build(case, device, wide)
@@ -428,7 +428,7 @@ def test_post_within_budget_of_float64(device, case, dtype):
 
 
 def test_post_and_comb_may_be_rounded_first(device):
-    # What transformers does (specification section 10): the same product of rounded weights.
+    # What transformers does (specification, section 10): the same product of rounded weights.
     streams, y = fuzz.normal(0, (3, 4, 8)).to(device), fuzz.normal(1, (3, 8)).to(device)
     post, comb = fuzz.normal(2, (3, 4)).to(device), fuzz.normal(3, (3, 4, 4)).to(device)
     rounded = post.bfloat16(), comb.bfloat16()

@@ -444,7 +444,7 @@ def test_dtypes_of_queries_to_quantize():
 
 @given(st.sampled_from([4, 32, 96, 128]), st.integers(1, 5), seeds(), st.integers(-30, 30))
 def test_bytes_of_fp8_keys(d, page_size, seed, exponent):
-    """Codes of all entries of a page, then their scales (specification section 6)."""
+    """Codes of all entries of a page, then their scales (specification, section 6)."""
     count = 3 * page_size
     x = normal(seed, (count, d)) * 2.0**exponent
     pages = Pages.allocate(3, page_size, d, 0, "index_fp8")
@@ -823,14 +823,14 @@ def test_fp8_keys_count_as_what_they_read_back_as(device, seed):
 
 
 @given(cases(), st.integers(1, 14))
-def test_trap_t13_one_token_alone_sees_what_it_sees_in_a_batch(device, drawn, top_k):
+def test_pitfall_13_one_token_alone_sees_what_it_sees_in_a_batch(device, drawn, top_k):
     case = Case(*drawn, device=device)
     together = case.run(top_k)
     for t in range(case.q.shape[0]):
         assert_bitwise(case.run(top_k, slice(t, t + 1)), together[t : t + 1])
 
 
-def test_trap_t13_a_decode_step_sees_every_entry(device):
+def test_pitfall_13_a_decode_step_sees_every_entry(device):
     """The last of 12 tokens at ratio 4: 3 entries, none hidden because it is one token."""
     case = Case(3, 1, 1, 2, 4, device=device)
     case.visible[0] = (11 + 1) // 4
@@ -840,7 +840,7 @@ def test_trap_t13_a_decode_step_sees_every_entry(device):
 
 @pytest.mark.costly(4)
 @given(seeds(), st.integers(1, 8))
-def test_trap_t21_selecting_all_still_scores(seed, visible):
+def test_pitfall_21_selecting_all_still_scores(seed, visible):
     """A trace made where every entry is taken is replayed with more entries, as a graph is."""
     case = Case(seed, 3, 2, 4, 2)
     rest = (case.keys.data, 2, "plain", 0, case.table, case.sequence)
@@ -854,7 +854,7 @@ def test_trap_t21_selecting_all_still_scores(seed, visible):
 
 
 @given(seeds(), st.integers(0, 4), st.integers(1, 9))
-def test_trap_t22_nothing_visible(device, seed, tokens, top_k):
+def test_pitfall_22_nothing_visible(device, seed, tokens, top_k):
     """All-zero lengths, no pages given, NaN everywhere: -1, and nothing out of bounds."""
     case = Case(seed, tokens, 2, 2, 4, device=device)
     case.visible.zero_()
@@ -1047,7 +1047,7 @@ def test_compact_pages_with_strides(device, key_format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [4096, 65536])
 def test_a_graph_replays_with_other_lengths(capacity):
-    """Captured where every entry is taken (trap T21), replayed with none and with all visible."""
+    """Captured where every entry is taken (pitfall 21), replayed with none and with all visible."""
     device = torch.device("cuda")
     case = Case(0, 3, 2, capacity // 64, 64, device=device, d=128, heads=64, dtype=torch.bfloat16)
     q, cos, sin = queries_of(1, 3, 64, 128, 64, torch.bfloat16, device)

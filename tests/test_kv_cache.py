@@ -51,7 +51,7 @@ def exponent_oracle(amax: float) -> int:
 
 
 def entry_oracle(x: torch.Tensor, rope_dim: int) -> tuple[bytes, bytes]:
-    """Data and scale bytes of one entry, by the words of specification section 7."""
+    """Data and scale bytes of one entry, by the words of specification, section 7."""
     nope = x[: x.shape[0] - rope_dim].to(torch.float32).numpy()
     rope = x[x.shape[0] - rope_dim :].to(torch.bfloat16)
     rope = torch.where(rope.isnan(), torch.nan, rope).view(torch.int16).numpy()
@@ -214,7 +214,7 @@ def test_scale_byte_255_reads_as_nan_and_byte_0_as_two_to_minus_127(device, wide
     assert bool((out[1] == 2.0**-127).all())
 
 
-def test_trap_t19_page_geometry():
+def test_pitfall_19_page_geometry():
     """Sizes as in the published layout; 584 is not a row stride."""
     layout = EntryLayout(512, 64)
     assert (layout.data_bytes, layout.scale_bytes) == (576, 8)
@@ -229,7 +229,7 @@ def test_trap_t19_page_geometry():
 
 
 @given(seeds(), st.integers(0, 127))
-def test_trap_t19_scales_after_all_data_of_the_page(device, seed, slot):
+def test_pitfall_19_scales_after_all_data_of_the_page(device, seed, slot):
     """Bytes by absolute offset from the start of the pool, written out by hand."""
     x = normal(seed, (1, 512), torch.bfloat16)
     pages = Pages.allocate(2, 64, 512, 64, device=device)
@@ -246,7 +246,7 @@ def test_trap_t19_scales_after_all_data_of_the_page(device, seed, slot):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_trap_t19_offsets_past_two_gigabytes(device, index_dtype):
+def test_pitfall_19_offsets_past_two_gigabytes(device, index_dtype):
     """Page 58000 begins at byte 2171520000 > 2^31. On a CPU the pool is memory never touched."""
     pages = Pages.allocate(58002, 64, 512, 64, device=device)
     slots = torch.tensor([58000 * 64 + 63, 58001 * 64], dtype=index_dtype, device=device)
@@ -262,7 +262,7 @@ def test_trap_t19_offsets_past_two_gigabytes(device, index_dtype):
 
 @settings(max_examples=20)
 @given(seeds(), slot_lists(), st.sampled_from(["fp8", "plain"]), st.booleans())
-def test_trap_t20_slot_minus_one_changes_nothing(device, seed, slots, entry_format, wide):
+def test_pitfall_20_slot_minus_one_changes_nothing(device, seed, slots, entry_format, wide):
     """Not even the last slot, which is what -1 indexes in Python, nor slot 0."""
     pages = Pages.allocate(3, 4, 48, 16, entry_format, torch.float32, device)
     write_kv(pages, normal(seed, (12, 48)).to(device), torch.arange(12, device=device))
@@ -285,7 +285,7 @@ def test_trap_t20_slot_minus_one_changes_nothing(device, seed, slots, entry_form
 
 
 @given(seeds(), st.integers(0, 3))
-def test_trap_t17_rope_dims_hold_one_value(device, seed, slot):
+def test_pitfall_17_rope_dims_hold_one_value(device, seed, slot):
     """Rotated dims are stored once, as given, and the NoPE codes stop before them."""
     x = normal(seed, (1, 512), torch.bfloat16).to(device)
     pages = Pages.allocate(1, 4, 512, 64, device=device)

@@ -1,4 +1,4 @@
-"""Every layer: transformers' contract, compilation, storage, refusals, and the traps."""
+"""Every layer: transformers' contract, compilation, storage, refusals, and the pitfalls."""
 
 from __future__ import annotations
 
@@ -401,7 +401,10 @@ def _attention(kind: str, **changes: object) -> nn.Module:
 
 
 def _explicit_attention(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """One sequence ``[S, H]``, token by token and head by head, from specification 4.2 and 4.3."""
+    """One sequence ``[S, H]``, token by token and head by head, by formulas alone.
+
+    Specification, sections 4.2 and 4.3.
+    """
     config = module.config
     rope = config.rope(0)
     frequencies = rope.inv_freq()
@@ -470,11 +473,11 @@ def _explicit_entries(module: nn.Module, x: torch.Tensor, rotate, rms) -> tuple[
 @pytest.mark.parametrize("kind", [SLIDING, CSA, HCA])
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=8)
-def test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula(kind: str, seed: int) -> None:
-    """Each of these traps changes a line of the explicit form, so each breaks the equality.
+def test_pitfalls_1_2_3_4_5_6_13_14_attention_is_its_formula(kind: str, seed: int) -> None:
+    """Each of these pitfalls changes a line of the explicit form, so each breaks the equality.
 
-    T1 base per layer type, T2 no amplitude, T3 entry positions, T4 inverse rotation, T5 trailing
-    interleaved pairs, T6 two q norms, T13 which entries are visible, T14 the sink.
+    Base per layer type, amplitude, entry positions, inverse rotation, trailing interleaved pairs,
+    two q norms, which entries are visible, the sink: pitfalls 1, 2, 3, 4, 5, 6, 13 and 14.
     """
     module = _attention(kind, index_topk=64)
     x = normal(seed, 21, module.config.hidden_size, dtype=torch.float64)
@@ -482,7 +485,7 @@ def test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula(kind: str, seed
     assert close(found[0], _explicit_attention(module, x), 1e-12)
 
 
-def test_trap_t1_each_layer_type_has_its_own_table() -> None:
+def test_pitfall_1_each_layer_type_has_its_own_table() -> None:
     config = ModelConfig.flash()
     with torch.device("meta"):
         kinds = {i: layers.DeepseekV4Attention(config, i).rope_layer_type for i in (0, 2, 3, 43)}
@@ -494,7 +497,7 @@ def test_trap_t1_each_layer_type_has_its_own_table() -> None:
     assert rotary.parameters_of["compress"].factor == 16
 
 
-def test_trap_t12_hash_layers_need_token_ids() -> None:
+def test_pitfall_12_hash_layers_need_token_ids() -> None:
     config = ModelConfig.tiny()
     model = random_model(config, 1)
     x = torch.zeros(1, 3, config.hidden_size)
@@ -505,7 +508,7 @@ def test_trap_t12_hash_layers_need_token_ids() -> None:
         model.model.layers[0](streams)
 
 
-def test_trap_t9_the_shared_expert_clamps_too() -> None:
+def test_pitfall_9_the_shared_expert_clamps_too() -> None:
     config = ModelConfig.tiny()
     mlp = randomize_(layers.DeepseekV4MLP(config).double().requires_grad_(False), 4)
     x = 40 * normal(4, 6, config.hidden_size, dtype=torch.float64)
@@ -518,7 +521,7 @@ def test_trap_t9_the_shared_expert_clamps_too() -> None:
     assert close(mlp(x), inner @ mlp.down_proj.weight.T, 1e-12)
 
 
-def test_trap_t7_the_layer_mixes_streams_by_the_transpose() -> None:
+def test_pitfall_7_the_layer_mixes_streams_by_the_transpose() -> None:
     config = ModelConfig.tiny()
     model = random_model(config, 6, torch.float64)
     hc = model.model.layers[1].attn_hc

@@ -319,7 +319,7 @@ def test_samplers_limits() -> None:
 
 
 def test_the_draft_layer_is_its_formula() -> None:
-    """Specification section 9, step by step in float64."""
+    """Specification, section 9, step by step in float64."""
     config = ModelConfig.tiny(numerics="transformers")
     model = random_model(config, 2, torch.float64, mtp=True)
     ids = tokens(config, 2, 1, 12)

@@ -383,7 +383,7 @@ class TestHeads:
         assert_bitwise(poisoned, clean, "the other heads")
 
     def test_nothing_beside_the_heads_is_written(self, device):
-        """Trap T17, and a view: what lies between the heads of a view stays as it was."""
+        """Pitfall 17, and a view: what lies between the heads of a view stays as it was."""
         base = strategies.normal(0, (2, 3, 24)).to(device)
         before = base.clone()
         cos, sin = angles(0, 2, 4, device)

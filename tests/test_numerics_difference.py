@@ -1,9 +1,8 @@
 """Where transformers' numbers depart from DeepSeek's, one test for each departure.
 
-Specification section 10, last paragraph, names nine. Each test shows the two numerics of this
-package apart in that place, in which direction, and equal where the departure has nothing to act
-on. In two places both numerics behave alike here (softmax, sum of the routing scores): the test
-says so.
+Specification, section 10.3, lists them. Each test shows the two numerics of this package apart in
+that place, in which direction, and equal where the departure has nothing to act on. In two places
+both numerics behave alike here (softmax, sum of the routing scores): the test says so.
 """
 
 from __future__ import annotations

@@ -431,7 +431,7 @@ class TestExperts:
 
     @given(strategies.seeds())
     @settings(max_examples=10)
-    def test_trap_t32_the_clamp_acts_on_real_values(self, seed):
+    def test_pitfall_32_the_clamp_acts_on_real_values(self, seed):
         """Packed ones clamp, and not products that still lack their global scale."""
         plain = routed(seed)
         packed = packed_copy(plain)

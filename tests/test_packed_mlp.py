@@ -96,7 +96,7 @@ class TestValues:
 
     @given(strategies.seeds(), RATIOS)
     @settings(max_examples=10)
-    def test_trap_t32_the_clamp_acts_on_real_values(self, seed, ratio):
+    def test_pitfall_32_the_clamp_acts_on_real_values(self, seed, ratio):
         """One-sided for gate, two-sided for up, whatever the global scales of both."""
         plain = shared(seed, ratio=ratio)
         assert max(part.weight_scale_2 for part in (plain.gate_proj, plain.up_proj)) < 0.01

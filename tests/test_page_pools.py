@@ -208,7 +208,7 @@ def test_sequences_that_join_grow_fork_and_leave_are_what_they_are_alone(
 
 
 @pytest.mark.parametrize("length", [2, 6, 125])
-def test_trap_t15_every_accepted_prefix_of_a_guess_is_serial(length: int) -> None:
+def test_pitfall_15_every_accepted_prefix_of_a_guess_is_serial(length: int) -> None:
     """A fork verifies five tokens at once; the sequence goes on with those that were right."""
     stack = Stack(published(), 6)
     cache = stack.cache(2, 140, pool_tokens=512)
@@ -252,7 +252,7 @@ def test_a_model_prefills_and_decodes_in_pools_as_without() -> None:
 # Memory ---------------------------------------------------------------------------------------
 
 
-# Gigabytes of key-value and index entries of a sequence, specification section 13.
+# Gigabytes of key-value and index entries of a sequence, specification, section 13.
 SPECIFIED = {
     "pro": {4096: 0.025, 32768: 0.169, 131072: 0.664, 1048576: 5.28},
     "flash": {4096: 0.018, 32768: 0.118, 131072: 0.464, 1048576: 3.69},
@@ -275,7 +275,7 @@ def test_memory_of_a_sequence_is_what_the_specification_computes(name: str, leng
     wanted = 584 * (128 * layers + length // 4 * csa + length // 128 * hca) + 17 * length * csa
     assert abs(wanted / SPECIFIED[name][length] / 1e9 - 1) < 0.03  # rounded to three digits there
     assert abs(entries / wanted - 1) < 0.05
-    # 8 open tokens of 2 x (1024 + 256) float32 and 128 of 2 x 512, which section 13 leaves out.
+    # 8 open tokens of 2 x (1024 + 256) float32 and 128 of 2 x 512: specification, section 13.
     assert found["state"] == 4 * (csa * 8 * 2 * 1280 + hca * 128 * 2 * 512)
 
 

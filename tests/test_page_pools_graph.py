@@ -32,7 +32,7 @@ class Step:
         self.out = self._run()
 
     def capture(self) -> None:
-        """With nothing but padding: no sequence has a token (trap T22), none may matter (T21)."""
+        """Padding only: no sequence has a token, none may matter (pitfalls 21 and 22)."""
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):

@@ -260,7 +260,7 @@ class TestNvfp4:
         assert got.scales.view(torch.uint8)[1, at // 16] == 0x7F
         assert not bool(got.codes[1, at // 16 * 8 : at // 16 * 8 + 8].any())
 
-    def test_trap_t30_zero_blocks_and_the_ends_of_the_range(self, device):
+    def test_pitfall_30_zero_blocks_and_the_ends_of_the_range(self, device):
         """Blocks: zeros, below 2^-10, between, the largest. Activations and weights differ."""
         s = 2.0**-5
         a = torch.tensor([0.0, 2.0**-11, 2.0**-9 * 1.5, 448.0, 1000.0]) * 6 * s

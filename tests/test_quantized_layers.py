@@ -102,7 +102,7 @@ def test_set_weight_refuses_and_changes_nothing() -> None:
 
 
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.sampled_from(["bf16", "nvfp4"]))
-def test_trap_t28_fused_parts_keep_their_own_global_scale(
+def test_pitfall_28_fused_parts_keep_their_own_global_scale(
     seed: int, ratio: float, activation: str
 ) -> None:
     """q_a and kv in one product, with global scales that differ by any ratio."""
@@ -115,7 +115,7 @@ def test_trap_t28_fused_parts_keep_their_own_global_scale(
     fused = layers.fused_linear([q_a, kv], x)
     for found, alone in zip(fused, (q_a(x), kv(x)), strict=True):
         assert close(found, alone)
-    # One shared maximum, the mistake the trap names, is far off.
+    # One shared maximum, the mistake of pitfall 28, is far off.
     joined = cat_rows([q_a.quantized_weight(), kv.quantized_weight()])
     assert joined.segments == (32, 16)
     shared = QuantizedTensor(
@@ -126,7 +126,7 @@ def test_trap_t28_fused_parts_keep_their_own_global_scale(
         assert not close(wrong, torch.cat(fused, -1), 1e-2)
 
 
-def test_trap_t27_fused_parts_take_the_larger_input_scale() -> None:
+def test_pitfall_27_fused_parts_take_the_larger_input_scale() -> None:
     """The smaller one would clip what the other part was calibrated to see."""
     parts = [linear(s, 16, 64, "nvfp4", activation="nvfp4") for s in (1, 2)]
     x = normal(3, 4, 64)
@@ -139,7 +139,7 @@ def test_trap_t27_fused_parts_take_the_larger_input_scale() -> None:
 
 
 @pytest.mark.parametrize("without", [0, 1])
-def test_trap_t26_a_fused_part_without_an_input_scale_does_not_borrow_one(without: int) -> None:
+def test_pitfall_26_a_fused_part_without_an_input_scale_does_not_borrow_one(without: int) -> None:
     """The other part's scale says nothing about it: the input is quantised per token."""
     parts = [linear(s, 16, 64, "nvfp4", activation="nvfp4") for s in (1, 2)]
     x = normal(3, 4, 64) * torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
@@ -184,7 +184,7 @@ def test_quantised_experts_are_their_dense_weights(
 
 @given(st.integers(0, 2**31))
 @settings(max_examples=5)
-def test_trap_t32_the_clamp_acts_on_real_values(seed: int) -> None:
+def test_pitfall_32_the_clamp_acts_on_real_values(seed: int) -> None:
     """Not on products that still lack their global scale, which is about 1e-3 here."""
     config = ModelConfig.tiny(num_experts_per_tok=1, numerics="transformers")
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
@@ -208,7 +208,7 @@ def test_trap_t32_the_clamp_acts_on_real_values(seed: int) -> None:
 
 @given(st.integers(0, 2**31), st.floats(0.1, 10))
 @settings(max_examples=5)
-def test_trap_t32_the_shared_expert_clamps_real_values(seed: int, ratio: float) -> None:
+def test_pitfall_32_the_shared_expert_clamps_real_values(seed: int, ratio: float) -> None:
     """With quantised weights too, and with one limit for gate and up, whatever their scales."""
     config = ModelConfig.tiny()
     mlp = randomize_(layers.DeepseekV4MLP(config).requires_grad_(False), seed)

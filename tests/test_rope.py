@@ -85,7 +85,7 @@ def build(case, device):
 
 
 @given(case=cases)
-def test_trap_t5_last_dims_in_interleaved_pairs(device, case):
+def test_pitfall_5_last_dims_in_interleaved_pairs(device, case):
     x, cos, sin = build(case, device)
     truth = oracle(x, cos, sin)
     out = rope(x, cos, sin)
@@ -94,14 +94,14 @@ def test_trap_t5_last_dims_in_interleaved_pairs(device, case):
 
 
 @given(case=cases)
-def test_trap_t4_the_inverse_turns_by_the_opposite_angle(device, case):
+def test_pitfall_4_the_inverse_turns_by_the_opposite_angle(device, case):
     x, cos, sin = build(case, device)
     truth = oracle(x, cos, sin, sign=-1)
     out = rope(x, cos, sin, inverse=True)
     assert_within_budget(out, truth, rotation_budget(x, cos, sin, truth))
 
 
-def test_trap_t5_by_hand(device):
+def test_pitfall_5_by_hand(device):
     # A quarter turn takes the pair (a, b) to (-b, a); the pairs are neighbours at the end.
     x = torch.tensor([9.0, 8.0, 1.0, 2.0, 3.0, 4.0], device=device)
     cos, sin = torch.tensor([0.0, 1.0], device=device), torch.tensor([1.0, 0.0], device=device)
@@ -180,7 +180,7 @@ def frequencies_of(parameters):
 
 
 def test_yarn_numbers():
-    # Specification section 4.3, by its own closed form: the ramp runs from pair 15 to pair 25.
+    # Specification, section 4.3, by its own closed form: the ramp runs from pair 15 to pair 25.
     low = math.floor(64 * math.log(65536 / (32 * 2 * math.pi)) / (2 * math.log(160000)))
     high = math.ceil(64 * math.log(65536 / (2 * math.pi)) / (2 * math.log(160000)))
     assert (low, high) == (15, 25)
@@ -195,7 +195,7 @@ def test_yarn_numbers():
     assert not torch.isclose(found[16], plain[16], rtol=1e-3)
 
 
-def test_trap_t1_base_and_yarn_belong_to_the_layer_type():
+def test_pitfall_1_base_and_yarn_belong_to_the_layer_type():
     config = ModelConfig.flash()
     kinds = dict(zip(config.layer_types, range(config.num_hidden_layers), strict=True))
     found = {kind: frequencies_of(config.rope(layer)) for kind, layer in kinds.items()}
@@ -213,7 +213,7 @@ def test_trap_t1_base_and_yarn_belong_to_the_layer_type():
 
 
 @given(where=st.lists(positions, max_size=20), parameters=st.sampled_from([MAIN, YARN]))
-def test_trap_t2_tables_have_no_amplitude(device, where, parameters):
+def test_pitfall_2_tables_have_no_amplitude(device, where, parameters):
     cos, sin = rope_tables(torch.tensor(where, dtype=torch.int64, device=device), parameters)
     square = cos.double().square() + sin.double().square()
     assert_within_budget(square, torch.ones_like(square), 4 * U)  # one ulp (2 u) in each

@@ -29,7 +29,7 @@ def score(logit):
 
 
 def plain_topk(logits, bias, top_k, scaling_factor):
-    """Specification section 8.1 for one token, over Python floats: ids and weights."""
+    """Specification, section 8.1 for one token, over Python floats: ids and weights."""
     scores = [score(x) for x in logits]
     by_biased = sorted(range(len(scores)), key=lambda e: (-(scores[e] + bias[e]), e))
     ids = by_biased[:top_k]
@@ -128,7 +128,7 @@ def test_weights_sum_to_the_scaling_factor(device, case, data):
     logits=st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=8),
     top_k=st.integers(1, 2),
 )
-def test_trap_t10_scores_are_stable_from_minus_1000_to_1000(device, logits, top_k):
+def test_pitfall_10_scores_are_stable_from_minus_1000_to_1000(device, logits, top_k):
     x, weight = fixed_logits([logits], device)
     found, weights, ids = route_topk(x, weight, None, top_k=top_k, scaling_factor=2.5)
     assert found.tolist() == x.tolist()
@@ -139,7 +139,7 @@ def test_trap_t10_scores_are_stable_from_minus_1000_to_1000(device, logits, top_
 
 
 @pytest.mark.parametrize("hashed", [False, True])
-def test_trap_t10_by_hand(device, hashed):
+def test_pitfall_10_by_hand(device, hashed):
     rows = [
         [-20.0, -22.0],  # log(1 + exp(x)) is 0 for both: 0/0, or 1/2 each with a floor
         [100.0, 400.0],  # exp overflows: inf/inf
@@ -161,7 +161,7 @@ def test_trap_t10_by_hand(device, hashed):
     assert by_expert[3] == [1.0, 0.0]
 
 
-def test_trap_t11_other_scorings_choose_other_experts(device):
+def test_pitfall_11_other_scorings_choose_other_experts(device):
     # sqrt(softplus(8)) = 2.83 passes 0.83 + 1.5; sigmoid(8) and softmax do not reach 0.5 + 1.5.
     x, weight = fixed_logits([[0.0, 8.0]], device)
     bias = torch.tensor([1.5, 0.0], device=device)
@@ -178,7 +178,7 @@ def test_trap_t11_other_scorings_choose_other_experts(device):
     experts=st.integers(2, 10),
     data=st.data(),
 )
-def test_trap_t11_against_the_formula(device, wide, seed, exponent, experts, data):
+def test_pitfall_11_against_the_formula(device, wide, seed, exponent, experts, data):
     top_k = data.draw(st.integers(1, experts))
     # No score underflows, in float32 either.
     logits = (fuzz.normal(seed, (4, experts), wide) * 2.0**exponent).clamp(-80, 80)
@@ -259,7 +259,7 @@ def build_hash(case, device):
 
 
 @given(case=hash_cases)
-def test_trap_t12_experts_by_token_id_weights_by_score(device, case):
+def test_pitfall_12_experts_by_token_id_weights_by_score(device, case):
     x, weight, table, tokens = build_hash(case, device)
     logits, weights, ids = route_hash(x, weight, table, tokens, scaling_factor=1.5)
     assert_bitwise(logits, x)
@@ -272,7 +272,7 @@ def test_trap_t12_experts_by_token_id_weights_by_score(device, case):
         assert_within_budget(weights[t].cpu(), wanted, weight_budget(wanted, len(experts), 1.5))
 
 
-def test_trap_t12_the_choice_follows_the_ids_not_the_scores(device):
+def test_pitfall_12_the_choice_follows_the_ids_not_the_scores(device):
     x, weight = fixed_logits([[9.0, 0.0, 0.0, 1.0]] * 2, device)
     table = torch.tensor([[1, 2], [3, 1]], device=device)
     _, weights, ids = route_hash(
@@ -284,7 +284,7 @@ def test_trap_t12_the_choice_follows_the_ids_not_the_scores(device):
     assert weights[0].tolist() == pytest.approx([share, 1 - share], rel=1e-6)
 
 
-def test_trap_t12_input_ids_are_required(device):
+def test_pitfall_12_input_ids_are_required(device):
     x, weight = fixed_logits([[1.0, 2.0]], device)
     table = torch.tensor([[0]], device=device)
     with pytest.raises(ValueError, match=r"route_hash: input_ids is None, wanted \[T\]"):

@@ -265,7 +265,7 @@ def test_descriptions_are_cutedsls(cutedsl):
 @FEW
 @given(st.lists(st.tuples(st.integers(1, 700), st.integers(1, 60)), min_size=1, max_size=3))
 def test_scales_in_memory_are_cutedsls(shapes):
-    """Specification section 11.3, against the layout that CuTeDSL's own kernels assume."""
+    """Specification, section 11.3, against the layout that CuTeDSL's own kernels assume."""
     pytest.importorskip("cutlass")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     import cutlass.cute as cute

@@ -78,7 +78,7 @@ def smallest_of(dtype):
 
 
 @given(case=cases)
-def test_trap_t9_against_float64(device, case):
+def test_pitfall_9_against_float64(device, case):
     x, limit = build(case, device), case["limit"]
     truth = oracle(x, limit)
     out = swiglu(x, limit)
@@ -103,7 +103,7 @@ def silu(x):
     ],
 )
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_trap_t9_by_hand(device, wide, gate, up, wanted, layout):
+def test_pitfall_9_by_hand(device, wide, gate, up, wanted, layout):
     x = torch.tensor([gate, up], dtype=wide, device=device)
     # 8 u as in ``budget_of``, and as much for what is wanted.
     found = swiglu(x, 10.0, layout=layout).item()

@@ -104,7 +104,7 @@ def test_equals_transformers_eager_experts(device, routing, dtype, size) -> None
 
 @given(seed=fuzz.seeds(), dtype=DTYPES)
 @settings(max_examples=10)
-def test_trap_t9_t32_the_clamp_is_applied(seed, dtype) -> None:
+def test_pitfalls_9_32_the_clamp_is_applied(seed, dtype) -> None:
     """One that forgets it, or clamps the gate below, is far outside the budget."""
     module, twin = their_experts(seed, dtype)
     generator = fuzz.generator(seed)

@@ -45,7 +45,7 @@ def test_a_wait_is_looked_for_along_every_way():
 
 
 @pytest.mark.parametrize("op", ["compressor_update", "compress_write"])
-def test_trap_t18_state_is_read_and_written_behind_the_wait(op):
+def test_pitfall_18_state_is_read_and_written_behind_the_wait(op):
     """The kernel in front writes what this one pools, and may still read what this one writes."""
     kernels = compiled(90, op)
     assert kernels

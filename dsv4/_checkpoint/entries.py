@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint belong together, and what they mean.
 
-Decided for every matrix on its own by dtype and companions (specification section 11.5): the
+Decided for every matrix on its own by dtype and companions (specification, section 11.5): the
 producers disagree about which matrices are quantised, and config.json does not say.
 
 =====================  ====================================================  ==================
@@ -114,7 +114,7 @@ class Entry:
             self._check_plain(weight)
             return weight
         assert self.scales is not None
-        # By view: bytes are not values, and casting E8M0 or 4-bit codes destroys them (T33, T35).
+        # By view: a cast destroys E8M0 bytes and 4-bit codes (pitfalls 33 and 35).
         weight = weight.view(self.format.codes_dtype)
         self._check_codes(weight)
         scales = self.shards.read(self.scales, device)

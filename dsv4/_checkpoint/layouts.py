@@ -4,14 +4,16 @@
 layout                 names         what a plain model becomes
 =====================  ============  =============================================================
 ``nvidia``             DeepSeek      routed experts NVFP4; attention, shared experts and MTP as
-                                     in ``deepseek`` (specification section 11.5b)
+                                     in ``deepseek``
 ``deepseek``           DeepSeek      routed experts MXFP4; attention, indexer q and shared experts
-                                     FP8 with E8M0 scales (11.5a)
-``transformers``       transformers  every large projection NVFP4 but ``o_a_proj`` (11.5c)
+                                     FP8 with E8M0 scales
+``transformers``       transformers  every large projection NVFP4 but ``o_a_proj``
 ``compressed-tensors`` transformers  routed experts NVFP4, attention and shared experts FP8 with
-                                     float32 scales; MTP BF16 (11.4)
+                                     float32 scales; MTP BF16
 ``bf16``               DeepSeek      all plain: what transformers loads by itself
 =====================  ============  =============================================================
+
+Each is described in specification, sections 11.5.1 to 11.5.4.
 
 What is quantised already is stored as it is, bitwise, in the layout's naming, with exceptions:
 ``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, a model's NVFP4

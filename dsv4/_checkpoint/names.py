@@ -1,6 +1,6 @@
 """One name for every tensor: DeepSeek's original names, transformers' names, and mixtures of both.
 
-The canonical name is transformers' (specification section 10, with the prefix ``model.`` and one
+The canonical name is transformers' (specification, section 10, with the prefix ``model.`` and one
 entry per expert: ``model.layers.3.mlp.experts.7.gate_proj.weight``). transformers has no MTP; its
 block is ``mtp.<i>.layer.*`` here, beside ``mtp.<i>.{e_proj,h_proj,enorm,hnorm,norm}.weight`` and
 ``mtp.<i>.hc_head.*``.
@@ -113,7 +113,7 @@ _PAIRED = re.compile(r"(.*\.mlp\.(?:experts\.\d+|shared_experts)\.)(gate_proj|up
 _CACHE_SCALE = re.compile(
     r"(?:model\.)?(?:layers|mtp)\.\d+\.(?:self_attn|attn)\.(?:\w+\.)*(?:q|k|v|kv|prob|p)_scale"
 )
-# Float32 whatever the checkpoint (specification section 14).
+# Float32 whatever the checkpoint (specification, section 14).
 _FLOAT32 = re.compile(
     r"\.(attn_hc|ffn_hc)\.\w+$|(^|\.)hc_head\.hc_\w+$"
     r"|\.(sinks|position_bias|e_score_correction_bias)$"

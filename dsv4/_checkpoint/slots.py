@@ -348,8 +348,9 @@ class ExpertsSlot(Slot):
         """Activation scales of gate/up and of down for every expert, or None if not all known.
 
         Gate and up read the same activation: the larger of their scales is used, because with the
-        smaller one the other's range would clip (trap T27). An expert that saw no calibration data
-        gets the largest scale of its projection, as NVIDIA's exporter does (section 11.5b).
+        smaller one the other's range would clip (pitfall 27). An expert without calibration data
+        gets the largest scale of its projection, as NVIDIA's exporter does (specification, section
+        11.5.2).
         """
         found = self._entries(entries)
         if options.input_scales == "token":

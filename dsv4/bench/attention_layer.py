@@ -8,8 +8,8 @@ More tokens are the prefill of one sequence. The level-2 cache is cleared before
 Before it is timed, a step is compared with the same one by the reference's operators, from a copy
 of the cache: a row may be off by ``_TOLERANCE`` of its norm. Both attend to the entries that the
 first chose, of which the second has to choose ``_AGREEMENT`` as well: entries with nearly equal
-scores change places by a rounding (trap T37), and rows were off by a tenth where each side attended
-to its own.
+scores change places by a rounding (pitfall 37), and rows were off by a tenth where each side
+attended to its own.
 """
 
 from __future__ import annotations

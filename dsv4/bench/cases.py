@@ -1,7 +1,7 @@
 """The problem sizes of every operator: what the layers of a model of that size call.
 
 One function per operator makes its cases from a model configuration and a token count. Sizes are
-those of the published models (specification sections 1 and 12), or of ``ModelConfig.tiny``.
+those of the published models (specification, sections 1 and 12), or of ``ModelConfig.tiny``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def own_gemm(rows: int, columns: int, tokens: int) -> list[Case]:
 
 
 def matrices(c: ModelConfig) -> dict[str, Matrix]:
-    """Projections of a layer by name: rows per group, columns, groups, segments (section 12)."""
+    """Projections of a layer by name: rows per group, columns, groups, segments.
+
+    Shapes: specification, section 12.
+    """
     head, hidden, inner = c.head_dim, c.hidden_size, c.moe_intermediate_size
     index = c.index_head_dim
     return {

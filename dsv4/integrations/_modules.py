@@ -58,7 +58,7 @@ class DeepseekV4DecoderLayer(layers.DeepseekV4DecoderLayer):
 
 
 class OutputHead(layers.Linear):
-    """Output head whose logits are float32 whatever the model's dtype (specification section 2)."""
+    """Output head with float32 logits whatever the model's dtype (specification, section 2)."""
 
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[..., H]`` to ``[..., vocab]``."""

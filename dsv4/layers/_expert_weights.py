@@ -450,7 +450,7 @@ class ExpertWeights(FixedDtypeModule):
         scales = getattr(self, name + "_scale")
         step = source.format.block[0]
         block_rows = slice(rows.start // step, -(-rows.stop // step))
-        # Copy bytes: a copy by value between 8-bit float types is not one of them (trap T33).
+        # Copy bytes: a copy by value between 8-bit float types is not one of them (pitfall 33).
         _bytes(scales)[expert, block_rows] = _bytes(source.scales).to(scales.device)
         if source.global_scale is not None:
             getattr(self, name + "_scale_2")[expert, segment] = source.global_scale.reshape(())

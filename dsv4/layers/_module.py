@@ -21,7 +21,7 @@ class FixedDtypeModule(nn.Module):
     """A module some of whose tensors keep their dtype through ``.to(dtype)`` and its like.
 
     Casting FP8 block scales or 4-bit codes would destroy the weight without an error, and the
-    hyper-connection, router-bias and sink parameters are float32 by specification section 14.
+    hyper-connection, router-bias and sink parameters are float32 by specification, section 14.
 
     Where a decode step passes several times per layer, tensors are looked up in ``_parameters`` and
     ``_buffers`` and parts in ``_modules``: as attributes each costs a call of
@@ -162,7 +162,7 @@ def empty_quantized(
 
 
 def quantize_weight(weight: torch.Tensor, format: str) -> QuantizedTensor:
-    """A weight in ``format``, NVFP4 by the rule for weights (specification section 11.1)."""
+    """A weight in ``format``, NVFP4 by the rule for weights (specification, section 11.1)."""
     chosen = format_named(format)
     return quantize(weight, chosen, scaling="weight" if chosen == NVFP4 else "tensor")
 

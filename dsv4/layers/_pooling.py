@@ -56,7 +56,7 @@ class PoolingModule(FixedDtypeModule):
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys-values and scores: float32 from here on, as DeepSeek does (section 5.1)."""
+        """Keys-values and scores, float32 in DeepSeek's numerics (specification, section 5.1)."""
         dtype = None
         if self.numerics == "deepseek":
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -66,7 +66,7 @@ class PoolingModule(FixedDtypeModule):
     def _finish(
         self, pooled: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Norm, then rotation at the position of the window's first token (trap T3)."""
+        """Norm, then rotation at the position of the window's first token (pitfall 3)."""
         entries = self.kv_norm(pooled.to(dtype))
         cos, sin = self.rotary_emb(entries, positions, self.rope_layer_type)
         return rope(entries, cos, sin)

@@ -31,7 +31,7 @@ _FEW = 64  # tokens of a step; products of more fill the GPU by themselves
 
 
 class DeepseekV4Attention(FixedDtypeModule):
-    """Attention of one layer, of any of the three types (specification section 4).
+    """Attention of one layer, of any of the three types (specification, section 4).
 
     ``past_key_values`` decides where earlier tokens come from: None (there are none), one of
     transformers' cache objects, a ``CacheStep`` of a ``PagedCache``, or what

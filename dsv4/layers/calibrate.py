@@ -36,7 +36,7 @@ def calibrate(model: nn.Module) -> Iterator[Calibration]:
     """Record the largest activation of every NVFP4 layer while the block runs the model.
 
     Inside the block activations are not quantised. At its end each layer that saw data gets
-    ``input_scale = amax / 2688`` (specification section 11.1), fixed from then on; an expert that
+    ``input_scale = amax / 2688`` (specification, section 11.1), fixed from then on; an expert that
     saw no token takes the largest scale of its projection. If the block raises, nothing is changed.
 
     Args:

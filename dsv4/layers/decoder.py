@@ -18,7 +18,7 @@ from dsv4.layers.norm import DeepseekV4RMSNorm
 
 
 class DeepseekV4DecoderLayer(nn.Module):
-    """Attention and experts, each between the two halves of a hyper-connection (section 2)."""
+    """Attention and experts, each in a hyper-connection (specification, section 2)."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DeepseekV4DecoderLayer(nn.Module):
 
 
 class DeepseekV4MTP(nn.Module):
-    """Multi-token prediction: one block that drafts the token after the next (section 9).
+    """Multi-token prediction, a block that drafts a second token (specification, section 9).
 
     Shares the embedding and the output head of the main model, which pass through the arguments.
     """

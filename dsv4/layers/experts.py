@@ -38,7 +38,8 @@ class DeepseekV4Experts(ExpertWeights):
     for down; multiply) and ``_input_scale [E]`` (activation global scales; multiply).
 
     With DeepSeek's numerics the routing weight multiplies before the down projection, with
-    transformers' after it: equal in exact arithmetic, not after rounding (section 8.2).
+    transformers' after it: equal in exact arithmetic, not after rounding (specification, section
+    8.2).
 
     ``pack`` re-lays NVFP4 weights for tensor cores, gate and up rows in turn; for Hopper's
     ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 then, for Blackwell's they are

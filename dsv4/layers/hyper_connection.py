@@ -18,7 +18,7 @@ Collapsed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class DeepseekV4HyperConnection(FixedDtypeModule):
     """Collapses the residual streams before a sublayer and spreads its output after it.
 
-    All arithmetic in float32 (specification section 3).
+    All arithmetic in float32 (specification, section 3).
     """
 
     wide = frozenset({"fn", "base", "scale"})
@@ -112,7 +112,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
 
 
 class DeepseekV4HyperHead(FixedDtypeModule):
-    """The last collapse, before the final norm (specification section 3.4)."""
+    """The last collapse, before the final norm (specification, section 3.4)."""
 
     wide = frozenset({"hc_fn", "hc_base", "hc_scale"})
 

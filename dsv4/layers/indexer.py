@@ -1,4 +1,4 @@
-"""The lightning indexer: which compressed entries a query attends to (specification section 6)."""
+"""The lightning indexer: which compressed entries a query attends to (specification, section 6)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class DeepseekV4IndexerScorer(nn.Module):
-    """The weights with which the indexer's heads are summed (specification section 6, step 4)."""
+    """The weights with which the indexer's heads are summed (specification, section 6, step 4)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class DeepseekV4IndexerScorer(nn.Module):
 
     @property
     def scale(self) -> float:
-        """Both scales of the weights (specification section 6, step 4)."""
+        """Both scales of the weights (specification, section 6, step 4)."""
         return self.softmax_scale * self.weights_scaling
 
     def forward(
@@ -54,7 +54,7 @@ class DeepseekV4IndexerScorer(nn.Module):
 
 
 class DeepseekV4Indexer(PoolingModule):
-    """Chooses the ``index_topk`` entries each query of a CSA layer attends to (section 6).
+    """Selects the ``index_topk`` entries of each query (specification, section 6).
 
     With DeepSeek's numerics queries and keys go through a Hadamard transform and FP4.
     """

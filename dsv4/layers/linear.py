@@ -349,7 +349,7 @@ class Linear(FixedDtypeModule):
 
 
 class DeepseekV4GroupedLinear(Linear):
-    """``n_groups`` independent projections of ``n_groups`` inputs (wo_a in section 4.1).
+    """``n_groups`` projections of as many inputs (``wo_a`` of specification, section 4.1).
 
     Rows ``g * out_features / n_groups`` and following of the weight belong to group ``g``.
     """
@@ -413,8 +413,8 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
 
     NVFP4 weights are joined by rows, at no cost if ``join_weights`` has done it. Every row segment
     keeps its own global scale, because one shared maximum would scale the other segments wrongly by
-    the ratio (trap T28); the input is quantised once, with the largest of the input scales, because
-    a smaller one would clip.
+    the ratio (pitfall 28); the input is quantised once, with the largest of the input scales,
+    because a smaller one would clip.
 
     Args:
         layers: Layers of equal ``in_features``.

@@ -13,7 +13,7 @@ from dsv4.ops.swiglu import swiglu
 
 
 class DeepseekV4MLP(nn.Module):
-    """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification section 8.2).
+    """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification, section 8.2).
 
     Packed (``dsv4.layers.pack_``), gate and up rows stand in turn in one matrix, and nothing is
     rounded between the first product and SwiGLU, where otherwise the product is rounded to the

@@ -23,7 +23,7 @@ _FILLING, _LEFT = 4096, 20
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
-    """``sum over the chosen experts + shared expert`` (specification section 8).
+    """``sum over the chosen experts + shared expert`` (specification, section 8).
 
     On CUDA the shared expert runs on a stream of its own beside the routed experts and, of fewer
     than 4096 tokens, the router, in a captured graph, too.

@@ -9,7 +9,7 @@ from dsv4.ops.norm import rms_norm
 
 
 class DeepseekV4RMSNorm(nn.Module):
-    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (specification section 2)."""
+    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (specification, section 2)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class DeepseekV4RMSNorm(nn.Module):
 
 
 class DeepseekV4UnweightedRMSNorm(nn.Module):
-    """The same without a weight: the norm of each query head (section 4.2, step 2)."""
+    """RMS norm without a weight, of each query head (specification, section 4.2, step 2)."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# amax / 2688 maps the largest activation onto code 6 times block scale 448 (specification 11.1).
+# amax / 2688 maps the largest activation onto code 6 times block scale 448 (specification, section
+# 11.1).
 LARGEST = 6.0 * 448.0
 
 

@@ -17,10 +17,10 @@ LABELS = ("main", "compress")
 class DeepseekV4RotaryEmbedding(nn.Module):
     """Cosines and sines for ``"main"`` (sliding layers) and ``"compress"`` (compressed layers).
 
-    The two differ in base and in YaRN (specification section 4.3, trap T1). Has no parameters and
-    no buffers: the frequencies follow from the configuration, so building on the meta device loses
-    nothing. A copy of them stays on each device that asked, because nothing can be copied from the
-    host while a CUDA graph is captured.
+    The two differ in base and in YaRN (specification, section 4.3; pitfall 1). Has no parameters
+    and no buffers: the frequencies follow from the configuration, so building on the meta device
+    loses nothing. A copy of them stays on each device that asked, because nothing can be copied
+    from the host while a CUDA graph is captured.
     """
 
     def __init__(self, config: Any, device: torch.device | None = None) -> None:

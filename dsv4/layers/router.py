@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with what weight (specification section 8.1)."""
+"""Routers: which experts a token goes to, and with what weight (specification, section 8.1)."""
 
 from __future__ import annotations
 

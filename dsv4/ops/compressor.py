@@ -162,7 +162,7 @@ def pool_windows(
     overlap: bool,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One entry per window of m tokens (specification section 5.2).
+    """One entry per window of m tokens (specification, section 5.2).
 
     Each channel is averaged with a softmax over the scores of that channel. Without overlap the
     slots are the window's m tokens. With overlap there are 2m: the window before, columns
@@ -223,7 +223,7 @@ def compressor_update(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Take the next tokens of some sequences, emit an entry for every window that closes.
 
-    Specification sections 5.2 and 5.3. Any way of cutting a sequence into calls gives the same
+    Specification, sections 5.2 and 5.3. Any way of cutting a sequence into calls gives the same
     entries. Mutates ``state`` in the rows ``sequences``: it writes the new tokens that a later
     window pools, and nothing else. A call whose tokens have other slots than those that it reads,
     as one token has, can therefore be repeated.
@@ -289,7 +289,7 @@ def compress_write(
     table_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> None:
-    """From a compressor's projections to entries in the cache (specification sections 5.2, 5.3).
+    """From a compressor's projections to cached entries (specification, sections 5.2 and 5.3).
 
     ``pooled, positions, sequence = compressor_update(...)``, then for every entry that closed
     ``rope(rms_norm(pooled.to(dtype), norm_weight, eps), *rope_tables(positions, inv_freq))``, then

@@ -53,7 +53,7 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``x @ weight.T``, or one such product per group (specification sections 4.4 and 11).
+    """``x @ weight.T``, or one such product per group (specification, sections 4.4 and 11).
 
     The operands are ``code * block scale``, accumulated in float32 (float64 for float64 ``x``).
     Global scales multiply the sum: with ``activation="nvfp4"`` as ``alpha = input_scale *

@@ -51,7 +51,7 @@ def gemm_swiglu(
 ) -> torch.Tensor:
     """``swiglu(x @ weight.T)``, gate in the even rows of the weight, up in the odd ones.
 
-    What ``gemm`` and ``swiglu`` mean (specification sections 4.4, 8.2 and 11), without a rounding
+    What ``gemm`` and ``swiglu`` mean (specification, sections 4.4, 8.2 and 11), without a rounding
     between them: the product stays float32 (float64 for float64 ``x``).
 
     Args:

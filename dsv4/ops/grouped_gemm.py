@@ -147,7 +147,7 @@ def grouped_gemm(
     """``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
 
     Numerics of each product as in ``gemm``. Rows past ``offsets[E]`` come out zero, whatever they
-    hold. An expert without rows costs nothing (specification section 8.2).
+    hold. An expert without rows costs nothing (specification, section 8.2).
 
     Args:
         x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are what the product
@@ -200,7 +200,7 @@ def grouped_gemm_swiglu(
 ) -> torch.Tensor:
     """``swiglu(x[r] @ weight[e].T)``, gate in the even rows of a weight, up in the odd ones.
 
-    What ``grouped_gemm`` and ``swiglu`` mean (specification section 8.2), without a rounding
+    What ``grouped_gemm`` and ``swiglu`` mean (specification, section 8.2), without a rounding
     between them: the products stay float32 (float64 for float64 ``x``).
 
     Args:

@@ -174,7 +174,7 @@ def hc_pre(
     iterations: int,
     backend: str = "auto",
 ) -> Pre:
-    """Collapse the residual streams before a sublayer (specification section 3.2).
+    """Collapse the residual streams before a sublayer (specification, section 3.2).
 
     ``m = (fn @ x) * rsqrt(mean(x^2) + norm_eps)`` of the flattened streams gives, in the row order
     of ``fn``, n collapse weights ``sigmoid(.) + hc_eps``, n write-back weights ``2 sigmoid(.)`` and
@@ -214,7 +214,9 @@ def hc_post(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Write a sublayer's output back: ``X'_k = post_k y + sum_j comb[j, k] X_j`` (section 3.3).
+    """Write a sublayer's output back: ``X'_k = post_k y + sum_j comb[j, k] X_j``.
+
+    Specification, section 3.3.
 
     The sum is over the FIRST index of ``comb``. In float32 (float64 if ``streams`` or ``y`` is),
     one rounding at the end.
@@ -250,7 +252,7 @@ def hc_pre_norm(
     iterations: int,
     backend: str = "auto",
 ) -> Pre:
-    """``hc_pre``, and the RMS norm of the sublayer that follows: sections 3.2 and 2.
+    """``hc_pre``, and the RMS norm of the sublayer that follows: specification, sections 3.2 and 2.
 
     Args:
         streams: As in ``hc_pre``; so are ``fn``, ``scale``, ``base``, ``hc_eps``, ``iterations``.
@@ -486,7 +488,7 @@ def hc_head(
     hc_eps: float,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Collapse the streams after the last layer (specification section 3.4).
+    """Collapse the streams after the last layer (specification, section 3.4).
 
     The collapse of ``hc_pre`` alone: weights ``sigmoid(.) + hc_eps``, which do not sum to 1.
 

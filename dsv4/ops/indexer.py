@@ -101,7 +101,7 @@ _indexer_select = define(
 
 @planned
 def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Hadamard transform, then rounding to FP4 (specification section 6, step 3).
+    """Hadamard transform, then rounding to FP4 (specification, section 6, step 3).
 
     The transform is Sylvester's matrix times ``d^-0.5``, so it is orthonormal and its own inverse:
     applied to queries and keys alike it leaves their products unchanged, and only spreads
@@ -136,7 +136,7 @@ def indexer_queries(
     rotate_quantize: bool,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Index queries after their projection (specification section 6, steps 1 and 3).
+    """Index queries after their projection (specification, section 6, steps 1 and 3).
 
     ``rope`` on the last R dims, rounded to ``q.dtype``, and if asked ``indexer_rotate_quantize``
     after it. The result has the bits of the two operators called one after the other.
@@ -173,7 +173,7 @@ def quantize_index_queries(
     weight_scale: float = 1.0,
     backend: str = "auto",
 ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
-    """Index queries in 8 or 4 bits, and the weights to go with them (section 6).
+    """Index queries in 8 or 4 bits, and the weights to go with them (specification, section 6).
 
     ``rope`` on the last R dims, then if asked the Hadamard transform, each rounded to ``q.dtype``,
     then rounding to codes. ``"fp8"``: E4M3 with one scale ``2 ^ ceil(log2(max(amax, 1e-4) / 448))``
@@ -258,7 +258,7 @@ def indexer_select(
     top_k: int,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The ``top_k`` visible entries with the highest scores (specification section 6, step 5).
+    """The ``top_k`` visible entries with the highest scores (specification, section 6, step 5).
 
     ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32 (float64 for float64 input).
     Which entries those are is exact for the scores as computed: of equal scores the lower entry

@@ -118,7 +118,7 @@ def check_pages(op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY
 def write_kv(
     pages: Pages, entries: torch.Tensor, slots: torch.Tensor, *, backend: str = "auto"
 ) -> None:
-    """Store entries in their slots (specification sections 4.2 step 5 and 7). Mutates the pages.
+    """Store entries in their slots (specification, sections 4.2 and 7). Mutates the pages.
 
     ``"fp8"``: the first ``D - R`` dims are stored as E4M3 in groups of 64 with the E8M0 scale byte
     ``ceil(log2(max(amax, 1e-4) / 448)) + 127``, the last R dims as bfloat16. A value rounds to
@@ -127,10 +127,10 @@ def write_kv(
     reads back as NaN; other groups and entries are unaffected. A NaN in the RoPE dims is
     stored as 0x7FC0. ``"plain"``: cast to the pages' dtype.
 
-    Index keys (section 6), rounded to float32 first: ``"index_fp8"`` is E4M3 with one scale ``2 ^
-    ceil(log2(max(amax, 1e-4) / 448))``; an entry with a NaN or an Inf is code 0x7F and scale NaN.
-    ``"index_mxfp4"`` is MXFP4 as ``quantize`` makes it, whose groups of 32 with a NaN or an Inf
-    have codes 0 and scale byte 255. All of them read back as NaN.
+    Index keys (specification, section 6), rounded to float32 first: ``"index_fp8"`` is E4M3 with
+    one scale ``2 ^ ceil(log2(max(amax, 1e-4) / 448))``; an entry with a NaN or an Inf is code 0x7F
+    and scale NaN. ``"index_mxfp4"`` is MXFP4 as ``quantize`` makes it, whose groups of 32 with a
+    NaN or an Inf have codes 0 and scale byte 255. All of them read back as NaN.
 
     Args:
         pages: Where to.
@@ -172,7 +172,7 @@ def read_kv(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Load the entries of the given slots (specification section 7).
+    """Load the entries of the given slots (specification, section 7).
 
     A value of a byte format is its code times its scale, exact in every result dtype but for
     underflow; scale byte 255 gives NaN.
@@ -212,7 +212,7 @@ def read_kv(
 def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -> torch.Tensor:
     """What ``x`` reads back as after a round trip through ``"fp8"`` pages, bit for bit.
 
-    Specification section 4.2, step 5. The first ``D - rope_dim`` dims are quantised to E4M3 in
+    Specification, section 4.2, step 5. The first ``D - rope_dim`` dims are quantised to E4M3 in
     groups of 64 with power-of-two scales; the last ``rope_dim`` are rounded to bfloat16, whatever
     the dtype of ``x``. A group with a NaN or an Inf comes out as NaN.
 
@@ -249,7 +249,7 @@ def norm_rope_write_kv(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> None:
-    """From the projection to the cache in one step (specification section 4.2, steps 3 to 5).
+    """From the projection to the cache in one step (specification, section 4.2, steps 4 and 5).
 
     ``write_kv(pages, rope(rms_norm(kv, weight, eps), cos, sin), slots)``, with the roundings to
     ``kv.dtype`` that the parts make after the norm and after the rotation. Mutates the pages.

@@ -355,7 +355,7 @@ def moe_combine(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Sum each token's expert rows, weighted, then add the shared expert (section 8.2).
+    """Sum each token's expert rows, then add the shared expert (specification, section 8.2).
 
     ``out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t]``, in float32 (float64 for float64
     ``y``), in slot order j = 0 .. k-1 and the shared expert last: the same bits from run to run,

@@ -72,11 +72,11 @@ def rms_norm(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (specification section 2).
+    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (specification, section 2).
 
     Statistics and product in float32 (float64 for float64 input), one rounding to ``x.dtype`` at
-    the end. Without a weight this is the per-head norm of q (section 4.2, step 2). A row that holds
-    a non-finite value, or whose mean square overflows, is NaN throughout.
+    the end. Without a weight this is the per-head norm of q (specification, section 4.2,
+    step 2). A row that holds a non-finite value, or whose mean square overflows, is NaN throughout.
 
     Args:
         x: ``[..., D]``, bfloat16, float16, float32 or float64.
@@ -109,7 +109,7 @@ def rms_norm_pair(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norms of two parts of a row: of the joined q_a and kv projections (section 4.4).
+    """The norms of both parts of a row, q_a and kv (specification, section 4.4).
 
     Args:
         x: ``[..., D1 + D2]``, bfloat16, float16, float32 or float64.
@@ -148,7 +148,7 @@ def head_norm_rope_(
     *,
     backend: str = "auto",
 ) -> None:
-    """Norm of each head without weight, then RoPE, in place (section 4.2, steps 2 and 4).
+    """Norm each head without weight, then rotate (specification, section 4.2, steps 2 and 3).
 
     ``rope(rms_norm(q, None, eps), cos, sin)``, the norm rounded to ``q.dtype`` in between.
 

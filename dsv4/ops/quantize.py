@@ -115,17 +115,18 @@ def quantize(
     **NVFP4**, with ``s`` the global scale and ``a = max|x|`` of a block of 16 along K; divisions in
     the order written, each rounded to float32, the rounded ``SF`` used for the codes:
 
-    - activations (``"static"``, ``"tensor"``, ``"token"``; specification section 11.2):
+    - activations (``"static"``, ``"tensor"``, ``"token"``; specification, section 11.2):
       ``SF = e4m3(min((a / 6) / s, 448))``. A block whose SF rounds to 0 has codes 0.
-    - weights (``"weight"``; section 11.1): ``SF = e4m3(clamp(a / (6 * s), 2^-9, 448))``, and 1 for
-      a block of zeros.
+    - weights (``"weight"``; specification, section 11.1): ``SF = e4m3(clamp(a / (6 * s), 2^-9,
+      448))``, and 1 for a block of zeros.
     - ``code = e2m1(x / (SF * s))``, to nearest even, saturating at 6.
 
     ``s`` is given (``"static"``, and optionally ``"weight"``), or ``amax / 2688`` of each matrix
     (``"tensor"``, ``"weight"``) or of each row (``"token"``); it is at least 2^-126, and 1 where
     amax is 0. Static scales saturate: magnitudes above ``2688 * s`` are clipped.
 
-    **MXFP4**: blocks of 32, scale ``2 ^ ceil(log2(max(a, 6 * 2^-126) / 6))`` (section 6).
+    **MXFP4**: blocks of 32, scale ``2 ^ ceil(log2(max(a, 6 * 2^-126) / 6))`` (specification,
+    section 11.2).
     **FP8**: blocks of 128 x 128, ragged at the borders, scale ``2 ^ ceil(log2(max(a, 448 * 2^-126)
     / 448))``, or with ``scale_dtype=torch.float32`` ``a / 448`` (at least 2^-126, 1 for a block of
     zeros).
@@ -245,7 +246,7 @@ def positive(name: str, scale: torch.Tensor) -> None:
 def bfloat16_operand(
     x: torch.Tensor, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 activations as a bfloat16 product takes them (specification section 11.2).
+    """NVFP4 activations as a bfloat16 product takes them (specification, section 11.2).
 
     Args:
         x: ``[..., K]``.

@@ -63,7 +63,7 @@ def rope_tables(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of ``position * inv_freq`` (specification section 4.3).
+    """cos and sin of ``position * inv_freq`` (specification, section 4.3).
 
     Always float32, and without an amplitude factor: cos^2 + sin^2 = 1 with and without YaRN.
     Position, inverse frequency and angle are each rounded to float32, which is part of the
@@ -105,12 +105,12 @@ def rope(
     inverse: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Rotate the last R dimensions in interleaved pairs (specification section 4.3).
+    """Rotate the last R dimensions in interleaved pairs (specification, section 4.3).
 
     With ``(a, b) = (x[D-R+2i], x[D-R+2i+1])`` the result is ``(a cos_i - b sin_i,
     b cos_i + a sin_i)``; ``inverse`` turns the other way (``-sin``), as the attention output needs
-    (section 4.2, step 8). In float32 (float64 for float64 input), one rounding at the end. The
-    first D-R dimensions are copied bit for bit.
+    (specification, section 4.2, step 8). In float32 (float64 for float64 input), one rounding at
+    the end. The first D-R dimensions are copied bit for bit.
 
     Args:
         x: ``[..., D]``, bfloat16, float16, float32 or float64.
@@ -148,7 +148,7 @@ def rope_quantize(
     layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """From attention to the grouped projection (specification section 4.2, steps 8 and 9).
+    """From attention to the grouped projection (specification, section 4.2, steps 8 and 9).
 
     ``rope(x, cos, sin, inverse=inverse)`` with the same angles for all heads of a token, rounded to
     ``x.dtype``; then the heads are joined, cut into ``groups`` rows per token and quantised to

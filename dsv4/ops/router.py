@@ -70,7 +70,7 @@ def route_topk(
     logits_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> Routing:
-    """Choose each token's experts by learned score (specification section 8.1).
+    """Choose each token's experts by learned score (specification, section 8.1).
 
     ``score = sqrt(softplus(x W^T))``; the ``top_k`` experts of largest ``score + bias`` are chosen,
     and weighted by their score without the bias: ``score / (sum + 1e-20) * scaling_factor``.
@@ -121,7 +121,7 @@ def route_hash(
     logits_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> Routing:
-    """Look up each token's experts by its token id (specification section 8.1, layers 0 to 2).
+    """Look up each token's experts by its token id (specification, section 8.1, layers 0 to 2).
 
     The experts are ``tid2eid[input_ids]``, in the table's order; their weights still come from the
     learned scores, as in ``route_topk``.

@@ -62,7 +62,7 @@ def swiglu(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` (specification section 8.2).
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` (specification, section 8.2).
 
     The gate has an upper clamp only, and both clamps come before the product. In float32 (float64
     for float64 input), one rounding to ``out_dtype`` at the end. A NaN or an infinity in gate or up
@@ -74,7 +74,7 @@ def swiglu(
         layout: ``"concatenated"``: I gate columns, then I up columns; ``"interleaved"``: gate in
             the even columns, up in the odd ones.
         row_weight: ``[...]``, floating: multiplies its row before the rounding, as DeepSeek's
-            routing weight does (section 8.2). None for no weight.
+            routing weight does (specification, section 8.2). None for no weight.
         out_dtype: Dtype of the result; None for ``gate_up.dtype``.
         backend: Implementation name, see ``dsv4.dispatch``.
 

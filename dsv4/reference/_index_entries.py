@@ -1,4 +1,4 @@
-"""Index keys and queries to their codes and back (specification section 6), any leading axes."""
+"""Index keys and queries to their codes and back (specification, section 6), any leading axes."""
 
 from __future__ import annotations
 

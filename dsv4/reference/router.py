@@ -7,7 +7,7 @@ import torch
 from dsv4.ops.router import check_ids
 from dsv4.reference._precision import compute_dtype
 
-# Keeps a row whose scores all underflow at 0 instead of 0/0 (specification, trap T10).
+# Keeps a row whose scores all underflow at 0 instead of 0/0 (pitfall 10).
 _SUM_FLOOR = 1e-20
 
 

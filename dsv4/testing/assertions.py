@@ -150,7 +150,7 @@ def gemm_budget(
     """Error allowed to ``x @ weight.T`` summed in float32 in any order, then rounded.
 
     A float32 sum of K products in any order is off by at most ``(K + 1) u S`` with ``u = 2^-24``
-    and ``S = sum |x_k w_k|`` (Higham, Accuracy and Stability, section 3.1: K-1 additions and one
+    and ``S = sum |x_k w_k|`` (Higham, Accuracy and Stability, 3.1: K-1 additions and one
     rounding per product, to first order). Scales applied before or after the sum add ``roundings``
     roundings of relative size u. The result's own rounding adds ``u_out |y|`` and half the smallest
     subnormal of its dtype. First-order terms are widened by 1 % for the higher orders.

@@ -24,7 +24,7 @@ def blocks_of(x: Array, width: int) -> tuple[Array, Array, Array]:
 
 
 def global_scale(amax: Array) -> Array:
-    """``max(amax / 2688, 2^-126)``, 1 where amax is 0 (specification section 11.1)."""
+    """``max(amax / 2688, 2^-126)``, 1 where amax is 0 (specification, section 11.1)."""
     scale = np.maximum(amax / f32(2688), f32(2.0**-126))
     return np.where(amax == 0, f32(1), scale).astype(f32)
 
@@ -38,7 +38,7 @@ def e2m1_codes(values: Array, live: Array) -> Array:
 def nvfp4(x: Array, scaling: str, static: float | None = None) -> tuple[Array, Array, Array]:
     """Codes ``[N, K]``, scale bytes ``[N, K/16]`` and global scale of ``x [N, K]``.
 
-    See ``dsv4.ops.quantize`` for the formulas (specification sections 11.1 and 11.2).
+    See ``dsv4.ops.quantize`` for the formulas (specification, sections 11.1 and 11.2).
     """
     with np.errstate(all="ignore"):
         blocks, finite, amax = blocks_of(x, 16)
@@ -68,7 +68,7 @@ def power_of_two_above(amax: Array, element_max: float) -> Array:
 
 
 def mxfp4(x: Array) -> tuple[Array, Array]:
-    """Codes ``[N, K]`` and scale bytes ``[N, K/32]`` (specification section 6, step 3)."""
+    """Codes ``[N, K]`` and scale bytes ``[N, K/32]`` (specification, section 6, step 3)."""
     blocks, finite, amax = blocks_of(x, 32)
     power = power_of_two_above(amax, 6.0)
     with np.errstate(all="ignore"):

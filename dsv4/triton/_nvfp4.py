@@ -63,7 +63,7 @@ def scale_columns(blocks: int, swizzled: bool) -> int:
 def scale_offset(row, block, columns, SWIZZLED: tl.constexpr):
     """Where the scale byte of ``block`` in ``row`` lies, counted from the first of its matrix.
 
-    ``columns`` is ``scale_columns``. Swizzled (specification section 11.3): tiles of 128 rows by 4
+    ``columns`` is ``scale_columns``. Swizzled (specification, section 11.3): tiles of 128 rows by 4
     blocks, 512 bytes each, one after the other along the row.
     """
     if SWIZZLED:

@@ -1,10 +1,10 @@
 """A table of mistakes: every known way of getting the model wrong, as a change of the code.
 
-``python -m tests.traps [T9 ...]`` makes each of them in a copy and watches the named test fail. The
-numbers are those of the specification's list of traps (section 15; D2 is in section 1); HF are
-mistakes of the drop-in for transformers; "files" are mistakes with files that are replaced, or come
-from elsewhere; "load" are mistakes of packing while a checkpoint is read; P1 to P3 are mistakes of
-plans, tapes and launches; "start" are mistakes of what is compiled ahead.
+``python -m tests.traps [9 ...]`` makes each of them in a copy and watches the named test fail. A
+number is that of a known pitfall (specification, section 15). "HF" are mistakes of the drop-in for
+transformers; "files" are mistakes with files that are replaced, or come from elsewhere; "load" are
+mistakes of packing while a checkpoint is read; P1 to P3 are mistakes of plans, tapes and launches;
+"start" are mistakes of what is compiled ahead.
 """
 
 from __future__ import annotations
@@ -41,4 +41,4 @@ MUTANTS: tuple[Mutant, ...] = (
     *_LOADING,
     *_STARTING,
 )
-REQUIRED = tuple(f"T{n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
+REQUIRED = tuple(f"pitfall {n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

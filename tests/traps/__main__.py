@@ -1,4 +1,4 @@
-"""``python -m tests.traps [T9 ...]``: the named traps, or all; see ``watch.main``."""
+"""``python -m tests.traps [9 ...]``: the numbered pitfalls, or all; see ``watch.main``."""
 
 from __future__ import annotations
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from .mutant import LAYERS, REFERENCE, Mutant
 
-FORMULA = "tests/test_layers.py::test_trap_t1_t2_t3_t4_t5_t6_t13_t14_attention_is_its_formula"
-LAYER_TABLE = "tests/test_layers.py::test_trap_t1_each_layer_type_has_its_own_table"
+FORMULA = "tests/test_layers.py::test_pitfalls_1_2_3_4_5_6_13_14_attention_is_its_formula"
+LAYER_TABLE = "tests/test_layers.py::test_pitfall_1_each_layer_type_has_its_own_table"
 TRANSFORMERS = "tests/test_layers.py::test_each_layer_equals_transformers"
 CONFIG = "tests/test_config.py::"
 ROPE = "tests/test_rope.py::"
-ATTENTION = "tests/test_attention.py::test_trap_"
+ATTENTION = "tests/test_attention.py::test_pitfall_"
 WRONG_FILE = CONFIG + "test_a_wrong_file_is_refused_by_name"
-CHUNKS = "tests/test_cache.py::test_trap_t13_any_chunking_sees_what_the_specification_says"
+CHUNKS = "tests/test_cache.py::test_pitfall_13_any_chunking_sees_all_it_should"
 MODEL_CHUNKS = "tests/test_model.py::test_any_chunking_is_the_same_for_the_model"
 
 MUTANTS = (
     Mutant(
-        "D2",
+        "pitfall 42",
         "a file without a schedule is not refused",
         "dsv4/_config_file.py",
         '        (("compress_ratios", "layer_types"), "there is no default layer schedule"),\n',
@@ -24,7 +24,7 @@ MUTANTS = (
         WRONG_FILE,
     ),
     Mutant(
-        "D2",
+        "pitfall 42",
         "two schedules that contradict each other are not refused",
         "dsv4/_config_file.py",
         'problems.append("layer_types contradicts compress_ratios")',
@@ -32,15 +32,15 @@ MUTANTS = (
         WRONG_FILE,
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "one table for all layer types",
         "dsv4/config.py",
         "return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main",
         "return self.rope_main",
-        ROPE + "test_trap_t1_base_and_yarn_belong_to_the_layer_type",
+        ROPE + "test_pitfall_1_base_and_yarn_belong_to_the_layer_type",
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "MTP layers take the table of compressed layers",
         "dsv4/config.py",
         "return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main",
@@ -49,7 +49,7 @@ MUTANTS = (
         CONFIG + "test_rope_follows_the_layer_type",
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "compressed layers rotate q and kv by the main table",
         LAYERS + "attention.py",
         '"compress" if config.compress_rate(layer_idx) else "main"',
@@ -57,7 +57,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "sliding layers rotate by the table of compressed ones",
         LAYERS + "attention.py",
         '"compress" if config.compress_rate(layer_idx) else "main"',
@@ -65,7 +65,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "compressors rotate entries by the main table",
         LAYERS + "_pooling.py",
         'rope_layer_type = "compress"',
@@ -73,15 +73,15 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "no YaRN on compressed layers",
         "dsv4/config.py",
         '        if self.factor is None:\n            return plain.to(device or "cpu")',
         '        if True:\n            return plain.to(device or "cpu")',
-        ROPE + "test_trap_t1_base_and_yarn_belong_to_the_layer_type",
+        ROPE + "test_pitfall_1_base_and_yarn_belong_to_the_layer_type",
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "YaRN on the main table of a file",
         "dsv4/_config_file.py",
         '"rope_main": {"theta": theta, "dim": dim},',
@@ -89,7 +89,7 @@ MUTANTS = (
         CONFIG + "test_every_style_of_file_gives_the_same_configuration_back",
     ),
     Mutant(
-        "T1",
+        "pitfall 1",
         "the layer's labels are exchanged",
         LAYERS + "rotary.py",
         '{"main": config.rope_main, "compress": config.rope_compress}',
@@ -97,15 +97,15 @@ MUTANTS = (
         LAYER_TABLE,
     ),
     Mutant(
-        "T2",
+        "pitfall 2",
         "YaRN's amplitude on cos and sin",
         "dsv4/reference/rope.py",
         "return angles.cos(), angles.sin()",
         "return 1.2773 * angles.cos(), 1.2773 * angles.sin()",
-        ROPE + "test_trap_t2_tables_have_no_amplitude",
+        ROPE + "test_pitfall_2_tables_have_no_amplitude",
     ),
     Mutant(
-        "T2",
+        "pitfall 2",
         "YaRN's amplitude in the softmax scale",
         LAYERS + "attention.py",
         "self.scaling = config.head_dim**-0.5",
@@ -113,7 +113,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T3",
+        "pitfall 3",
         "entries rotated at their number",
         LAYERS + "_pooling.py",
         "positions = first + self.compress_rate * torch.arange(windows, device=kv.device)",
@@ -121,7 +121,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T3",
+        "pitfall 3",
         "entries rotated at their last token",
         LAYERS + "_pooling.py",
         "positions = first + self.compress_rate * torch.arange(windows, device=kv.device)",
@@ -130,7 +130,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T3",
+        "pitfall 3",
         "entries not rotated",
         LAYERS + "_pooling.py",
         "return rope(entries, cos, sin)",
@@ -138,15 +138,15 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T3",
+        "pitfall 3",
         "entries of the paged cache rotated at their last token",
         REFERENCE + "compressor.py",
         "torch.where(used, window * ratio, -1)",
         "torch.where(used, window * ratio + ratio - 1, -1)",
-        "tests/test_compressor.py::test_trap_t3_position_is_the_first_token_of_the_window",
+        "tests/test_compressor.py::test_pitfall_3_position_is_the_first_token_of_the_window",
     ),
     Mutant(
-        "T3",
+        "pitfall 3",
         "entries of the paged cache rotated at their number",
         REFERENCE + "compressor.py",
         "rope_tables(positions.clamp(min=0), inv_freq)",
@@ -154,7 +154,7 @@ MUTANTS = (
         MODEL_CHUNKS,
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "no inverse rotation of the output",
         LAYERS + "attention.py",
         "            cos=cos,\n            sin=sin,\n        )\n        return out.unflatten",
@@ -162,7 +162,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "no inverse rotation of the output with a paged cache",
         LAYERS + "attention.py",
         "            cos=cos,\n            sin=sin,\n        )\n\n    def _attend_dense",
@@ -170,23 +170,23 @@ MUTANTS = (
         MODEL_CHUNKS,
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "the output is rotated by the reference forwards",
         REFERENCE + "attention.py",
         "*turn, inverse=True",
         "*turn, inverse=False",
-        ATTENTION + "t4_the_last_dims_are_turned_back",
+        ATTENTION + "4_the_last_dims_are_turned_back",
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "the result is rounded before it is turned",
         REFERENCE + "attention.py",
         "rope(found, *turn",
         "rope(found.to(q.dtype), *turn",
-        ATTENTION + "t4_the_turned_result_is_rounded_once",
+        ATTENTION + "4_the_turned_result_is_rounded_once",
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "the output is rotated forwards",
         LAYERS + "attention.py",
         "            sin=sin,\n        )\n        return out.unflatten",
@@ -194,23 +194,23 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "the inverse negates the cosine",
         REFERENCE + "rope.py",
         "        sin = -sin\n",
         "        cos = -cos\n",
-        ROPE + "test_trap_t4_the_inverse_turns_by_the_opposite_angle",
+        ROPE + "test_pitfall_4_the_inverse_turns_by_the_opposite_angle",
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "the inverse negates both",
         REFERENCE + "rope.py",
         "        sin = -sin\n",
         "        cos, sin = -cos, -sin\n",
-        ROPE + "test_trap_t4_the_inverse_turns_by_the_opposite_angle",
+        ROPE + "test_pitfall_4_the_inverse_turns_by_the_opposite_angle",
     ),
     Mutant(
-        "T4",
+        "pitfall 4",
         "sines read from the columns of the cosines",
         "dsv4/reference/rope.py",
         "return angles.cos(), angles.sin()",
@@ -218,23 +218,23 @@ MUTANTS = (
         ROPE + "test_tables_are_float32_of_the_float32_angle",
     ),
     Mutant(
-        "T5",
+        "pitfall 5",
         "split halves instead of pairs",
         REFERENCE + "rope.py",
         "even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
         "even, odd = x[..., kept:].to(wide).chunk(2, -1)",
-        ROPE + "test_trap_t5_last_dims_in_interleaved_pairs",
+        ROPE + "test_pitfall_5_last_dims_in_interleaved_pairs",
     ),
     Mutant(
-        "T5",
+        "pitfall 5",
         "pairs read interleaved, written as halves",
         REFERENCE + "rope.py",
         "turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)",
         "turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -2)",
-        ROPE + "test_trap_t5_by_hand",
+        ROPE + "test_pitfall_5_by_hand",
     ),
     Mutant(
-        "T5",
+        "pitfall 5",
         "the first dims are rotated",
         REFERENCE + "rope.py",
         "    kept = x.shape[-1] - 2 * cos.shape[-1]\n",
@@ -243,10 +243,10 @@ MUTANTS = (
         "        swapped = torch.cat((x[..., -kept:], x[..., :-kept]), -1)\n"
         "        swapped = rope(swapped[..., kept:], cos, sin, False)\n"
         "        return torch.cat((swapped, x[..., -kept:]), -1)\n",
-        ROPE + "test_trap_t5_last_dims_in_interleaved_pairs",
+        ROPE + "test_pitfall_5_last_dims_in_interleaved_pairs",
     ),
     Mutant(
-        "T6",
+        "pitfall 6",
         "no norm per head",
         LAYERS + "attention.py",
         "head_norm_rope_(q, *tables, self.q_b_norm.eps)",
@@ -254,7 +254,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T6",
+        "pitfall 6",
         "one norm over all heads",
         LAYERS + "attention.py",
         "head_norm_rope_(q, *tables, self.q_b_norm.eps)",
@@ -263,7 +263,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T6",
+        "pitfall 6",
         "two weighted norms on the q path",
         LAYERS + "attention.py",
         "return self.q_a_norm(q_a), kv",
@@ -271,7 +271,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T6",
+        "pitfall 6",
         "no weighted norm on the q path",
         LAYERS + "attention.py",
         "return self.q_a_norm(q_a), kv",
@@ -279,7 +279,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T6",
+        "pitfall 6",
         "the indexer's queries are normed per head",
         LAYERS + "indexer.py",
         "return self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))",
@@ -288,7 +288,7 @@ MUTANTS = (
         TRANSFORMERS,
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "a token does not see the entry it closes",
         LAYERS + "_pooling.py",
         "return (position_ids + 1).div(",
@@ -296,7 +296,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "a token sees the entry that is still open",
         LAYERS + "_pooling.py",
         "return (position_ids + 1).div(",
@@ -304,7 +304,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "mask of the wrong polarity",
         LAYERS + "compressor.py",
         "chosen = torch.where(numbers < visible, numbers, -1)",
@@ -312,32 +312,32 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "mask of the wrong polarity in the indexer",
         REFERENCE + "indexer.py",
         "torch.where(seen, scores, -torch.inf)",
         "torch.where(~seen, scores, -torch.inf)",
-        "tests/test_indexer.py::test_trap_t13_a_decode_step_sees_every_entry",
+        "tests/test_indexer.py::test_pitfall_13_a_decode_step_sees_every_entry",
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "the indexer shows a lone token nothing",
         REFERENCE + "indexer.py",
         "        seen = entry < visible[part].unsqueeze(-1)\n",
         "        visible = visible * (tokens > 1)\n"
         "        seen = entry < visible[part].unsqueeze(-1)\n",
-        "tests/test_indexer.py::test_trap_t13_one_token_alone_sees_what_it_sees_in_a_batch",
+        "tests/test_indexer.py::test_pitfall_13_one_token_alone_sees_what_it_sees_in_a_batch",
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "a lone token drops the compressed entries",
         REFERENCE + "attention.py",
         "if compressed is not None and compressed_slots is not None:",
         "if compressed is not None and compressed_slots is not None and tokens > 1:",
-        ATTENTION + "t13_one_token_alone_sees_what_it_sees_in_a_batch",
+        ATTENTION + "13_one_token_alone_sees_what_it_sees_in_a_batch",
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "the prefix is one entry short",
         "dsv4/reference/slots.py",
         "torch.where(entry < counts.unsqueeze(-1), entry, -1)",
@@ -345,7 +345,7 @@ MUTANTS = (
         CHUNKS,
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "a lone token has no prefix",
         "dsv4/reference/slots.py",
         "torch.where(entry < counts.unsqueeze(-1), entry, -1)",
@@ -353,15 +353,15 @@ MUTANTS = (
         CHUNKS,
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "sink scaled",
         REFERENCE + "attention.py",
         "sink = sink.view(1, -1, 1)",
         "sink = (sink * scale).view(1, -1, 1)",
-        ATTENTION + "t14_the_sink_is_not_scaled",
+        ATTENTION + "14_the_sink_is_not_scaled",
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "sink scaled at the layer",
         LAYERS + "attention.py",
         "            _flat_slots(shown, kv.shape[1]),\n            compressed,\n"
@@ -371,15 +371,15 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "no sink",
         REFERENCE + "attention.py",
         " + torch.exp(sink - top)",
         "",
-        ATTENTION + "t14_the_sink_is_in_the_denominator_only",
+        ATTENTION + "14_the_sink_is_in_the_denominator_only",
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "no sink at the layer",
         LAYERS + "attention.py",
         "            _flat_slots(shown, kv.shape[1]),\n            compressed,\n"
@@ -389,7 +389,7 @@ MUTANTS = (
         FORMULA,
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "no sink with a paged cache",
         LAYERS + "attention.py",
         "            seen,\n            layer.compressed,\n"
@@ -399,31 +399,31 @@ MUTANTS = (
         MODEL_CHUNKS,
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "sink in the numerator",
         REFERENCE + "attention.py",
         "weights @ kv / total",
         "(weights @ kv + torch.exp(sink - top)) / total",
-        ATTENTION + "t14_the_sink_is_in_the_denominator_only",
+        ATTENTION + "14_the_sink_is_in_the_denominator_only",
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "one sink for all heads",
         REFERENCE + "attention.py",
         "sink = sink.view(1, -1, 1)",
         "sink = sink.mean().expand(q.shape[1]).reshape(1, -1, 1)",
-        ATTENTION + "t14_one_sink_per_head",
+        ATTENTION + "14_one_sink_per_head",
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "0/0 where there is neither key nor sink",
         REFERENCE + "attention.py",
         "torch.where(total == 0, 0, weights @ kv / total)",
         "weights @ kv / total",
-        ATTENTION + "t14_nothing_to_attend_to",
+        ATTENTION + "14_nothing_to_attend_to",
     ),
     Mutant(
-        "T14",
+        "pitfall 14",
         "sinks are cast with the model",
         LAYERS + "attention.py",
         'wide = frozenset({"sinks"})',

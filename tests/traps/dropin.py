@@ -1,6 +1,6 @@
 """Mistakes of the drop-in for transformers: arguments that are swallowed, settings that are lost.
 
-They have no number in the specification; here they are called HF.
+They are no pitfalls of the specification; here they are called HF.
 """
 
 from __future__ import annotations

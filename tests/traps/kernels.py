@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from .mutant import TRITON, Mutant
 
-KV = "tests/test_kv_cache.py::test_trap_"
-COMPRESSOR = "tests/test_compressor.py::test_trap_"
-INDEXER = "tests/test_indexer.py::test_trap_"
-ROUTER = "tests/test_router.py::test_trap_"
-SWIGLU = "tests/test_swiglu.py::test_trap_t9_against_float64"
+KV = "tests/test_kv_cache.py::test_pitfall_"
+COMPRESSOR = "tests/test_compressor.py::test_pitfall_"
+INDEXER = "tests/test_indexer.py::test_pitfall_"
+ROUTER = "tests/test_router.py::test_pitfall_"
+SWIGLU = "tests/test_swiglu.py::test_pitfall_9_against_float64"
 ATTENTION = "tests/test_attention_kernels.py::"
 SHOWN = "shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)"
 LENGTH = "    length = tl.load(cu + b + 1).to(tl.int64) - first\n"
 
 MUTANTS = (
     Mutant(
-        "T9",
+        "pitfall 9",
         "a kernel that clamps the gate from below, too",
         TRITON + "swiglu.py",
         "        gate = tl.minimum(gate, limit)\n",
@@ -23,7 +23,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "a kernel that clamps up from above alone",
         TRITON + "swiglu.py",
         "up = tl.minimum(tl.maximum(up, -limit), limit)",
@@ -31,15 +31,15 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T10",
+        "pitfall 10",
         "a kernel whose softplus overflows",
         TRITON + "router.py",
         "soft = _log1p(_exp_of_minus(tl.abs(logit))) + tl.maximum(logit, 0.0)",
         "soft = tl.log(1.0 + tl.exp(logit))",
-        ROUTER + "t10_scores_are_stable_from_minus_1000_to_1000",
+        ROUTER + "10_scores_are_stable_from_minus_1000_to_1000",
     ),
     Mutant(
-        "T11",
+        "pitfall 11",
         "a kernel without the root",
         TRITON + "router.py",
         '    return tl.where(logit != logit, float("nan"), root)',
@@ -47,7 +47,7 @@ MUTANTS = (
         "tests/test_router.py::test_bias_is_for_the_selection_alone",
     ),
     Mutant(
-        "T11",
+        "pitfall 11",
         "a kernel whose bias weighs, too",
         TRITON + "router.py",
         "bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)",
@@ -55,31 +55,31 @@ MUTANTS = (
         "tests/test_router.py::test_bias_is_for_the_selection_alone",
     ),
     Mutant(
-        "T13",
+        "pitfall 13",
         "a kernel that shows an entry too few",
         TRITON + "_index_choice.py",
         SHOWN,
         SHOWN + " - 1",
-        INDEXER + "t13_a_decode_step_sees_every_entry",
+        INDEXER + "13_a_decode_step_sees_every_entry",
     ),
     Mutant(
-        "T16",
+        "pitfall 16",
         "a kernel that takes a padded length",
         TRITON + "compressor.py",
         LENGTH,
         LENGTH + "    length = (length + 3) // 4 * 4\n",
-        COMPRESSOR + "t16_true_lengths",
+        COMPRESSOR + "16_true_lengths",
     ),
     Mutant(
-        "T17",
+        "pitfall 17",
         "a kernel whose codes run over the RoPE dims",
         TRITON + "_entries.py",
         "tl.store(place, codes, mask=written & (column < NOPE))",
         "tl.store(place, codes, mask=written & (column < NOPE + 1))",
-        KV + "t17_rope_dims_hold_one_value",
+        KV + "17_rope_dims_hold_one_value",
     ),
     Mutant(
-        "T20",
+        "pitfall 20",
         "a kernel that attends to slot -1",
         TRITON + "attention.py",
         'logits = tl.where((slot >= 0)[None, :], logits, float("-inf"))',
@@ -87,20 +87,20 @@ MUTANTS = (
         ATTENTION + "test_equals_a_softmax",
     ),
     Mutant(
-        "T20",
+        "pitfall 20",
         "a kernel that writes slot -1",
         TRITON + "_entries.py",
         "written = (slots >= 0)[:, None]\n    column = tl.arange(0, BLOCK)[None, :]\n    if data",
         "slots = tl.maximum(slots, 0)\n    written = (slots >= 0)[:, None]\n"
         "    column = tl.arange(0, BLOCK)[None, :]\n    if data",
-        KV + "t20_slot_minus_one_changes_nothing",
+        KV + "20_slot_minus_one_changes_nothing",
     ),
     Mutant(
-        "T22",
+        "pitfall 22",
         "a kernel that shows one entry at least",
         TRITON + "_index_choice.py",
         SHOWN,
         "shown = tl.maximum(tl.minimum(tl.load(visible + token), capacity), 1).to(tl.int32)",
-        INDEXER + "t22_nothing_visible",
+        INDEXER + "22_nothing_visible",
     ),
 )

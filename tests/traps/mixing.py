@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from .mutant import LAYERS, REFERENCE, Mutant
 
-LOOPS = "tests/test_hyper_connection.py::test_trap_t8_pre_against_explicit_loops"
-POST_LOOPS = "tests/test_hyper_connection.py::test_trap_t7_post_against_explicit_loops"
-TRANSPOSE = "tests/test_layers.py::test_trap_t7_the_layer_mixes_streams_by_the_transpose"
-SWIGLU = "tests/test_swiglu.py::test_trap_t9_by_hand"
-SHARED = "tests/test_layers.py::test_trap_t9_the_shared_expert_clamps_too"
+LOOPS = "tests/test_hyper_connection.py::test_pitfall_8_pre_against_explicit_loops"
+POST_LOOPS = "tests/test_hyper_connection.py::test_pitfall_7_post_against_explicit_loops"
+TRANSPOSE = "tests/test_layers.py::test_pitfall_7_the_layer_mixes_streams_by_the_transpose"
+SWIGLU = "tests/test_swiglu.py::test_pitfall_9_by_hand"
+SHARED = "tests/test_layers.py::test_pitfall_9_the_shared_expert_clamps_too"
 ROUTER = "tests/test_router.py::"
-STABLE = ROUTER + "test_trap_t10_scores_are_stable_from_minus_1000_to_1000"
-OTHERS = ROUTER + "test_trap_t11_other_scorings_choose_other_experts"
+STABLE = ROUTER + "test_pitfall_10_scores_are_stable_from_minus_1000_to_1000"
+OTHERS = ROUTER + "test_pitfall_11_other_scorings_choose_other_experts"
 DRAFT = "tests/test_model.py::test_the_draft_layer_is_its_formula"
 SCORE = "(torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)).sqrt()"
 HASH_WEIGHTS = (
@@ -25,7 +25,7 @@ TOPK_WEIGHTS = (
 
 MUTANTS = (
     Mutant(
-        "T7",
+        "pitfall 7",
         "comb not transposed",
         REFERENCE + "hyper_connection.py",
         "comb.to(wide).transpose(-1, -2) @ streams.to(wide)",
@@ -33,7 +33,7 @@ MUTANTS = (
         POST_LOOPS,
     ),
     Mutant(
-        "T7",
+        "pitfall 7",
         "comb not transposed, seen at the layer",
         REFERENCE + "hyper_connection.py",
         "comb.to(wide).transpose(-1, -2) @ streams.to(wide)",
@@ -41,7 +41,7 @@ MUTANTS = (
         TRANSPOSE,
     ),
     Mutant(
-        "T7",
+        "pitfall 7",
         "comb transposed twice",
         LAYERS + "hyper_connection.py",
         "        return post, comb\n\n    def spread(",
@@ -49,7 +49,7 @@ MUTANTS = (
         TRANSPOSE,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "exponential instead of softmax",
         REFERENCE + "hyper_connection.py",
         "comb = logits.softmax(-1) + eps",
@@ -57,7 +57,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "no eps after the softmax",
         REFERENCE + "hyper_connection.py",
         "comb = logits.softmax(-1) + eps",
@@ -65,7 +65,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "no eps in a denominator",
         REFERENCE + "hyper_connection.py",
         "comb = comb / (comb.sum(-1, keepdim=True) + eps)",
@@ -73,7 +73,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "softmax over columns",
         REFERENCE + "hyper_connection.py",
         "comb = logits.softmax(-1) + eps",
@@ -81,7 +81,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "rows normalised first",
         REFERENCE + "hyper_connection.py",
         "    comb = comb / (comb.sum(-2, keepdim=True) + eps)\n    for ",
@@ -89,7 +89,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "one iteration more",
         REFERENCE + "hyper_connection.py",
         "for _ in range(iterations - 1):",
@@ -97,7 +97,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "no eps on pre",
         REFERENCE + "hyper_connection.py",
         "torch.sigmoid(mixes[..., :n] * scale[0] + base[:n]) + hc_eps",
@@ -105,7 +105,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "eps on post",
         REFERENCE + "hyper_connection.py",
         "post = 2 * torch.sigmoid(",
@@ -113,7 +113,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T8",
+        "pitfall 8",
         "post without its factor 2",
         REFERENCE + "hyper_connection.py",
         "post = 2 * torch.sigmoid(",
@@ -121,7 +121,7 @@ MUTANTS = (
         LOOPS,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "gate clamped below as well",
         REFERENCE + "swiglu.py",
         "gate.clamp(max=limit)",
@@ -129,7 +129,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "gate not clamped",
         REFERENCE + "swiglu.py",
         "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
@@ -137,7 +137,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "up clamped above only",
         REFERENCE + "swiglu.py",
         "up.clamp(-limit, limit)",
@@ -145,7 +145,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "up not clamped",
         REFERENCE + "swiglu.py",
         "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
@@ -153,7 +153,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "gate clamped after SiLU",
         REFERENCE + "swiglu.py",
         "        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
@@ -163,7 +163,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "the product is clamped instead",
         REFERENCE + "swiglu.py",
         "        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
@@ -172,7 +172,7 @@ MUTANTS = (
         SWIGLU,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "the shared expert does not clamp",
         LAYERS + "mlp.py",
         "swiglu(gate_up, self.limit)",
@@ -180,15 +180,15 @@ MUTANTS = (
         SHARED,
     ),
     Mutant(
-        "T9",
+        "pitfall 9",
         "transformers' own experts, run by these operators, do not clamp",
         "dsv4/integrations/_experts.py",
         "swiglu(gate_up, self.limit)",
         "swiglu(gate_up, None)",
-        "tests/test_transformers_experts.py::test_trap_t9_t32_the_clamp_is_applied",
+        "tests/test_transformers_experts.py::test_pitfalls_9_32_the_clamp_is_applied",
     ),
     Mutant(
-        "T10",
+        "pitfall 10",
         "log(1 + exp(x)) in float32",
         REFERENCE + "router.py",
         SCORE,
@@ -196,7 +196,7 @@ MUTANTS = (
         STABLE,
     ),
     Mutant(
-        "T10",
+        "pitfall 10",
         "log1p(exp(x)), which overflows",
         REFERENCE + "router.py",
         SCORE,
@@ -204,25 +204,29 @@ MUTANTS = (
         STABLE,
     ),
     Mutant(
-        "T10",
+        "pitfall 10",
         "no floor under the sum",
         REFERENCE + "router.py",
         "_SUM_FLOOR = 1e-20",
         "_SUM_FLOOR = 0.0",
-        ROUTER + "test_trap_t10_by_hand",
+        ROUTER + "test_pitfall_10_by_hand",
     ),
     Mutant(
-        "T10",
+        "pitfall 10",
         "logits in the model's dtype",
         LAYERS + "router.py",
         "return torch.promote_types(x.dtype, torch.float32)",
         "return x.dtype",
         "tests/test_numerics_difference.py::test_routing_logits_are_rounded_by_transformers_only",
     ),
-    Mutant("T11", "sigmoid scores", REFERENCE + "router.py", SCORE, "logits.sigmoid()", OTHERS),
-    Mutant("T11", "softmax scores", REFERENCE + "router.py", SCORE, "logits.softmax(-1)", OTHERS),
     Mutant(
-        "T11",
+        "pitfall 11", "sigmoid scores", REFERENCE + "router.py", SCORE, "logits.sigmoid()", OTHERS
+    ),
+    Mutant(
+        "pitfall 11", "softmax scores", REFERENCE + "router.py", SCORE, "logits.softmax(-1)", OTHERS
+    ),
+    Mutant(
+        "pitfall 11",
         "softplus without the root",
         REFERENCE + "router.py",
         SCORE,
@@ -230,39 +234,39 @@ MUTANTS = (
         OTHERS,
     ),
     Mutant(
-        "T11",
+        "pitfall 11",
         "the bias does not take part in the choice",
         REFERENCE + "router.py",
         "biased = scores if bias is None else scores + bias.to(scores.dtype)",
         "biased = scores",
-        ROUTER + "test_trap_t11_against_the_formula",
+        ROUTER + "test_pitfall_11_against_the_formula",
     ),
     Mutant(
-        "T11",
+        "pitfall 11",
         "weights from biased scores",
         REFERENCE + "router.py",
         TOPK_WEIGHTS,
         TOPK_WEIGHTS.replace("(scores, ids", "(biased, ids"),
-        ROUTER + "test_trap_t11_against_the_formula",
+        ROUTER + "test_pitfall_11_against_the_formula",
     ),
     Mutant(
-        "T12",
+        "pitfall 12",
         "hash layers choose by score",
         REFERENCE + "router.py",
         HASH_WEIGHTS,
         "    ids = scores.topk(ids.shape[-1]).indices\n" + HASH_WEIGHTS,
-        ROUTER + "test_trap_t12_the_choice_follows_the_ids_not_the_scores",
+        ROUTER + "test_pitfall_12_the_choice_follows_the_ids_not_the_scores",
     ),
     Mutant(
-        "T12",
+        "pitfall 12",
         "hash layers weigh their experts equally",
         REFERENCE + "router.py",
         HASH_WEIGHTS,
         HASH_WEIGHTS.replace("(scores, ids", "(torch.ones_like(scores), ids"),
-        ROUTER + "test_trap_t12_experts_by_token_id_weights_by_score",
+        ROUTER + "test_pitfall_12_experts_by_token_id_weights_by_score",
     ),
     Mutant(
-        "T12",
+        "pitfall 12",
         "token ids outside the vocabulary are clamped in silence",
         "dsv4/ops/router.py",
         '    _raise_unless(good, "input_ids", input_ids, f"token ids from 0 to {vocabulary - 1}")\n'
@@ -271,17 +275,17 @@ MUTANTS = (
         ROUTER + "test_token_ids_outside_the_vocabulary",
     ),
     Mutant(
-        "T12",
+        "pitfall 12",
         "missing token ids taken for token 0",
         LAYERS + "router.py",
         "        if input_ids is None:\n",
         "        if input_ids is None:\n"
         "            input_ids = torch.zeros(flat.shape[0], dtype=torch.long)\n"
         "        if input_ids is None:\n",
-        "tests/test_layers.py::test_trap_t12_hash_layers_need_token_ids",
+        "tests/test_layers.py::test_pitfall_12_hash_layers_need_token_ids",
     ),
     Mutant(
-        "T40",
+        "pitfall 40",
         "the two norms of the MTP block are exchanged",
         LAYERS + "decoder.py",
         "        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)\n"
@@ -291,7 +295,7 @@ MUTANTS = (
         DRAFT,
     ),
     Mutant(
-        "T40",
+        "pitfall 40",
         "the MTP block is fed collapsed streams",
         LAYERS + "decoder.py",
         "self.h_proj(self.hnorm(streams))",

@@ -14,7 +14,7 @@ class Mutant:
     """One mistake.
 
     Attributes:
-        trap: Its number in the specification.
+        trap: ``pitfall N`` of the specification, or what else it concerns; see the package.
         what: The mistake in words.
         file: Where it is made.
         old: Text that stands exactly once in the file.

@@ -140,15 +140,16 @@ def problems(chosen: Sequence[Mutant], original: Path, pool: ThreadPoolExecutor)
 
 
 def main(wanted: Sequence[str]) -> int:
-    """Watch the mutants of the wanted traps, all by default.
+    """Watch the mutants of the wanted pitfalls (``9`` or a name), all by default.
 
     Returns:
         0; or 1 if a mutant survives, that is, if its test still passes, or fails because the mutant
-        does not run at all: a survivor is a hole in the tests; or 2 if a trap is unknown, a test
+        does not run at all: a survivor is a hole in the tests; or 2 if a name is unknown, a test
         fails on the unbroken code, or the text that a mutant replaces does not stand exactly once
         in its file.
     """
     start = time.monotonic()
+    wanted = [f"pitfall {name}" if name.isdigit() else name for name in wanted]
     chosen = [m for m in MUTANTS if not wanted or m.trap in wanted]
     if unknown := set(wanted) - {m.trap for m in chosen}:
         print(f"no mutant for {', '.join(sorted(unknown))}")
@@ -174,10 +175,10 @@ def main(wanted: Sequence[str]) -> int:
 def _watch_all(chosen: Sequence[Mutant], original: Path, pool: ThreadPoolExecutor) -> int:
     width = max(len(m.what) for m in chosen)
     survivors = 0
-    print(f"trap | {'what was broken':{width}} | {'result':25} | test", flush=True)
+    print(f"pitfall    | {'what was broken':{width}} | {'result':25} | test", flush=True)
     results = pool.map(partial(watch, original=original), chosen)
     for mutant, result in zip(chosen, results, strict=True):
         survivors += not result.killed
-        row = (f"{mutant.trap:4}", f"{mutant.what:{width}}", f"{result!s:25}", mutant.test)
+        row = (f"{mutant.trap:10}", f"{mutant.what:{width}}", f"{result!s:25}", mutant.test)
         print(" | ".join(row), flush=True)
     return survivors
