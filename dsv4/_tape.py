@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from operator import itemgetter, or_
+from operator import itemgetter
 from typing import Any
 
 import torch

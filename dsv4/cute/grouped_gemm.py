@@ -50,8 +50,8 @@ _FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 # Their fields, without the names.
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 _ROW_SCALED = 4
-# Rows up to which launches are noted for a tape. Products of more call ``nearly_done`` early, which a
-# tape would not repeat, and their launch takes the host less time than the GPU.
+# Rows up to which launches are noted for a tape, which would not call ``nearly_done`` as early as
+# products of many rows have to. The host launches those faster than the GPU runs them.
 _NOTED = 1024
 
 
