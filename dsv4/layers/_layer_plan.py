@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -42,27 +43,21 @@ from dsv4.ops import _library, _plans
 from dsv4.ops._guards import Guards, guards_of
 
 _ATTRIBUTE = "_plans"
-_MOST = 64  # plans of a layer: steps of 1 to 64 tokens
+_MOST, _MOST_OF_KEY = 64, 4  # keys of a layer: steps of 1 to 64 tokens; plans of each
 _PATIENCE, _LONGEST = 4, 256  # failures in a row before calls go without a look, and at most how many
 _ATTEMPTS = 4  # recordings of a call that compiled something
 _OPTIONS = frozenset({"position_embeddings", "position_ids", "attention_mask", "past_key_values"})
 
-# What every module has: its tables, whose content counts, and hooks. Besides, values that are kept
-# with an object for the next call.
-_TABLES = frozenset(nn.Module().__dict__) - {"training"}
-_IGNORED = _TABLES | {"_kept", _ATTRIBUTE}
-_hooks_of = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
-_GLOBAL_HOOKS = [
-    getattr(nn_module, f"_global_{name}hooks")
-    for name in ("forward_", "forward_pre_", "backward_", "backward_pre_")
-]
-_children, _parameters, _buffers = map(itemgetter, ("_modules", "_parameters", "_buffers"))
-_dict, _forward = attrgetter("__dict__"), attrgetter("forward")
-_values = dict.values
+# Tables of a module, whose content counts, and hooks, of which there are to be none.
+_TABLES = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WATCHED = (*_TABLES, *_HOOKS, "training")
+# What else every module has, and values that are kept with an object for the next call.
+_IGNORED = frozenset((*nn.Module().__dict__, "_kept", _ATTRIBUTE))
+_GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in _HOOKS]
+_forward = attrgetter("forward")
 # Types of attributes that nobody changes in place.
-_CONSTANTS = (type(None), bool, int, float, str, tuple, frozenset, torch.dtype, Format, ModelConfig)
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, Format, ModelConfig)
 # The only attributes of other types: the last is a table, the others change with it.
 _FREQUENCIES = "_frequencies"
 _ROTARY = frozenset({"parameters_of", "_given", _FREQUENCIES})
@@ -72,8 +67,8 @@ _CHANGED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 class Structure:
     """What the modules of a layer were at one time: their classes, tree, attributes and tensors.
 
-    It keeps no module and no tensor: comparing takes a weak reference to each module, and numbers
-    of objects that a living module holds.
+    It keeps dictionaries of the modules below the layer, to compare what is in them, until one of
+    these modules is gone. So it keeps no module and no tensor alive.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -86,49 +81,66 @@ class Structure:
         modules = list(layer.modules())
         for module in modules:
             _check(module)
-        dicts = list(map(_dict, modules))
-        self._refs = list(map(weakref.ref, modules))
+        # Not the layer's own, which has this object.
+        self._dicts = [module.__dict__ for module in modules[1:]]
+        dicts = [layer.__dict__, *self._dicts]
         self._types = list(map(type, modules))
         self._classes = list(dict.fromkeys(self._types))
         self._forwards = list(map(_forward, self._classes))
         self._sizes = list(map(len, dicts))
-        names = [[name for name in d if name not in _IGNORED] for d in dicts]
-        self._getters = [itemgetter(*of_module, "training") for of_module in names]
+        self._getters = [
+            itemgetter(*[name for name in d if name not in _IGNORED], *_WATCHED) for d in dicts
+        ]
         self._attributes = [get(d) for get, d in zip(self._getters, dicts, strict=True)]
-        self._rotary = [i for i, d in enumerate(dicts) if _FREQUENCIES in d]
-        self._submodules = list(map(id, _flat(map(_children, dicts))))
-        self._tensors = list(map(id, self._tables(dicts)))
+        self._hooks = [d[name] for d in dicts for name in _HOOKS]
+        tables = [d[name] for name in _TABLES for d in dicts]
+        tables += [d[_FREQUENCIES] for d in dicts if _FREQUENCIES in d]
+        self._lengths = list(map(len, tables))
+        self._tables, self._full = tables, [table for table in tables if table]
+        values = self._values()
+        self._ids = list(map(id, values))
+        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._pick = _getter(places)
+        kept = (self._dicts, self._attributes, self._hooks, self._tables, self._full)
+        self._refs = [weakref.ref(module, partial(_forget, kept)) for module in modules]
 
-    def _tables(self, dicts: list[dict[str, Any]]) -> list[Any]:
-        """All parameters, buffers and rotary frequencies, with None where there is none."""
-        frequencies = [dicts[i][_FREQUENCIES] for i in self._rotary]
-        return _flat((*map(_parameters, dicts), *map(_buffers, dicts), *frequencies))
+    def _values(self) -> list[Any]:
+        """Submodules, parameters, buffers and rotary frequencies, or None in place of one."""
+        return list(chain.from_iterable(map(dict.values, self._full)))
 
-    def tensors(self, layer: nn.Module) -> list[torch.Tensor] | None:
+    def tensors(self, layer: nn.Module) -> Sequence[torch.Tensor] | None:
         """The layer's tensors; None if anything is not as it was, or there are hooks."""
         modules = [ref() for ref in self._refs]
         if modules[0] is not layer:
             return None
+        dicts = [layer.__dict__, *self._dicts]
         try:
-            dicts = list(map(_dict, modules))
             if (
-                list(map(len, dicts)) != self._sizes
-                or [get(d) for get, d in zip(self._getters, dicts, strict=True)] != self._attributes
-                or list(map(id, _flat(map(_children, dicts)))) != self._submodules
-                or list(map(type, modules)) != self._types
+                list(map(type, modules)) != self._types
                 or list(map(_forward, self._classes)) != self._forwards
+                or list(map(len, dicts)) != self._sizes
+                or [get(d) for get, d in zip(self._getters, dicts, strict=True)] != self._attributes
+                or any(self._hooks)
+                or list(map(len, self._tables)) != self._lengths
             ):
                 return None
-            tables = self._tables(dicts)
-        except _CHANGED:  # a module is gone, or an attribute, or cannot be compared
+            values = self._values()
+        except _CHANGED:  # an attribute is gone or cannot be compared, or a thread changes tables
             return None
-        if list(map(id, tables)) != self._tensors or any(map(any, map(_hooks_of, dicts))):
-            return None
-        return [tensor for tensor in tables if tensor is not None]
+        return self._pick(values) if list(map(id, values)) == self._ids else None
 
 
-def _flat(tables: Any) -> list[Any]:
-    return list(chain.from_iterable(map(_values, tables)))
+def _forget(kept: Sequence[list[Any]], gone: Any) -> None:
+    """Empty lists, because a module is gone."""
+    for part in kept:
+        part.clear()
+
+
+def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the items at these places out of a sequence."""
+    if len(places) < 2:
+        return lambda values: tuple([values[i] for i in places])
+    return itemgetter(*places)
 
 
 def _check(module: nn.Module) -> None:
@@ -137,10 +149,16 @@ def _check(module: nn.Module) -> None:
         raise TypeError(f"{kind.__name__} is not a module of this package")
     rotary = _ROTARY if kind is DeepseekV4RotaryEmbedding else frozenset()
     for name, value in module.__dict__.items():
-        if name not in _IGNORED and name not in rotary and not isinstance(value, _CONSTANTS):
+        if not (name in _IGNORED or name in rotary or _is_constant(value)):
             raise TypeError(f"{kind.__name__}.{name} is a {type(value).__name__}")
-    if any(_hooks_of(module.__dict__)):
+    if any(module.__dict__[name] for name in _HOOKS):
         raise TypeError(f"{kind.__name__} has hooks")
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
 
 
 @dataclass
@@ -153,7 +171,7 @@ class _Plan:
     attempts: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen, it would take a microsecond more to make
 class _Call:
     """A call of a layer's ``run``."""
 
@@ -168,12 +186,21 @@ class _Call:
 
 @dataclass(eq=False)
 class LayerPlans:
-    """Plans of one layer; a copy of the layer gets none of them."""
+    """Plans of one layer; a copy of the layer gets none of them.
 
+    Attributes:
+        owner: The layer.
+        structure: What its modules were when the plans were made; None if there can be none.
+        plans: By what ``_arguments`` gives; calls of one key differ in metadata of tensors.
+        failures: How often the modules were looked at since a plan was used.
+        left_out: How many calls from now on are not looked at.
+    """
+
+    owner: weakref.ref[nn.Module] | None = None
     structure: Structure | None = None
-    plans: dict[Any, _Plan] = field(default_factory=dict)
+    plans: dict[Any, list[_Plan]] = field(default_factory=dict)
     failures: int = 0
-    left_out: int = 0  # calls from now on that are not looked at
+    left_out: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerPlans:
         return LayerPlans()
@@ -193,20 +220,21 @@ class LayerPlans:
             self._begin(layer)
             return result
         key, tensors = _arguments(layer, call, step, weights)
-        plan = self.plans.get(key)
-        if plan is None or not plan.is_like(*tensors):
-            return self._first(key, tensors, call)
-        addresses = list(map(_plans._data_ptr, tensors))
-        if plan.remainders != _plans.remainders(addresses):
-            return self._first(key, tensors, call)
-        if plan.again is not None:
-            result = plan.again(tensors, addresses)
-            if result is not NotImplemented:
-                self.failures = 0
-                return result
-        elif plan.attempts < _ATTEMPTS:
-            return _recorded(plan, tensors, call, step)
-        return call()
+        for plan in self.plans.get(key, ()):
+            if not plan.is_like(*tensors):
+                continue
+            addresses = list(map(_plans._data_ptr, tensors))
+            if plan.remainders != _plans.remainders(addresses):
+                continue
+            if plan.again is not None:
+                result = plan.again(tensors, addresses)
+                if result is not NotImplemented:
+                    self.failures = 0
+                    return result
+            elif plan.attempts < _ATTEMPTS:
+                return _recorded(plan, tensors, call, step)
+            return call()
+        return self._first(key, tensors, call)
 
     def _begin(self, layer: nn.Module) -> None:
         """Look at the modules anew, after a call, which may have made some of their values."""
@@ -226,7 +254,8 @@ class LayerPlans:
             addresses = list(map(_plans._data_ptr, tensors))
             if len(self.plans) >= _MOST:
                 self.plans.clear()
-            self.plans[key] = _Plan(guards_of(tensors), _plans.remainders(addresses))
+            plan = _Plan(guards_of(tensors), _plans.remainders(addresses))
+            self.plans[key] = [plan, *self.plans.get(key, ())][:_MOST_OF_KEY]
         return result
 
 
@@ -251,8 +280,8 @@ def run(
     if not isinstance(step, CacheStep) or not _is_plain(call):
         return call()
     plans = layer.__dict__.get(_ATTRIBUTE)
-    if plans is None:
-        plans = layer.__dict__[_ATTRIBUTE] = LayerPlans()
+    if plans is None or plans.owner is None or plans.owner() is not layer:
+        plans = layer.__dict__[_ATTRIBUTE] = LayerPlans(weakref.ref(layer))
     return plans.run(layer, call, step)
 
 
@@ -286,7 +315,11 @@ def _arguments(
     attention, batch, streams, ids = layer.self_attn, step.batch, call.streams, call.input_ids
     step.cache.check_model(attention.config, streams.dtype)
     cache = step.cache.layers[attention.layer_idx]
-    shared = attention.shared_in(step, streams, call.options.get("position_embeddings"))
+    kind = (attention.layer_type, cache.sliding_window, cache.ratio, streams.dtype)
+    shared = step.once(
+        ("plan", id(cache.window_table), id(cache.compressed_table), *kind),
+        lambda: attention.shared_in(step, streams, call.options.get("position_embeddings")),
+    )
     twice = batch.positions is batch.starts, batch.sequence_of_token is batch.sequences
     tensors = [streams, batch.cu_seqlens, batch.starts, batch.sequences]
     if not twice[0]:
@@ -298,7 +331,7 @@ def _arguments(
     formats = _add_cache(tensors, cache)
     tensors += shared
     tensors += weights
-    modes = _plans._is_grad_enabled(), _plans._interpreting(), torch.is_autocast_enabled("cuda")
+    modes = _plans._is_grad_enabled(), _plans._interpreting(), torch.is_autocast_enabled(streams.device.type)
     key = (streams.shape, batch.starts.shape, ids is None, *twice, *modes, *formats)
     return key, tensors
 
