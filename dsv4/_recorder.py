@@ -58,6 +58,8 @@ REPEATED: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.linear.default: lambda *args: F.linear(*args),
     _aten.mul.Tensor: torch.mul,
     _aten.cat.default: torch.cat,
+    _aten.amax.default: torch.amax,
+    _aten.index.Tensor: _aten.index.Tensor,
     _aten.clone.default: _aten.clone.default,
     _aten._to_copy.default: _aten._to_copy.default,
     _aten.to.dtype: _aten.to.dtype,
