@@ -1,339 +1,30 @@
-"""Record what a function launches and allocates on a GPU, to do it again without the function.
-
-A ``Recorder`` watches one call. Where the call did nothing with tensors but allocate them, view
-them and launch Triton kernels on them, ``tape`` gives a ``Tape``, which does the same for other
-tensors of the same metadata. Every tensor is traced by object: to an argument or to an allocation,
-and a byte offset. So nothing depends on which addresses happen to be equal.
-"""
+"""Do again what a recorded call launched, allocated and computed, without its Python."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from operator import itemgetter, or_
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4._recorded import (
+    DriverLaunch,
+    KernelLaunch,
+    Place,
+    Step,
+    TorchCall,
+    View,
+    WholeOperator,
+    flat,
+)
+from dsv4._recorder import Recorder
 
 ALIGNMENT = 16  # bytes: launchers and compiled kernels look at no more of an address
+_BLOCK = 512  # bytes: where CUDA's allocator lets memory begin
 _data_ptr = torch.Tensor.data_ptr
-_recording: ContextVar[Recorder | None] = ContextVar("dsv4_recording", default=None)
-current_recorder = _recording.get
-
-_aten = torch.ops.aten
-_ALLOCATIONS = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.empty_like.default,
-        _aten.empty_strided.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-    }
-)
-_ALIASES = frozenset({_aten.alias.default, _aten.detach.default, _aten._unsafe_view.default})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a recorded tensor lies.
-
-    Attributes:
-        slot: Number of the argument or, after the arguments, of the allocation.
-        offset: Bytes from its first element.
-    """
-
-    slot: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class View:
-    """A tensor inside the memory of a slot."""
-
-    place: Place
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, slot: int) -> View:
-        """The same part of another slot."""
-        return replace(self, place=Place(slot, self.place.offset))
-
-    def __call__(self, slots: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = slots[self.place.slot]
-        if whole.dtype == self.dtype:
-            begin = whole.storage_offset() + self.place.offset // whole.element_size()
-            return whole.as_strided(self.shape, self.strides, begin)
-        storage = whole.untyped_storage()
-        begin = whole.data_ptr() - storage.data_ptr() + self.place.offset
-        made = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return made.set_(storage, begin // made.element_size(), self.shape, self.strides)
-
-
-@dataclass(frozen=True)
-class KernelLaunch:
-    """A kernel launch as it was recorded.
-
-    Attributes:
-        kernel: The ``FastKernel``.
-        launch: What launches it through the driver; None where it is interpreted.
-        grid: Number of programs.
-        scalars: Arguments of ``launch`` other than addresses.
-        args: Positional arguments, with ``View`` in place of tensors, also inside of tuples.
-        options: Arguments by name.
-    """
-
-    kernel: Any
-    launch: Any
-    grid: Any
-    scalars: tuple[Any, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class DriverLaunch:
-    """Launches of a compiled kernel as they were recorded.
-
-    Attributes:
-        run: Launches, given a stream and the addresses of all places.
-        places: Of its tensors; None where it takes 0 in place of an address.
-    """
-
-    run: Callable[[int, Sequence[int]], None]
-    places: tuple[Place | None, ...]
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """A registered operator that the function called, and what it returned."""
-
-    name: str
-    args: tuple[Any, ...]
-    result: Any
-
-
-class Recorder(TorchDispatchMode):
-    """Watches a call with given tensors, all of them different objects.
-
-    Attributes:
-        operators: Registered operators of this package that it called.
-        outside: The last operation outside of ``operators`` that a plan cannot repeat, or None.
-        inside: The last operation of the whole call that a plan cannot repeat, or None.
-        launches: Launches, in order.
-        allocated: Allocations, in order; they follow the arguments in ``Place.slot``.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        run: Callable[[str, tuple[Any, ...]], Any],
-    ) -> None:
-        """Prepare it.
-
-        Args:
-            tensors: Of the call.
-            run: Runs a registered operator of this package, given its name and its arguments.
-        """
-        super().__init__()
-        self._run = run
-        self.tensors = list(tensors)
-        self.operators: list[OperatorCall] = []
-        self.outside: str | None = None
-        self.inside: str | None = None
-        self.launches: list[KernelLaunch | DriverLaunch] = []
-        self.allocated: list[torch.Tensor] = []
-        self._places: dict[int, Place] = {}
-        self._alive: list[torch.Tensor] = []  # no object may take the identity of another
-        self._depth = 0
-        self._is_new = self._is_paused = self._is_noting = False
-        for i, tensor in enumerate(self.tensors):
-            self._places[id(tensor)] = Place(i, 0)
-        assert len(self._places) == len(self.tensors), "a tensor is given twice"
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record what is done inside."""
-        token = _recording.set(self)
-        try:
-            with self:
-                yield
-        finally:
-            _recording.reset(token)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not look at what is done inside: an interpreter's own work."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
-        if func.namespace == "dsv4":
-            return self._operator(func, args)
-        result = func(*args, **(kwargs or {}))
-        if self._is_ruled_out():
-            return result
-        if func in _ALLOCATIONS:
-            self._add(result)
-        elif (func.is_view or func in _ALIASES) and self._is_view(args[0], result):
-            self._viewed(args[0], result)
-        else:
-            self.inside = str(func)
-            if not self._depth:
-                self.outside = str(func)
-            return result
-        self._alive.extend(t for t in _flat(result) if isinstance(t, torch.Tensor))
-        return result
-
-    def _is_ruled_out(self) -> bool:
-        """Whether nothing can repeat what runs now.
-
-        Its tensors are not kept then: all temporary tensors of a reference implementation, alive
-        at the same time, would take many times its memory.
-        """
-        return self.outside is not None or (self._depth > 0 and self.inside is not None)
-
-    def _operator(self, func: Any, args: tuple[Any, ...]) -> Any:
-        self._depth += 1
-        try:
-            with self:
-                result = self._run(func._opname, args)
-        finally:
-            self._depth -= 1
-        if not self._depth:
-            self.operators.append(OperatorCall(func._opname, args, result))
-            for tensor in _flat(result):
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in self._places:
-                    self.refuse(f"{func} returns a tensor of unknown origin")
-                    self._add(tensor)
-        return result
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        self._places[id(tensor)] = Place(len(self.tensors) + len(self.allocated), 0)
-        self.allocated.append(tensor)
-
-    def _is_view(self, base: Any, result: Any) -> bool:
-        """Whether all results lie in the memory of a known tensor.
-
-        ``contiguous``, ``reshape`` and ``to`` count as views for torch, but copy where they must.
-        """
-        if id(base) not in self._places:
-            return False
-        storage = base.untyped_storage()._cdata
-        return all(tensor.untyped_storage()._cdata == storage for tensor in _flat(result))
-
-    def _viewed(self, base: torch.Tensor, result: Any) -> None:
-        place = self._places[id(base)]
-        for tensor in _flat(result):
-            shift = tensor.data_ptr() - base.data_ptr() if tensor.numel() else 0
-            self._places.setdefault(id(tensor), Place(place.slot, place.offset + shift))
-
-    def launched(
-        self,
-        kernel: Any,
-        launch: Any,
-        grid: Any,
-        scalars: tuple[Any, ...],
-        args: Sequence[Any],
-        options: dict[str, Any],
-    ) -> None:
-        """Note a launch; see ``KernelLaunch``."""
-        if any(isinstance(value, torch.Tensor) for value in options.values()):
-            self.refuse(f"{kernel.__name__} takes a tensor by name")
-            return
-        try:
-            given = tuple([self._given(argument) for argument in args])
-        except KeyError:
-            self.refuse(f"{kernel.__name__} takes a tensor of unknown origin")
-            return
-        self.launches.append(KernelLaunch(kernel, launch, grid, scalars, given, options))
-
-    @contextmanager
-    def noting(
-        self,
-        run: Callable[[int, Sequence[int]], None],
-        tensors: Sequence[torch.Tensor | None],
-    ) -> Iterator[None]:
-        """Launches inside are what ``run`` does; see ``DriverLaunch``.
-
-        Args:
-            run: Launches; it must depend on nothing but its arguments and the current thread.
-            tensors: Whose addresses ``run`` takes.
-        """
-        try:
-            places = tuple([None if t is None else self.view(t).place for t in tensors])
-        except KeyError:
-            self.refuse("a kernel takes a tensor of unknown origin")
-        else:
-            self.launches.append(DriverLaunch(run, places))
-        self._is_noting = True
-        try:
-            yield
-        finally:
-            self._is_noting = False
-
-    def driver_launched(self) -> None:
-        """The driver was called: outside of ``noting`` nothing can repeat that."""
-        if not self._is_noting:
-            self.refuse("a kernel was launched by itself")
-
-    def _given(self, argument: Any) -> Any:
-        if isinstance(argument, tuple):
-            return tuple([self._given(part) for part in argument])
-        return self.view(argument) if isinstance(argument, torch.Tensor) else argument
-
-    def refuse(self, reason: str, *, is_new: bool = False) -> None:
-        """Note that something was launched which cannot be repeated.
-
-        Args:
-            reason: Why.
-            is_new: Whether it can be when it is launched another time.
-        """
-        self.inside = reason
-        self._is_new = self._is_new or is_new
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether another recording would find the same: nothing was compiled in between."""
-        return not self._is_new
-
-    def view(self, tensor: torch.Tensor) -> View:
-        """Where a tensor lies.
-
-        Raises:
-            KeyError: if it is neither an argument nor allocated by the call, or inside of one.
-        """
-        place = self._places[id(tensor)]
-        return View(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def tape(self, result: Any) -> Tape | None:
-        """A tape of the call, which returned ``result``; None where there cannot be one."""
-        if self.inside is not None or not self.launches:
-            return None
-        try:
-            return Tape(self, result)
-        except KeyError:
-            return None
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _flat(part)
-    else:
-        yield value
-
 
 Slots = Sequence[torch.Tensor]
 Build = Callable[[Slots], Any]
@@ -390,7 +81,7 @@ class _Allocation:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.as_view = View(Place(0, 0), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        self.as_view = _whole(0, tensor)
         self.is_final = False  # a result has this shape and dtype
 
     def becomes(self, view: View) -> bool:
@@ -422,11 +113,33 @@ class _Allocation:
         )
 
 
-class Tape:
-    """The allocations and launches of one call, for calls with tensors of the same metadata."""
+Again = Callable[[tuple[Any, ...]], Any]  # calls an operator again, given its arguments
 
-    def __init__(self, recorder: Recorder, result: Any) -> None:
+
+class Tape:
+    """The allocations and steps of one call, for calls with tensors of the same metadata.
+
+    Allocations that only kernels see are parts of a single one. Each takes the host 2.2 us on an
+    H100's machine, and a decoder layer has about 30 of them.
+
+    Attributes:
+        launches: How many steps launch kernels.
+        is_native: Whether the driver launches them all, none Triton's interpreter.
+        is_free: Says whether launches may leave out Triton.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        result: Any,
+        again: Callable[[WholeOperator], Again] | None = None,
+    ) -> None:
         """Prepare it.
+
+        Args:
+            recorder: Of the call.
+            result: What it returned.
+            again: Gives what calls an operator again; for the tape of a composite recorder.
 
         Raises:
             KeyError: if the result is not made of arguments and allocations, or one of these does
@@ -434,30 +147,26 @@ class Tape:
         """
         if any(tensor.data_ptr() % ALIGNMENT for tensor in recorder.allocated):
             raise KeyError("an allocation is not aligned")
-        count = len(recorder.tensors)
-        made = [_Allocation(t) for t in recorder.allocated]
-        whole = {id(t): i for i, t in enumerate([*recorder.tensors, *recorder.allocated])}
-
-        def find(tensor: torch.Tensor) -> Build:
-            slot = whole.get(id(tensor))
-            if slot is None:
-                view = recorder.view(tensor)
-                slot = view.place.slot
-                if slot < count:
-                    raise KeyError("the result is a view of an argument")
-                if not made[slot - count].becomes(view):
-                    return view
-            elif slot >= count:
-                made[slot - count].is_final = True
-            return Pick(slot)
-
-        self._result = builder(result, find)
-        self._allocate = [allocation.function() for allocation in made]
-        self.launches = recorder.launches
-        of_triton = [one for one in self.launches if isinstance(one, KernelLaunch)]
-        self.is_native = all(one.launch is not None for one in of_triton)
-        self.is_free = of_triton[0].kernel.is_free if of_triton else lambda: True
-        self._steps = [_step(one) for one in self.launches] if self.is_native else []
+        steps, whole = recorder.steps, [*recorder.tensors, *recorder.allocated]
+        computed = {slot for step in steps for slot in _results(step)}
+        made = {
+            slot: _Allocation(tensor)
+            for slot, tensor in enumerate(whole)
+            if slot >= len(recorder.tensors) and slot not in computed
+        }
+        self._result, seen = _result_of(recorder, result, made)
+        triton = [step for step in steps if isinstance(step, KernelLaunch)]
+        self.launches = len(triton) + sum(isinstance(step, DriverLaunch) for step in steps)
+        self.is_native = all(step.launch is not None for step in triton)
+        self.is_free = triton[0].kernel.is_free if triton else lambda: True
+        seen |= {slot for step in steps for slot in _seen(step, self.is_native)}
+        hidden = [slot for slot in made if slot not in seen]
+        if len(hidden) < 2 or len({whole[slot].device for slot in hidden}) > 1:
+            hidden = []
+        self._allocate = [(i, one.function()) for i, one in made.items() if i not in hidden]
+        self._offsets, self._arena = _arena(recorder, hidden)
+        layouts = [made[i].as_view if i in made else _whole(i, t) for i, t in enumerate(whole)]
+        self._steps = [_step(step, layouts, again) for step in steps]
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], stream: int
@@ -471,42 +180,183 @@ class Tape:
             addresses: Of their first elements.
             stream: Of the current GPU, where the tensors are.
         """
-        slots = [*tensors, *[allocate() for allocate in self._allocate]]
-        begins = [*addresses, *map(_data_ptr, slots[len(addresses) :]), 0]
-        if functools.reduce(or_, begins[len(addresses) :]) % ALIGNMENT:
+        slots: list[Any] = [*tensors, *self._offsets]
+        if self._arena is None:
+            unaligned = 0
+            begins = [*addresses, *self._offsets, 0]
+        else:
+            arena = self._arena()
+            unaligned = first = _data_ptr(arena)
+            begins = [*addresses, *[first + offset for offset in self._offsets], 0]
+        for slot, allocate in self._allocate:
+            slots[slot] = tensor = allocate()
+            begins[slot] = begin = _data_ptr(tensor)
+            unaligned |= begin
+        if unaligned % ALIGNMENT:
             return NotImplemented
         for step in self._steps:
-            step(stream, begins)
+            step(stream, begins, slots)
         return self._result(slots)
 
     def interpreted(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The same with kernels that Triton launches, or its interpreter runs."""
-        slots = [*tensors, *[allocate() for allocate in self._allocate]]
-        for launch in self.launches:
-            assert isinstance(launch, KernelLaunch)
-            given = [_rebuilt(argument, slots) for argument in launch.args]
-            launch.kernel.kernel[launch.grid](*given, **launch.options)
+        slots: list[Any] = [*tensors, *self._offsets]
+        begins = [0] * (len(slots) + 1)
+        for slot, allocate in self._allocate:
+            slots[slot] = allocate()
+        for step in self._steps:
+            step(0, begins, slots)
         return self._result(slots)
 
 
-def _rebuilt(argument: Any, slots: Slots) -> Any:
-    if isinstance(argument, tuple):
-        return tuple([_rebuilt(part, slots) for part in argument])
-    return argument(slots) if isinstance(argument, View) else argument
+def tape_of(
+    recorder: Recorder, result: Any, again: Callable[[WholeOperator], Again] | None = None
+) -> Tape | None:
+    """A tape of the call that a recorder saw; None where there cannot be one. See ``Tape``."""
+    if recorder.inside is not None or recorder.outside is not None or not recorder.steps:
+        return None
+    try:
+        return Tape(recorder, result, again)
+    except KeyError:
+        return None
 
 
-Step = Callable[[int, Sequence[int]], None]
+def _result_of(
+    recorder: Recorder, result: Any, made: dict[int, _Allocation]
+) -> tuple[Build, set[int]]:
+    """What makes the result, and the slots that it is made of."""
+    slots = {id(t): i for i, t in enumerate([*recorder.tensors, *recorder.allocated])}
+    seen = set()
+
+    def find(tensor: torch.Tensor) -> Build:
+        slot = slots.get(id(tensor))
+        if slot is None:
+            view = recorder.view(tensor)
+            slot = view.place.slot
+            if slot < len(recorder.tensors):
+                raise KeyError("the result is a view of an argument")
+            seen.add(slot)
+            if slot not in made or not made[slot].becomes(view):
+                return view
+        elif slot in made:
+            made[slot].is_final = True
+        seen.add(slot)
+        return Pick(slot)
+
+    return builder(result, find), seen
 
 
-def _step(recorded: KernelLaunch | DriverLaunch) -> Step:
-    """What repeats a launch, given a stream, and the addresses of all slots followed by 0."""
+def _whole(slot: int, tensor: torch.Tensor) -> View:
+    """The tensor of a slot as it was recorded."""
+    return View(Place(slot, 0), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _results(step: Step) -> tuple[int, ...]:
+    """Slots of the tensors that a step makes."""
+    if isinstance(step, TorchCall):
+        return (step.slot,)
+    return step.slots if isinstance(step, WholeOperator) else ()
+
+
+def _seen(step: Step, is_native: bool) -> list[int]:
+    """Slots that a step wants as tensors; of others the address will do."""
+    if isinstance(step, DriverLaunch) or (is_native and isinstance(step, KernelLaunch)):
+        return []
+    given = step.given if isinstance(step, WholeOperator) else step.args
+    return [view.place.slot for view in flat(given) if isinstance(view, View)]
+
+
+def _arena(
+    recorder: Recorder, hidden: Sequence[int]
+) -> tuple[list[int], Callable[[], torch.Tensor] | None]:
+    """Where each slot after the arguments begins in common memory, and what allocates that."""
+    count, total = len(recorder.tensors), 0
+    offsets = [0] * len(recorder.allocated)
+    for slot in hidden:
+        offsets[slot - count] = total
+        total += -(-recorder.allocated[slot - count].untyped_storage().nbytes() // _BLOCK) * _BLOCK
+    if not total:
+        return offsets, None
+    device = recorder.allocated[hidden[0] - count].device
+    return offsets, functools.partial(torch.empty, total, dtype=torch.uint8, device=device)
+
+
+# Takes a stream, the addresses of all slots followed by 0, and their tensors where there are any.
+_Step = Callable[[int, list[int], list[Any]], None]
+
+
+def _step(
+    recorded: Step, layouts: Sequence[View], again: Callable[[WholeOperator], Again] | None
+) -> _Step:
+    """What repeats a step."""
     if isinstance(recorded, DriverLaunch):
-        run, pick = recorded.run, _addresses(recorded.places)
-        return lambda stream, begins: run(stream, pick(begins))
-    views = [a for a in _flat(recorded.args) if isinstance(a, View)]
-    pick = _addresses([view.place for view in views])
+        run, of_run = recorded.run, _addresses(recorded.places)
+        return lambda stream, begins, slots: run(stream, of_run(begins))
+    if isinstance(recorded, KernelLaunch):
+        return _kernel_step(recorded, layouts)
+    if isinstance(recorded, TorchCall):
+        return _torch_step(recorded, layouts)
+    assert again is not None
+    call, args, made = again(recorded), _rebuild(recorded.given, layouts), recorded.slots
+
+    def operator(stream: int, begins: list[int], slots: list[Any]) -> None:
+        found = call(args(slots))
+        for slot, tensor in zip(made, () if found is None else flat(found), strict=True):
+            _hold(tensor, slot, begins, slots)
+
+    return operator
+
+
+def _kernel_step(recorded: KernelLaunch, layouts: Sequence[View]) -> _Step:
     launch, grid, scalars = recorded.launch, recorded.grid, recorded.scalars
-    return lambda stream, begins: launch(grid, stream, pick(begins), scalars)
+    if launch is None:
+        kernel, options, args = recorded.kernel.kernel, recorded.options, recorded.args
+        build = _rebuild(args, layouts)
+        return lambda stream, begins, slots: kernel[grid](*build(slots), **options)
+    views = [a for a in flat(recorded.args) if isinstance(a, View)]
+    pick = _addresses([view.place for view in views])
+    return lambda stream, begins, slots: launch(grid, stream, pick(begins), scalars)
+
+
+def _torch_step(recorded: TorchCall, layouts: Sequence[View]) -> _Step:
+    run, options, made = recorded.run, recorded.options, recorded.slot
+    build = _rebuild(recorded.args, layouts)
+
+    def call(stream: int, begins: list[int], slots: list[Any]) -> None:
+        _hold(run(*build(slots), **options), made, begins, slots)
+
+    return call
+
+
+def _hold(tensor: torch.Tensor, slot: int, begins: list[int], slots: list[Any]) -> None:
+    """Let a slot have a tensor that a step made."""
+    slots[slot], begins[slot] = tensor, _data_ptr(tensor)
+    if begins[slot] % ALIGNMENT:
+        raise RuntimeError(
+            f"a tape: memory of a new tensor begins at {begins[slot]}, wanted a multiple of "
+            f"{ALIGNMENT}"
+        )
+
+
+def _rebuild(value: Any, layouts: Sequence[View]) -> Build:
+    """What makes arguments again, in which a ``View`` stands for each tensor."""
+    if isinstance(value, View):
+        return _tensor(value, layouts[value.place.slot])
+    if not any(isinstance(part, View) for part in flat(value)):
+        return lambda slots: value
+    kind, parts = type(value), [_rebuild(part, layouts) for part in value]
+    return lambda slots: kind([part(slots) for part in parts])
+
+
+def _tensor(view: View, whole: View) -> Build:
+    """What makes a view of a slot whose tensor is ``whole``, in one call if there is one."""
+    slot = view.place.slot
+    if view == whole:
+        return Pick(slot)
+    turned = replace(whole, shape=whole.shape[::-1], strides=whole.strides[::-1])
+    if len(whole.shape) == 2 and view == turned:
+        return lambda slots: slots[slot].t()
+    return view
 
 
 def _addresses(places: Sequence[Place | None]) -> Callable[[Sequence[int]], Sequence[int]]:

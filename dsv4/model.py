@@ -22,6 +22,7 @@ from dsv4._requests import (
 )
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
+from dsv4.layers._module import wider
 from dsv4.layers.attention import following_positions
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
@@ -153,7 +154,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         """
         if self.config.numerics == "transformers":
             return self.lm_head(hidden)
-        return self.lm_head(hidden, torch.promote_types(hidden.dtype, torch.float32))
+        return self.lm_head(hidden, wider(hidden.dtype, torch.float32))
 
     def draft(
         self, next_ids: torch.Tensor, streams: torch.Tensor, layer: int = 0

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _support, _tape, dispatch, explain, ops, use_backend
+from dsv4 import _recorder, _support, _tape, dispatch, explain, ops, use_backend
 from dsv4.bench.cases import MAKERS
 from dsv4.bench.problem import Draw
 from dsv4.ops import _guards, _library, _plans
@@ -361,7 +361,7 @@ def test_only_plain_tensors_are_planned() -> None:
 def test_views_are_found_again() -> None:
     """Parts of arguments and of memory, where they begin, in every dtype."""
     x = normal(0, 4, 8)
-    recorder = _tape.Recorder([x], lambda name, args: None)
+    recorder = _recorder.Recorder([x], lambda name, args: None)
     with recorder.watching():
         made = torch.empty(6, 16, dtype=torch.uint8)
         views = [x[1:], x[2:, 4:], x[3].view(torch.int32), made[2:4], made[1].view(torch.float32)]
@@ -424,7 +424,7 @@ def test_a_recording_keeps_no_temporary_tensors(inside: bool) -> None:
             found = found.neg()
         return found
 
-    recorder = _tape.Recorder([x], lambda name, args: chain())
+    recorder = _recorder.Recorder([x], lambda name, args: chain())
     with recorder.watching():
         if inside:
             wanted = torch.ops.dsv4.rms_norm.default
@@ -490,29 +490,29 @@ def test_a_kernel_that_the_recorder_does_not_know_rules_out_a_replay() -> None:
     """A tape without it would leave its launch out."""
     seen, tensors = [], [normal(0, 3, 64)]
 
-    def record(run) -> _tape.Recorder:
-        recorder = _tape.Recorder(tensors, lambda name, args: None)
+    def record(run) -> _recorder.Recorder:
+        recorder = _recorder.Recorder(tensors, lambda name, args: None)
         with recorder.watching():
             run(torch.empty_like(tensors[0]))
         return recorder
 
     def unseen(out: torch.Tensor) -> None:
-        _tape.current_recorder().driver_launched()
+        _recorder.current_recorder().driver_launched()
 
     def noted(out: torch.Tensor) -> None:
-        recorder = _tape.current_recorder()
+        recorder = _recorder.current_recorder()
         with recorder.noting(lambda stream, addresses: seen.append(addresses), (out, None)):
             recorder.driver_launched()
 
     def of_others(out: torch.Tensor) -> None:
-        recorder = _tape.current_recorder()
+        recorder = _recorder.current_recorder()
         with recorder.noting(lambda stream, addresses: None, (out + 1,)):
             recorder.driver_launched()
 
-    assert record(unseen).tape(None) is None
-    assert record(of_others).tape(None) is None
+    assert _tape.tape_of(record(unseen), None) is None
+    assert _tape.tape_of(record(of_others), None) is None
     recorder = record(noted)
-    tape = recorder.tape((tensors[0], recorder.allocated[0]))
+    tape = _tape.tape_of(recorder, (tensors[0], recorder.allocated[0]))
     first, second = tape([other := normal(1, 3, 64)], [other.data_ptr()], 0)
     assert first is other
     assert seen == [[second.data_ptr(), 0]] or seen == [(second.data_ptr(), 0)]
@@ -528,7 +528,7 @@ def test_driver_launches_tell_the_recorder(monkeypatch) -> None:
     kernel = _driver.Kernel(_driver.Image(b"code", "name", 32, 1, 0))
     launch = _driver.Launch(kernel, 1, kinds, b"", struct.Struct("@q"), b"")
     for run in (lambda: kernel.launch(1, 0, kinds, bytes(8)), lambda: launch(0, 0, 0)):
-        recorder = _tape.Recorder([normal(0, 3)], lambda name, args: None)
+        recorder = _recorder.Recorder([normal(0, 3)], lambda name, args: None)
         with recorder.watching():
             run()
         assert recorder.inside is not None

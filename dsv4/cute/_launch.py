@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsv4._tape import current_recorder
+from dsv4._recorder import current_recorder
 from dsv4.cute._architectures import ARCHITECTURES
 from dsv4.cute._driver import Kernel, Parameters
 from dsv4.cute._images import image

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,15 @@ from dsv4._counters import zeros
 from dsv4._nearly import nearly_done
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Launch, Matrix, Parameters
-from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
+from dsv4.cute._launch import (
+    aligned,
+    architecture,
+    current_device,
+    cuts,
+    loaded,
+    run_noted,
+    stream_of,
+)
 from dsv4.cute.gemm import packed_matrices
 from dsv4.cute.sm90.grouped_plan import (
     Experts,
@@ -42,6 +50,9 @@ _FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 # Their fields, without the names.
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 _ROW_SCALED = 4
+# Rows up to which launches are noted for a tape, which would not call ``nearly_done`` as early as
+# products of many rows have to. The host launches those faster than the GPU runs them.
+_NOTED = 1024
 
 
 def grouped_gemm(
@@ -182,31 +193,39 @@ def _product(
     if wanted[_ROW_SCALED] and row_scale is None:
         each = None if input_scale is None else of_rows(input_scale, offsets, tokens)
         x, row_scale = bfloat16_operand(x, each)
-    x, start, token_stride = aligned(x, tokens)
-    fixed = (segments, global_scale.shape[-1], limit, settled, device, get_ident())
-    out, *of_codes = [result.data_ptr() for result in results]
-    block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
+    x, _, token_stride = aligned(x, tokens)
     # The weights' addresses are for tensor copies, or for the kernel itself: that for few rows.
-    addresses = (
-        start,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        global_scale.data_ptr(),
-        start,
-        0 if row_scale is None else row_scale.data_ptr(),
-        0 if row_weight is None else row_weight.data_ptr(),
-        out,
-        offsets.data_ptr(),
-        codes_scale,
-        block_scales,
-        row_scales,
-    )
-    stream = stream_of(device)
-    prepared = _prepared(wanted, tokens, token_stride, *fixed)
+    out, *of_codes = results
+    block_scales, row_scales, codes_scale = of_codes or (None, None, None)
+    of_weight = (codes, scales, global_scale)
+    others = (x, row_scale, row_weight, out, offsets, codes_scale, block_scales, row_scales)
+    operands, stream = (x, *of_weight, *others), stream_of(device)
+    kind = (wanted, tokens, token_stride, segments, global_scale.shape[-1], limit, settled, device)
     counters = 0
+    prepared = _prepared(*kind, get_ident())
     if prepared.counted:
         numbers = zeros(len(prepared.launches), x.device)
         counters = numbers.data_ptr()
+    elif tokens <= _NOTED:
+        nearly_done()  # before the launches are noted, because it launches others
+        run_noted(functools.partial(_launch_all, kind), stream, operands)
+        return
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
+    _launch_all(kind, stream, addresses, counters)
+
+
+def _launch_all(
+    kind: tuple[Any, ...], stream: int, addresses: Sequence[int], counters: int = 0
+) -> None:
+    """Launch a product on the current GPU.
+
+    Args:
+        kind: What ``_prepared`` takes first.
+        stream: The driver's handle.
+        addresses: Of the operands, in the order of the kernels' parameters.
+        counters: Address of zeros for the blocks' counts of tiles, or 0.
+    """
+    prepared = _prepared(*kind, get_ident())
     for i, (launch, few) in enumerate(prepared.launches):
         if i == prepared.fullest:
             nearly_done()

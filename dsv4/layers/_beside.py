@@ -110,6 +110,11 @@ def _streams(x: torch.Tensor, lane: int = 1) -> tuple[torch.cuda.Stream, torch.c
     return current, _stream(current.device_index, current.cuda_stream, lane)
 
 
+def is_few(tokens: int) -> bool:
+    """Whether a step of so many tokens is launched more slowly than it runs."""
+    return tokens <= _FEW
+
+
 def possible(x: torch.Tensor) -> bool:
     """Whether a second stream is used: not for tensors that stand for others, as fake ones.
 
@@ -118,7 +123,7 @@ def possible(x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or not x.is_cuda or type(x) is not torch.Tensor:
         return False
-    few = x.numel() <= _FEW * x.shape[-1]
+    few = is_few(x.numel() // max(1, x.shape[-1]))
     return not few or torch.cuda.is_current_stream_capturing()
 
 

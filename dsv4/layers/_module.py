@@ -15,6 +15,7 @@ from dsv4.formats import NVFP4, Format, QuantizedTensor, format_named
 from dsv4.ops.quantize import quantize
 
 _WIDE = (torch.float32, torch.float64)
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 class FixedDtypeModule(nn.Module):
@@ -128,6 +129,15 @@ def _as_bytes(tensor: torch.Tensor | None) -> Any:
 def frozen(tensor: torch.Tensor) -> nn.Parameter:
     """A parameter that takes no gradient: integer and 8-bit float tensors can have none."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def wider(x: torch.dtype, y: torch.dtype) -> torch.dtype:
+    """``torch.promote_types``, which the host waits for several times per layer of a step."""
+    if x is y or x is torch.float64:
+        return x
+    if y is torch.float64 or (y is torch.float32 and x in _NARROW):
+        return y
+    return torch.promote_types(x, y)
 
 
 def wide_dtype() -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import nn
 
 from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, ModelConfig
-from dsv4.layers._module import FixedDtypeModule, wide_dtype
+from dsv4.layers._module import FixedDtypeModule, wide_dtype, wider
 from dsv4.layers.linear import Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
@@ -59,7 +59,7 @@ class PoolingModule(FixedDtypeModule):
         """Keys-values and scores, float32 in DeepSeek's numerics (specification, section 5.1)."""
         dtype = None
         if self.numerics == "deepseek":
-            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            dtype = wider(hidden_states.dtype, torch.float32)
         kv, score = fused_linear([self.kv_proj, self.gate_proj], hidden_states, dtype)
         return kv, score
 

@@ -175,6 +175,24 @@ class DeepseekV4Attention(FixedDtypeModule):
         cos, sin = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in tables)
         return cos, sin
 
+    def shared_in(
+        self, step: CacheStep, x: torch.Tensor, position_embeddings: dict[str, Tables] | None
+    ) -> tuple[torch.Tensor, ...]:
+        """All that a forward asks the step for, made if it is not there: slots, tables, counts.
+
+        Args:
+            step: As in ``forward``.
+            x: A tensor with the dtype and on the device of the hidden states.
+            position_embeddings: As in ``forward``.
+        """
+        label, layer = self.rope_layer_type, step.cache.layers[self.layer_idx]
+        given = None if position_embeddings is None else position_embeddings[label]
+        tables = self.rotary_emb.of_step(x, step, label, given)
+        slots = step.read_slots(layer), step.write_slots(layer)
+        if self.compressor is None:
+            return (*tables, *slots)
+        return (*tables, *slots, *self.compressor.shared_in(step, self.layer_idx))
+
     def _attend_paged(
         self, hidden_states: torch.Tensor, given: Tables | None, step: CacheStep
     ) -> torch.Tensor:

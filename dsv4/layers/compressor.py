@@ -54,6 +54,10 @@ class _AttentionCompressor(PoolingModule):
         """
         raise NotImplementedError
 
+    def shared_in(self, step: CacheStep, layer_idx: int) -> tuple[torch.Tensor, ...]:
+        """All that ``begin_paged`` asks the step for, made if it is not there."""
+        return (self.visible_in(step),)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -111,19 +115,27 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> Selection:
         """Gives the slots of all closed entries, -1 beyond them."""
-        layer = step.cache.layers[layer_idx]
 
         def work(x: torch.Tensor) -> torch.Tensor:
             self.write_pages(x, step, layer_idx)
-            return step.once(
-                ("prefix", id(layer.compressed_table), self.compress_rate),
-                lambda: layer.compressed_prefix_slots(
-                    step.batch.sequence_of_token, self.visible_in(step)
-                ),
-            )
+            return self._prefix_in(step, layer_idx)
 
         stored = started(work, hidden_states)
         return lambda q_residual: stored
+
+    def shared_in(self, step: CacheStep, layer_idx: int) -> tuple[torch.Tensor, ...]:
+        """All that ``begin_paged`` asks the step for, made if it is not there."""
+        return (self._prefix_in(step, layer_idx),)
+
+    def _prefix_in(self, step: CacheStep, layer_idx: int) -> torch.Tensor:
+        """Slots of all closed entries of each token of a step; layers share them."""
+        layer = step.cache.layers[layer_idx]
+        return step.once(
+            ("prefix", id(layer.compressed_table), self.compress_rate),
+            lambda: layer.compressed_prefix_slots(
+                step.batch.sequence_of_token, self.visible_in(step)
+            ),
+        )
 
 
 class DeepseekV4CSACompressor(_AttentionCompressor):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.layers import _layer_plan
 from dsv4.layers._pooling import one_cache
 from dsv4.layers.attention import DeepseekV4Attention, Tables
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
@@ -69,7 +70,18 @@ class DeepseekV4DecoderLayer(nn.Module):
         input_ids: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        """``forward`` with the keyword arguments of the attention as they are."""
+        """``forward`` with the keyword arguments of the attention as they are.
+
+        In steps of few tokens on a GPU it is repeated by plan, see ``dsv4.layers._layer_plan``.
+        """
+        return _layer_plan.run(self, self._run, hidden_states, input_ids, options)
+
+    def _run(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
         attn_hc, ffn_hc = self.attn_hc, self.ffn_hc
         post, comb, normed = attn_hc.collapse(hidden_states, self.input_layernorm)
         output, _ = self.self_attn(normed, **options)

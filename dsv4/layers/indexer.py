@@ -10,6 +10,7 @@ from torch import nn
 from dsv4.cache import CacheStep
 from dsv4.config import CSA, ModelConfig
 from dsv4.formats import QuantizedTensor
+from dsv4.layers._module import wider
 from dsv4.layers._pooling import PoolingModule, one_cache, plain_pages
 from dsv4.layers.linear import Linear
 from dsv4.ops.indexer import (
@@ -36,7 +37,7 @@ class DeepseekV4IndexerScorer(nn.Module):
     def weights(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[..., H]`` to ``[..., heads]`` float32, both scales included."""
         weights = self.weights_proj(hidden_states)
-        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        wide = weights.to(wider(weights.dtype, torch.float32))
         return wide * self.scale
 
     @property

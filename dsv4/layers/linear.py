@@ -29,6 +29,7 @@ from dsv4.layers._module import (
     frozen,
     quantize_weight,
     refused_while_packed,
+    wider,
 )
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
@@ -128,7 +129,7 @@ class Linear(FixedDtypeModule):
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         if out_dtype is None:
             return F.linear(x, self.weight)
-        wide, weight = torch.promote_types(x.dtype, out_dtype), self.weight
+        wide, weight = wider(x.dtype, out_dtype), self.weight
         if x.is_cuda and wide == torch.float32 and x.dtype == weight.dtype != wide:
             # Sums of float32 either way, and the weight is not copied.
             if x.dim() == 2 and out_dtype == wide:
@@ -381,7 +382,7 @@ class DeepseekV4GroupedLinear(Linear):
         return super().forward(x, out_dtype)
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-        dtype = x.dtype if out_dtype is None else torch.promote_types(x.dtype, out_dtype)
+        dtype = x.dtype if out_dtype is None else wider(x.dtype, out_dtype)
         per_group = self.out_features // self.n_groups
         weight = self.weight.view(self.n_groups, per_group, self.in_features).to(dtype)
         flat = x.to(dtype).reshape(-1, self.n_groups, self.in_features).transpose(0, 1)

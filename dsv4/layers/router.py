@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.layers._module import FixedDtypeModule, empty_weight, wide_dtype
+from dsv4.layers._module import FixedDtypeModule, empty_weight, wide_dtype, wider
 from dsv4.ops.router import route_hash, route_topk
 
 
@@ -34,7 +34,7 @@ class _Router(FixedDtypeModule):
         """DeepSeek multiplies in float32, transformers in the model's dtype."""
         if self.numerics == "transformers":
             return x.dtype
-        return torch.promote_types(x.dtype, torch.float32)
+        return wider(x.dtype, torch.float32)
 
 
 class DeepseekV4TopKRouter(_Router):

@@ -22,6 +22,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Guards:
 
     Like: of the same classes, dtypes, shapes, strides and devices, equal in whether they want a
     gradient, are inference tensors or negated views, and in the modes that a call would run under.
+    If these are all different objects, so are those.
     """
     made = _compiled(tensors)
     return _interpreted(tensors) if made is None else made
@@ -51,7 +52,18 @@ def _tensor_guards() -> Any:
 
 def _interpreted(tensors: Sequence[torch.Tensor]) -> Guards:
     expected = [_metadata(tensor) for tensor in tensors]
-    return lambda *others: unobserved() and [_metadata(t) for t in others] == expected
+    least = len(tensors) if _are_different(tensors) else 0
+
+    def is_like(*others: torch.Tensor) -> bool:
+        if not unobserved() or len(set(map(id, others))) < least:
+            return False
+        return [_metadata(tensor) for tensor in others] == expected
+
+    return is_like
+
+
+def _are_different(tensors: Sequence[torch.Tensor]) -> bool:
+    return len(set(map(id, tensors))) == len(tensors)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:

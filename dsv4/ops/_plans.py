@@ -27,7 +27,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dsv4 import _support, dispatch
-from dsv4._tape import ALIGNMENT, Build, Pick, Recorder, Tape, builder
+from dsv4._recorder import Recorder
+from dsv4._tape import ALIGNMENT, Build, Pick, Tape, builder, tape_of
 from dsv4.cute._launch import current_device, stream_of
 from dsv4.formats import FORMATS, Format, QuantizedTensor
 from dsv4.ops import _library
@@ -332,7 +333,7 @@ def _recorded(
 
 def _again(recorder: Recorder, result: Any) -> Any:
     """How to repeat what was recorded; None if there is no way."""
-    tape = recorder.tape(result)
+    tape = tape_of(recorder, result)
     if tape is not None and not tape.is_native:
         return Interpreted(tape)
     if tape is not None:

@@ -28,7 +28,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from dsv4._tape import current_recorder
+from dsv4._recorder import current_recorder
 from dsv4.cute import _driver
 from dsv4.cute._launch import current_device, stream_of
 from dsv4.triton._images import keep_images

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 PLANS = "dsv4/ops/_plans.py"
-TAPE = "dsv4/_tape.py"
+RECORDER = "dsv4/_recorder.py"
 LAUNCHER = "dsv4/triton/_launcher.py"
 GUARDS = "dsv4/ops/_guards.py"
 REPLAYED = "tests/test_plans.py::test_replayed_launches_are_the_function"
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "P2",
         "a function that computes with tensors is repeated",
-        TAPE,
+        RECORDER,
         "                self.outside = str(func)\n",
         "                pass\n",
         "tests/test_plans.py::test_what_reads_or_changes_values_is_not_repeated",
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "P2",
         "views begin where their tensors do",
-        TAPE,
+        RECORDER,
         "Place(place.slot, place.offset + shift)",
         "Place(place.slot, place.offset)",
         "tests/test_plans.py::test_views_are_found_again",
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "P2",
         "a launch that nobody noted",
-        TAPE,
+        RECORDER,
         "        if not self._is_noting:\n            self.refuse",
         "        if False:\n            self.refuse",
         "tests/test_plans.py::test_driver_launches_tell_the_recorder",
@@ -112,9 +112,9 @@ MUTANTS = (
     Mutant(
         "P2",
         "the first allocation in place of each",
-        TAPE,
-        "Place(len(self.tensors) + len(self.allocated), 0)",
-        "Place(len(self.tensors), 0)",
+        RECORDER,
+        "        slot = len(self.tensors) + len(self.allocated)\n",
+        "        slot = len(self.tensors)\n",
         REPLAYED,
     ),
     Mutant(
