@@ -396,6 +396,52 @@ def test_a_change_is_seen(change: str) -> None:
         twins.same_caches()
 
 
+def test_a_forward_of_a_class_is_seen(monkeypatch) -> None:
+    with warmed() as (twins, rows):
+        forward = DeepseekV4SparseMoeBlock.forward
+        monkeypatch.setattr(
+            DeepseekV4SparseMoeBlock,
+            "forward",
+            lambda self, *args, **kwargs: 2 * forward(self, *args, **kwargs),
+        )
+        twins.decode([7], rows)
+        assert twins.plans.ran == 1
+
+
+def test_tables_of_modules_are_compared(every_kind) -> None:
+    layer = layer_of(copy.deepcopy(every_kind))
+    norm, attention = layer.input_layernorm, layer.self_attn
+    extra = nn.Parameter(torch.zeros(1))
+    for table, value in (
+        (norm._modules, nn.Identity()),
+        (norm._buffers, torch.zeros(1)),
+        (attention.q_b_norm._parameters, extra),
+        (attention._parameters, extra),
+        (attention.rotary_emb._frequencies, torch.zeros(1)),
+    ):
+        structure = _layer_plan.Structure(layer)
+        assert structure.tensors(layer) is not None
+        table["extra"] = value
+        assert structure.tensors(layer) is None
+        del table["extra"]
+        assert structure.tensors(layer) is not None
+    norm._parameters = {"weight": nn.Parameter(norm.weight + 1)}
+    assert structure.tensors(layer) is None
+    structure = _layer_plan.Structure(layer)
+    norm._forward_hooks = {}
+    norm.register_forward_hook(doubled)
+    assert structure.tensors(layer) is None
+
+
+@pytest.mark.parametrize("value", [[1], {}, (1, [2]), torch.zeros(1), len, nn.ReLU()])
+def test_attributes_that_may_change_in_place_rule_plans_out(value: Any) -> None:
+    layer = layer_of(tiny(SLIDING))
+    _layer_plan.Structure(layer)
+    layer.mlp.gate.other = value
+    with pytest.raises(TypeError):
+        _layer_plan.Structure(layer)
+
+
 def test_hooks_of_all_modules_are_called() -> None:
     with warmed() as (twins, rows):
         seen: list[Any] = []
@@ -619,6 +665,16 @@ def test_two_caches_of_one_model(same: bool) -> None:
         other.same_caches()
         made = [plan for plan in plans_of(twins.model) if plan.again is not None]
         assert len(made) == 1 + (not same)
+
+
+def test_alignment_has_plans_of_its_own() -> None:
+    with warmed() as (twins, rows):
+        set_unaligned(layer_of(twins.model))
+        for token in range(WARM):
+            twins.decode([token], rows)
+        plans = [plan for plan in plans_of(twins.model) if plan.again is not None]
+        assert len(plans) == 2
+        assert {plan.remainders == 0 for plan in plans} == {True, False}
 
 
 def test_two_models_of_one_cache_size(every_kind) -> None:

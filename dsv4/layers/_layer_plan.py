@@ -44,7 +44,10 @@ from dsv4.ops._guards import Guards, guards_of
 
 _ATTRIBUTE = "_plans"
 _MOST, _MOST_OF_KEY = 64, 4  # keys of a layer: steps of 1 to 64 tokens; plans of each
-_PATIENCE, _LONGEST = 4, 256  # failures in a row before calls go without a look, and at most how many
+_PATIENCE, _LONGEST = (
+    4,
+    256,
+)  # failures in a row before calls go without a look, and at most how many
 _ATTEMPTS = 4  # recordings of a call that compiled something
 _OPTIONS = frozenset({"position_embeddings", "position_ids", "attention_mask", "past_key_values"})
 
@@ -331,7 +334,11 @@ def _arguments(
     formats = _add_cache(tensors, cache)
     tensors += shared
     tensors += weights
-    modes = _plans._is_grad_enabled(), _plans._interpreting(), torch.is_autocast_enabled(streams.device.type)
+    modes = (
+        _plans._is_grad_enabled(),
+        _plans._interpreting(),
+        torch.is_autocast_enabled(streams.device.type),
+    )
     key = (streams.shape, batch.starts.shape, ids is None, *twice, *modes, *formats)
     return key, tensors
 
