@@ -33,6 +33,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _guards, _library, _plans
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
+from tests.serving_cases import packed
 
 ROWS, TOKENS = 5, 96
 WARM = 4  # steps until one is replayed: the modules are looked at, the call begun, recorded
@@ -117,7 +118,7 @@ class Twins:
         return rows
 
     def decode(self, tokens: list[int], rows: list[int]) -> torch.Tensor:
-        given = torch.tensor(tokens)
+        given = torch.tensor(tokens, device=self.model.device)
         return self.both(lambda cache: self.model.decode(given, cache, rows))
 
     def same_caches(self) -> None:
@@ -889,3 +890,83 @@ def test_what_cannot_be_repeated_rules_a_tape_out(call: Any) -> None:
     with recorder.watching():
         result = call(x)
     assert _tape.tape_of(recorder, result) is None
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[Twins]:
+    """A model that kernels run, and plans as they are: ``Switch`` turns them off."""
+    made, run, is_plain = Switch(), DeepseekV4DecoderLayer._run, _layer_plan._is_plain
+
+    def counted(*args: Any) -> torch.Tensor:
+        made.ran += made.is_on
+        return run(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layer_plan, "_is_plain", lambda call: made.is_on and is_plain(call))
+        patch.setattr(DeepseekV4DecoderLayer, "_run", counted)
+        yield Twins(packed().cuda().requires_grad_(False), made, {"pool_tokens": ROWS * 256})
+
+
+@pytest.mark.gpu
+def test_steps_are_the_layers_on_a_gpu(on_gpu) -> None:
+    rows = on_gpu.warm()
+    rows += on_gpu.begin([4, 5], [6])
+    for token in range(80):
+        if token == 40:
+            rows.append(on_gpu.both(lambda cache: cache.fork(rows[1])))
+        if token == 60:
+            on_gpu.both(lambda cache: cache.free(rows[0]))
+            del rows[0]
+        on_gpu.decode([token, 9, 17, 33][: len(rows)], rows)
+    assert on_gpu.plans.ran == 0
+    on_gpu.same_caches()
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_calls_no_operator_of_a_layer(on_gpu, monkeypatch) -> None:
+    rows, calls = on_gpu.warm(), []
+    call = _plans.PLANS.call
+    monkeypatch.setattr(
+        _plans.PLANS, "call", lambda *one: (calls.append(one[0].__name__), call(*one))[1]
+    )
+    with on_gpu.plans.on():
+        on_gpu.model.decode(torch.tensor([1], device="cuda"), on_gpu.caches[0], rows)
+    layers_of_model = len(on_gpu.model.model.layers)
+    # Tables and slots that layers share, the last norm, the head.
+    assert len(calls) <= 10, (layers_of_model, calls)
+    for plan in plans_of(on_gpu.model):
+        assert isinstance(plan.again, _plans.Replay | None)
+
+
+@pytest.mark.gpu
+def test_a_capture_is_of_the_layers(on_gpu) -> None:
+    """It uses more streams than an eager step; what it replays is the same."""
+    rows = on_gpu.warm()
+    cache, model = on_gpu.caches[0], on_gpu.model
+    tokens, given = torch.tensor([1], device="cuda"), torch.tensor(rows, device="cuda")
+    with on_gpu.plans.on():
+        for _ in range(2):
+            cache.prepare(rows, [1])
+            model.decode(tokens, cache, given)
+        torch.cuda.synchronize()
+        cache.prepare(rows, [1])
+        graph = torch.cuda.CUDAGraph()
+        on_gpu.plans.ran = 0
+        with torch.cuda.graph(graph):
+            model.decode(tokens, cache, given)
+        assert on_gpu.plans.ran == len(model.model.layers)
+
+
+@pytest.mark.gpu
+def test_a_hook_of_launches_is_called(on_gpu) -> None:
+    from triton import knobs
+
+    rows, seen = on_gpu.warm(), []
+    before = knobs.runtime.launch_enter_hook
+    knobs.runtime.launch_enter_hook = lambda metadata: seen.append(metadata)
+    try:
+        on_gpu.decode([1], rows)
+    finally:
+        knobs.runtime.launch_enter_hook = before
+    assert seen
+    assert on_gpu.plans.ran == len(on_gpu.model.model.layers)
