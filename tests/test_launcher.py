@@ -38,7 +38,8 @@ def test_launches_are_tritons_own() -> None:
 def test_a_decode_step_is_launched_by_ourselves() -> None:
     """No kernel of a step is one that only Triton can launch, and no call does more than it must.
 
-    Python calls are counted, which time on a busy machine is not: a layer made 3900 of them, and 1536 with plans of operators alone.
+    Python calls are counted, which time on a busy machine is not: a layer made 3900 of them, and
+    1536 with plans of operators alone.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.host_time", "--layers", "5", "--count"]

@@ -429,7 +429,7 @@ def test_tables_of_modules_are_compared(every_kind) -> None:
     norm._parameters = {"weight": nn.Parameter(norm.weight + 1)}
     assert structure.tensors(layer) is None
     structure = _layer_plan.Structure(layer)
-    norm._forward_hooks = {}
+    norm._forward_hooks = type(norm._forward_hooks)()
     norm.register_forward_hook(doubled)
     assert structure.tensors(layer) is None
 

@@ -279,8 +279,10 @@ def run(
         options: See there.
     """
     step = options.get("past_key_values")
+    if torch.compiler.is_compiling() or not isinstance(step, CacheStep):
+        return function(streams, input_ids, options)
     call = _Call(function, streams, input_ids, options)
-    if not isinstance(step, CacheStep) or not _is_plain(call):
+    if not _is_plain(call):
         return call()
     plans = layer.__dict__.get(_ATTRIBUTE)
     if plans is None or plans.owner is None or plans.owner() is not layer:
@@ -292,8 +294,7 @@ def _is_plain(call: _Call) -> bool:
     """Whether nothing but the layer's result is wanted, of few tokens on a GPU."""
     streams, options = call.streams, call.options
     return (
-        not torch.compiler.is_compiling()
-        and type(streams) is torch.Tensor
+        type(streams) is torch.Tensor
         and streams.dim() == 4
         and streams.shape[0] == 1
         and streams.numel() > 0
