@@ -38,7 +38,8 @@ def test_launches_are_tritons_own() -> None:
 def test_a_decode_step_is_launched_by_ourselves() -> None:
     """No kernel of a step is one that only Triton can launch, and no call does more than it must.
 
-    Python calls are counted, which time on a busy machine is not: a layer made 3900 of them.
+    Python calls are counted, which time on a busy machine is not: a layer made 3900 of them, and
+    1536 with plans of operators alone.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.host_time", "--layers", "5", "--count"]
@@ -48,8 +49,8 @@ def test_a_decode_step_is_launched_by_ourselves() -> None:
     found = json.loads(done.stdout)
     assert found["by_triton"] == 0
     assert set(found["plans"]) == {"Replay"}, "an operator is not planned"
-    assert found["plans"]["Direct"] <= 5
-    assert found["calls_per_layer"] < 1900
+    assert found["layer_plans"] == {"Replay": 5}, "a layer is not replayed"
+    assert found["calls_per_layer"] < 600
 
 
 def test_every_kernel_that_is_launched_is_launched_fast() -> None:

@@ -33,6 +33,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _guards, _library, _plans
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
+from tests.serving_cases import packed
 
 ROWS, TOKENS = 5, 96
 WARM = 4  # steps until one is replayed: the modules are looked at, the call begun, recorded
@@ -52,7 +53,7 @@ def tiny(*types: str, **changes: Any) -> DeepseekV4ForCausalLM:
 
 @dataclass
 class Switch:
-    """Plans of layers on a CPU, on or off; and how many layers ran by themselves."""
+    """Plans of layers on a CPU, on or off; and how many layers ran although they are on."""
 
     is_on: bool = False
     ran: int = 0
@@ -71,7 +72,7 @@ def switch() -> Iterator[Switch]:
     made, run = Switch(), DeepseekV4DecoderLayer._run
 
     def counted(*args: Any) -> torch.Tensor:
-        made.ran += 1
+        made.ran += made.is_on
         return run(*args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +118,7 @@ class Twins:
         return rows
 
     def decode(self, tokens: list[int], rows: list[int]) -> torch.Tensor:
-        given = torch.tensor(tokens)
+        given = torch.tensor(tokens, device=self.model.device)
         return self.both(lambda cache: self.model.decode(given, cache, rows))
 
     def same_caches(self) -> None:
@@ -165,7 +166,7 @@ def every_kind() -> DeepseekV4ForCausalLM:
 def test_steps_are_the_layers(every_kind, actions, pooled: bool, seed: int) -> None:
     """Bit for bit, in results and caches, while sequences come, go and are forked."""
     draw = torch.Generator().manual_seed(seed)
-    options = {"pool_tokens": ROWS * TOKENS} if pooled else {}
+    options = {"pool_tokens": ROWS * 256} if pooled else {}
     with switch() as made:
         twins = Twins(every_kind, made, options)
         rows, replayed = twins.begin([1, 2, 3]), 0
@@ -201,7 +202,7 @@ def test_steps_are_the_layers(every_kind, actions, pooled: bool, seed: int) -> N
 def test_pages_end_and_windows_move_on(every_kind) -> None:
     """A sequence from its first token over all borders of windows and pages."""
     with switch() as made:
-        twins = Twins(every_kind, made, {"pool_tokens": 2 * TOKENS})
+        twins = Twins(every_kind, made, {"pool_tokens": 2 * 256})
         rows, replayed = twins.begin([5]), 0
         for token in range(TOKENS - 1):
             twins.decode([token % 64], rows)
@@ -333,11 +334,11 @@ def replace_by_subclass(layer: Any) -> None:
 
 
 def replace_joint(layer: Any) -> None:
-    q_a = layer.self_attn.q_a_proj
-    old = q_a.joint
-    other = JointWeight(old.whole(), old.rows, in_turn=False)
+    mlp = layer.mlp.shared_experts
+    old = mlp.gate_proj.joint
+    other = JointWeight(old.whole(), old.rows, in_turn=True)
     other.global_scale = 2 * old.global_scale
-    q_a.joint = layer.self_attn.kv_proj.joint = other
+    mlp.gate_proj.joint = mlp.up_proj.joint = other
 
 
 def load(layer: Any) -> None:
@@ -396,6 +397,52 @@ def test_a_change_is_seen(change: str) -> None:
         twins.same_caches()
 
 
+def test_a_forward_of_a_class_is_seen(monkeypatch) -> None:
+    with warmed() as (twins, rows):
+        forward = DeepseekV4SparseMoeBlock.forward
+        monkeypatch.setattr(
+            DeepseekV4SparseMoeBlock,
+            "forward",
+            lambda self, *args, **kwargs: 2 * forward(self, *args, **kwargs),
+        )
+        twins.decode([7], rows)
+        assert twins.plans.ran == 1
+
+
+def test_tables_of_modules_are_compared(every_kind) -> None:
+    layer = layer_of(copy.deepcopy(every_kind))
+    norm, attention = layer.input_layernorm, layer.self_attn
+    extra = nn.Parameter(torch.zeros(1))
+    for table, value in (
+        (norm._modules, nn.Identity()),
+        (norm._buffers, torch.zeros(1)),
+        (attention.q_b_norm._parameters, extra),
+        (attention._parameters, extra),
+        (attention.rotary_emb._frequencies, torch.zeros(1)),
+    ):
+        structure = _layer_plan.Structure(layer)
+        assert structure.tensors(layer) is not None
+        table["extra"] = value
+        assert structure.tensors(layer) is None
+        del table["extra"]
+        assert structure.tensors(layer) is not None
+    norm._parameters = {"weight": nn.Parameter(norm.weight + 1)}
+    assert structure.tensors(layer) is None
+    structure = _layer_plan.Structure(layer)
+    norm._forward_hooks = type(norm._forward_hooks)()
+    norm.register_forward_hook(doubled)
+    assert structure.tensors(layer) is None
+
+
+@pytest.mark.parametrize("value", [[1], {}, (1, [2]), torch.zeros(1), len, nn.ReLU()])
+def test_attributes_that_may_change_in_place_rule_plans_out(value: Any) -> None:
+    layer = layer_of(tiny(SLIDING))
+    _layer_plan.Structure(layer)
+    layer.mlp.gate.other = value
+    with pytest.raises(TypeError):
+        _layer_plan.Structure(layer)
+
+
 def test_hooks_of_all_modules_are_called() -> None:
     with warmed() as (twins, rows):
         seen: list[Any] = []
@@ -428,7 +475,7 @@ def test_hooks_come_and_go() -> None:
 
 
 def test_a_calibrated_model_is_observed() -> None:
-    with warmed(activation="nvfp4") as (twins, rows):
+    with warmed() as (twins, rows):
         with layers.calibrate(twins.model) as report:
             twins.decode([1], rows)
             assert twins.plans.ran == 1
@@ -437,6 +484,19 @@ def test_a_calibrated_model_is_observed() -> None:
             twins.decode([token], rows)
         twins.same_caches()
         assert twins.plans.ran == 0
+
+
+def test_scales_on_the_cpu_are_checked_each_time() -> None:
+    """A check that reads values rules a plan out."""
+    with warmed(activation="nvfp4") as (twins, rows):
+        with layers.calibrate(twins.model):
+            twins.decode([1], rows)
+        for token in range(WARM):
+            twins.decode([token], rows)
+            assert twins.plans.ran == 1
+        layer_of(twins.model).self_attn.q_b_proj.input_scale.neg_()
+        with twins.plans.on(), pytest.raises(ValueError, match="input_scale"):
+            twins.model.decode(torch.tensor([1]), twins.caches[0], rows)
 
 
 @pytest.mark.parametrize("change", ["unpack", "reserve", "half", "train", "train one"])
@@ -484,7 +544,6 @@ WATCHERS = {
     "a profile": torch.autograd.profiler.profile,
     "a name": lambda: use_backend("reference"),
     "dispatch": watched_dispatch,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.float16),
 }
 
 
@@ -503,7 +562,7 @@ def test_who_watches_sees_the_layer(how: str, guards: str, monkeypatch) -> None:
 
 def test_gradients_are_wanted_of_the_layer() -> None:
     with warmed() as (twins, rows):
-        model = twins.model
+        model = twins.model.requires_grad_(False)
         streams = torch.randn(1, 1, 4, model.config.hidden_size).bfloat16()
 
         def forward(cache: PagedCache) -> torch.Tensor:
@@ -512,7 +571,7 @@ def test_gradients_are_wanted_of_the_layer() -> None:
             options = {"past_key_values": CacheStep(cache, batch)}
             return layer_of(model)(streams, ids, **options)
 
-        for _ in range(WARM):
+        for _ in range(WARM + 1):  # the attention makes frequencies of its own
             twins.both(forward)
         assert twins.plans.ran == 0
         with torch.no_grad():
@@ -558,15 +617,22 @@ def test_a_step_remembers_what_layers_share(every_kind) -> None:
             twins.both(decode)
         assert made.ran == 0
         found, wanted = (step._shared for step in steps)
-        plain = [value for key, value in found.items() if key[0] != "plan"]
-        assert len(plain) == len(wanted)
-        for value, other in zip(plain, wanted.values(), strict=True):
-            for one, two in zip(flat(value), flat(other), strict=True):
+        plain, other = by_name(found), by_name(wanted)
+        assert plain.keys() == other.keys()
+        for name, tensors in plain.items():
+            for one, two in zip(tensors, other[name], strict=True):
                 assert_bitwise(one, two)
 
 
-def flat(value: Any) -> list[torch.Tensor]:
-    return list(value) if isinstance(value, tuple) else [value]
+def by_name(shared: dict[Any, Any]) -> dict[str, list[torch.Tensor]]:
+    """What a step remembers, by keys without the numbers of objects."""
+    found = {}
+    for key, value in shared.items():
+        name = str([part for part in key if not (isinstance(part, int) and part > 2**20)])
+        if key[0] != "plan":
+            assert name not in found
+            found[name] = list(value) if isinstance(value, tuple) else [value]
+    return found
 
 
 def test_what_a_layer_makes_for_a_step_rules_a_plan_out(monkeypatch) -> None:
@@ -590,7 +656,7 @@ def test_what_a_layer_makes_for_a_step_rules_a_plan_out(monkeypatch) -> None:
 def test_two_caches_of_one_model(same: bool) -> None:
     """Of one size, which share a plan, or of two, which need two."""
     with warmed() as (twins, rows):
-        other = Twins(twins.model, twins.plans, {} if same else {"pool_tokens": 5 * TOKENS})
+        other = Twins(twins.model, twins.plans, {} if same else {"pool_tokens": 9 * 256})
         others = other.begin([9, 8, 7, 6])
         for token in range(WARM):
             twins.decode([token], rows)
@@ -598,7 +664,18 @@ def test_two_caches_of_one_model(same: bool) -> None:
         assert twins.plans.ran == 0
         twins.same_caches()
         other.same_caches()
-        assert len(plans_of(twins.model)) == 1 + (not same)
+        made = [plan for plan in plans_of(twins.model) if plan.again is not None]
+        assert len(made) == 1 + (not same)
+
+
+def test_alignment_has_plans_of_its_own() -> None:
+    with warmed() as (twins, rows):
+        set_unaligned(layer_of(twins.model))
+        for token in range(WARM):
+            twins.decode([token], rows)
+        plans = [plan for plan in plans_of(twins.model) if plan.again is not None]
+        assert len(plans) == 2
+        assert {plan.remainders == 0 for plan in plans} == {True, False}
 
 
 def test_two_models_of_one_cache_size(every_kind) -> None:
@@ -813,3 +890,83 @@ def test_what_cannot_be_repeated_rules_a_tape_out(call: Any) -> None:
     with recorder.watching():
         result = call(x)
     assert _tape.tape_of(recorder, result) is None
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[Twins]:
+    """A model that kernels run, and plans as they are: ``Switch`` turns them off."""
+    made, run, is_plain = Switch(), DeepseekV4DecoderLayer._run, _layer_plan._is_plain
+
+    def counted(*args: Any) -> torch.Tensor:
+        made.ran += made.is_on
+        return run(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layer_plan, "_is_plain", lambda call: made.is_on and is_plain(call))
+        patch.setattr(DeepseekV4DecoderLayer, "_run", counted)
+        yield Twins(packed().cuda().requires_grad_(False), made, {"pool_tokens": ROWS * 256})
+
+
+@pytest.mark.gpu
+def test_steps_are_the_layers_on_a_gpu(on_gpu) -> None:
+    rows = on_gpu.warm()
+    rows += on_gpu.begin([4, 5], [6])
+    for token in range(80):
+        if token == 40:
+            rows.append(on_gpu.both(lambda cache: cache.fork(rows[1])))
+        if token == 60:
+            on_gpu.both(lambda cache: cache.free(rows[0]))
+            del rows[0]
+        on_gpu.decode([token, 9, 17, 33][: len(rows)], rows)
+    assert on_gpu.plans.ran == 0
+    on_gpu.same_caches()
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_calls_no_operator_of_a_layer(on_gpu, monkeypatch) -> None:
+    rows, calls = on_gpu.warm(), []
+    call = _plans.PLANS.call
+    monkeypatch.setattr(
+        _plans.PLANS, "call", lambda *one: (calls.append(one[0].__name__), call(*one))[1]
+    )
+    with on_gpu.plans.on():
+        on_gpu.model.decode(torch.tensor([1], device="cuda"), on_gpu.caches[0], rows)
+    layers_of_model = len(on_gpu.model.model.layers)
+    # Tables and slots that layers share, the last norm, the head.
+    assert len(calls) <= 10, (layers_of_model, calls)
+    for plan in plans_of(on_gpu.model):
+        assert isinstance(plan.again, _plans.Replay | None)
+
+
+@pytest.mark.gpu
+def test_a_capture_is_of_the_layers(on_gpu) -> None:
+    """It uses more streams than an eager step; what it replays is the same."""
+    rows = on_gpu.warm()
+    cache, model = on_gpu.caches[0], on_gpu.model
+    tokens, given = torch.tensor([1], device="cuda"), torch.tensor(rows, device="cuda")
+    with on_gpu.plans.on():
+        for _ in range(2):
+            cache.prepare(rows, [1])
+            model.decode(tokens, cache, given)
+        torch.cuda.synchronize()
+        cache.prepare(rows, [1])
+        graph = torch.cuda.CUDAGraph()
+        on_gpu.plans.ran = 0
+        with torch.cuda.graph(graph):
+            model.decode(tokens, cache, given)
+        assert on_gpu.plans.ran == len(model.model.layers)
+
+
+@pytest.mark.gpu
+def test_a_hook_of_launches_is_called(on_gpu) -> None:
+    from triton import knobs
+
+    rows, seen = on_gpu.warm(), []
+    before = knobs.runtime.launch_enter_hook
+    knobs.runtime.launch_enter_hook = lambda metadata: seen.append(metadata)
+    try:
+        on_gpu.decode([1], rows)
+    finally:
+        knobs.runtime.launch_enter_hook = before
+    assert seen
+    assert on_gpu.plans.ran == len(on_gpu.model.model.layers)
