@@ -150,9 +150,9 @@ class Fork:
     """A forked worker, with what is used of a ``Popen``."""
 
     def __init__(self, forks: Forks, number: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self.stdin, self.stdout, self.returncode = stdin, stdout, None
+        self.stdin, self.stdout = stdin, stdout
+        self.returncode: int | None = None
         self._forks, self._number = forks, number
-        self.returncode: int | None
 
     def poll(self) -> int | None:
         """Its status if somebody has waited for its end."""
