@@ -270,6 +270,25 @@ def test_slices_of_a_router_s_logits_are_not_taken_for_the_logits(worker):
     assert found == {(True, False)}
 
 
+# Warms up where nothing has used CUDA; the GPU that is not the current one, too, if there is one.
+FRESH = """
+import torch, dsv4
+config = dsv4.ModelConfig.tiny(hidden_size=128, q_lora_rank=64, moe_intermediate_size=64)
+for device in ("cuda", torch.cuda.device_count() - 1):
+    done = dsv4.warmup(config, device, max_tokens=64, progress=False)
+    assert done.kernels and done.triton and not done.failed, done
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_that_has_not_used_cuda_is_warmed_up(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {_images.CACHE_VARIABLE: str(tmp_path / "kernels")}
+    command = [sys.executable, "-c", FRESH]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.fixture(scope="class")
