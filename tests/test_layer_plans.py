@@ -273,9 +273,12 @@ def replace_norm(layer: Any) -> None:
     norm.weight = nn.Parameter(torch.rand_like(norm.weight).bfloat16(), requires_grad=False)
 
 
-def add_experts(layer: Any) -> None:
-    layer.mlp = copy.deepcopy(layer.mlp)
+def add_experts(layer: Any) -> nn.Module:
+    """Gives the old ones, which somebody may keep."""
+    old = layer.mlp
+    layer.mlp = copy.deepcopy(old)
     layer.mlp.gate.weight.data.neg_()
+    return old
 
 
 def take_parameter(layer: Any) -> None:
@@ -388,13 +391,38 @@ def test_a_change_is_seen(change: str) -> None:
     """In the step after it, and later ones; and once more when plans are made of it."""
     with warmed() as (twins, rows):
         before = copy.deepcopy((twins.model, twins.caches[1]))
-        CHANGES[change](layer_of(twins.model))
+        kept = CHANGES[change](layer_of(twins.model))
         changed = twins.decode([7], rows)
         unchanged = before[0].decode(torch.tensor([7]), before[1], rows)
         assert not torch.equal(changed, unchanged), "the test changes nothing"
         for token in range(WARM):
             twins.decode([token], rows)
         twins.same_caches()
+        del kept
+
+
+def test_strides_have_plans_of_their_own() -> None:
+    with warmed() as (twins, rows):
+        set_strided(layer_of(twins.model))
+        for ran in (1, 1, 0):
+            twins.decode([7], rows)
+            assert twins.plans.ran == ran
+
+
+def test_modules_of_others_run_each_time() -> None:
+    """Whatever they do besides."""
+    calls: list[int] = []
+
+    class Counting(DeepseekV4SparseMoeBlock):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(*args, **kwargs)
+
+    with warmed() as (twins, rows):
+        layer_of(twins.model).mlp.__class__ = Counting
+        for token in range(2 * WARM):
+            twins.decode([token], rows)
+        assert len(calls) == 4 * WARM, "with plans and without"
 
 
 def test_a_forward_of_a_class_is_seen(monkeypatch) -> None:
@@ -583,20 +611,24 @@ def test_gradients_are_wanted_of_the_layer() -> None:
             assert twins.plans.ran == 1
 
 
+@torch.inference_mode()
 def test_arguments_of_other_kinds_are_not_planned() -> None:
     """The words for them come from the attention."""
     with warmed() as (twins, rows):
-        cache = twins.caches[0]
+        cache, layer = twins.caches[0], layer_of(twins.model)
         batch = Batch.decode(cache.lengths[rows], torch.tensor(rows))
         streams = torch.randn(1, 1, 4, twins.model.config.hidden_size).bfloat16()
-        layer, step = layer_of(twins.model), CacheStep(cache, batch)
+        given = {"past_key_values": CacheStep(cache, batch)}
         with twins.plans.on():
+            for _ in range(WARM + 1):
+                twins.plans.ran = 0
+                layer(streams, **given)
+            assert twins.plans.ran == 0
             for name in ("position_ids", "attention_mask"):
-                given = torch.zeros(1, 1, 1, 1)
                 with pytest.raises(ValueError, match=name):
-                    layer(streams, past_key_values=step, **{name: given})
+                    layer(streams, **given, **{name: torch.zeros(1, 1, 1, 1)})
             with pytest.raises(TypeError, match="unknown"):
-                layer.run(streams, None, {"past_key_values": step, "unknown": 1})
+                layer.run(streams, None, {**given, "unknown": 1})
 
 
 def test_a_step_remembers_what_layers_share(every_kind) -> None:
@@ -716,7 +748,7 @@ def test_plans_keep_neither_modules_nor_tensors() -> None:
             old = layer.mlp.experts.down_proj
             gone = [weakref.ref(layer.mlp), weakref.ref(old)]
             del old
-            add_experts(layer)
+            add_experts(layer)  # whose result nobody keeps
             assert [ref() for ref in gone] == [None, None]
             twins.decode([1], rows)
             norm = weakref.ref(layer.input_layernorm.weight)
