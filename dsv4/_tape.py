@@ -364,9 +364,9 @@ def _tensor(view: View, whole: View) -> Build:
 
 def _contiguous(*views: View) -> bool:
     """Whether all are whole and contiguous, and of as many elements."""
-    rows = [torch.empty(view.shape, device="meta") for view in views]
-    same = all(row.stride() == view.strides for row, view in zip(rows, views, strict=True))
-    return same and len({row.numel() for row in rows}) == 1
+    made = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
+    same = all(one.stride() == view.strides for one, view in zip(made, views, strict=True))
+    return same and len({one.numel() for one in made}) == 1
 
 
 def _addresses(places: Sequence[Place | None]) -> Callable[[Sequence[int]], Sequence[int]]:
