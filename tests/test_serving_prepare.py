@@ -198,7 +198,7 @@ def test_without_memory_to_grow_a_call_gets_what_it_needs(
     prepare(gpu, sequences=2)
     monkeypatch.setattr(kept_runner, "new_runner", little)
     prompts = [[1], [2], [3]]
-    wanted = [plain_text(gpu, prompt, GREEDY, 0) for prompt in texts]
+    wanted = [plain_text(gpu, prompt, GREEDY, 0) for prompt in prompts]
     assert gpu.generate(prompts, 6, stop_ids=()) == wanted
     assert [room.sequences for room in asked] == [4, 3]
     with pytest.raises(torch.OutOfMemoryError):
