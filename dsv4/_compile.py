@@ -9,7 +9,7 @@ from dsv4 import _bundle, _compile_pool
 from dsv4._compile_jobs import CuteJob, FindJob, KernelJob
 from dsv4._recipe import Recipe
 from dsv4._steps import Steps, Target, step_shapes
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 
 _SHARE = 50  # steps of a worker at least, which take less than its start
 
@@ -74,7 +74,7 @@ def compile_all(
         else:
             content = done.result.content
             outcome.compiled[job.key] = content
-            if not _images.keep(job.file_name, content):
+            if not cubin_cache.keep(job.file_name, content):
                 _bundle.active().fresh[job.key] = content
         advance()
     return outcome
@@ -83,7 +83,7 @@ def compile_all(
 def _require_compiler(missing: Sequence[KernelJob]) -> None:
     for job in missing:
         if isinstance(job, CuteJob):
-            _images.require_compiler(job.plan)
+            cubin_cache.require_compiler(job.plan)
             return
 
 

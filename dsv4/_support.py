@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
-from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.index_choice_plan import is_long
 from dsv4.cute.sm90.index_scores_plan import multiplies

@@ -316,7 +316,7 @@ def bfloat16(value):
 
 
 def fake_ptx(memory):
-    """``dsv4.cute._ptx``."""
+    """``dsv4.cute.device.ptx``."""
 
     def shared():
         return _HERE.cluster.shared[_HERE.block]
@@ -598,7 +598,7 @@ def fake_cutlass():
 
 SHARED = {
     f"dsv4.cute.{name}"
-    for name in ("_turning", "sm90._activate", "sm90._codes", "sm90._experts", "sm100.dense")
+    for name in ("device.epilogue", "device.quantize", "device.expert_scheduler", "sm100.dense")
 }
 
 
@@ -608,7 +608,7 @@ def emulated_source(memory, name="dsv4.cute.sm100.dense"):
     nothing = types.SimpleNamespace(
         CUstream=None, make_fake_tensor=None, CtaGroup=types.SimpleNamespace(ONE=1, TWO=2)
     )
-    ptx = types.SimpleNamespace(_ptx=fake_ptx(memory))
+    ptx = types.SimpleNamespace(ptx=fake_ptx(memory))
     shuffles = types.SimpleNamespace(nvvm=types.SimpleNamespace(ShflKind=Kinds))
     stand_ins = {
         "cutlass._mlir.dialects": shuffles,
@@ -618,7 +618,7 @@ def emulated_source(memory, name="dsv4.cute.sm100.dense"):
         "cutlass.cute.nvgpu.tcgen05": nothing,
         "cutlass.cute.runtime": nothing,
         "cuda.bindings.driver": nothing,
-        "dsv4.cute": ptx,
+        "dsv4.cute.device": ptx,
         "dsv4.cute.sm100": types.SimpleNamespace(_tcgen05=fake_tcgen05()),
     }
 

@@ -1,4 +1,4 @@
-"""Runs straight-line PTX on the CPU: what ``_ptx.assembly`` is given, one instruction at a time.
+"""Runs straight-line PTX on the CPU: what ``ptx.assembly`` is given, one instruction at a time.
 
 Registers hold bits. The instructions are those that quantisation in an epilogue is made of.
 """
@@ -168,7 +168,7 @@ class Machine:
 
 
 def run(code, outputs, inputs):
-    """Results of the instructions, as ``_ptx.assembly`` gives them.
+    """Results of the instructions, as ``ptx.assembly`` gives them.
 
     Args:
         code: Instructions that name results ``{$w0}`` on and inputs ``{$r0}`` on.

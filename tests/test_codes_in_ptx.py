@@ -17,7 +17,7 @@ from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies
 from tests import blackwell_emulator, ptx_machine
 
-CODES = blackwell_emulator.emulated_source(blackwell_emulator.Global(), "dsv4.cute.sm90._codes")
+CODES = blackwell_emulator.emulated_source(blackwell_emulator.Global(), "dsv4.cute.device.quantize")
 _KINDS = [0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-133, 3e38, 6.0, 0.25, 0.75]
 
 
@@ -62,7 +62,7 @@ def test_they_give_the_references_bits(seed, scale_exponent, exponent, special):
 
 def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
     """Exactly, in order, NaN as NaN; what is in the upper half of the word does not matter."""
-    ptx = pytest.importorskip("dsv4.cute._ptx")
+    ptx = pytest.importorskip("dsv4.cute.device.ptx.convert")
     monkeypatch.setattr(ptx, "assembly", ptx_machine.run)
     codes = torch.arange(256, dtype=torch.uint8)
     want = codes.view(torch.float8_e4m3fn).bfloat16().view(torch.int16).numpy().view(np.uint16)
@@ -92,7 +92,7 @@ def exchanged(values, ptx):
 @example([1 + 2.0**-11 - 2.0**-23, 1 + 2.0**-12, 1.9999999, 1e30, -1e30, 1e-30, 1.0, 0.1])
 def test_packed_sums_keep_twelve_bits_of_each(values):
     """Whatever their neighbours; NaN and infinities stay; what bfloat16 holds is exact."""
-    ptx = pytest.importorskip("dsv4.cute._ptx")
+    ptx = pytest.importorskip("dsv4.cute.device.ptx.convert")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ptx, "assembly", ptx_machine.run)
         whole = np.array(values, np.float32)
@@ -110,7 +110,7 @@ def test_packed_sums_keep_twelve_bits_of_each(values):
 
 
 def test_packed_sums_are_off_by_nothing_on_average():
-    ptx = pytest.importorskip("dsv4.cute._ptx")
+    ptx = pytest.importorskip("dsv4.cute.device.ptx.convert")
     values = strategies.normal(3, (250, 8), torch.float32).numpy()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ptx, "assembly", ptx_machine.run)

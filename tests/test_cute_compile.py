@@ -22,11 +22,13 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm, gemm_fp8, grouped_gemm
-from dsv4.cute._architectures import ARCHITECTURES, FAMILIES, HOPPER
+from dsv4.cute import gemm, gemm_fp8, grouped_gemm
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan, FewRingPlan, few_plan
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan
+from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
@@ -160,7 +162,7 @@ def batches(plans, kind):
 
 def check_each(batch, folder, check, arch=HOPPER):
     """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
-    images = [_images.compile_image(plan, arch) for plan in batch]
+    images = [cubin_cache.compile_image(plan, arch) for plan in batch]
     listings = instructions_of(images, arch, folder / "code")
     objections = []
     for plan, image, listing in zip(batch, images, listings, strict=True):
@@ -415,17 +417,18 @@ def test_one_image_is_for_all_of_blackwell():
     """The machine code for the family is that for each of its architectures."""
     every = plans_of_blackwell("sm_100a")
     assert every == plans_of_blackwell("sm_103a")
-    assert {(type(plan), _images.target(plan, arch)) for plan in every for arch in FAMILIES} == {
-        (kind, "sm_100f") for kind in FEW
-    }
+    assert {
+        (type(plan), cubin_cache.target(plan, arch)) for plan in every for arch in FAMILIES
+    } == {(kind, "sm_100f") for kind in FEW}
     for kind in FEW:
         plan = next(plan for plan in every if type(plan) is kind)
         codes = {
-            machine_code(_images.compile_image(plan, arch).cubin) for arch in ("sm_100f", *FAMILIES)
+            machine_code(cubin_cache.compile_image(plan, arch).cubin)
+            for arch in ("sm_100f", *FAMILIES)
         }
         assert len(codes) == 1
-        assert _images.target(plan, HOPPER) == HOPPER
-    assert _images.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
+        assert cubin_cache.target(plan, HOPPER) == HOPPER
+    assert cubin_cache.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
@@ -602,14 +605,14 @@ def test_a_plan_depends_on_tokens_by_eights_alone():
 
 def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
     """From disk in a process that never imports CuTeDSL, and quickly."""
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     plan = plan_of(32, 128, 1, 1)
-    first = _images.image(plan, "sm_90a")
+    first = cubin_cache.image(plan, "sm_90a")
     assert len(list(tmp_path.iterdir())) == 1
     code = (
-        "import sys, time; from dsv4.cute import _images; "
+        "import sys, time; from dsv4.cute.runtime import cubin_cache; "
         "from dsv4.cute.sm90.few_plan import few_plan; start = time.perf_counter(); "
-        "image = _images.image(few_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
+        "image = cubin_cache.image(few_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
         "print(time.perf_counter() - start, 'cutlass' in sys.modules, len(image.cubin))"
     )
     seconds = []
@@ -625,16 +628,16 @@ def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
 
 
 def test_a_damaged_file_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     plan = plan_of(32, 128, 1, 1)
-    first = _images.image(plan, "sm_90a")
+    first = cubin_cache.image(plan, "sm_90a")
     (file,) = tmp_path.iterdir()
     file.write_bytes(b"{}\n")
-    assert _images.image(plan, "sm_90a").name == first.name
+    assert cubin_cache.image(plan, "sm_90a").name == first.name
 
 
 def test_without_the_compiler_it_says_so(tmp_path, monkeypatch):
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(_images, "compiler", lambda: None)
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cubin_cache, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-cutlass-dsl is not installed"):
-        _images.image(plan_of(32, 128, 1, 1), "sm_90a")
+        cubin_cache.image(plan_of(32, 128, 1, 1), "sm_90a")

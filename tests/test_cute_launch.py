@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from dsv4._counters import one_launch_of_zeros
 from dsv4._leaving import leaving
 from dsv4._nearly import nearly_done, when_nearly_done
-from dsv4.cute import _driver, gemm, gemm_fp8, grouped_gemm
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
+from dsv4.cute import gemm, gemm_fp8, grouped_gemm
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
 from dsv4.cute.sm90.few_plan import FewPlan
-from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, Share
+from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
@@ -55,8 +57,8 @@ class Driver:
         ]
         self.launches.append((config.grid[0], config.block[0], config.stream, values))
         told = config.attributes[: config.attribute_count]
-        self.early.append(any(one.id == _driver._PROGRAMMATIC_LAUNCH for one in told))
-        assert any(one.id == _driver._CLUSTER_DIMENSION for one in told)
+        self.early.append(any(one.id == cuda_driver._PROGRAMMATIC_LAUNCH for one in told))
+        assert any(one.id == cuda_driver._CLUSTER_DIMENSION for one in told)
         return 0
 
 
@@ -68,8 +70,8 @@ def one_share(wanted, tokens, arch=HOPPER):
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
-    monkeypatch.setattr(_driver, "_driver", lambda: found)
-    monkeypatch.setattr(_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    monkeypatch.setattr(cuda_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "shares", one_share)
     monkeypatch.setattr(gemm, "choose", lambda *what: found.plan or choose(*what))

@@ -352,11 +352,11 @@ def test_kernels_compile(plan, tmp_path):
     """Without a stack, and with registers for as many blocks as they count on."""
     pytest.importorskip("cutlass")
     pytest.importorskip("triton")
-    from dsv4.cute import _images
-    from dsv4.cute._architectures import HOPPER
+    from dsv4.cute.runtime import cubin_cache
+    from dsv4.cute.runtime.architectures import HOPPER
     from tests.machine_code import REGISTER_FILE, loads_before_wait, run, usage_of
 
-    image, file = _images.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
+    image, file = cubin_cache.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
     usage = usage_of(image, file)
     assert usage["STACK"] == usage["LOCAL"] == 0
     resident = getattr(plan, "resident", 1)

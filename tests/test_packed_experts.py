@@ -15,14 +15,8 @@ from dsv4 import dispatch
 from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
-from dsv4.cute.sm90.grouped_plan import (
-    EVERY,
-    Experts,
-    GroupedFewPlan,
-    GroupedPlan,
-    choose,
-    shares,
-)
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, GroupedPlan, choose, shares
 from dsv4.formats import FRAGMENTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu

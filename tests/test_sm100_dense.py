@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.cute import gemm_nvfp4
-from dsv4.cute._tiles import place
+from dsv4.cute.device.scheduler import place
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.dense_plan import DensePlan
 from dsv4.cute.sm100.plans import Product, candidates, choose, plans

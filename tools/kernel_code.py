@@ -29,9 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dsv4.cute import _images, attention, grouped_gemm
+from dsv4.cute import attention, grouped_gemm
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.sm90 import index_scores_plan
-from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.many_fp8_plan import fp8_plan
 from dsv4.cute.sm90.plans import Product, choose, token_counts
@@ -214,7 +215,7 @@ def compiled_hash(request: Request) -> str:
     plan = plan_of(request)
     if plan is None:
         return "no plan"
-    image = _images.compile_image(plan, _images.target(plan, request[1]))
+    image = cubin_cache.compile_image(plan, cubin_cache.target(plan, request[1]))
     launch = f"{image.threads} threads, {image.cluster} CTAs, {image.shared_bytes} bytes"
     return f"{code_hash(image.cubin)}, {launch}"
 

@@ -13,9 +13,9 @@ import torch
 
 from dsv4._leaving import left
 from dsv4.cute import gemm_fp8
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
-from dsv4.cute._launch import (
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
     current_device,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
-from dsv4.cute._launch import (
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
     current_device,

@@ -13,19 +13,12 @@ import torch
 
 from dsv4._counters import zeros
 from dsv4._nearly import nearly_done
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Launch, Matrix, Parameters
-from dsv4.cute._launch import aligned, architecture, current_device, cuts, loaded, stream_of
 from dsv4.cute.gemm import packed_matrices
-from dsv4.cute.sm90.grouped_plan import (
-    Experts,
-    GroupedFewPlan,
-    GroupedPlan,
-    Share,
-    counted_as,
-    counts_tiles,
-    shares,
-)
+from dsv4.cute.grouped_problem import Experts, counted_as
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Launch, Matrix, Parameters
+from dsv4.cute.runtime.launch import aligned, architecture, current_device, cuts, loaded, stream_of
+from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan, Share, counts_tiles, shares
 from dsv4.formats import SWIZZLED_EXPERTS
 from dsv4.ops.grouped_gemm import empty_codes
 from dsv4.ops.quantize import bfloat16_operand, block_values

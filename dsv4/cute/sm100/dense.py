@@ -30,10 +30,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._tiles import place
-from dsv4.cute._turning import turn
-from dsv4.cute.sm90._activate import activated, output_row
+from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import activated, output_row, turn
+from dsv4.cute.device.scheduler import place
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
 from dsv4.cute.sm100.dense_plan import (
     ATOM,

@@ -27,9 +27,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import store_coded
-from dsv4.cute.sm90._experts import (
+from dsv4.cute.device import ptx
+from dsv4.cute.device.expert_scheduler import (
     all_tiles,
     clear_codes,
     clear_lines,
@@ -39,7 +38,8 @@ from dsv4.cute.sm90._experts import (
     last_row,
     padding_before,
 )
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
+from dsv4.cute.device.quantize import store_coded
+from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
 from dsv4.cute.sm100.dense import DenseKernel, any_codes, any_scales
 from dsv4.cute.sm100.dense_plan import ATOM, CHUNK, COPY_WARP, MULTIPLY_WARP, ROWS

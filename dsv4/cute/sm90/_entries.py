@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     INFO_BYTES,

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (

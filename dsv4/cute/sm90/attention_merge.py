@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._turning import turn_quad
+from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import turn_quad
 from dsv4.cute.sm90.attention_plan import (
     DIMS,
     MERGED_TOGETHER,

@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90.attention_plan import DIMS, NOPE, PACKED_BYTES, ROPE, NarrowPlan
 

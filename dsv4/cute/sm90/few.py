@@ -30,9 +30,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._activate import activated, output_row
-from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.device import ptx
+from dsv4.cute.device.dequant import fragment, scales_to_bfloat16
+from dsv4.cute.device.epilogue import activated, output_row
 from dsv4.cute.sm90.few_plan import FewPlan
 
 Value = Any

@@ -25,9 +25,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import store_coded
-from dsv4.cute.sm90._experts import (
+from dsv4.cute.device import ptx
+from dsv4.cute.device.expert_scheduler import (
     all_tiles,
     clear_codes,
     clear_lines,
@@ -37,7 +36,9 @@ from dsv4.cute.sm90._experts import (
     last_row,
     padding_before,
 )
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, SLOTS, GroupedPlan
+from dsv4.cute.device.quantize import store_coded
+from dsv4.cute.grouped_problem import MOST_EXPERTS
+from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
 from dsv4.cute.sm90.many import PIECE, ManyKernel, rows_of_x, words_of_weights
 
 Value = Any

@@ -28,9 +28,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import coded, swizzled_place
-from dsv4.cute.sm90._experts import (
+from dsv4.cute.device import ptx
+from dsv4.cute.device.expert_scheduler import (
     all_tiles,
     clear_codes,
     clear_lines,
@@ -40,13 +39,10 @@ from dsv4.cute.sm90._experts import (
     last_row,
     padding_before,
 )
+from dsv4.cute.device.quantize import coded, swizzled_place
+from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.few import FewKernel
-from dsv4.cute.sm90.grouped_plan import (
-    MOST_EXPERTS,
-    PLACES,
-    STATE_BYTES,
-    GroupedFewPlan,
-)
+from dsv4.cute.sm90.grouped_plan import PLACES, STATE_BYTES, GroupedFewPlan
 
 Value = Any
 _CODE_BYTES, _SCALE_BYTES, _PARTIAL = 512, 64, 512

@@ -17,8 +17,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.device import ptx
+from dsv4.cute.device.dequant import fragment, scales_to_bfloat16
 from dsv4.cute.sm90.grouped import GroupedKernel
 from dsv4.cute.sm90.many import CODE_BYTES, PIECE, SCALE_BYTES
 

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.index_choice_plan import CANDIDATES, PARTS, ChoicePlan
 
 Value = Any

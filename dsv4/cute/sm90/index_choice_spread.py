@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.index_choice import _APART, _TOTALS, ChoiceKernel, _bits
 from dsv4.cute.sm90.index_choice_plan import CANDIDATES, SHARE, SpreadPlan
 

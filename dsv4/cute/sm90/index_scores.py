@@ -33,7 +33,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.index_scores_plan import STAGE, ScoresPlan
 
 Value = Any

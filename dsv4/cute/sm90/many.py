@@ -31,11 +31,10 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._tiles import place
-from dsv4.cute._turning import outputs_in_order, turn, turn_outputs
-from dsv4.cute.sm90._activate import activated, output_row
-from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.device import ptx
+from dsv4.cute.device.dequant import fragment, scales_to_bfloat16
+from dsv4.cute.device.epilogue import activated, output_row, outputs_in_order, turn, turn_outputs
+from dsv4.cute.device.scheduler import place
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any

@@ -29,8 +29,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._tiles import place
+from dsv4.cute.device import ptx
+from dsv4.cute.device.scheduler import place
 from dsv4.cute.sm90.many import ManyKernel, rows_of_x
 from dsv4.cute.sm90.many_fp8_plan import BLOCK, ManyFp8Plan
 

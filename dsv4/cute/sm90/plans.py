@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from dsv4.cute._architectures import HOPPER
+from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan, measured
 from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
 

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 
 Value = Any
 _MAGNITUDES = 0x7FFF7FFF

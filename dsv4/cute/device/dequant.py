@@ -13,7 +13,7 @@ from typing import Any
 
 from cutlass import Uint32
 
-from dsv4.cute._ptx import multiply_add, multiply_by_half, permute_bytes, rotated
+from dsv4.cute.device.ptx import multiply_add, multiply_by_half, permute_bytes, rotated
 from dsv4.fragments import SCALE_BIAS
 
 Value = Any
