@@ -128,7 +128,7 @@ class TestTheKernelsArithmetic:
                     words |= (code >> (3 - i) & 1) << (bit + 16 * odd) % 32
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dequant, "Uint32", np.uint32)
-            patch.setattr(dequant, "rotated", lambda word, n: word >> n | word << (32 - n))
+            patch.setattr(dequant, "rotate_right", lambda word, n: word >> n | word << (32 - n))
             found = dequant.codes_to_bfloat16(words)
         for got, both in zip(found, codes, strict=True):
             low, high = ((code >> 3) << 15 | (code & 7) << 6 for code in both)

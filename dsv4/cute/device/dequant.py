@@ -13,7 +13,7 @@ from typing import Any
 
 from cutlass import Uint32
 
-from dsv4.cute.device.ptx import multiply_add, multiply_by_half, permute_bytes, rotated
+from dsv4.cute.device.ptx import mad_u32, mul_bfloat16x2_by_half, permute_bytes, rotate_right
 from dsv4.fragments import SCALE_BIAS
 
 Value = Any
@@ -25,7 +25,7 @@ def codes_to_bfloat16(word: Value) -> tuple[Value, Value, Value, Value]:
     mask = Uint32(_MASK)
     # Bits 3 and 4 by 3, bit 0 by 8, bit 1 by 14: in neither half two of them meet.
     last = (word & Uint32(0x001B001B)) * Uint32(0x4108)
-    return word & mask, rotated(word, 3) & mask, rotated(word, 6) & mask, last & mask
+    return word & mask, rotate_right(word, 3) & mask, rotate_right(word, 6) & mask, last & mask
 
 
 def scales_to_bfloat16(words: tuple[Value, Value], block: int, sixteen: Value) -> Value:
@@ -36,7 +36,7 @@ def scales_to_bfloat16(words: tuple[Value, Value], block: int, sixteen: Value) -
     """
     first = block % 2 * 2
     pair = permute_bytes(words[block // 2], 0x4040 | ((first + 1) << 8) | first)
-    return multiply_add(pair, sixteen, Uint32(SCALE_BIAS * 0x10001))
+    return mad_u32(pair, sixteen, Uint32(SCALE_BIAS * 0x10001))
 
 
 def fragment(word: Value, scales: Value) -> list[Value]:
@@ -47,4 +47,4 @@ def fragment(word: Value, scales: Value) -> list[Value]:
         scales: What ``scales_to_bfloat16`` gave.
     """
     codes = codes_to_bfloat16(word)
-    return [multiply_by_half(code, scales, i % 2) for i, code in enumerate(codes)]
+    return [mul_bfloat16x2_by_half(code, scales, i % 2) for i, code in enumerate(codes)]

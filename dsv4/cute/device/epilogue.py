@@ -33,8 +33,8 @@ def activated(values: Sequence[Value], limit: Value, lane: Value) -> list[Value]
     outputs = []
     for token in range(2):
         low, high = values[token], values[2 + token]
-        received = cute.arch.shuffle_sync_bfly(ptx.choose(odd, low, high), 4)
-        gate, up = ptx.choose(odd, received, low), ptx.choose(odd, high, received)
+        received = cute.arch.shuffle_sync_bfly(ptx.select_float(odd, low, high), 4)
+        gate, up = ptx.select_float(odd, received, low), ptx.select_float(odd, high, received)
         outputs.append(ptx.swiglu(gate, up, limit))
     return outputs
 
@@ -62,8 +62,8 @@ def turn(values: Value, room: Value, line: int, part: Value, lane: Value) -> Non
             ptx.store_shared_bfloat16(at + Uint32(part * 16 + output_row(lane) * 2), values[i])
     else:
         at = room + Uint32(lane % 8 * line + part * 32 + lane // 8 % 2 * 16)
-        low = ptx.bfloat16_pair(values[0], values[1])
-        ptx.store_matrices2_turned(at, low, ptx.bfloat16_pair(values[2], values[3]))
+        low = ptx.pack_bfloat16x2(values[0], values[1])
+        ptx.stmatrix_x2_transposed(at, low, ptx.pack_bfloat16x2(values[2], values[3]))
 
 
 @cute.jit
@@ -79,26 +79,26 @@ def turn_outputs(tiles: Value, room: Value, line: int, part: Value, lane: Value)
         part: Which 8 outputs of a line these are.
         lane: Of the warp.
     """
-    words = [ptx.bfloat16_pair(*pair) for pair in tiles]
+    words = [ptx.pack_bfloat16x2(*pair) for pair in tiles]
     at = room + Uint32(lane * line + part * 16)
     for first in cutlass.range_constexpr(0, len(words), 4):
         some = words[first : first + 4]
         here = at + Uint32(first * 8 * line)
         if cutlass.const_expr(len(some) == 4):
-            ptx.store_matrices4_turned(here, some)
+            ptx.stmatrix_x4_transposed(here, some)
         else:
             for i in cutlass.range_constexpr(0, len(some), 2):
                 if cutlass.const_expr(i + 1 < len(some)):
-                    ptx.store_matrices2_turned(here + Uint32(i * 8 * line), *some[i : i + 2])
+                    ptx.stmatrix_x2_transposed(here + Uint32(i * 8 * line), *some[i : i + 2])
                 else:  # the last one twice, to the same place
                     alone = here + Uint32((i * 8 - lane // 8 * 8) * line)
-                    ptx.store_matrices2_turned(alone, some[i], some[i])
+                    ptx.stmatrix_x2_transposed(alone, some[i], some[i])
 
 
 def outputs_in_order(words: Sequence[Value]) -> list[Value]:
     """Eight outputs of a token, which ``turn_outputs`` left as 0, 4, 1, 5, 2, 6, 3, 7."""
     return [
-        ptx.same_halves(words[i], words[i + 1], half) for half in range(2) for i in range(0, 4, 2)
+        ptx.select_halves(words[i], words[i + 1], half) for half in range(2) for i in range(0, 4, 2)
     ]
 
 
@@ -111,10 +111,10 @@ def turn_quad(words: Value, lane: Value) -> Value:
         for j in cutlass.range_constexpr(2):
             a = words[j if bit else 2 * j]
             b = words[j + 2 if bit else 2 * j + 1]
-            kept.append(ptx.choose_word(odd, b, a))
-            given.append(cute.arch.shuffle_sync_bfly(ptx.choose_word(odd, a, b), 1 << bit))
+            kept.append(ptx.select_word(odd, b, a))
+            given.append(cute.arch.shuffle_sync_bfly(ptx.select_word(odd, a, b), 1 << bit))
         pairs = [
-            (ptx.choose_word(odd, given[j], kept[j]), ptx.choose_word(odd, kept[j], given[j]))
+            (ptx.select_word(odd, given[j], kept[j]), ptx.select_word(odd, kept[j], given[j]))
             for j in range(2)
         ]
         if cutlass.const_expr(bit == 0):

@@ -293,12 +293,12 @@ class DenseKernel(DensePlan):
     def _make_barriers(self, first: Value, lane: Value) -> None:
         """What announces a stage. Sums: one; and one from each warp that loaded them."""
         if lane < self.stages:
-            ptx.barrier_init(first + Uint32(lane * 8), self.full_arrivals)
+            ptx.mbarrier_init(first + Uint32(lane * 8), self.full_arrivals)
         elif lane < self.barriers - self.sum_stages:
-            ptx.barrier_init(first + Uint32(lane * 8), 1)
+            ptx.mbarrier_init(first + Uint32(lane * 8), 1)
         elif lane < self.barriers:
-            ptx.barrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.pair)
-        ptx.fence_barrier_init()
+            ptx.mbarrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.pair)
+        ptx.fence_mbarrier_init()
         cute.arch.sync_warp()
 
     @cute.jit
@@ -349,7 +349,7 @@ class DenseKernel(DensePlan):
             group = row_block // group_blocks
             for k in cutlass.range(steps, unroll=1):
                 if tile != first or k >= ahead:
-                    ptx.wait(empty + Uint32(stage * 8), parity)
+                    ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                     self._expect(full, stage, rank, lane)
                     at = self.row_place(row_block, rank, begin + k)
                     self._copy_rows(weight, (room, barriers_at, stage), at)
@@ -363,14 +363,14 @@ class DenseKernel(DensePlan):
     def _drain(self, empty: Value, stage: Value, parity: Value) -> None:
         """Until all that was copied has been read."""
         for _ in cutlass.range(self.stages, unroll=1):
-            ptx.wait(empty + Uint32(stage * 8), parity)
+            ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
             stage, parity = self._next(stage, parity)
 
     @cute.jit
     def _expect(self, full: Value, stage: Value, rank: Value, lane: Value) -> None:
         """The stage is full when the bytes of all blocks have come, which the first waits for."""
         if lane == 0 and rank == 0:
-            ptx.expect_bytes(full + Uint32(stage * 8), self.pair * self.copied_bytes)
+            ptx.mbarrier_arrive_expect_tx(full + Uint32(stage * 8), self.pair * self.copied_bytes)
 
     @cute.jit
     def _copy_rows(self, copies: Value, ring: Value, where: Value) -> None:
@@ -444,11 +444,11 @@ class DenseKernel(DensePlan):
         while tile < total:
             shift = self._shift(tile, order)
             which, ends = self.sums(count)
-            ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
+            ptx.mbarrier_wait(sums_empty + Uint32(which * 8), ends ^ 1)
             tcgen05.after_wait()
             sums = memory + Uint32(self.first_column(count))
             for k in cutlass.range(steps, unroll=1):
-                ptx.wait(full + Uint32(stage * 8), parity)
+                ptx.mbarrier_wait(full + Uint32(stage * 8), parity)
                 tcgen05.after_wait()
                 with cute.arch.elect_one():
                     at = room + Uint32(stage * self.stage_bytes)
@@ -461,7 +461,7 @@ class DenseKernel(DensePlan):
             count += 1
         for _ in cutlass.range(self.sum_stages, unroll=1):
             which, ends = self.sums(count)
-            ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
+            ptx.mbarrier_wait(sums_empty + Uint32(which * 8), ends ^ 1)
             count += 1
 
     def _shift(self, tile: Value, order: Value) -> Value:
@@ -530,7 +530,7 @@ class DenseKernel(DensePlan):
             factors = self._factors(of_tile[0], row + warp * 32 + lane // 4, rows, rules)
             self._before_results(of_tile, (row_block, rank, tokens, thread))
             which, ends = self.sums(count)
-            ptx.wait(sums_full + Uint32(which * 8), ends)
+            ptx.mbarrier_wait(sums_full + Uint32(which * 8), ends)
             tcgen05.after_wait()
             sums = memory + Uint32(self.first_column(count)) + Uint32(warp << 21)
             for i in cutlass.range(self.chunks, unroll=1):
@@ -596,7 +596,7 @@ class DenseKernel(DensePlan):
                 at = room + Uint32(((part * self.own_tiles + n) * 2 + h) * _KEPT)
                 total = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(self.parts):
-                    more = ptx.load_remote_float4(ptx.remote(at, Int32(r)))
+                    more = ptx.load_shared_cluster_float4(ptx.map_to_cta(at, Int32(r)))
                     total = [total[i] + more[i] for i in range(4)]
                 tiles.append(total)
             halves.append(tiles)
@@ -611,7 +611,7 @@ class DenseKernel(DensePlan):
             if cutlass.const_expr(self.pair > 1):
                 tcgen05.arrive_first(barrier)
             else:
-                ptx.arrive(barrier)
+                ptx.mbarrier_arrive(barrier)
 
     @cute.jit
     def _factors(self, global_scale: Value, row: Value, rows: Value, rules: Value) -> Value:

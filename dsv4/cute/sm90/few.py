@@ -170,12 +170,12 @@ class FewKernel(FewPlan):
         zero = x_full - 8
         if lane == 0:
             if cutlass.const_expr(self.blocks > 1):
-                ptx.barrier_init(arrived, 1)
+                ptx.mbarrier_init(arrived, 1)
             if warp == 0:
-                ptx.barrier_init(x_full, self.copying)
-                ptx.barrier_init(x_full + 8, self.copying)
+                ptx.mbarrier_init(x_full, self.copying)
+                ptx.mbarrier_init(x_full + 8, self.copying)
                 ptx.store_shared_int(zero, Int32(0))
-            ptx.fence_barrier_init()
+            ptx.fence_mbarrier_init()
         cute.arch.griddepcontrol_launch_dependents()
         group = block // self.blocks * self.warps // group_tiles
         if thread == 0:
@@ -200,7 +200,7 @@ class FewKernel(FewPlan):
             self._copy_x(x + group * group_stride * 2, x_room, tokens, token_stride, rank, thread)
         self._go_on(at, ahead)
         if tile < row_tiles:
-            ptx.wait(x_full, Int32(0))
+            ptx.mbarrier_wait(x_full, Int32(0))
         rows = self._rows(shared_x, lane)
         rules = (cut0, cut1, cut2, scale_rows)
         if cutlass.const_expr(self.blocks == 1):
@@ -281,8 +281,8 @@ class FewKernel(FewPlan):
         """The lane's 4 words of codes and 2 of scales of a tile; nothing where not ``wanted``."""
         codes, scales = at
         return [
-            *ptx.load_weights(codes, 4, wanted, tile * _CODE_BYTES),
-            *ptx.load_weights(scales, 2, wanted, tile * _SCALE_BYTES),
+            *ptx.load_global_nc(codes, 4, wanted, tile * _CODE_BYTES),
+            *ptx.load_global_nc(scales, 2, wanted, tile * _SCALE_BYTES),
         ]
 
     @cute.jit
@@ -291,7 +291,7 @@ class FewKernel(FewPlan):
         lane = cute.arch.lane_idx()
         if lane < tokens:
             source = x + (lane * token_stride + rank * (self.tiles * 64)) * 2
-            ptx.prefetch_bulk(source, self.tiles * 128)
+            ptx.bulk_prefetch_l2(source, self.tiles * 128)
 
     @property
     def copying(self) -> int:
@@ -310,15 +310,15 @@ class FewKernel(FewPlan):
         lane = cute.arch.lane_idx()
         first, all_ = self.depth * 128, self.tiles * 128
         if lane == 0:
-            ptx.expect_bytes(barrier, tokens * first)
-            ptx.expect_bytes(barrier + 8, tokens * (all_ - first))
+            ptx.mbarrier_arrive_expect_tx(barrier, tokens * first)
+            ptx.mbarrier_arrive_expect_tx(barrier + 8, tokens * (all_ - first))
         cute.arch.sync_warp()
         if lane < tokens:
             to = shared_x + Uint32(lane * self.x_row_bytes)
             source = x + (lane * token_stride + rank * (self.tiles * 64)) * 2
-            ptx.copy_bulk(to, source, first, barrier)
+            ptx.bulk_copy_to_shared(to, source, first, barrier)
             if cutlass.const_expr(all_ > first):
-                ptx.copy_bulk(to + first, source + first, all_ - first, barrier + 8)
+                ptx.bulk_copy_to_shared(to + first, source + first, all_ - first, barrier + 8)
 
     @cute.jit
     def _copy_x(
@@ -340,8 +340,8 @@ class FewKernel(FewPlan):
                 for number in cutlass.range(thread, tokens * count, self.threads, unroll=1):
                     token, column = number // count, number % count + begin
                     to = shared_x + Uint32(token * self.x_row_bytes + column * 16)
-                    ptx.copy16(to, source + Int64(token) * token_stride * 2 + column * 16)
-            ptx.arrive_copied(barrier + half * 8)
+                    ptx.async_copy16(to, source + Int64(token) * token_stride * 2 + column * 16)
+            ptx.mbarrier_arrive_on_async_copies(barrier + half * 8)
 
     def _again(self, zero: Value) -> tuple[Value, Value]:
         """Warp and lane, of what the compiler cannot know to be the same as before.
@@ -441,7 +441,7 @@ class FewKernel(FewPlan):
                 ahead += [self._fetch(at, first + t + i) for i in range(more)]
             if cutlass.const_expr(t == min(self.depth, count) - 1):  # noqa: SIM102 - constant
                 if step == 0:
-                    ptx.wait(x_full + 8, Int32(0))
+                    ptx.mbarrier_wait(x_full + 8, Int32(0))
             following = self._load_x(rows, t + 1)
             sums = self._product(sums, ahead[t], right, sixteen)
             if cutlass.const_expr(self.rounds == 1):
@@ -461,7 +461,7 @@ class FewKernel(FewPlan):
         words: list[Value] = []
         for n in range(self.token_tiles):
             at = n * 8 * self.x_row_bytes + tile * 128
-            words += [*ptx.load_matrices4(rows, at), *ptx.load_matrices4(rows, at + 64)]
+            words += [*ptx.ldmatrix_x4(rows, at), *ptx.ldmatrix_x4(rows, at + 64)]
         return words
 
     def _product(
@@ -473,7 +473,7 @@ class FewKernel(FewPlan):
             weights = fragment(left[j], scales_to_bfloat16((left[4], left[5]), j, sixteen))
             for n in range(self.token_tiles):
                 at, chain = 8 * n + 2 * j, (n + j) % len(sums) if self.token_tiles == 1 else n
-                sums[chain] = ptx.mma_m16n8k16(sums[chain], weights, right[at : at + 2])
+                sums[chain] = ptx.mma_m16n8k16_bf16(sums[chain], weights, right[at : at + 2])
         return sums
 
     @cute.jit
@@ -482,16 +482,16 @@ class FewKernel(FewPlan):
     ) -> None:
         """Write the warp's sums to the block whose turn the row tile is."""
         if lane == 0 and owner == rank:
-            ptx.expect_bytes(arrived, self.blocks * self.partial_bytes)
+            ptx.mbarrier_arrive_expect_tx(arrived, self.blocks * self.partial_bytes)
         mine = place + Uint32(rank * self.partial_bytes + lane * 16)
-        target, barrier = ptx.remote(mine, owner), ptx.remote(arrived, owner)
+        target, barrier = ptx.map_to_cta(mine, owner), ptx.map_to_cta(arrived, owner)
         for n in cutlass.range_constexpr(self.token_tiles):
-            ptx.store_remote4(target + n * _PARTIAL, sums[n], barrier)
+            ptx.async_store_remote4(target + n * _PARTIAL, sums[n], barrier)
 
     @cute.jit
     def _collect(self, place: Value, arrived: Value, lane: Value) -> Value:
         """The sum of the blocks' parts, in ascending order."""
-        ptx.wait(arrived, Int32(0))
+        ptx.mbarrier_wait(arrived, Int32(0))
         sums = []
         for n in cutlass.range_constexpr(self.token_tiles):
             total = [Float32(0.0)] * 4
@@ -561,7 +561,7 @@ class FewKernel(FewPlan):
                     factor = factor * ptx.load_global_float(token_scale + token * groups * 4)
                 value = sums[n][i] * factor
                 # What lay in shared memory where there is no token may be infinite, too.
-                if place < tokens and ptx.absolute(value) == Float32(float("inf")):
+                if place < tokens and ptx.abs_float(value) == Float32(float("inf")):
                     value = self._unless_infinite(value, x + token * token_stride * 2)
                 values.append(value)
             if cutlass.const_expr(self.swiglu):

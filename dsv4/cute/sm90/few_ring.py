@@ -44,13 +44,13 @@ class FewRingKernel(FewKernel, FewRingPlan):
         """Copy the lane's part of a tile to its place."""
         codes, scales = at
         to_codes, to_scales = place * 32 * _LANE_CODES, place * 32 * _LANE_SCALES
-        ptx.copy16(ring[0], codes, to_codes, tile * _CODE_BYTES)
-        ptx.copy8(ring[1], scales, to_scales, tile * _SCALE_BYTES)
-        ptx.commit_copies()
+        ptx.async_copy16(ring[0], codes, to_codes, tile * _CODE_BYTES)
+        ptx.async_copy8(ring[1], scales, to_scales, tile * _SCALE_BYTES)
+        ptx.commit_async_copies()
 
     def _arrived(self, ring: Value, place: int, later: int) -> list[Value]:
         """The lane's 4 words of codes and 2 of scales; ``later``: tiles asked for since."""
-        ptx.wait_copies(later)
+        ptx.wait_async_copies(later)
         return [
             *ptx.load_shared(ring[0], 4, place * 32 * _LANE_CODES),
             *ptx.load_shared(ring[1], 2, place * 32 * _LANE_SCALES),
@@ -71,7 +71,7 @@ class FewRingKernel(FewKernel, FewRingPlan):
                 words = self._arrived(ahead, t, self.depth - 1)
                 if cutlass.const_expr(t == self.depth - 1):  # noqa: SIM102 - one is constant
                     if step == 0:
-                        ptx.wait(x_full + 8, cutlass.Int32(0))
+                        ptx.mbarrier_wait(x_full + 8, cutlass.Int32(0))
                 following = self._load_x(rows, t + 1)
                 sums = self._product(sums, words, right, sixteen)
                 self._ask((codes, scales), ahead, t, t)
@@ -80,7 +80,7 @@ class FewRingKernel(FewKernel, FewRingPlan):
         for t in cutlass.range_constexpr(rest + self.depth):
             words = self._arrived(ahead, t % self.depth, min(self.depth, rest + self.depth - t) - 1)
             if cutlass.const_expr(steps == 0 and rest > 0 and t == self.depth - 1):
-                ptx.wait(x_full + 8, cutlass.Int32(0))
+                ptx.mbarrier_wait(x_full + 8, cutlass.Int32(0))
             following = self._load_x(rows, min(t + 1, rest + self.depth - 1))
             sums = self._product(sums, words, right, sixteen)
             if cutlass.const_expr(t < rest):

@@ -158,10 +158,10 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         shared_x, parts, turned, x_full, counts, state, table = self._places(experts)
         if thread < PLACES:
             if thread == 0:
-                ptx.barrier_init(x_full, 1)
-            ptx.barrier_init(counts + Uint32(thread * 16), 32 * self.shares)
-            ptx.barrier_init(counts + Uint32(thread * 16 + 8), 32)
-            ptx.fence_barrier_init()
+                ptx.mbarrier_init(x_full, 1)
+            ptx.mbarrier_init(counts + Uint32(thread * 16), 32 * self.shares)
+            ptx.mbarrier_init(counts + Uint32(thread * 16 + 8), 32)
+            ptx.fence_mbarrier_init()
         if early == 0:
             cute.arch.griddepcontrol_wait()
         if warp == 0:
@@ -177,7 +177,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
         while self._goes_on(state):
-            ptx.wait(x_full, ptx.load_shared_int(state + _PARITY))
+            ptx.mbarrier_wait(x_full, ptx.load_shared_int(state + _PARITY))
             while self._my_job(state) < ptx.load_shared_int(state + _JOBS):
                 sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
                 of_warp, of_lane = self._again(state + _ZERO)
@@ -380,12 +380,12 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         _, lane = self._again(state + _ZERO)
         start, count = ptx.load_shared_int(state + _ROW), ptx.load_shared_int(state + _ROWS)
         if lane == 0:
-            ptx.expect_bytes(barrier, count * (self.columns * 2))
+            ptx.mbarrier_arrive_expect_tx(barrier, count * (self.columns * 2))
         cute.arch.sync_warp()
         if lane < count:
             to = shared_x + Uint32(lane * self.x_row_bytes)
             source = x + (Int64(start) + lane) * token_stride * 2
-            ptx.copy_bulk(to, source, self.columns * 2, barrier)
+            ptx.bulk_copy_to_shared(to, source, self.columns * 2, barrier)
 
     @cute.jit
     def _multiply_part(
@@ -438,7 +438,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         """Right operands of a tile of 64 columns: 8 words per 8 rows."""
         words: list[Value] = []
         for at in rows:
-            words += [*ptx.load_matrices4(at, tile * 128), *ptx.load_matrices4(at, tile * 128 + 64)]
+            words += [*ptx.ldmatrix_x4(at, tile * 128), *ptx.ldmatrix_x4(at, tile * 128 + 64)]
         return words
 
     @cute.jit
@@ -454,19 +454,19 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         last: so a warp's first lane arrives after the others.
         """
         left, read, parity = self._of_place(counts, place)
-        ptx.wait(read, parity ^ 1)
+        ptx.mbarrier_wait(read, parity ^ 1)
         at = parts + Uint32((place % PLACES * self.shares + part) * self.partial_bytes + lane * 16)
         for n in cutlass.range_constexpr(self.token_tiles):
             ptx.store_shared_float4(at + n * _PARTIAL, sums[n])
         wanted = Int32(0)
         if lane != 0:
-            ptx.arrive(left)
+            ptx.mbarrier_arrive(left)
         cute.arch.sync_warp()
         if lane == 0:
-            wanted = Int32(ptx.arrive_counted(left))
+            wanted = Int32(ptx.mbarrier_arrive_pending_count(left))
         is_last = cute.arch.shuffle_sync(wanted, 0) == 1
         if is_last:
-            ptx.wait(left, parity)  # at once; orders what the others left
+            ptx.mbarrier_wait(left, parity)  # at once; orders what the others left
         return is_last
 
     def _of_place(self, counts: Value, place: Value) -> tuple[Value, Value, Value]:
@@ -497,7 +497,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     def _free(self, counts: Value, place: Value) -> None:
         """The lane has read a place."""
         _, read, _ = self._of_place(counts, place)
-        ptx.arrive(read)
+        ptx.mbarrier_arrive(read)
 
     @cute.jit
     def _store_codes(

@@ -113,7 +113,7 @@ class GroupedSharingKernel(GroupedKernel):
                 early = start == 0 and h == self.tiles - 1
                 if cutlass.const_expr(coming == 0 and early):  # noqa: SIM102
                     if not (is_last and step + 1 == steps):
-                        ptx.wait(full + Uint32(following * 8), later)
+                        ptx.mbarrier_wait(full + Uint32(following * 8), later)
                 if cutlass.const_expr(fresh and early):
                     own = self._own_scales(weights, there, coming)
                 if cutlass.const_expr(fresh and start + PIECE == 4 and h == 0):

@@ -260,9 +260,9 @@ class ManyKernel(ManyPlan):
             cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
                 if lane < self.stages:
-                    ptx.barrier_init(full + Uint32(lane * 8), 1)
-                    ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
-                    ptx.fence_barrier_init()
+                    ptx.mbarrier_init(full + Uint32(lane * 8), 1)
+                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+                    ptx.fence_mbarrier_init()
                 self._make_gather(gather, rank, lane)
                 cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
@@ -363,7 +363,7 @@ class ManyKernel(ManyPlan):
                 if primed > 0:
                     primed -= 1
                 else:
-                    ptx.wait(empty + Uint32(stage * 8), parity)
+                    ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                     self._expect(full + Uint32(stage * 8), self.token_block, lane)
                     self._copy_weights(atoms, weights, (begin + k, stage), full_at + stage)
                 for u in cutlass.range_constexpr(self.depth):
@@ -391,15 +391,15 @@ class ManyKernel(ManyPlan):
         for i in cutlass.range_constexpr(-(-self.token_block // 32)):
             token = cutlass.min(first + i * 32 + lane, tokens - 1)
             start = x + (Int64(token) * token_stride + column) * 2
-            ptx.prefetch_bulk(start, 128 * self.depth)
+            ptx.bulk_prefetch_l2(start, 128 * self.depth)
         row = cutlass.min(row_block * self.row_tiles + lane, row_tiles - 1)
-        ptx.prefetch(global_scale + Int64(row * scale_rows) * 64)
+        ptx.prefetch_l2(global_scale + Int64(row * scale_rows) * 64)
 
     @cute.jit
     def _expect(self, barrier: Value, tokens: Value, lane: Value) -> None:
         """A stage of so many tokens and the weights is to come."""
         if lane == 0:
-            ptx.expect_bytes(barrier, tokens * (128 * self.depth) + self.weight_bytes)
+            ptx.mbarrier_arrive_expect_tx(barrier, tokens * (128 * self.depth) + self.weight_bytes)
 
     def _weights_of(self, atoms: Value, wholes: Value, at: Value, row: Value) -> Value:
         """``_weights`` of the codes and of the scales."""
@@ -484,12 +484,12 @@ class ManyKernel(ManyPlan):
                 cutlass.max(self.token_block // 8 - rank * self.own_tiles, 0), self.own_tiles
             )
             if lane == 0:
-                ptx.barrier_init(gather, 1)
-                ptx.barrier_init(gather + Uint32(8), self.blocks)
-                ptx.fence_barrier_init()
+                ptx.mbarrier_init(gather, 1)
+                ptx.mbarrier_init(gather + Uint32(8), self.blocks)
+                ptx.fence_mbarrier_init()
             cute.arch.sync_warp()
             if lane == 0:
-                ptx.expect_bytes(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
+                ptx.mbarrier_arrive_expect_tx(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
 
     @cute.jit
     def _wait_for_room(self, gather: Value, thread: Value) -> None:
@@ -501,8 +501,8 @@ class ManyKernel(ManyPlan):
             cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
             self._wait_cluster()
             if thread < self.blocks:
-                ptx.arrive_remote(ptx.remote(gather + Uint32(8), Int32(thread)))
-            ptx.wait(gather + Uint32(8), Int32(0))
+                ptx.mbarrier_arrive_remote(ptx.map_to_cta(gather + Uint32(8), Int32(thread)))
+            ptx.mbarrier_wait(gather + Uint32(8), Int32(0))
 
     @cute.jit
     def _gathered(self, sums: Value, room: Value, gather: Value, who: Value) -> Value:
@@ -518,7 +518,7 @@ class ManyKernel(ManyPlan):
         mine = room + Uint32(rank * part)
         for owner in cutlass.range_constexpr(self.blocks):
             first, end = owner * self.own_tiles, min((owner + 1) * self.own_tiles, count)
-            to, barrier = ptx.remote(mine, Int32(owner)), ptx.remote(gather, Int32(owner))
+            to, barrier = ptx.map_to_cta(mine, Int32(owner)), ptx.map_to_cta(gather, Int32(owner))
             for n in cutlass.range_constexpr(max(0, end - first)):
                 for h in cutlass.range_constexpr(self.tiles):
                     four = [sums[h][(first + n) * 4 + i] for i in range(4)]
@@ -526,8 +526,8 @@ class ManyKernel(ManyPlan):
                     if rank == owner:
                         ptx.store_shared_float4(mine + Uint32(place), four)
                     else:
-                        ptx.store_remote4(to, four, barrier, place)
-        ptx.wait(gather, Int32(0))
+                        ptx.async_store_remote4(to, four, barrier, place)
+        ptx.mbarrier_wait(gather, Int32(0))
         found = []
         for h in cutlass.range_constexpr(self.tiles):
             fragments = []
@@ -540,7 +540,7 @@ class ManyKernel(ManyPlan):
                 if cutlass.const_expr(count % self.blocks):
                     # Where the cluster has no such tile, whatever lay there is no infinity.
                     there = rank * self.own_tiles + n < count
-                    total = [ptx.choose(there, one, Float32(0.0)) for one in total]
+                    total = [ptx.select_float(there, one, Float32(0.0)) for one in total]
                 fragments.append(total)
             found.append(fragments)
         return found
@@ -569,7 +569,7 @@ class ManyKernel(ManyPlan):
     def _start(self, weights: Value, full: Value, there: Value) -> Value:
         """The lane's weights of the first stage, once they are there."""
         if there:
-            ptx.wait(full, Int32(0))
+            ptx.mbarrier_wait(full, Int32(0))
         return self._load_first(weights)
 
     def _load_first(self, weights: Value) -> list[Value]:
@@ -624,7 +624,7 @@ class ManyKernel(ManyPlan):
                         # Of the block of 64 columns so many further on, maybe the next stage's.
                         if cutlass.const_expr(u + self.ahead == self.depth and h == 0):  # noqa: SIM102
                             if not (is_last and step + 1 == steps):
-                                ptx.wait(full + Uint32(following * 8), later)
+                                ptx.mbarrier_wait(full + Uint32(following * 8), later)
                         there = following if u + self.ahead >= self.depth else stage
                         coming = self._load(weights, there, (u + self.ahead) % self.depth, h)
                         ahead[place] = coming
@@ -671,7 +671,7 @@ class ManyKernel(ManyPlan):
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
         """This warp has read the stage."""
         if lane == 0 and stage >= 0:
-            ptx.arrive(empty + Uint32(stage * 8))
+            ptx.mbarrier_arrive(empty + Uint32(stage * 8))
 
     @cute.jit
     def _factors(
@@ -738,11 +738,11 @@ class ManyKernel(ManyPlan):
 
         By the largest, in four chains: that waits less than for a predicate after the other.
         """
-        most = [ptx.absolute(value) for value in fragments[0]]
+        most = [ptx.abs_float(value) for value in fragments[0]]
         for four in fragments[1:]:
-            most = [ptx.maximum(one, ptx.absolute(v)) for one, v in zip(most, four, strict=True)]
-        most = [ptx.maximum(*two) for two in zip(most[:2], most[2:], strict=True)]
-        return ptx.maximum(*most) == Float32(_INFINITY)
+            most = [ptx.max_float(one, ptx.abs_float(v)) for one, v in zip(most, four, strict=True)]
+        most = [ptx.max_float(*two) for two in zip(most[:2], most[2:], strict=True)]
+        return ptx.max_float(*most) == Float32(_INFINITY)
 
     def _scaled(self, fragments: Value, factors: Value, of_tokens: Value) -> Value:
         """Sums times the scales of their rows and, if these have any, of their tokens."""

@@ -1,4 +1,4 @@
-"""Inline PTX with named operands."""
+"""Emits inline PTX with named operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ Value = Any  # a DSL scalar
 
 
 def assembly(code: str, outputs: Sequence[Any] = (), inputs: Sequence[Value] = ()) -> Any:
-    """Results of instructions that name them ``{$w0}`` on, what they read ``{$r0}`` on."""
+    """Emit PTX text: outputs are ``{$w0}``, ``{$w1}``, ..., inputs ``{$r0}``, ``{$r1}``, ...
+
+    Args:
+        code: The text. Braces that belong to PTX need no escape other than Python's.
+        outputs: CuTeDSL types of the results.
+        inputs: Values that the text reads.
+
+    Returns:
+        The result, a tuple of several, or None.
+    """
     return cute.arch.inline_ptx(
         code, write_only_types=list(outputs) or None, read_only_args=list(inputs)
     )

@@ -1,4 +1,4 @@
-"""Arithmetic on 32-bit words and float32."""
+"""Arithmetic and selection on 32-bit words and float32, in registers."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ from dsv4.cute.device.ptx._emit import assembly
 Value = Any  # a DSL scalar
 
 
-def anew(value: Value) -> Value:
-    """An integer as it is, of which the compiler computes nothing earlier, to keep until here."""
+def opaque(value: Value) -> Value:
+    """``mov.b32``: the same integer, of which the compiler knows nothing before this place.
+
+    Keeps what is computed from it from being hoisted and held in registers until here.
+    """
     return assembly("mov.b32 {$w0}, {$r0};", [Int32], [value])
 
 
-def multiply_add(a: Value, b: Value, c: Value) -> Value:
-    """``a b + c``, 32 bits."""
+def mad_u32(a: Value, b: Value, c: Value) -> Value:
+    """``mad.lo.u32``: ``a b + c``, the low 32 bits."""
     return assembly("mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], [a, b, c])
 
 
-def high_product(a: Value, b: Value) -> Value:
-    """The upper 32 bits of a product."""
+def mulhi_u32(a: Value, b: Value) -> Value:
+    """``mul.hi.u32``: the upper 32 bits of a product."""
     return assembly("mul.hi.u32 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])
 
 
-def rotated(word: Value, bits: int) -> Value:
-    """The word rotated to the right."""
+def rotate_right(word: Value, bits: int) -> Value:
+    """``shf.r.wrap.b32``: a word rotated right by ``bits``."""
     return assembly(f"shf.r.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {bits};", [Uint32], [word])
 
 
 def permute_bytes(word: Value, selector: int) -> Value:
-    """Bytes of ``word`` (0 to 3) and zeros (4), four of them named by the selector's nibbles."""
+    """``prmt.b32`` with zero: four bytes that the selector's nibbles name, of which 4 is zero."""
     return assembly("prmt.b32 {$w0}, {$r0}, 0, " + f"{selector:#x};", [Uint32], [word])
 
 
-def same_halves(a: Value, b: Value, half: int) -> Value:
-    """The lower (0) or upper (1) halves of two words, in one word."""
+def select_halves(a: Value, b: Value, half: int) -> Value:
+    """``prmt.b32``: the low (0) or high (1) halves of two words, in one word."""
     selector = (0x5410, 0x7632)[half]
     return assembly(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#x};", [Uint32], [a, b])
 
 
-def absolute(value: Value) -> Value:
-    """The float32 without its sign."""
+def abs_float(value: Value) -> Value:
+    """``abs.f32``."""
     return assembly("abs.f32 {$w0}, {$r0};", [Float32], [value])
 
 
 def nan_if(value: Value, flag: Value) -> Value:
-    """NaN where the flag is not zero, else the value."""
+    """``selp.f32``: NaN where the flag is not 0, else the value."""
     return assembly(
         "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; selp.f32 {$w0}, 0f7FC00000, {$r0}, p; }",
         [Float32],
@@ -56,8 +59,8 @@ def nan_if(value: Value, flag: Value) -> Value:
     )
 
 
-def choose(condition: Value, yes: Value, no: Value) -> Value:
-    """One of two float32."""
+def select_float(condition: Value, yes: Value, no: Value) -> Value:
+    """``selp.f32``: ``yes`` where the condition is not 0, else ``no``."""
     return assembly(
         "{ .reg .pred p; setp.ne.u32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
         [Float32],
@@ -66,9 +69,9 @@ def choose(condition: Value, yes: Value, no: Value) -> Value:
 
 
 def swiglu(gate: Value, up: Value, limit: Value) -> Value:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)``; NaN unless gate and up are finite.
+    """SwiGLU: ``silu(min(gate, limit)) * clamp(up, -limit, limit)``; NaN unless both are finite.
 
-    exp and the reciprocal are the hardware's; by their documented errors, within 1e-5 together. 0
+    ``ex2.approx.ftz`` and ``rcp.approx.ftz``: by their documented errors, within 1e-5 together. 0
     for gates below -87.3, whose silu is above -1.2e-36. Zeros may lose their sign.
     """
     # What is not finite makes NaN of a product with 0.
@@ -84,18 +87,18 @@ def swiglu(gate: Value, up: Value, limit: Value) -> Value:
     )
 
 
-def maximum(a: Value, b: Value) -> Value:
-    """The larger of two float32; of a NaN and a number the number."""
+def max_float(a: Value, b: Value) -> Value:
+    """``max.f32``: the larger one; of a NaN and a number the number."""
     return assembly("max.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
 
 
-def multiply_add_float(a: Value, b: Value, c: Value) -> Value:
-    """``a b + c``, rounded once."""
+def fma_float(a: Value, b: Value, c: Value) -> Value:
+    """``fma.rn.f32``: ``a b + c``, rounded once."""
     return assembly("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", [Float32], [a, b, c])
 
 
-def turn_back(even: Value, odd: Value, cos: Value, sin: Value) -> tuple[Value, ...]:
-    """A pair by the opposite of an angle: ``(even cos + odd sin, odd cos - even sin)``."""
+def inverse_rope_pair(even: Value, odd: Value, cos: Value, sin: Value) -> tuple[Value, ...]:
+    """A pair rotated by minus an angle: ``(even cos + odd sin, odd cos - even sin)``."""
     code = (
         "{ .reg .f32 a, b, m; mul.rn.f32 a, {$r1}, {$r3}; neg.f32 m, {$r3}; "
         "mul.rn.f32 b, {$r0}, m; "
@@ -104,13 +107,13 @@ def turn_back(even: Value, odd: Value, cos: Value, sin: Value) -> tuple[Value, .
     return assembly(code, [Float32, Float32], [even, odd, cos, sin])
 
 
-def power_of_two(value: Value) -> Value:
-    """``2^value`` by the hardware, within 2^-22; subnormals are 0."""
+def exp2_approx(value: Value) -> Value:
+    """``ex2.approx.ftz.f32``: ``2^value`` within 2^-22; subnormal results are 0."""
     return assembly("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], [value])
 
 
-def choose_word(condition: Value, yes: Value, no: Value) -> Value:
-    """One of two 32-bit words."""
+def select_word(condition: Value, yes: Value, no: Value) -> Value:
+    """``selp.b32``: ``yes`` where the condition is not 0, else ``no``."""
     return assembly(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
         [Uint32],
@@ -118,13 +121,13 @@ def choose_word(condition: Value, yes: Value, no: Value) -> Value:
     )
 
 
-def larger_halves(a: Value, b: Value) -> Value:
-    """The larger one of two unsigned 16-bit numbers, in both halves."""
+def max_u16x2(a: Value, b: Value) -> Value:
+    """``max.u16x2``: the larger of two unsigned 16-bit numbers, in both halves."""
     return assembly("max.u16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])
 
 
-def largest_byte(word: Value) -> Value:
-    """The largest of four unsigned bytes."""
+def max_of_bytes(word: Value) -> Value:
+    """The largest of a word's four unsigned bytes."""
     return assembly(
         "{ .reg .b32 a, b; shl.b32 a, {$r0}, 8; max.u16x2 a, a, {$r0}; shl.b32 b, a, 16; "
         "max.u32 a, a, b; shr.u32 {$w0}, a, 24; }",
@@ -133,8 +136,8 @@ def largest_byte(word: Value) -> Value:
     )
 
 
-def largest_bytes(a: Value, b: Value) -> Value:
-    """The largest of four unsigned bytes, of two words, each in both bytes of a half."""
+def max_of_bytes_pair(a: Value, b: Value) -> Value:
+    """The largest of four unsigned bytes, of two words, twice in each half."""
     return assembly(
         "{ .reg .b32 x, y, z; shl.b32 x, {$r0}, 8; max.u16x2 x, x, {$r0}; "
         "shl.b32 y, {$r1}, 8; max.u16x2 y, y, {$r1}; prmt.b32 z, x, y, 0x5410; "
@@ -144,20 +147,20 @@ def largest_bytes(a: Value, b: Value) -> Value:
     )
 
 
-def bytes_of(a: Value, b: Value, number: Value) -> Value:
-    """The same byte of two words, each in both bytes of a half."""
+def select_byte_pair(a: Value, b: Value, number: Value) -> Value:
+    """``prmt.b32``: byte ``number`` of two words, twice in each half."""
     code = "{ .reg .b32 s; mad.lo.u32 s, {$r2}, 0x1111, 0x4400; prmt.b32 {$w0}, {$r0}, {$r1}, s; }"
     return assembly(code, [Uint32], [a, b, number])
 
 
-def halved(number: Value, times: Value) -> Value:
-    """The number halved so many times, of which the lower five bits count."""
+def shift_right(number: Value, times: Value) -> Value:
+    """``shf.r.wrap.b32``: a logical shift right by the low five bits of ``times``."""
     code = "{ .reg .b32 z; mov.b32 z, 0; shf.r.wrap.b32 {$w0}, {$r0}, z, {$r1}; }"
     return assembly(code, [Uint32], [number, times])
 
 
-def highest_half(word: Value) -> Value:
-    """The higher one of a word's halves."""
+def max_of_halves(word: Value) -> Value:
+    """The larger of a word's unsigned halves."""
     return assembly(
         "{ .reg .b32 l, h; and.b32 l, {$r0}, 0xFFFF; shr.u32 h, {$r0}, 16; max.u32 {$w0}, l, h; }",
         [Uint32],
@@ -165,14 +168,14 @@ def highest_half(word: Value) -> Value:
     )
 
 
-def byte_of(word: Value, number: Value) -> Value:
-    """One of four bytes."""
+def extract_byte(word: Value, number: Value) -> Value:
+    """``prmt.b32``: byte ``number`` (a run-time value, 0 to 3) of a word."""
     code = "{ .reg .b32 s; or.b32 s, {$r1}, 0x4440; prmt.b32 {$w0}, {$r0}, 0, s; }"
     return assembly(code, [Uint32], [word, number])
 
 
-def lowest_bit(low: Value, high: Value) -> Value:
-    """The number of the lowest bit that is set of 64, of which one is."""
+def find_lowest_bit(low: Value, high: Value) -> Value:
+    """``brev.b64``, ``clz.b64``: the number of the lowest set bit of 64; one must be set."""
     return assembly(
         "{ .reg .u64 a; mov.b64 a, {{$r0}, {$r1}}; brev.b64 a, a; clz.b64 {$w0}, a; }",
         [Int32],
@@ -180,10 +183,10 @@ def lowest_bit(low: Value, high: Value) -> Value:
     )
 
 
-def add_positive(bits: Value, factor: Value, total: Value) -> Value:
-    """The sum of a total and a factor times an integer, if that is positive, times 2^-22.
+def add_scaled_relu(bits: Value, factor: Value, total: Value) -> Value:
+    """``fma.rn.f32``: ``total + factor * max(n, 0) * 2^-22`` of an integer's bits.
 
-    Bits of negative ones are those of NaN, which a saturating product makes 0.
+    ``mul.rn.sat`` makes 0 of a negative integer, whose bits are those of NaN.
     """
     return assembly(
         "{ .reg .f32 f; mov.b32 f, {$r0}; mul.rn.sat.f32 f, f, 0f7F000000; "
@@ -193,6 +196,6 @@ def add_positive(bits: Value, factor: Value, total: Value) -> Value:
     )
 
 
-def sum_of_bytes(word: Value, total: Value) -> Value:
-    """A total and the sum of four signed bytes."""
+def add_sum_of_bytes(word: Value, total: Value) -> Value:
+    """``dp4a.s32.s32`` by ones: a total plus the sum of four signed bytes."""
     return assembly("dp4a.s32.s32 {$w0}, {$r0}, 0x01010101, {$r1};", [Int32], [word, total])

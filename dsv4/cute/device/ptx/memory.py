@@ -13,90 +13,90 @@ Value = Any  # a DSL scalar
 
 
 def load_shared(address: Value, words: int, offset: int = 0) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words from shared memory; ``offset``: see ``load_matrices4``."""
+    """``ld.shared.v2/.v4.u32``: ``words`` (2 or 4) words from an aligned address."""
     code = f"ld.shared.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     return assembly(code, [Uint32] * words, [address])
 
 
 def load_shared_int(address: Value) -> Value:
-    """One 32-bit integer from shared memory."""
+    """``ld.shared.s32``."""
     return assembly("ld.shared.s32 {$w0}, [{$r0}];", [Int32], [address])
 
 
 def load_shared_word(address: Value, offset: int) -> Value:
-    """One 32-bit word from shared memory; ``offset``: see ``load_matrices4``."""
+    """``ld.shared.u32``."""
     return assembly(f"ld.shared.u32 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], [address])
 
 
 def store_shared_int(address: Value, value: Value) -> None:
-    """One 32-bit integer to shared memory."""
+    """``st.shared.s32``."""
     assembly("st.shared.s32 [{$r0}], {$r1};", (), [address, value])
 
 
 def load_shared_float4(address: Value) -> tuple[Value, ...]:
-    """Four float32 from shared memory."""
+    """``ld.shared.v4.f32`` from a multiple of 16."""
     return assembly(f"ld.shared.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
-def prefetch(address: Value) -> None:
-    """Bring a line to the level-2 cache."""
+def prefetch_l2(address: Value) -> None:
+    """``prefetch.global.L2``: ask for one line of global memory in L2; nothing waits."""
     assembly("prefetch.global.L2 [{$r0}];", (), [address])
 
 
 def load_global(address: Value) -> Value:
-    """One 32-bit word."""
+    """``ld.global.u32``."""
     return assembly("ld.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
 
 
-def load_weights(
-    address: Value, words: int, wanted: Value | None = None, offset: int = 0
+def load_global_nc(
+    address: Value, words: int, predicate: Value | None = None, offset: int = 0
 ) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words of weights, which no kernel beside this one writes.
+    """``ld.global.nc.L1::no_allocate.v2/.v4.u32``: weights, which no running kernel writes.
 
-    The assembler may move such loads (``.nc``) to before the wait for the kernel in front, where
-    what that kernel writes would be read too early.
+    ptxas may move ``.nc`` loads to before ``griddepcontrol.wait``, where results of the preceding
+    kernel would be read too early: only for data that no kernel of the stream writes.
 
     Args:
-        address: Of the first, less ``offset``.
-        words: How many.
-        wanted: 0 to load nothing and return what is not to be looked at; else it is loaded.
-        offset: Bytes, part of the instruction: see ``load_matrices4``.
+        address: Global address of the first word, less ``offset``.
+        words: 2 or 4.
+        predicate: 0 to load nothing, which leaves the result undefined; None to load always.
+        offset: Immediate offset in bytes.
     """
     code = f"ld.global.nc.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
-    if wanted is None:
+    if predicate is None:
         return assembly(code, [Uint32] * words, [address])
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p {code} }}"
-    return assembly(code, [Uint32] * words, [address, wanted])
+    return assembly(code, [Uint32] * words, [address, predicate])
 
 
-def load_streamed(address: Value, words: int, offset: int = 0) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words that are read once; ``offset``: see ``load_matrices4``."""
+def load_streaming(address: Value, words: int, offset: int = 0) -> tuple[Value, ...]:
+    """``ld.global.L1::no_allocate.v2/.v4.u32``: words that are read once."""
     code = f"ld.global.L1::no_allocate.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     return assembly(code, [Uint32] * words, [address])
 
 
 def load_global_float(address: Value) -> Value:
-    """One float32."""
+    """``ld.global.f32``."""
     return assembly("ld.global.f32 {$w0}, [{$r0}];", [Float32], [address])
 
 
 def store_global4(address: Value, words: Sequence[Value]) -> None:
-    """Four 32-bit words to a 16-byte aligned address."""
+    """``st.global.v4.u32`` to a multiple of 16."""
     assembly(f"st.global.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
 
 
 def store_shared_float(address: Value, value: Value) -> None:
-    """One float32 to shared memory."""
+    """``st.shared.f32``."""
     assembly("st.shared.f32 [{$r0}], {$r1};", (), [address, value])
 
 
 def store_shared_float2(address: Value, a: Value, b: Value) -> None:
-    """Two float32 to shared memory."""
+    """``st.shared.v2.f32`` to a multiple of 8."""
     assembly("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
 
 
 def store_shared_halves(address: Value, word: Value, offset: int) -> None:
-    """The lower half of a word to shared memory, and the upper one ``offset`` bytes beyond."""
+    """Two ``st.shared.b16``: the low half of a word, the high one ``offset`` bytes on."""
     assembly(
         "{ .reg .b16 l, h; mov.b32 {l, h}, {$r1}; st.shared.b16 [{$r0}], l; "
         f"st.shared.b16 [{{$r0}}+{offset}], h; }}",
@@ -106,7 +106,7 @@ def store_shared_halves(address: Value, word: Value, offset: int) -> None:
 
 
 def store_shared_bfloat16(address: Value, value: Value) -> None:
-    """One float32 to shared memory, rounded to nearest even."""
+    """``cvt.rn.bf16.f32``, then ``st.shared.b16``: a float32 as bfloat16."""
     assembly(
         "{ .reg .b16 h; cvt.rn.bf16.f32 h, {$r1}; st.shared.b16 [{$r0}], h; }",
         (),
@@ -115,30 +115,29 @@ def store_shared_bfloat16(address: Value, value: Value) -> None:
 
 
 def load_shared_float2(address: Value) -> tuple[Value, ...]:
-    """Two float32 from shared memory."""
+    """``ld.shared.v2.f32`` from a multiple of 8."""
     return assembly(f"ld.shared.v2.f32 {_outs(2)}, [{{$r0}}];", [Float32] * 2, [address])
 
 
 def store_shared_float4(address: Value, values: Sequence[Value]) -> None:
-    """Four float32 to shared memory."""
+    """``st.shared.v4.f32`` to a multiple of 16."""
     assembly(f"st.shared.v4.f32 [{{$r0}}], {_ins(1, 4)};", (), [address, *values])
 
 
 def store_global_float(address: Value, value: Value) -> None:
-    """One float32."""
+    """``st.global.f32``."""
     assembly("st.global.f32 [{$r0}], {$r1};", (), [address, value])
 
 
-def load_or_zero(address: Value, words: int, wanted: Value, offset: int = 0) -> tuple[Value, ...]:
-    """``words`` (2 or 4) 32-bit words, zeros and no load where ``wanted`` is 0.
-
-    ``offset``: bytes, part of the instruction.
-    """
+def load_global_or_zero(
+    address: Value, words: int, wanted: Value, offset: int = 0
+) -> tuple[Value, ...]:
+    """Predicated ``ld.global.v2/.v4.u32``: zeros, and no access, where ``wanted`` is 0."""
     return _load_or("0", words, address, wanted, offset)
 
 
-def load2_or_ones(address: Value, wanted: Value) -> tuple[Value, ...]:
-    """Two 32-bit words, all bits set and no load where ``wanted`` is 0."""
+def load_global2_or_ones(address: Value, wanted: Value) -> tuple[Value, ...]:
+    """Predicated ``ld.global.v2.u32``: all bits set, no access, where ``wanted`` is 0."""
     return _load_or("0xFFFFFFFF", 2, address, wanted, 0)
 
 
@@ -152,42 +151,42 @@ def _load_or(
 
 
 def store_shared4(address: Value, words: Sequence[Value], offset: int = 0) -> None:
-    """Four 32-bit words to shared memory; ``offset`` is part of the instruction."""
+    """``st.shared.v4.u32`` to a multiple of 16."""
     assembly(f"st.shared.v4.u32 [{{$r0}}+{offset}], {_ins(1, 4)};", (), [address, *words])
 
 
 def store_global_float2(address: Value, a: Value, b: Value) -> None:
-    """Two float32 to an address that is a multiple of 8."""
+    """``st.global.v2.f32`` to a multiple of 8."""
     assembly("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", (), [address, a, b])
 
 
 def load_global_float2(address: Value) -> tuple[Value, ...]:
-    """Two float32."""
+    """``ld.global.v2.f32`` from a multiple of 8."""
     return assembly(f"ld.global.v2.f32 {_outs(2)}, [{{$r0}}];", [Float32] * 2, [address])
 
 
 def store_global2(address: Value, words: Sequence[Value]) -> None:
-    """Two 32-bit words to an address that is a multiple of 8."""
+    """``st.global.v2.u32`` to a multiple of 8."""
     assembly(f"st.global.v2.u32 [{{$r0}}], {_ins(1, 2)};", (), [address, *words])
 
 
 def load_shared_float(address: Value) -> Value:
-    """One float32 from shared memory."""
+    """``ld.shared.f32``."""
     return assembly("ld.shared.f32 {$w0}, [{$r0}];", [Float32], [address])
 
 
-def take_number(counter: Value) -> Value:
-    """The number in global memory, which becomes one more."""
+def atomic_increment(counter: Value) -> Value:
+    """``atom.global.add.u32`` of 1, relaxed at GPU scope; returns the value before."""
     return assembly("atom.global.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [counter])
 
 
 def store_global(address: Value, word: Value) -> None:
-    """One 32-bit word."""
+    """``st.global.u32``."""
     assembly("st.global.u32 [{$r0}], {$r1};", (), [address, word])
 
 
 def store_global_if(address: Value, word: Value, wanted: Value) -> None:
-    """One 32-bit word, if it is wanted."""
+    """Predicated ``st.global.u32``: no access where ``wanted`` is 0."""
     assembly(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.u32 [{$r0}], {$r1}; }",
         (),
@@ -196,7 +195,7 @@ def store_global_if(address: Value, word: Value, wanted: Value) -> None:
 
 
 def store_global_byte(address: Value, word: Value) -> None:
-    """The lowest byte of a word."""
+    """``st.global.u8`` of the lowest byte of a word."""
     assembly(
         "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.global.u8 [{$r0}], h; }",
         (),
@@ -204,24 +203,27 @@ def store_global_byte(address: Value, word: Value) -> None:
     )
 
 
-def generic(address: Value) -> Value:
-    """The address of shared memory as one that any load understands."""
+def shared_to_generic(address: Value) -> Value:
+    """``cvta.shared.u64``: the generic 64-bit address of a shared-memory address."""
     code = "{ .reg .u64 a; cvt.u64.u32 a, {$r0}; cvta.shared.u64 {$w0}, a; }"
     return assembly(code, [Int64], [address])
 
 
 def store_shared2(address: Value, words: Sequence[Value]) -> None:
-    """Two 32-bit words to shared memory."""
+    """``st.shared.v2.u32`` to a multiple of 8."""
     assembly(f"st.shared.v2.u32 [{{$r0}}], {_ins(1, 2)};", (), [address, *words])
 
 
 def store_global_int64(address: Value, value: Value) -> None:
-    """One 64-bit integer."""
+    """``st.global.s64``."""
     assembly("st.global.s64 [{$r0}], {$r1};", (), [address, value])
 
 
-def number_at(address: Value, width: Value) -> Value:
-    """An integer of 4 or 8 bytes, the largest of 4 if it is above that, negative if it is."""
+def load_index_saturated(address: Value, width: Value) -> Value:
+    """``ld.global.s32`` of an index of 4 or 8 bytes (``width``), saturated to int32.
+
+    A value above the int32 range gives 0x7FFFFFFF, a negative one a negative number.
+    """
     return assembly(
         "{ .reg .pred p, q; .reg .s32 l, h; ld.global.s32 l, [{$r0}]; setp.eq.s32 p, {$r1}, 8; "
         "mov.s32 h, 0; @p ld.global.s32 h, [{$r0}+4]; setp.gt.s32 q, h, 0; "
@@ -232,30 +234,30 @@ def number_at(address: Value, width: Value) -> Value:
     )
 
 
-def load_once(address: Value, offset: int) -> Value:
-    """A 32-bit word that is read once; ``offset`` as in ``load_streamed``."""
+def load_streaming_word(address: Value, offset: int) -> Value:
+    """``ld.global.L1::no_allocate.u32``: one word that is read once."""
     code = f"ld.global.L1::no_allocate.u32 {{$w0}}, [{{$r0}}+{offset}];"
     return assembly(code, [Uint32], [address])
 
 
-def set_shared_bits(address: Value, bits: Value) -> None:
-    """Set bits of a word of shared memory, whoever else does."""
+def reduce_or_shared(address: Value, bits: Value) -> None:
+    """``red.shared.or.b32``: set bits of a word; relaxed, atomic within the CTA."""
     assembly("red.shared.or.b32 [{$r0}], {$r1};", (), [address, bits])
 
 
-def place(start: Value, number: Value, size: Value) -> Value:
-    """The address of one of several things of so many bytes."""
+def element_address(start: Value, number: Value, size: Value) -> Value:
+    """``mad.wide.s32``: ``start + number * size`` as a 64-bit address."""
     return assembly(
         "mad.wide.s32 {$w0}, {$r0}, {$r1}, {$r2};", [Int64], [number, Int32(size), start]
     )
 
 
-def load_shared_pair(address: Value, offset: int) -> Value:
-    """Two bytes from shared memory, in a word; ``offset``: see ``load_matrices4``."""
+def load_shared_u16(address: Value, offset: int) -> Value:
+    """``ld.shared.u16``, zero-extended to a word."""
     return assembly(f"ld.shared.u16 {{$w0}}, [{{$r0}}+{offset}];", [Uint32], [address])
 
 
-def load_byte(address: Value) -> Value:
-    """One byte of global memory, in a word."""
+def load_global_byte(address: Value) -> Value:
+    """``ld.global.u8``, zero-extended to a word."""
     code = "{ .reg .b32 a; ld.global.u8 a, [{$r0}]; mov.b32 {$w0}, a; }"
     return assembly(code, [Uint32], [address])

@@ -1,4 +1,4 @@
-"""Steps of the top-k selection."""
+"""Steps of the indexer's top-k selection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = Any  # a DSL scalar
 
 
 def load_keys4(address: Value, there: Value) -> tuple[Value, ...]:
-    """Four words of any memory, of which the first ``there`` count; the others are 0."""
+    """Predicated ``ld.v4.u32`` of generic memory: ``there`` words count, the others are 0."""
     selects = " ".join(
         f"setp.gt.s32 p, {{$r1}}, {i}; selp.u32 {{$w{i}}}, {{$w{i}}}, 0, p;" for i in range(1, 4)
     )
@@ -25,10 +25,11 @@ def load_keys4(address: Value, there: Value) -> tuple[Value, ...]:
     return assembly(code, [Uint32] * 4, [address, there])
 
 
-def count_part(counts: Value, distance: Value, span: Value, shift: Value) -> None:
-    """Add 1 to the number of a distance's part in shared memory, but of part 0 and beyond ``span``.
+def count_bucket(counts: Value, distance: Value, span: Value, shift: Value) -> None:
+    """Predicated ``red.shared.add.u32``: count a key's distance in its bucket.
 
-    Parts are ``2^shift`` long; all unsigned.
+    Buckets are ``2^shift`` long; bucket 0 and distances beyond ``span`` are not counted. All
+    unsigned.
     """
     assembly(
         "{ .reg .pred p; .reg .u32 part; shr.u32 part, {$r1}, {$r3}; setp.le.u32 p, {$r1}, {$r2}; "
@@ -39,8 +40,8 @@ def count_part(counts: Value, distance: Value, span: Value, shift: Value) -> Non
     )
 
 
-def ordered(score: Value) -> Value:
-    """An unsigned integer above 0 that orders as scores do: zeros are equal, NaN is the highest."""
+def ordered_key(score: Value) -> Value:
+    """A word above 0 that orders, unsigned, as scores do: zeros are equal, NaN is highest."""
     return assembly(
         # The sum of zeros is the positive one.
         "{ .reg .pred p; .reg .b32 b, m; .reg .f32 s; add.rn.f32 s, {$r0}, 0f00000000; "
@@ -52,7 +53,7 @@ def ordered(score: Value) -> Value:
 
 
 def add_if_above(number: Value, key: Value, bound: Value, more: int) -> Value:
-    """A number, and ``more`` if a key is above a bound."""
+    """``setp.gt.u32``, predicated ``add.s32``: ``number``, plus ``more`` if key > bound."""
     return assembly(
         "{ .reg .pred p; setp.gt.u32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; "
         f"@p add.s32 {{$w0}}, {{$w0}}, {more}; }}",
@@ -61,19 +62,23 @@ def add_if_above(number: Value, key: Value, bound: Value, more: int) -> Value:
     )
 
 
-def append_if_above(place: Value, words: Sequence[Value], bound: Value, apart: int) -> Value:
-    """Store a position, and ``apart`` bytes behind it its key, if that is above a bound.
+def append_if_above(address: Value, words: Sequence[Value], bound: Value, key_offset: int) -> Value:
+    """Predicated ``st.shared.b32`` of an index, and of its key, if the key is above a bound.
 
-    ``apart``: 0: the key is not stored.
+    Args:
+        address: Shared-memory address of the index.
+        words: The index and its key.
+        bound: Unsigned.
+        key_offset: Bytes from the index to its key; 0 to store no key.
 
     Returns:
-        The place of the next in shared memory.
+        The address of the next index.
     """
-    key = f"@p st.shared.b32 [{{$r0}}+{apart}], {{$r2}}; " if apart else ""
+    key = f"@p st.shared.b32 [{{$r0}}+{key_offset}], {{$r2}}; " if key_offset else ""
     return assembly(
         "{ .reg .pred p; setp.gt.u32 p, {$r2}, {$r3}; @p st.shared.b32 [{$r0}], {$r1}; "
         + key
         + "mov.b32 {$w0}, {$r0}; @p add.u32 {$w0}, {$w0}, 4; }",
         [Uint32],
-        [place, *words, bound],
+        [address, *words, bound],
     )
