@@ -447,7 +447,7 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
 @pytest.mark.parametrize(
     ("plan", "packed"),
     [
-        (choose(Product(6144, 7168, 1, False, False), 1), gemm.FEW_PARAMETERS),
+        (choose(Product(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
         (ManyPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
         (ManyFp8Plan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
         (ManyFp8Plan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),

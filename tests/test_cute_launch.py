@@ -94,7 +94,7 @@ def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segmen
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, FewPlan)
-    driver.kinds = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS
+    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS
     driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
     x = x.to(torch.bfloat16)
@@ -254,7 +254,7 @@ def test_swiglu(driver, tokens, limit, told):
     plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
     few = isinstance(plan, FewPlan)
-    driver.kinds, driver.launches = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS, []
+    driver.kinds, driver.launches = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS, []
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
     out = gemm.gemm_swiglu(
         x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,

@@ -527,7 +527,7 @@ def test_driver_launches_tell_the_recorder(monkeypatch) -> None:
     kinds = cuda_driver.Parameters("q")
     kernel = cuda_driver.Kernel(cuda_driver.Image(b"code", "name", 32, 1, 0))
     launch = cuda_driver.Launch(kernel, 1, kinds, b"", struct.Struct("@q"), b"")
-    for run in (lambda: kernel.launch(1, 0, kinds, bytes(8)), lambda: launch(0, 0, 0)):
+    for run in (lambda: kernel.launch(1, 0, kinds, bytes(8)), lambda: launch(0, (0,))):
         recorder = _tape.Recorder([normal(0, 3)], lambda name, args: None)
         with recorder.watching():
             run()

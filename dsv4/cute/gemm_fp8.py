@@ -79,7 +79,8 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
         addresses: Of X, codes, scales, scales of the rows of X or 0, and the result.
     """
     x, codes, scales, row_scale, out = addresses
-    _prepared(*kind, get_ident())(stream, x, codes, codes, scales, x, row_scale, out)
+    launch = _prepared(*kind, get_ident())
+    launch(stream, (codes, scales, x, row_scale, out), described=(x, codes))
 
 
 @functools.lru_cache(maxsize=4096)

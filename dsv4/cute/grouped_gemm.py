@@ -179,11 +179,9 @@ def _product(
     fixed = (segments, global_scale.shape[-1], limit, settled, device, get_ident())
     out, *of_codes = [result.data_ptr() for result in results]
     block_scales, row_scales, codes_scale = of_codes or (0, 0, 0)
-    # The weights' addresses are for tensor copies, or for the kernel itself: that for few rows.
+    # Read by TMA copies, or by the kernel itself: that for few rows, which has no counter.
+    weight = (codes.data_ptr(), scales.data_ptr())
     addresses = (
-        start,
-        codes.data_ptr(),
-        scales.data_ptr(),
         global_scale.data_ptr(),
         start,
         0 if row_scale is None else row_scale.data_ptr(),
@@ -203,9 +201,11 @@ def _product(
     for i, (launch, few) in enumerate(prepared.launches):
         if i == prepared.fullest:
             nearly_done()
-        # The kernel for few rows has no counter.
-        counter = () if few else (counters and counters + 4 * i,)
-        launch(stream, *addresses, *counter)
+        if few:
+            launch(stream, (*weight, *addresses))
+        else:
+            counter = counters and counters + 4 * i
+            launch(stream, (*addresses, counter), described=(start, *weight))
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:

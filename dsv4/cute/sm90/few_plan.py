@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cute.runtime.kernel_abi import Float32, Int32, Int64, KernelAbi, Pointer
 
 TOKENS = 16  # of one launch
 _PARTIAL = 512
@@ -50,6 +53,53 @@ _RINGS = {
     (2, 512, 64, 4096): (2, 8, 8),
     (1, 256, 256, 2048): (8, 9, 4),
 }
+
+
+class SmallMArgs(NamedTuple):
+    """Arguments of the small-M GEMM kernels.
+
+    Attributes:
+        codes: Packed E2M1 codes of the weight, layout ``fragments_16x64``.
+        scales: Packed E4M3 block scales.
+        global_scale: float32 global scales: one, one per segment, or one per row.
+        x: bfloat16 ``[tokens, groups, K]``.
+        token_scale: float32 ``[tokens, groups]``; read where the plan is ``row_scaled``.
+        out: ``[tokens, rows]``, bfloat16 or float32.
+        tokens: 1 to 8 ``token_tiles``.
+        row_tiles: Rows of the weight / 16.
+        group_tiles: Row tiles that share an input; a multiple of the plan's ``warps``.
+        token_stride: Elements of X from one token to the next.
+        group_stride: Elements of X from one group to the next.
+        cut0: First row of the second segment, which has a global scale of its own.
+        cut1: First row of the third segment.
+        cut2: First row of the fourth segment.
+        scale_rows: 1 if every row has a global scale of its own, else 0.
+        groups: Inputs of a token.
+        opaque_16: 16. An argument, so that the compiler cannot turn products by it into shifts.
+        limit: Clamp of SwiGLU; infinity for none.
+    """
+
+    codes: Pointer
+    scales: Pointer
+    global_scale: Pointer
+    x: Pointer
+    token_scale: Pointer
+    out: Pointer
+    tokens: Int32
+    row_tiles: Int32
+    group_tiles: Int32
+    token_stride: Int64
+    group_stride: Int64
+    cut0: Int32
+    cut1: Int32
+    cut2: Int32
+    scale_rows: Int32
+    groups: Int32
+    opaque_16: Int32
+    limit: Float32
+
+
+SMALL_M_ABI = KernelAbi(SmallMArgs)
 
 
 @dataclass(frozen=True)
