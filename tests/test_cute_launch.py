@@ -21,7 +21,7 @@ from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
-from dsv4.cute.sm90.few_plan import FewPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
 from dsv4.cute.sm90.many_plan import ManyPlan
@@ -93,7 +93,7 @@ def _kernel_of(plan):
 def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=()):
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
-    few = isinstance(plan, FewPlan)
+    few = isinstance(plan, SmallMPlan)
     driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS
     driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
@@ -227,7 +227,7 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
 def test_sixteen_tokens_at_a_time(driver):
     """Columns that are no multiple of 128 have the kernel for few tokens alone."""
     plan, addresses, launches = launched(driver, 40, 512, 192)
-    assert isinstance(plan, FewPlan)
+    assert isinstance(plan, SmallMPlan)
     found = [flat(values) for _, _, _, values in launches]
     assert [values[6] for values in found] == [16, 16, 8]
     assert [values[3] - addresses[3] for values in found] == [0, 16 * 192 * 2, 32 * 192 * 2]
@@ -253,7 +253,7 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
 def test_swiglu(driver, tokens, limit, told):
     plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
-    few = isinstance(plan, FewPlan)
+    few = isinstance(plan, SmallMPlan)
     driver.kinds, driver.launches = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS, []
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
     out = gemm.gemm_swiglu(

@@ -24,7 +24,7 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.few_plan import SMALL_M_ABI, TOKENS, FewPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.formats import FP8_BLOCK
@@ -193,7 +193,7 @@ def _prepared(
     assert plan is not None
     kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
-    if isinstance(plan, FewPlan):
+    if isinstance(plan, SmallMPlan):
         inputs = (token_stride, segments, scales, limit)
         return _small_m(kernel, resident, wanted, plan, tokens, *inputs)
     groups = wanted.groups
@@ -210,7 +210,7 @@ def _small_m(
     kernel: Kernel,
     resident: int,
     product: Product,
-    plan: FewPlan,
+    plan: SmallMPlan,
     tokens: int,
     token_stride: int,
     segments: tuple[int, ...],

@@ -204,6 +204,15 @@ def require_compiler(plan: Any) -> None:
         )
 
 
+def kernel_of(plan: Any) -> Any:
+    """The CuTeDSL kernel of a configuration; imports CuTeDSL."""
+    module, name = plan.kernel.split(":")
+    kernel_class: Any = getattr(importlib.import_module(module), name)
+    # A kernel holds its plan. Those that inherit the plan's class instead take its fields.
+    inherits = dataclasses.is_dataclass(kernel_class)
+    return kernel_class(**dataclasses.asdict(plan)) if inherits else kernel_class(plan)
+
+
 def compile_image(plan: Any, arch: str) -> Image:
     """Compile a configuration; needs no GPU.
 
@@ -213,8 +222,7 @@ def compile_image(plan: Any, arch: str) -> Image:
     require_compiler(plan)
     _compilations.of_this_process().add(type(plan).__name__)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
-    module, name = plan.kernel.split(":")
-    kernel = getattr(importlib.import_module(module), name)(**dataclasses.asdict(plan))
+    kernel = kernel_of(plan)
     with tempfile.TemporaryDirectory() as room:
         made = kernel.compile(f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {room}")
         found = re.search(r"\.entry (\w+)\(", made.__ptx__)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.sm90.few_plan import FewPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 
 PLACES = 8  # of sums of row tiles, in its shared memory
@@ -111,10 +111,10 @@ class GroupedPlan(ManyPlan):
 
 
 @dataclass(frozen=True)
-class GroupedFewPlan(FewPlan):
+class GroupedFewPlan(SmallMPlan):
     """One configuration of the kernel for few rows an expert.
 
-    ``blocks`` is 1, and ``depth`` is a divisor of ``steps``. A unit is a row tile, or two where
+    ``ctas`` is 1, and ``stages`` is a divisor of ``steps``. A unit is a row tile, or two where
     their outputs make a block of 16 codes.
 
     Attributes:
@@ -157,8 +157,8 @@ class GroupedFewPlan(FewPlan):
         return PLACES * self.shares * self.partial_bytes if self.shares > 1 else 0
 
     @property
-    def room_bytes(self) -> int:
-        """Room in which a warp turns its results: of 8 codes 16 bytes before they are coded."""
+    def buffer_bytes(self) -> int:
+        """A warp's buffer for the epilogue transpose: of 8 codes 16 bytes before they are coded."""
         return self.partial_bytes // 2 if self.quantized_out else self.partial_bytes
 
     @property
@@ -170,7 +170,7 @@ class GroupedFewPlan(FewPlan):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         state = 8 + 16 * PLACES + STATE_BYTES
-        return self.x_bytes + self.sums_bytes + self.turned_bytes + state + _TABLE_BYTES
+        return self.x_bytes + self.sums_bytes + self.epilogue_bytes + state + _TABLE_BYTES
 
 
 class _Shape(NamedTuple):
