@@ -1,31 +1,34 @@
-"""Epilogue steps of GEMMs: SwiGLU of accumulators, and their transpose through shared memory.
+"""Epilogue steps that GEMM kernels share: SwiGLU of accumulators, and transposes.
 
-Accumulators are fragments of 16 rows and 8 tokens; the transpose makes lines of a token of them.
+Accumulators are fragments of 16 rows of the weight and 8 tokens: a lane holds row ``lane // 4`` of
+tokens ``2 (lane % 4)`` and the next, then row ``lane // 4 + 8`` of the same tokens. Results are
+stored by token, so the epilogue transposes them through shared memory: every token has a line there
+that whole warps then read by 16 bytes a lane.
 
-SwiGLU: of a tile of 16 interleaved rows, gate in the even and up in the odd ones, lanes with an
-even ``lane // 4`` hold two gates of a token, their neighbours at ``lane ^ 4`` two ups. Each gives
-one away and keeps one, so that every lane has one pair: one exchange for an output.
+All lanes of a warp call these functions together. The caller orders them with the readers of the
+lines, by ``sync_warp`` or a named barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Float32, Int32, Uint32
 
 from dsv4.cute.device import ptx
 
-Value = Any
 
+def swiglu_outputs(values: Sequence[Float32], limit: Float32, lane: Int32) -> list[Float32]:
+    """The lane's SwiGLU outputs for its two tokens, of output row ``swiglu_output_row``.
 
-def activated(values: Sequence[Value], limit: Value, lane: Value) -> list[Value]:
-    """The lane's outputs for its two tokens, of the output row that ``output_row`` names.
+    Rows are interleaved: gate in the even, up in the odd ones. So lanes with an even ``lane // 4``
+    hold two gates of a token, their neighbours at ``lane ^ 4`` the two ups. Each sends one and
+    keeps one, which makes one exchange for an output.
 
     Args:
-        values: Row ``lane // 4`` of both tokens, then row ``lane // 4 + 8``.
+        values: The four accumulators of a fragment.
         limit: The clamp's bound, or infinity.
         lane: Of the warp.
     """
@@ -39,82 +42,95 @@ def activated(values: Sequence[Value], limit: Value, lane: Value) -> list[Value]
     return outputs
 
 
-def output_row(lane: Value) -> Value:
-    """Which of a tile's 8 outputs a lane has."""
+def swiglu_output_row(lane: Int32) -> Int32:
+    """Which of a fragment's 8 outputs a lane has."""
     return lane // 4 % 2 * 4 + lane // 8
 
 
 @cute.jit
-def turn(values: Value, room: Value, line: int, part: Value, lane: Value) -> None:
-    """A warp's results of 8 tokens, bfloat16, into its part of their lines.
+def transpose(
+    values: Sequence[Float32], lines: Uint32, line_bytes: int, part: Int32, lane: Int32
+) -> None:
+    """Write a fragment's results, as bfloat16, to their part of the lines of 8 tokens.
 
     Args:
-        values: What a lane has: of a product, row ``lane // 4`` of tokens ``2 (lane % 4)`` and the
-            next and row ``lane // 4 + 8`` of the same; of SwiGLU, what ``activated`` gives.
-        room: Where the first token's line begins.
-        line: Bytes from one token's line to the next, an odd multiple of 16.
+        values: Four accumulators, written by ``stmatrix``, or two outputs of ``swiglu_outputs``.
+        lines: Shared-memory address of the first token's line.
+        line_bytes: From a token's line to the next: an odd multiple of 16, so that eight lines lie
+            in different banks.
         part: Which 16 rows of a line these are.
         lane: Of the warp.
     """
     if cutlass.const_expr(len(values) == 2):
         for i in cutlass.range_constexpr(2):
-            at = room + Uint32((lane % 4 * 2 + i) * line)
-            ptx.store_shared_bfloat16(at + Uint32(part * 16 + output_row(lane) * 2), values[i])
+            at = lines + Uint32((lane % 4 * 2 + i) * line_bytes)
+            row = Uint32(part * 16 + swiglu_output_row(lane) * 2)
+            ptx.store_shared_bfloat16(at + row, values[i])
     else:
-        at = room + Uint32(lane % 8 * line + part * 32 + lane // 8 % 2 * 16)
+        at = lines + Uint32(lane % 8 * line_bytes + part * 32 + lane // 8 % 2 * 16)
         low = ptx.pack_bfloat16x2(values[0], values[1])
         ptx.stmatrix_x2_transposed(at, low, ptx.pack_bfloat16x2(values[2], values[3]))
 
 
 @cute.jit
-def turn_outputs(tiles: Value, room: Value, line: int, part: Value, lane: Value) -> None:
-    """A warp's outputs of SwiGLU of tiles of 8 tokens, into its 16 bytes of each token's line.
+def transpose_outputs(
+    tiles: Sequence[Sequence[Float32]], lines: Uint32, line_bytes: int, part: Int32, lane: Int32
+) -> None:
+    """Write SwiGLU outputs of several tiles of 8 tokens, 16 bytes of each token's line.
 
-    There they lie as lanes have them, which ``outputs_in_order`` reads.
+    ``stmatrix`` leaves a token's outputs in the order in which lanes hold them, which
+    ``outputs_in_order`` undoes when they are read.
 
     Args:
-        tiles: What ``activated`` gives, of each tile.
-        room: Where the first token's line begins.
-        line: Bytes from one token's line to the next, an odd multiple of 16.
+        tiles: ``swiglu_outputs`` of each tile.
+        lines: Shared-memory address of the first token's line.
+        line_bytes: As in ``transpose``.
         part: Which 8 outputs of a line these are.
         lane: Of the warp.
     """
     words = [ptx.pack_bfloat16x2(*pair) for pair in tiles]
-    at = room + Uint32(lane * line + part * 16)
+    at = lines + Uint32(lane * line_bytes + part * 16)
     for first in cutlass.range_constexpr(0, len(words), 4):
-        some = words[first : first + 4]
-        here = at + Uint32(first * 8 * line)
-        if cutlass.const_expr(len(some) == 4):
-            ptx.stmatrix_x4_transposed(here, some)
+        four = words[first : first + 4]
+        here = at + Uint32(first * 8 * line_bytes)
+        if cutlass.const_expr(len(four) == 4):
+            ptx.stmatrix_x4_transposed(here, four)
         else:
-            for i in cutlass.range_constexpr(0, len(some), 2):
-                if cutlass.const_expr(i + 1 < len(some)):
-                    ptx.stmatrix_x2_transposed(here + Uint32(i * 8 * line), *some[i : i + 2])
+            for i in cutlass.range_constexpr(0, len(four), 2):
+                if cutlass.const_expr(i + 1 < len(four)):
+                    two = four[i : i + 2]
+                    ptx.stmatrix_x2_transposed(here + Uint32(i * 8 * line_bytes), *two)
                 else:  # the last one twice, to the same place
-                    alone = here + Uint32((i * 8 - lane // 8 * 8) * line)
-                    ptx.stmatrix_x2_transposed(alone, some[i], some[i])
+                    alone = here + Uint32((i * 8 - lane // 8 * 8) * line_bytes)
+                    ptx.stmatrix_x2_transposed(alone, four[i], four[i])
 
 
-def outputs_in_order(words: Sequence[Value]) -> list[Value]:
-    """Eight outputs of a token, which ``turn_outputs`` left as 0, 4, 1, 5, 2, 6, 3, 7."""
+def outputs_in_order(words: Sequence[Uint32]) -> list[Uint32]:
+    """Eight outputs of a token, which ``transpose_outputs`` left as 0, 4, 1, 5, 2, 6, 3, 7."""
     return [
         ptx.select_halves(words[i], words[i + 1], half) for half in range(2) for i in range(0, 4, 2)
     ]
 
 
 @cute.jit
-def turn_quad(words: Value, lane: Value) -> Value:
-    """Lane i of four gets word i of each: two exchanges of two words."""
+def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:
+    """Transpose 4 words of 4 neighbouring lanes: lane i gets word i of each.
+
+    Two exchanges of two words each.
+    """
     for bit in cutlass.range_constexpr(2):
         odd = (lane >> bit) & 1
-        kept, given = [], []
+        own, received = [], []
         for j in cutlass.range_constexpr(2):
             a = words[j if bit else 2 * j]
             b = words[j + 2 if bit else 2 * j + 1]
-            kept.append(ptx.select_word(odd, b, a))
-            given.append(cute.arch.shuffle_sync_bfly(ptx.select_word(odd, a, b), 1 << bit))
+            own.append(ptx.select_word(odd, b, a))
+            received.append(cute.arch.shuffle_sync_bfly(ptx.select_word(odd, a, b), 1 << bit))
         pairs = [
-            (ptx.select_word(odd, given[j], kept[j]), ptx.select_word(odd, kept[j], given[j]))
+            (
+                ptx.select_word(odd, received[j], own[j]),
+                ptx.select_word(odd, own[j], received[j]),
+            )
             for j in range(2)
         ]
         if cutlass.const_expr(bit == 0):

@@ -1,4 +1,4 @@
-"""In which order tiles follow one another."""
+"""Tile scheduler: the order in which persistent CTAs visit the output tiles of a GEMM."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 
-def place(tile: Any, order: Any, least: Callable[[Any, Any], Any] = min) -> tuple[Any, Any]:
-    """Block of rows and tile of tokens: spans of tokens, in them rows, in them tokens.
+def tile_position(
+    tile: Any, order: tuple[Any, Any, Any], least: Callable[[Any, Any], Any] = min
+) -> tuple[Any, Any]:
+    """Block of rows and tile of tokens of the ``tile``-th output tile.
 
-    So that what runs at a time reads few rows and few tokens, from the level-2 cache.
+    Tiles go by spans of tokens, within a span by blocks of rows, within these by tokens. So CTAs
+    that run at the same time read few rows and few tokens, which stay in L2.
+
+    Python's numbers as well as a kernel's, hence no types.
 
     Args:
         tile: From 0.
-        order: Tiles of tokens; of these, how many come one after another before the next rows do;
-            and blocks of rows.
-        least: The smaller of two numbers: of Python's, or a kernel's.
+        order: Tiles of tokens; of these, how many make a span; and blocks of rows.
+        least: Minimum of two numbers: Python's, or ``cutlass.min``.
     """
     token_tiles, span, row_blocks = order
     begin = tile // (span * row_blocks) * span

@@ -31,8 +31,8 @@ from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.epilogue import activated, output_row, turn
-from dsv4.cute.device.scheduler import place
+from dsv4.cute.device.epilogue import swiglu_output_row, swiglu_outputs, transpose
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
 from dsv4.cute.sm100.dense_plan import (
     ATOM,
@@ -338,14 +338,14 @@ class DenseKernel(DensePlan):
         stage, parity, tile = Int32(0), Int32(1), Int32(first)
         # The weights of the first stages do not wait for the kernel before, the tokens do.
         ahead = cutlass.min(steps, self.stages)
-        row_block, token_tile = place(tile, order, cutlass.min)
+        row_block, token_tile = tile_position(tile, order, cutlass.min)
         for k in cutlass.range(ahead, unroll=1):
             self._expect(full, k, rank, lane)
             at = self.row_place(row_block, rank, begin + k)
             self._copy_rows(weight, (room, barriers_at, k), at)
         cute.arch.griddepcontrol_wait()
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token_tile = tile_position(tile, order, cutlass.min)
             group = row_block // group_blocks
             for k in cutlass.range(steps, unroll=1):
                 if tile != first or k >= ahead:
@@ -466,7 +466,7 @@ class DenseKernel(DensePlan):
 
     def _shift(self, tile: Value, order: Value) -> Value:
         """``scale_shift`` of a tile."""
-        _, token_tile = place(tile, order, cutlass.min)
+        _, token_tile = tile_position(tile, order, cutlass.min)
         return self.scale_shift(token_tile)
 
     def _multiply_stage(
@@ -563,7 +563,7 @@ class DenseKernel(DensePlan):
         """A tile's block of rows, its first token, how many there are, and where its things lie."""
         tokens, _, _, group_blocks = sizes
         global_scale, token_scale, scale_tokens, *rest = places
-        row_block, token_tile = place(tile, order, cutlass.min)
+        row_block, token_tile = tile_position(tile, order, cutlass.min)
         scale_at = token_scale + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
         at = (global_scale, scale_at, scale_tokens, *rest)
         return row_block, token_tile * self.token_block, tokens, at
@@ -649,7 +649,7 @@ class DenseKernel(DensePlan):
         ]
         if not self.swiglu:
             return values
-        return [[activated(four, limit, lane) for four in half] for half in values]
+        return [[swiglu_outputs(four, limit, lane) for four in half] for half in values]
 
     @cute.jit
     def _store(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
@@ -673,7 +673,7 @@ class DenseKernel(DensePlan):
         for n in cutlass.range_constexpr(len(values)):
             for i in cutlass.range_constexpr(len(values[n])):
                 token = begin + n * 8 + lane % 4 * 2 + i % 2
-                at = start + (output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8)
+                at = start + (swiglu_output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8)
                 if token < tokens and at < outputs:
                     place_ = (Int64(token) * outputs + at) * 4
                     ptx.store_global_float(out + place_, values[n][i])
@@ -689,7 +689,7 @@ class DenseKernel(DensePlan):
         for h in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(count // 8):
                 room = turned + Uint32(n * 8 * self.line)
-                turn(values[h][n], room, self.line, warp * 2 + h, lane)
+                transpose(values[h][n], room, self.line, warp * 2 + h, lane)
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * EPILOGUE_WARPS)
         vectors = self.tile_outputs  # of 8 results, of a line
         for i in cutlass.range_constexpr(-(-count * vectors // 128)):

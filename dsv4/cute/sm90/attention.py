@@ -30,7 +30,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.epilogue import turn_quad
+from dsv4.cute.device.epilogue import transpose_quad
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -882,7 +882,7 @@ class AttentionKernel(Entries, AttentionPlan):
                     )
                     for m in range(4)
                 ]
-                words = turn_quad(words, lane)
+                words = transpose_quad(words, lane)
                 if first + row + 8 * r < heads:
                     dim = rank * (share * 8) + piece * 32 + lane % 4 * 8
                     ptx.store_global4(line + (dim + 8 * r * DIMS) * 2, words)

@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.epilogue import turn_quad
+from dsv4.cute.device.epilogue import transpose_quad
 from dsv4.cute.sm90.attention_plan import (
     DIMS,
     MERGED_TOGETHER,
@@ -108,7 +108,7 @@ class MergeKernel(MergePlan):
         words = [
             ptx.pack_bfloat16x2(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(4)
         ]
-        words = turn_quad(words, thread)
+        words = transpose_quad(words, thread)
         ptx.store_global4(out + (Int64(number) * DIMS + thread * 8) * 2, words)
 
     def _ask(self, own: Value, sizes: Value, begin: Value) -> list[Value]:

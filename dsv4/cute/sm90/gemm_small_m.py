@@ -36,60 +36,25 @@ Determinism
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
+from dsv4.cute.sm90.gemm_small_m_input import SharedMemory, SmallMInput, XRows
 from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, SmallMArgs
 from dsv4.cute.sm90.small_m_tile import (
     PARTIAL_BYTES,
     Fragment,
     GlobalScales,
     Output,
-    SmallMTile,
     WeightAddress,
     Words,
 )
 
 
-class SharedMemory(NamedTuple):
-    """Shared-memory addresses, in the order in which they lie.
-
-    Attributes:
-        x: The CTA's part of X, ``plan.x_row_bytes`` a token.
-        partials: Partial sums that the cluster's CTAs sent to this one.
-        buffer: The warp's buffer for the epilogue transpose; in the ring kernel, its ring.
-        zero: A word that is 0; the word after it is the CTA's group.
-        x_full: mbarriers of the first columns of X and, 8 bytes on, of the others.
-        partials_full: The warp's mbarrier of partial sums; without a cluster, the word that holds
-            its row tile.
-    """
-
-    x: Uint32
-    partials: Uint32
-    buffer: Uint32
-    zero: Uint32
-    x_full: Uint32
-    partials_full: Uint32
-
-
-class XRows(NamedTuple):
-    """X in shared memory, as a lane reads it.
-
-    Attributes:
-        rows: Where the row begins whose address the lane gives to ``ldmatrix``.
-        full: As ``SharedMemory.x_full``.
-    """
-
-    rows: Uint32
-    full: Uint32
-
-
-class SmallMKernel(SmallMTile):
+class SmallMKernel(SmallMInput):
     """The kernel with prefetched weights in registers."""
 
     abi = SMALL_M_ABI
@@ -121,6 +86,7 @@ class SmallMKernel(SmallMTile):
         stride = grid // self.plan.ctas * self.plan.warps
         # A warp beyond the last row tile loads that one's weights and computes nothing of them.
         weight = self._weight_address(args, cutlass.min(tile, args.row_tiles - 1), rank, lane)
+        # Before anything that waits: the latency of these loads overlaps the preceding kernel.
         ahead = self._prefetch(weight, shared.buffer)
         if lane == 0:
             if cutlass.const_expr(self.plan.ctas > 1):
@@ -130,22 +96,29 @@ class SmallMKernel(SmallMTile):
                 ptx.mbarrier_init(shared.x_full + 8, self.x_arrivals)
                 ptx.store_shared_int(shared.zero, Int32(0))
             ptx.fence_mbarrier_init()
+        # The next kernel's CTAs may start where SMs have room. They load their weights and wait for
+        # this kernel's results by griddepcontrol.wait.
         cute.arch.griddepcontrol_launch_dependents()
+        # Kept in shared memory, because the epilogue needs it when registers hold weights.
         group = cta // self.plan.ctas * self.plan.warps // args.group_tiles
         if thread == 0:
             ptx.store_shared_int(shared.zero + 4, group)
         if cutlass.const_expr(self.plan.ctas > 1):
+            # Relaxed: a release would wait for the weights in flight. See "Barriers" above.
             cute.arch.cluster_arrive_relaxed()
         else:
             cute.arch.sync_threads()
         if cutlass.const_expr(self.plan.token_tiles == 1):  # noqa: SIM102 - one is constant
             if warp == 0:
                 self._prefetch_x_to_l2(args, args.x + group * args.group_stride * 2, rank)
+        # From here on X is what the preceding kernel wrote.
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.plan.token_tiles == 1):  # noqa: SIM102 - one is constant
             if warp == 0:
                 self._bulk_copy_x(args, args.x + group * args.group_stride * 2, shared, rank)
         if cutlass.const_expr(self.plan.ctas > 1):
+            # From here on the mbarriers of other CTAs are initialised. The bulk copies of X above
+            # need those of this CTA alone.
             cute.arch.cluster_wait()
         if cutlass.const_expr(self.plan.token_tiles > 1):
             self._copy_x(args, args.x + group * args.group_stride * 2, shared, rank, thread)
@@ -173,16 +146,19 @@ class SmallMKernel(SmallMTile):
                 cute.arch.sync_warp()
         elif tile < args.row_tiles:
             sums = self._multiply(weight, ahead, XRows(rows, shared.x_full), Uint32(opaque_16))
+            # All that follows is computed again from opaque numbers, not kept over the main loop.
             warp, lane = self._reread_lane(shared.zero)
             cta += ptx.load_shared_int(shared.zero)
             rank, group = cta % self.plan.ctas, ptx.load_shared_int(shared.zero + 4)
             tile = cta // self.plan.ctas * self.plan.warps + warp
             shared = self._shared(warp)
             owner = tile % self.plan.ctas
+            # Of ``ctas`` neighbouring warps each has another owner, so they can share its slots.
             slot = warp // self.plan.ctas * self.plan.ctas
             partials = shared.partials + Uint32(slot * self.plan.partial_bytes)
             self._send(sums, partials, shared.partials_full, owner, rank, lane)
             if owner == rank:
+                # The global scales are loaded while the other CTAs' partial sums are on their way.
                 factors = self._row_factors(self._scales(args), tile * 16 + lane // 4)
                 sums = self._reduce(partials, shared.partials_full, lane)
                 output = self._output(args, shared.buffer, group)
@@ -214,90 +190,12 @@ class SmallMKernel(SmallMTile):
             limit=args.limit,
         )
 
-    def _shared(self, warp: Int32) -> SharedMemory:
-        """The layout of dynamic shared memory, as a warp uses it."""
-        x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-        partials = x + self.plan.x_bytes
-        buffers = partials + self.plan.partials_bytes
-        x_full = buffers + self.plan.epilogue_bytes + 8
-        buffer = buffers + Uint32(warp * self.plan.buffer_bytes)
-        partials_full = x_full + Uint32(warp * 8 + 16)
-        return SharedMemory(x, partials, buffer, x_full - 8, x_full, partials_full)
-
     def _prefetch(self, weight: WeightAddress, buffer: Uint32) -> list[Words]:
         """Load the first stages, before griddepcontrol.wait."""
         return [self._fetch(weight, stage) for stage in range(self.plan.stages)]
 
     def _prefetch_more(self, weight: WeightAddress, ahead: list[Words]) -> None:
         """Load stages that X should not wait for; the register kernel has none."""
-
-    @property
-    def x_arrivals(self) -> int:
-        """Arrivals at each mbarrier of X: of one lane, or of every thread that copies."""
-        return 1 if self.plan.token_tiles == 1 else self.plan.threads
-
-    @cute.jit
-    def _prefetch_x_to_l2(self, args: SmallMArgs, x: Int64, rank: Int32) -> None:
-        """One warp, before griddepcontrol.wait: bring the CTA's part of X to L2.
-
-        Harmless while the preceding kernel still writes it: L2 is where both meet.
-        """
-        lane = cute.arch.lane_idx()
-        if lane < args.tokens:
-            source = x + (lane * args.token_stride + rank * (self.plan.tiles * 64)) * 2
-            ptx.bulk_prefetch_l2(source, self.plan.tiles * 128)
-
-    @cute.jit
-    def _bulk_copy_x(self, args: SmallMArgs, x: Int64, shared: SharedMemory, rank: Int32) -> None:
-        """One warp: start bulk copies of the CTA's part of X, a token by each lane.
-
-        First the columns that the first ``stages`` tiles multiply, on a barrier of their own: X is
-        what a CTA waits for, as the weights of these stages are there by then.
-        """
-        lane = cute.arch.lane_idx()
-        first, whole = self.plan.stages * 128, self.plan.tiles * 128  # bytes of a token
-        if lane == 0:
-            ptx.mbarrier_arrive_expect_tx(shared.x_full, args.tokens * first)
-            ptx.mbarrier_arrive_expect_tx(shared.x_full + 8, args.tokens * (whole - first))
-        cute.arch.sync_warp()  # no copy may complete bytes before they are expected
-        if lane < args.tokens:
-            to = shared.x + Uint32(lane * self.plan.x_row_bytes)
-            source = x + (lane * args.token_stride + rank * (self.plan.tiles * 64)) * 2
-            ptx.bulk_copy_to_shared(to, source, first, shared.x_full)
-            if cutlass.const_expr(whole > first):
-                rest = whole - first
-                ptx.bulk_copy_to_shared(to + first, source + first, rest, shared.x_full + 8)
-
-    @cute.jit
-    def _copy_x(
-        self, args: SmallMArgs, x: Int64, shared: SharedMemory, rank: Int32, thread: Int32
-    ) -> None:
-        """All threads: copy the CTA's part of X, 16 bytes at a time; faster for 9 to 16 tokens."""
-        source = x + rank * (self.plan.tiles * 128)
-        first, whole = self.plan.stages * 8, self.plan.tiles * 8  # vectors of a token
-        for half, (begin, end) in enumerate(((0, first), (first, whole))):
-            count = end - begin
-            if cutlass.const_expr(count > 0):
-                for number in cutlass.range(
-                    thread, args.tokens * count, self.plan.threads, unroll=1
-                ):
-                    token, column = number // count, number % count + begin
-                    to = shared.x + Uint32(token * self.plan.x_row_bytes + column * 16)
-                    at = source + Int64(token) * args.token_stride * 2 + column * 16
-                    ptx.async_copy16(to, at)
-            ptx.mbarrier_arrive_on_async_copies(shared.x_full + half * 8)
-
-    def _rows(self, x: Uint32, lane: Int32) -> Uint32:
-        """Where the lane's row for ``ldmatrix`` begins: 8 rows by 16 bytes, four matrices."""
-        return x + Uint32(lane % 8 * self.plan.x_row_bytes + lane // 8 * 16)
-
-    def _load_x(self, rows: Uint32, tile: int) -> Words:
-        """X fragments of 64 columns: 8 words for each tile of 8 tokens."""
-        words: Words = []
-        for n in range(self.plan.token_tiles):
-            at = n * 8 * self.plan.x_row_bytes + tile * 128
-            words += [*ptx.ldmatrix_x4(rows, at), *ptx.ldmatrix_x4(rows, at + 64)]
-        return words
 
     @cute.jit
     def _multiply(
@@ -357,6 +255,8 @@ class SmallMKernel(SmallMTile):
         right = self._load_x(rows, 0)
         count = self.plan.rounds * self.plan.stages  # tiles of an iteration
         steps, rest = divmod(self.plan.tiles - self.plan.stages, count)
+        # One iteration back, so that the address can be advanced before its loads: with the tile as
+        # an immediate offset, a lane keeps two pointers, not one for each load.
         weight = weight.advanced(self.plan.stages - count)
         for step in cutlass.range(steps, unroll=1):
             weight = weight.advanced(count)

@@ -20,7 +20,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.gemm_small_m import SmallMKernel, XRows
+from dsv4.cute.sm90.gemm_small_m import SmallMKernel
+from dsv4.cute.sm90.gemm_small_m_input import XRows
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMRingPlan
 from dsv4.cute.sm90.small_m_tile import (
     CODE_BYTES,

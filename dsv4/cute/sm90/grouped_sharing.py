@@ -18,7 +18,7 @@ from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.dequant import fragment, scales_to_bfloat16
+from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
 from dsv4.cute.sm90.grouped import GroupedKernel
 from dsv4.cute.sm90.many import CODE_BYTES, PIECE, SCALE_BYTES
 
@@ -128,6 +128,6 @@ class GroupedSharingKernel(GroupedKernel):
     def _expand_shared(self, words: Value, loaded: list[Value], start: int) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
         for k in range(PIECE):
-            expanded = fragment(loaded[start + k], loaded[4 + start + k])
+            expanded = dequantized_fragment(loaded[start + k], loaded[4 + start + k])
             for i, word in enumerate(expanded):
                 words[k * 4 + i] = word

@@ -32,9 +32,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.dequant import fragment, scales_to_bfloat16
-from dsv4.cute.device.epilogue import activated, output_row, outputs_in_order, turn, turn_outputs
-from dsv4.cute.device.scheduler import place
+from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
+from dsv4.cute.device.epilogue import (
+    outputs_in_order,
+    swiglu_output_row,
+    swiglu_outputs,
+    transpose,
+    transpose_outputs,
+)
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
@@ -304,7 +310,7 @@ class ManyKernel(ManyPlan):
             self._fall_behind(warp, skewed)
             ahead = self._start(weights, full, tile < total)
             while tile < total:
-                row_block, token_tile = place(tile, order, cutlass.min)
+                row_block, token_tile = tile_position(tile, order, cutlass.min)
                 rules = (cut0, cut1, cut2, scale_rows)
                 own = self._own(row_block, warp)
                 factors = self._factors_of(own, (global_scale, lane, row_tiles, rules))
@@ -343,7 +349,7 @@ class ManyKernel(ManyPlan):
         begin, steps, every = sizes
         primed = cutlass.min(steps, Int32(self.primed))
         cpasync.prefetch_descriptor(atoms[0])
-        row_block, _ = place(tile, order, cutlass.min)
+        row_block, _ = tile_position(tile, order, cutlass.min)
         at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
         for k in cutlass.range(primed, unroll=1):
             self._expect(full + Uint32(k * 8), self.token_block, lane)
@@ -356,7 +362,7 @@ class ManyKernel(ManyPlan):
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token_tile = tile_position(tile, order, cutlass.min)
             weights = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
             column = (row_block // group_blocks * every + begin) * self.depth
             for k in cutlass.range(steps, unroll=1):
@@ -385,7 +391,7 @@ class ManyKernel(ManyPlan):
         x, global_scale = places
         tile, order, group_blocks, lane = walk
         tokens, token_stride, group_stride, scale_rows, row_tiles, begin = sizes
-        row_block, token_tile = place(tile, order, cutlass.min)
+        row_block, token_tile = tile_position(tile, order, cutlass.min)
         first = token_tile * self.token_block
         column = row_block // group_blocks * group_stride + begin * (64 * self.depth)
         for i in cutlass.range_constexpr(-(-self.token_block // 32)):
@@ -664,7 +670,7 @@ class ManyKernel(ManyPlan):
         """Left operands of a piece, from that step of 16 columns on."""
         for k in range(self.piece):
             both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
-            for i, word in enumerate(fragment(loaded[start + k], both)):
+            for i, word in enumerate(dequantized_fragment(loaded[start + k], both)):
                 words[k * 4 + i] = word
 
     @cute.jit
@@ -711,7 +717,7 @@ class ManyKernel(ManyPlan):
                 (token_scale, start + lane % 4 * 2, tokens, groups),
             )
             if cutlass.const_expr(self.swiglu):
-                values = [activated(four, limit, lane) for four in values]
+                values = [swiglu_outputs(four, limit, lane) for four in values]
                 values = self._weighted(values, places, chunk)
             if cutlass.const_expr(self.float32_out):
                 self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
@@ -806,7 +812,7 @@ class ManyKernel(ManyPlan):
         for n in cutlass.range_constexpr(len(values)):
             for i in cutlass.range_constexpr(len(values[n])):
                 token = begin + n * 8 + lane % 4 * 2 + i % 2
-                row = output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
+                row = swiglu_output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
                 if token < tokens and row_tile < row_tiles:
                     line = Int64(token) * row_tiles + row_tile
                     place = (line * self.tile_outputs + row) * 4
@@ -824,10 +830,10 @@ class ManyKernel(ManyPlan):
         if cutlass.const_expr(self.rooms == 1 or turns == 0):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         if cutlass.const_expr(self.swiglu):
-            turn_outputs(values, room, LINE, warp % 4, lane)
+            transpose_outputs(values, room, LINE, warp % 4, lane)
         else:
             for n in cutlass.range_constexpr(count):
-                turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
+                transpose(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         vectors = self.tile_outputs * 4 // 8  # of 8 results, of a line
         for i in cutlass.range_constexpr(-(-count * 8 * vectors // 128)):

@@ -30,7 +30,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.scheduler import place
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm90.many import ManyKernel, rows_of_x
 from dsv4.cute.sm90.many_fp8_plan import BLOCK, ManyFp8Plan
 
@@ -204,7 +204,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             if warp == self.mma_warps + 1:
                 self._prefetch(
                     (codes_at, codes_stride),
-                    (place(Int32(first), order, cutlass.min)[0], lane),
+                    (tile_position(Int32(first), order, cutlass.min)[0], lane),
                     (row_tiles, begin, steps),
                 )
             if warp == self.mma_warps:
@@ -231,13 +231,15 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             self._fall_behind(warp, skewed)
             cute.arch.griddepcontrol_wait()
             strips = (scales + Int64(begin * self.scale_width), every, scale_blocks, warp)
-            scale = self._first_scale(self._strip(strips, place(tile, order, cutlass.min)[0]))
+            scale = self._first_scale(
+                self._strip(strips, tile_position(tile, order, cutlass.min)[0])
+            )
             ahead = self._start_expanded((weights, product[-1]), scale, full, tile < total)
             while tile < total:
-                row_block, token_tile = place(tile, order, cutlass.min)
+                row_block, token_tile = tile_position(tile, order, cutlass.min)
                 own = self._own(row_block, warp)
                 product[1].fill(0.0)
-                coming = place(cutlass.min(tile + stride, total - 1), order, cutlass.min)[0]
+                coming = tile_position(cutlass.min(tile + stride, total - 1), order, cutlass.min)[0]
                 ahead, scale, stage, parity = self._multiply_ring(
                     product,
                     (weights, ahead, scale),
@@ -322,7 +324,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token_tile = tile_position(tile, order, cutlass.min)
             column = (row_block // group_blocks * every + begin) * self.depth
             for k in cutlass.range(steps, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)

@@ -25,8 +25,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.dequant import fragment, scales_to_bfloat16
-from dsv4.cute.device.epilogue import activated, output_row
+from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
+from dsv4.cute.device.epilogue import swiglu_output_row, swiglu_outputs
 from dsv4.cute.device.kernel import PlannedKernel
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 
@@ -148,8 +148,9 @@ class SmallMTile(PlannedKernel):
         """
         sums = [list(s) for s in sums]
         for step in range(4):
+            # Dequantized right before its MMA: a fragment of four registers is live at a time.
             scales = scales_to_bfloat16((weight[4], weight[5]), step, opaque_16)
-            left = fragment(weight[step], scales)
+            left = dequantized_fragment(weight[step], scales)
             for n in range(self.plan.token_tiles):
                 chain = (n + step) % len(sums) if self.plan.token_tiles == 1 else n
                 right = x[8 * n + 2 * step : 8 * n + 2 * step + 2]
@@ -172,6 +173,7 @@ class SmallMTile(PlannedKernel):
             zero: Shared-memory address of a word that is 0.
         """
         thread, _, _ = cute.arch.thread_idx()
+        # Plain arithmetic after an opaque load; 32 warps at most.
         thread = thread + ptx.load_shared_int(zero)
         return Lane(cute.arch.make_warp_uniform((thread >> 5) & 31), thread & 31)
 
@@ -184,6 +186,7 @@ class SmallMTile(PlannedKernel):
         factors = []
         for h in cutlass.range_constexpr(2):
             at = row + h * 8
+            # The number of the row's segment: how many segments start at or before the row, less 1.
             index = Int32(at >= scales.cut0) + Int32(at >= scales.cut1) + Int32(at >= scales.cut2)
             if scales.per_row == 1:
                 index = at
@@ -214,6 +217,8 @@ class SmallMTile(PlannedKernel):
         self._transpose(sums, factors, output, lane, 0, self.tile_outputs)
         cute.arch.sync_warp()
         width = 4 if self.plan.float32_out else 2
+        # The buffer has a line for each token, without gaps, so the address of a vector is 16 bytes
+        # times its number. With 8 bfloat16 outputs a token there are fewer vectors than lanes.
         vectors = self.tile_outputs * width // 16  # of a token
         for i in cutlass.range_constexpr(max(1, self.plan.token_tiles * 8 * vectors // 32)):
             number = i * 32 + lane
@@ -247,6 +252,7 @@ class SmallMTile(PlannedKernel):
         for n in cutlass.range_constexpr(self.plan.token_tiles):
             values = []
             for i in cutlass.range_constexpr(4):
+                # Accumulators 0 and 1 are the two tokens of the first row, 2 and 3 of the second.
                 place = n * 8 + lane % 4 * 2 + i % 2
                 token = cutlass.min(place, output.tokens - 1)
                 factor = factors[i // 2]
@@ -262,11 +268,12 @@ class SmallMTile(PlannedKernel):
                     )
                 values.append(value)
             if cutlass.const_expr(self.plan.swiglu):
-                values = activated(values, output.limit, lane)
+                # Half of the rows are outputs: one value for each of the lane's two tokens is left.
+                values = swiglu_outputs(values, output.limit, lane)
                 values = self._weighted(values, output, n * 8 + lane % 4 * 2)
             for i in cutlass.range_constexpr(len(values)):
                 token = n * 8 + lane % 4 * 2 + i % 2
-                row = output_row(lane) if self.plan.swiglu else lane // 4 + i // 2 * 8
+                row = swiglu_output_row(lane) if self.plan.swiglu else lane // 4 + i // 2 * 8
                 if token < output.tokens:
                     at = output.buffer + Uint32((token * line + first + row) * width)
                     if cutlass.const_expr(self.plan.float32_out):
