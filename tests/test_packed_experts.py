@@ -376,7 +376,12 @@ class TestPlans:
             for tokens in (1, 5, 6, 100, 777, 8192 * 6):
                 plan = choose(wanted, tokens)
                 assert plan in found
-                assert columns // 64 % plan.depth == 0
+                assert (
+                    columns
+                    // 64
+                    % (plan.stages if isinstance(plan, GroupedFewPlan) else plan.depth)
+                    == 0
+                )
                 assert plan.blocks == 1
                 assert plan.shared_bytes <= 227 * 1024
 
