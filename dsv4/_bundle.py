@@ -15,8 +15,8 @@ Little-endian, without padding::
            length and SHA-256
     ...    images, each as its file in the folder of compiled kernels
 
-A file is read once, from a place that ``dsv4.cute._trusted`` accepts; an image is verified by its
-length and SHA-256 when it is looked up, before anything decodes it.
+A file is read once, from a place that ``dsv4.cute.runtime.trusted`` accepts; an image is verified
+by its length and SHA-256 when it is looked up, before anything decodes it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv4._versions import Versions
-from dsv4.cute import _trusted
-from dsv4.cute._architectures import ARCHITECTURES
+from dsv4.cute.runtime import trusted
+from dsv4.cute.runtime.architectures import ARCHITECTURES
 
 VARIABLE = "DSV4_KERNELS"
 PACKAGE, ENDING = "dsv4_kernels", ".dsv4"
@@ -172,9 +172,9 @@ def read(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
     """
     file = Path(path).expanduser().absolute()
     try:
-        _trusted.check_folder(str(file.parent))
-        found = decode(_trusted.read_file(str(file), MOST_BYTES))
-    except (BundleError, _trusted.UntrustedError, OSError) as reason:
+        trusted.check_folder(str(file.parent))
+        found = decode(trusted.read_file(str(file), MOST_BYTES))
+    except (BundleError, trusted.UntrustedError, OSError) as reason:
         said = reason.strerror if isinstance(reason, OSError) and reason.strerror else reason
         raise BundleError(f"the bundle {file} cannot be used: {said}") from reason
     difference = found.versions.difference(Versions.current())
@@ -193,8 +193,8 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
         OSError: if it cannot be written.
     """
     try:
-        _trusted.write_file(str(Path(path).expanduser().absolute()), content)
-    except _trusted.UntrustedError as reason:
+        trusted.write_file(str(Path(path).expanduser().absolute()), content)
+    except trusted.UntrustedError as reason:
         raise BundleError(f"{path} is not written: {reason}") from reason
 
 

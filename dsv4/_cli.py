@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv4._versions import Versions
 from dsv4.config import ModelConfig
-from dsv4.cute._architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import ARCHITECTURES
 
 _PRESETS = ("flash", "pro")
 _ACTIVATIONS = ("bf16", "nvfp4")

@@ -12,7 +12,7 @@ from dsv4._compile_pool import Finished, Pool
 from dsv4._listing import Listing
 from dsv4._progress_line import Count
 from dsv4._steps import Steps, step_shapes
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 
 _SHARE = 50  # steps of a list at least, which take less than the start of another one
 
@@ -147,7 +147,7 @@ class Compilation:
             return
         content: Any = done.result.content
         self.outcome.compiled[job.key] = content
-        if not _images.keep(job.file_name, content):
+        if not cubin_cache.keep(job.file_name, content):
             _bundle.active().fresh[job.key] = content
         self._is_there(job)
 
@@ -160,5 +160,5 @@ class Compilation:
 def _require_compiler(missing: Sequence[KernelJob]) -> None:
     for job in missing:
         if isinstance(job, CuteJob):
-            _images.require_compiler(job.plan)
+            cubin_cache.require_compiler(job.plan)
             return

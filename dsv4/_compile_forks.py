@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import IO
 
 from dsv4._compile_worker import ENDED, receive
-from dsv4.cute._architectures import HOPPER
+from dsv4.cute.runtime.architectures import HOPPER
 
 _PATH = "DSV4_WORKER_PATH"
 # The search path is the parent's, whatever the current folder holds.

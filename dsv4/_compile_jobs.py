@@ -48,30 +48,30 @@ class CuteJob:
     @functools.cached_property
     def key(self) -> bytes:
         """Of the compiled kernel."""
-        from dsv4.cute import _images
+        from dsv4.cute.runtime import cubin_cache
 
-        return _images.key(self.plan, self.arch)
+        return cubin_cache.key(self.plan, self.arch)
 
     @property
     def file_name(self) -> str:
         """In the folder of compiled kernels."""
-        from dsv4.cute import _images
+        from dsv4.cute.runtime import cubin_cache
 
-        return _images.file_name(self.key)
+        return cubin_cache.file_name(self.key)
 
     def stored(self) -> bytes | None:
         """The kernel's file if it is in a bundle or on disk."""
-        from dsv4.cute import _cubin_file, _images
+        from dsv4.cute.runtime import cubin_cache, cubin_file
 
-        found = _images.stored(self.plan, self.arch)
-        return None if found is None else _cubin_file.encode(found, self.key)
+        found = cubin_cache.stored(self.plan, self.arch)
+        return None if found is None else cubin_file.encode(found, self.key)
 
     def run(self) -> Compiled:
         """Compile it."""
-        from dsv4.cute import _cubin_file, _images
+        from dsv4.cute.runtime import cubin_cache, cubin_file
 
-        made = _images.compile_image(self.plan, _images.target(self.plan, self.arch))
-        return Compiled(self.key, made.name, _cubin_file.encode(made, self.key))
+        made = cubin_cache.compile_image(self.plan, cubin_cache.target(self.plan, self.arch))
+        return Compiled(self.key, made.name, cubin_file.encode(made, self.key))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import gemm_fp8, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute import grouped_gemm as cute_grouped
-from dsv4.cute._architectures import HOPPER
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
-from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.integrations._swap import OutputHead
 from dsv4.layers._pooling import PoolingModule

@@ -16,7 +16,7 @@ from dsv4 import _bundle, _sealed_file
 from dsv4._recipe import Recipe
 from dsv4._steps import Ran, Steps, Target
 from dsv4._versions import Versions, digest
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 
 _MAGIC = b"dsv4lst\n"
 
@@ -66,12 +66,12 @@ class Listing:
         def decode(file: bytes) -> dict[str, Any]:
             return json.loads(_sealed_file.decode(_MAGIC, self.key, file))
 
-        found = _images.find(self.target.arch, self.key, self.file_name, decode)
+        found = cubin_cache.find(self.target.arch, self.key, self.file_name, decode)
         if found is None:
             return None
         known = {bytes.fromhex(key): name for key, name in found["kernels"].items()}
         for key in known:
-            if not _images.is_kept(self.target.arch, key, triton_images.file_name(key)):
+            if not cubin_cache.is_kept(self.target.arch, key, triton_images.file_name(key)):
                 return None
         ran = {
             (op, name): Ran(objections, set(kernels))
@@ -81,4 +81,4 @@ class Listing:
 
     def keep(self, steps: Steps) -> None:
         """Keep a list on disk, if that can be."""
-        _images.keep(self.file_name, self.encode(steps).content)
+        cubin_cache.keep(self.file_name, self.encode(steps).content)

@@ -10,7 +10,8 @@ Little-endian, without padding::
     8      length of the content
     ...    content
 
-The hash shows damage; it is no signature. ``dsv4.cute._trusted`` checks who can write a file.
+The hash shows damage; it is no signature. Who can write a file is what
+``dsv4.cute.runtime.trusted`` checks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from dsv4 import _support, dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
-from dsv4.cute._architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear

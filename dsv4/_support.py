@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4.cute._architectures import ARCHITECTURES, HOPPER
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
-from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
+from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS as MOST_GROUPED
-from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.index_choice_plan import is_long
 from dsv4.cute.sm90.index_scores_plan import multiplies
@@ -155,7 +155,7 @@ def _no_cute_gemm(
     plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1), arch)
     if plan is None:
         return f"{columns} columns of 16 tokens do not fit a block's shared memory"
-    if isinstance(plan, FewPlan) and tokens > MOST_FEW_TOKENS:
+    if isinstance(plan, SmallMPlan) and tokens > MOST_FEW_TOKENS:
         if arch != HOPPER:
             return (
                 f"there are {tokens} tokens, and the kernel multiplies {TOKENS} at a time, wanted "

@@ -22,7 +22,7 @@ from dsv4._listing import Listing
 from dsv4._progress_line import progress as progress_line
 from dsv4._recipe import Recipe
 from dsv4.cute import gemm as cute_gemm
-from dsv4.cute._architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.model import DeepseekV4ForCausalLM
 
 

@@ -27,7 +27,8 @@ import torch
 
 from dsv4 import _sealed_file
 from dsv4._versions import Versions
-from dsv4.cute import _driver, _images
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.elements import decode_e2m1
 
 _MAGIC = b"dsv4chk\n"
@@ -117,13 +118,13 @@ def _stored(configuration: Configuration) -> list[str | None] | None:
     def decode(file: bytes) -> list[str | None]:
         return [json.loads(_sealed_file.decode(_MAGIC, configuration.key, file))["reason"]]
 
-    return _images.find("", configuration.key, configuration.file_name, decode)
+    return cubin_cache.find("", configuration.key, configuration.file_name, decode)
 
 
 def _keep(configuration: Configuration, reason: str | None) -> None:
     words = json.dumps({"reason": reason}).encode()
     file = _sealed_file.encode(_MAGIC, configuration.key, words)
-    _images.keep(configuration.file_name, file)
+    cubin_cache.keep(configuration.file_name, file)
 
 
 def unsupported(
@@ -167,7 +168,7 @@ def gpu(device: torch.device) -> str:
         return str(device.type)
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"
-    return f"{properties.name} {capability} driver {_driver.driver_version()}"
+    return f"{properties.name} {capability} driver {cuda_driver.driver_version()}"
 
 
 def is_capturing(device: torch.device) -> bool:

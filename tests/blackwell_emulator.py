@@ -316,16 +316,16 @@ def bfloat16(value):
 
 
 def fake_ptx(memory):
-    """``dsv4.cute._ptx``."""
+    """``dsv4.cute.device.ptx``."""
 
     def shared():
         return _HERE.cluster.shared[_HERE.block]
 
-    def barrier_init(address, count):
+    def mbarrier_init(address, count):
         cluster = _HERE.cluster
         cluster.barriers[_HERE.block, address] = Barrier(cluster.lock, count)
 
-    def store_matrices2_turned(address, low, high):
+    def stmatrix_x2_transposed(address, low, high):
         every = together((address, (low, high)))
         for matrix in range(2):
             pair = every[_HERE.lane][1][matrix]
@@ -358,10 +358,10 @@ def fake_ptx(memory):
         array, *_ = memory.at(address)
         memory.store(address, np.array(words, np.uint32).view(array.dtype))
 
-    def load_or_zero(address, words, wanted, offset=0):
+    def load_global_or_zero(address, words, wanted, offset=0):
         return memory.load_words(address + offset, words) if wanted else [0] * words
 
-    def larger_halves(a, b):
+    def max_u16x2(a, b):
         a, b = int(a), int(b)
         return np.uint32(max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF))
 
@@ -369,19 +369,21 @@ def fake_ptx(memory):
         assert address % 16 == 0
         shared()[address : address + 16].view(np.float32)[:] = values
 
-    def load_remote_float4(address):
+    def load_shared_cluster_float4(address):
         block, start = divmod(address, 1 << 32)
         return _HERE.cluster.shared[block][start : start + 16].view(np.float32).copy()
 
     return types.SimpleNamespace(
         store_shared_float4=store_shared_float4,
-        load_remote_float4=load_remote_float4,
-        remote=lambda address, block: block << 32 | address,
-        barrier_init=barrier_init,
-        fence_barrier_init=lambda: None,
-        expect_bytes=lambda address, count: _HERE.cluster.barrier(address).arrive(count),
-        wait=lambda address, parity: _HERE.cluster.barrier(address).wait(parity),
-        arrive=lambda address: _HERE.cluster.barrier(address).arrive(),
+        load_shared_cluster_float4=load_shared_cluster_float4,
+        map_to_cta=lambda address, block: block << 32 | address,
+        mbarrier_init=mbarrier_init,
+        fence_mbarrier_init=lambda: None,
+        mbarrier_arrive_expect_tx=lambda address, count: _HERE.cluster.barrier(address).arrive(
+            count
+        ),
+        mbarrier_wait=lambda address, parity: _HERE.cluster.barrier(address).wait(parity),
+        mbarrier_arrive=lambda address: _HERE.cluster.barrier(address).arrive(),
         load_shared_int=lambda address: int(load_shared(address, 1)[0]),
         load_shared=load_shared,
         load_global_float=memory.load_float,
@@ -392,16 +394,16 @@ def fake_ptx(memory):
         ),
         store_global_byte=lambda address, byte: memory.store(address, [byte]),
         load_global=memory.load_int,
-        load_or_zero=load_or_zero,
+        load_global_or_zero=load_global_or_zero,
         store_shared4=store_shared4,
         store_shared_int=store_shared_int,
-        fence_shared=lambda: None,
-        larger_halves=larger_halves,
+        fence_proxy_async_shared=lambda: None,
+        max_u16x2=max_u16x2,
         assembly=ptx_machine.run,
-        store_matrices2_turned=store_matrices2_turned,
+        stmatrix_x2_transposed=stmatrix_x2_transposed,
         store_shared_bfloat16=store_shared_bfloat16,
-        bfloat16_pair=lambda low, high: bfloat16(low) | bfloat16(high) << 16,
-        choose=lambda condition, yes, no: yes if condition else no,
+        pack_bfloat16x2=lambda low, high: bfloat16(low) | bfloat16(high) << 16,
+        select_float=lambda condition, yes, no: yes if condition else no,
         swiglu=swiglu,
     )
 
@@ -598,7 +600,7 @@ def fake_cutlass():
 
 SHARED = {
     f"dsv4.cute.{name}"
-    for name in ("_turning", "sm90._activate", "sm90._codes", "sm90._experts", "sm100.dense")
+    for name in ("device.epilogue", "device.quantize", "device.expert_scheduler", "sm100.dense")
 }
 
 
@@ -608,7 +610,7 @@ def emulated_source(memory, name="dsv4.cute.sm100.dense"):
     nothing = types.SimpleNamespace(
         CUstream=None, make_fake_tensor=None, CtaGroup=types.SimpleNamespace(ONE=1, TWO=2)
     )
-    ptx = types.SimpleNamespace(_ptx=fake_ptx(memory))
+    ptx = types.SimpleNamespace(ptx=fake_ptx(memory))
     shuffles = types.SimpleNamespace(nvvm=types.SimpleNamespace(ShflKind=Kinds))
     stand_ins = {
         "cutlass._mlir.dialects": shuffles,
@@ -618,7 +620,7 @@ def emulated_source(memory, name="dsv4.cute.sm100.dense"):
         "cutlass.cute.nvgpu.tcgen05": nothing,
         "cutlass.cute.runtime": nothing,
         "cuda.bindings.driver": nothing,
-        "dsv4.cute": ptx,
+        "dsv4.cute.device": ptx,
         "dsv4.cute.sm100": types.SimpleNamespace(_tcgen05=fake_tcgen05()),
     }
 

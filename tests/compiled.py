@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 from tests import test_cute_compile, test_sm100_compile, test_sm100_grouped
 from tests.machine_code import instructions_of, usage_of
 
@@ -52,7 +52,7 @@ def plans(arch):
 
 def row(name, how, arch, some, folder):
     """One line of the table: the largest of each resource, the least and most of each count."""
-    images = [_images.compile_image(plan, arch) for plan in some]
+    images = [cubin_cache.compile_image(plan, arch) for plan in some]
     usages = [usage_of(image, folder / "cubin") for image in images]
     listings = instructions_of(images, arch, folder / "code")
     spilled = [u["STACK"] + u["LOCAL"] for u in usages]
@@ -113,7 +113,7 @@ def triton():
 _APART = ("op", "kernel", "exchanges")  # of which no largest is taken
 
 if __name__ == "__main__":
-    made = f"CuTeDSL {_images.compiler()}, triton {importlib.metadata.version('triton')}"
+    made = f"CuTeDSL {cubin_cache.compiler()}, triton {importlib.metadata.version('triton')}"
     print("# What Blackwell's kernels compile to\n")
     print(f"`python -m tests.compiled` wrote this page: {made}.")
     print("Compiled and disassembled, never run. Of several configurations: the largest of each")

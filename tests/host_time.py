@@ -31,9 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from dsv4 import ModelConfig, _steps, _support, dispatch
-from dsv4.cute import _driver
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Image, Kernel
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.layers import _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans
@@ -115,8 +115,8 @@ def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
     yield _launch, "multiprocessors", lambda device: _PROCESSORS
     yield _launcher, "is_on_gpu", lambda tensor: True
     yield _plans, "is_worth_it", lambda tensor: True
-    yield _driver, "_driver", lambda: cuda
-    yield _driver, "tensor_map", lambda address, matrix: bytes(128)
+    yield cuda_driver, "_driver", lambda: cuda
+    yield cuda_driver, "tensor_map", lambda address, matrix: bytes(128)
     yield torch.cuda, "device", lambda device: contextlib.nullcontext()
     yield F, "linear", lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0]))
     # Checks of values, which a GPU's tensors skip.

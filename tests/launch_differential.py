@@ -26,7 +26,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
-from dsv4.cute import _driver
+from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.triton import _launcher
 from dsv4.triton._launcher import flat, parameter_sizes
 from tests.host_time import MockTritonDriver
@@ -76,7 +76,7 @@ class CudaDriver:
         sizes = parameter_sizes(kernel.asm["ptx"])
         values = tuple(ctypes.string_at(pointers[i], n) for i, n in enumerate(sizes))
         told = [config.attributes[i] for i in range(config.attribute_count)]
-        assert all(one.id == _driver._PROGRAMMATIC_LAUNCH and one.value[0] == 1 for one in told)
+        assert all(one.id == cuda_driver._PROGRAMMATIC_LAUNCH and one.value[0] == 1 for one in told)
         self.launches.append(
             Launched(
                 kernel.hash,
@@ -150,7 +150,7 @@ def drivers() -> Iterator[tuple[TritonDriver, CudaDriver]]:
     cuda = CudaDriver(triton_driver.compiled)
     with ExitStack() as undo:
         for owner, name, value in (
-            (_driver, "_driver", lambda: cuda),
+            (cuda_driver, "_driver", lambda: cuda),
             (_launcher, "is_on_gpu", lambda tensor: True),
             (_launcher, "current_device", lambda: -1),
             (_launcher, "stream_of", lambda device: _STREAM),

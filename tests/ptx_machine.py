@@ -1,4 +1,4 @@
-"""Runs straight-line PTX on the CPU: what ``_ptx.assembly`` is given, one instruction at a time.
+"""Runs straight-line PTX on the CPU: what ``ptx.assembly`` is given, one instruction at a time.
 
 Registers hold bits. The instructions are those that quantisation in an epilogue is made of.
 """
@@ -6,6 +6,7 @@ Registers hold bits. The instructions are those that quantisation in an epilogue
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 
 import numpy as np
@@ -168,7 +169,7 @@ class Machine:
 
 
 def run(code, outputs, inputs):
-    """Results of the instructions, as ``_ptx.assembly`` gives them.
+    """Results of the instructions, as ``ptx.assembly`` gives them.
 
     Args:
         code: Instructions that name results ``{$w0}`` on and inputs ``{$r0}`` on.
@@ -188,3 +189,10 @@ def _ran(code, inputs, floats):
         machine.run(name, *operands)
     words = [machine.registers[f"$w{i}"] for i in range(len(floats))]
     return tuple(number(w) if is_float else w for w, is_float in zip(words, floats, strict=True))
+
+
+def install(monkeypatch):
+    """Let functions of ``dsv4.cute.device.ptx`` run here instead of being compiled."""
+    for kind in ("arithmetic", "convert"):
+        module = importlib.import_module(f"dsv4.cute.device.ptx.{kind}")
+        monkeypatch.setattr(module, "assembly", run)

@@ -20,7 +20,7 @@ import torch
 from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
 from dsv4.bench.problem import Draw
-from dsv4.cute._driver import Kernel
+from dsv4.cute.runtime.driver import Kernel
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.ops.indexer import indexer_select
 from tests.test_indexer_cute import Coded, apart, chosen, rows_of

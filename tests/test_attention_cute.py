@@ -527,7 +527,7 @@ def test_what_it_does_not_run_is_said(pretended):
 def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
     pytest.importorskip("cutlass")
     triton = pytest.importorskip("triton")
-    from dsv4.cute._images import compile_image
+    from dsv4.cute.runtime.cubin_cache import compile_image
     from tests.machine_code import loads_before_wait
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -57,9 +57,12 @@ class TestOperators:
     @pytest.mark.parametrize(
         ("kernel", "operator"),
         [
-            ("kernel_cutlass_kernel_FewKernelcolumns64_blocks1_warps8", operators.NVFP4_GEMM),
+            (
+                "kernel_cutlass_kernel_SmallMKernelSmallMPlancolumns64",
+                operators.NVFP4_GEMM,
+            ),
             ("kernel_cutlass_kernel__AttentionKernelheads64", operators.ATTENTION),
-            ("kernel_cutlass_kernel_GroupedFewKernelcolumns64", operators.EXPERTS),
+            ("kernel_cutlass_kernel_GroupedFewKernelGroupedFewPlancolumns64", operators.EXPERTS),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),
             ("_few_kernel", operators.ROUTER),
             ("_product_few_kernel", operators.HYPER),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dsv4 import _bundle, _sealed_file
 from dsv4._bundle import BundleError, Compiled
 from dsv4._versions import Versions
-from dsv4.cute import _images
-from dsv4.cute._driver import Image
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime.driver import Image
 
 ARCH = "sm_90a"
 VERSIONS = Versions("1", "2", "3", "4")
@@ -27,7 +27,7 @@ compiled = st.builds(Compiled, st.binary(min_size=32, max_size=32), st.text(), s
 def no_bundle(monkeypatch, tmp_path):
     """Of this machine, and no kernels on disk."""
     monkeypatch.delenv(_bundle.VARIABLE, raising=False)
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
     _bundle.active.cache_clear()
     _bundle._say.cache_clear()
     yield
@@ -158,15 +158,15 @@ class Plan:
 
 
 def test_cutedsl_kernels_come_from_it(tmp_path, monkeypatch):
-    from dsv4.cute import _cubin_file
+    from dsv4.cute.runtime import cubin_file
 
-    image, key = Image(b"code", "name", 32, 1, 0), _images.key(Plan(), ARCH)
+    image, key = Image(b"code", "name", 32, 1, 0), cubin_cache.key(Plan(), ARCH)
     _bundle.use(
-        written(tmp_path / "b", images=[Compiled(key, "name", _cubin_file.encode(image, key))])
+        written(tmp_path / "b", images=[Compiled(key, "name", cubin_file.encode(image, key))])
     )
-    monkeypatch.setattr(_images, "compile_image", lambda plan, arch: pytest.fail("compiled"))
-    assert _images.image(Plan(), ARCH) == image
-    assert _images.stored(Plan(2), ARCH) is None
+    monkeypatch.setattr(cubin_cache, "compile_image", lambda plan, arch: pytest.fail("compiled"))
+    assert cubin_cache.image(Plan(), ARCH) == image
+    assert cubin_cache.stored(Plan(2), ARCH) is None
 
 
 def test_versions_name_the_sources():

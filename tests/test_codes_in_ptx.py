@@ -17,7 +17,7 @@ from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies
 from tests import blackwell_emulator, ptx_machine
 
-CODES = blackwell_emulator.emulated_source(blackwell_emulator.Global(), "dsv4.cute.sm90._codes")
+CODES = blackwell_emulator.emulated_source(blackwell_emulator.Global(), "dsv4.cute.device.quantize")
 _KINDS = [0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-133, 3e38, 6.0, 0.25, 0.75]
 
 
@@ -62,13 +62,13 @@ def test_they_give_the_references_bits(seed, scale_exponent, exponent, special):
 
 def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
     """Exactly, in order, NaN as NaN; what is in the upper half of the word does not matter."""
-    ptx = pytest.importorskip("dsv4.cute._ptx")
-    monkeypatch.setattr(ptx, "assembly", ptx_machine.run)
+    ptx = pytest.importorskip("dsv4.cute.device.ptx")
+    ptx_machine.install(monkeypatch)
     codes = torch.arange(256, dtype=torch.uint8)
     want = codes.view(torch.float8_e4m3fn).bfloat16().view(torch.int16).numpy().view(np.uint16)
     for low in range(256):
         high = (low * 37 + 11) % 256
-        word = ptx.e4m3_to_bfloat16(0xABCD0000 | high << 8 | low)
+        word = ptx.e4m3x2_to_bfloat16x2(0xABCD0000 | high << 8 | low)
         found = np.array([word & 0xFFFF, word >> 16], np.uint16)
         nan = (found & 0x7FFF) > 0x7F80
         expected = want[[low, high]]
@@ -78,10 +78,10 @@ def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
 
 def exchanged(values, ptx):
     """Eight float32 packed in five words, and back."""
-    words = ptx.pack_sums([np.float32(value) for value in values])
+    words = ptx.pack_accumulators([np.float32(value) for value in values])
     assert len(words) == 5
-    halves = [ptx.unpack_sums(words[2 * h : 2 * h + 2], words[4], h) for h in range(2)]
-    assert [word for half in halves for word in half] == [*ptx.unpack_all_sums(words)]
+    halves = [ptx.unpack_accumulators(words[2 * h : 2 * h + 2], words[4], h) for h in range(2)]
+    assert [word for half in halves for word in half] == [*ptx.unpack_all_accumulators(words)]
     return np.array([word & 0xFFFFFFFF for half in halves for word in half], np.uint32)
 
 
@@ -92,9 +92,9 @@ def exchanged(values, ptx):
 @example([1 + 2.0**-11 - 2.0**-23, 1 + 2.0**-12, 1.9999999, 1e30, -1e30, 1e-30, 1.0, 0.1])
 def test_packed_sums_keep_twelve_bits_of_each(values):
     """Whatever their neighbours; NaN and infinities stay; what bfloat16 holds is exact."""
-    ptx = pytest.importorskip("dsv4.cute._ptx")
+    ptx = pytest.importorskip("dsv4.cute.device.ptx")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ptx, "assembly", ptx_machine.run)
+        ptx_machine.install(patched)
         whole = np.array(values, np.float32)
         rounded = torch.from_numpy(whole.copy()).bfloat16().float().numpy()
         found, again = (exchanged(x, ptx).view(np.float32) for x in (whole, rounded))
@@ -110,10 +110,10 @@ def test_packed_sums_keep_twelve_bits_of_each(values):
 
 
 def test_packed_sums_are_off_by_nothing_on_average():
-    ptx = pytest.importorskip("dsv4.cute._ptx")
+    ptx = pytest.importorskip("dsv4.cute.device.ptx")
     values = strategies.normal(3, (250, 8), torch.float32).numpy()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ptx, "assembly", ptx_machine.run)
+        ptx_machine.install(patched)
         found = np.array([exchanged(eight, ptx) for eight in values], np.uint32).view(np.float32)
     relative = found.astype(np.float64) / values - 1
     # Of 2000 values that are each off by some 2^-13, the mean has an error of 2^-18.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4 import _bundle, _compile, _compile_forks, _compile_pool, _compile_worker
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 from tests.compile_job_cases import Doubled, Ending, Failing, Kernel, Printing, Seeing
 
 ROOT = Path(__file__).parent.parent
@@ -187,7 +187,7 @@ def test_half_a_message_is_none(content, length):
 class TestCompileAll:
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch):
-        monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path / "kernels"))
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
         monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
         monkeypatch.setattr(_bundle.active(), "fresh", {})
         return tmp_path / "kernels"
@@ -226,6 +226,6 @@ class TestCompileAll:
         assert _bundle.active().fresh == {}
 
     def test_without_a_folder_they_stay_in_memory(self, monkeypatch):
-        monkeypatch.setattr(_images, "folder", lambda: None)
+        monkeypatch.setattr(cubin_cache, "folder", lambda: None)
         self.compile_all([Kernel("a")])
         assert _bundle.image("sm_90a", Kernel("a").key) == b"compiled " + Kernel("a").key

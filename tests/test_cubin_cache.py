@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4.cute import _cubin_file, _driver, _images, _trusted
-from dsv4.cute._driver import Image, Kernel
+from dsv4.cute.runtime import cubin_cache, cubin_file, trusted
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.driver import Image, Kernel
 
 STRANGER = 54321
 ME = os.geteuid()
@@ -35,7 +36,7 @@ class Plan:
 def place(tmp_path, monkeypatch):
     """The cache's folder, which does not exist yet."""
     folder = tmp_path / "cache" / "kernels"
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(folder))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(folder))
     return folder
 
 
@@ -49,7 +50,7 @@ def compiled(monkeypatch):
         code = b"code %d of plan %d" % (len(made), plan.number)
         return Image(code, f"entry_{plan.number}", plan.threads, plan.blocks, plan.shared_bytes)
 
-    monkeypatch.setattr(_images, "compile_image", compile_image)
+    monkeypatch.setattr(cubin_cache, "compile_image", compile_image)
     return made
 
 
@@ -66,15 +67,15 @@ def loaded(monkeypatch):
             given_bytes.append(code)
             return 0
 
-    monkeypatch.setattr(_driver, "_driver", lambda: Driver())
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: Driver())
     return given_bytes
 
 
 @pytest.fixture
 def said(caplog):
     """The warnings of the cache, each text once per process: forgotten before a test."""
-    _images._say.cache_clear()
-    caplog.set_level(logging.WARNING, logger=_images.__name__)
+    cubin_cache._say.cache_clear()
+    caplog.set_level(logging.WARNING, logger=cubin_cache.__name__)
 
     class Said(list):
         def __iter__(self):
@@ -109,7 +110,7 @@ def pretend(monkeypatch, path, uid=None, mode=None, gid=None):
 
 
 def fetch(plan=None, arch="sm_90a"):
-    return _images.image(plan or Plan(), arch)
+    return cubin_cache.image(plan or Plan(), arch)
 
 
 def only_file(place):
@@ -124,7 +125,7 @@ class TestDamage:
         self, data, tmp_path_factory, compiled, loaded, said, monkeypatch
     ):
         place = tmp_path_factory.mktemp("kernels")
-        monkeypatch.setenv(_images.CACHE_VARIABLE, str(place))
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(place))
         compiled.clear(), loaded.clear()
         first = fetch()
         file, content = only_file(place), only_file(place).read_bytes()
@@ -143,13 +144,13 @@ class TestDamage:
     def test_a_file_is_read_once(self, place, compiled, loaded, monkeypatch):
         """The driver gets the bytes that were verified, whatever the file holds by then."""
         fetch()
-        decode = _cubin_file.decode
+        decode = cubin_file.decode
 
         def exchange(content, key):
             only_file(place).write_bytes(b"exchanged after it was read")
             return decode(content, key)
 
-        monkeypatch.setattr(_cubin_file, "decode", exchange)
+        monkeypatch.setattr(cubin_file, "decode", exchange)
         Kernel(fetch())
         assert (loaded, len(compiled)) == ([b"code 1 of plan 0"], 1)
 
@@ -191,16 +192,16 @@ class TestTrust:
     @example(0, 0, (1000, 1000), 0o777, stat.S_IFDIR, False)
     def test_reasons(self, uid, gid, user, mode, kind, has_acl):
         status = os.stat_result((kind | mode, 1, 1, 1, uid, gid, 1, 0, 0, 0))
-        who = _trusted.User(*user)
-        reason = _trusted.others_reason(status, who, has_acl=has_acl)
+        who = trusted.User(*user)
+        reason = trusted.others_reason(status, who, has_acl=has_acl)
         assert (reason is None) == model_of_trust(status, who, has_acl)
 
     def test_temporary_folders_are_trusted_and_their_parents_named(self, tmp_path, monkeypatch):
-        _trusted.check_folder(str(tmp_path))
-        _trusted.check_folder("/tmp")
+        trusted.check_folder(str(tmp_path))
+        trusted.check_folder("/tmp")
         pretend(monkeypatch, tmp_path.parent, uid=STRANGER)
-        with pytest.raises(_trusted.UntrustedError, match=f"{tmp_path.parent} belongs to user 543"):
-            _trusted.check_folder(str(tmp_path))
+        with pytest.raises(trusted.UntrustedError, match=f"{tmp_path.parent} belongs to user 543"):
+            trusted.check_folder(str(tmp_path))
 
     def test_links_are_followed_for_folders(self, tmp_path):
         real, link = tmp_path / "real" / "inner", tmp_path / "link"
@@ -208,43 +209,43 @@ class TestTrust:
         link.symlink_to("./real/../real")
         (tmp_path / "absolute").symlink_to(real)
         for folder in ("link/inner", "absolute", "link/../link/inner/."):
-            _trusted.check_folder(f"{tmp_path}/{folder}")
+            trusted.check_folder(f"{tmp_path}/{folder}")
         with pytest.raises(FileNotFoundError):
-            _trusted.check_folder(f"{tmp_path}/link/missing")
+            trusted.check_folder(f"{tmp_path}/link/missing")
 
     def test_what_a_link_leads_to_is_checked(self, tmp_path, monkeypatch):
         (tmp_path / "real" / "inner").mkdir(parents=True)
         (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
         pretend(monkeypatch, tmp_path / "real", mode=0o777)
-        with pytest.raises(_trusted.UntrustedError, match=r"/real can be written by every user"):
-            _trusted.check_folder(str(tmp_path / "link"))
+        with pytest.raises(trusted.UntrustedError, match=r"/real can be written by every user"):
+            trusted.check_folder(str(tmp_path / "link"))
 
     def test_a_link_of_another_user_is_refused(self, tmp_path, monkeypatch):
         (tmp_path / "real").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / "real")
         pretend(monkeypatch, tmp_path / "link", uid=STRANGER)
-        with pytest.raises(_trusted.UntrustedError, match="is a symbolic link of user 54321"):
-            _trusted.check_folder(str(tmp_path / "link"))
+        with pytest.raises(trusted.UntrustedError, match="is a symbolic link of user 54321"):
+            trusted.check_folder(str(tmp_path / "link"))
 
     def test_links_without_end_are_refused(self, tmp_path):
         (tmp_path / "a").symlink_to("b")
         (tmp_path / "b").symlink_to("a")
-        with pytest.raises(_trusted.UntrustedError, match="more than 40 symbolic links"):
-            _trusted.check_folder(str(tmp_path / "a"))
+        with pytest.raises(trusted.UntrustedError, match="more than 40 symbolic links"):
+            trusted.check_folder(str(tmp_path / "a"))
 
     def test_a_private_group_has_one_member(self, monkeypatch):
         import grp
         import pwd
 
         def group(name, gid, members):
-            _trusted._user.cache_clear()
+            trusted._user.cache_clear()
             account = pwd.struct_passwd(("me", "x", 1000, gid, "", "/", "/bin/sh"))
             monkeypatch.setattr(pwd, "getpwuid", lambda uid: account)
             monkeypatch.setattr(
                 grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members))
             )
-            found = _trusted._user(1000).private_group
-            _trusted._user.cache_clear()
+            found = trusted._user(1000).private_group
+            trusted._user.cache_clear()
             return found
 
         assert group("me", 1000, []) == group("me", 1000, ["me"]) == 1000
@@ -354,7 +355,7 @@ class TestOtherUsers:
         elif kind == "fifo":
             os.mkfifo(file)
         else:
-            monkeypatch.setattr(_trusted, "MOST_BYTES", 10)
+            monkeypatch.setattr(trusted, "MOST_BYTES", 10)
             os.replace(aside, file)
         assert fetch().cubin == b"code 2 of plan 0"
         assert [one.name for one in place.iterdir()] == [file.name]
@@ -376,7 +377,7 @@ class TestFolders:
 
     @pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/kernels", "/proc/dsv4/kernels"])
     def test_places_that_can_be_no_folder(self, folder, compiled, said, monkeypatch):
-        monkeypatch.setenv(_images.CACHE_VARIABLE, folder)
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, folder)
         for number in range(3):
             assert fetch(Plan(number)).name == f"entry_{number}"
         assert len(said) == 1
@@ -385,7 +386,7 @@ class TestFolders:
     def test_a_path_that_is_a_file(self, tmp_path, compiled, said, monkeypatch):
         (tmp_path / "file").write_text("mine")
         for folder in ("file", "file/inner"):
-            monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path / folder))
+            monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / folder))
             assert fetch().name == "entry_0"
         assert (tmp_path / "file").read_text() == "mine"
         assert [text.split(": ")[1].split(". ")[0] for text in said] == [
@@ -398,23 +399,23 @@ class TestFolders:
         def missing(uid):
             raise KeyError(uid)
 
-        monkeypatch.delenv(_images.CACHE_VARIABLE, raising=False)
+        monkeypatch.delenv(cubin_cache.CACHE_VARIABLE, raising=False)
         monkeypatch.delenv("HOME", raising=False)
         monkeypatch.setattr(pwd, "getpwuid", missing)
         for number in range(2):
             assert fetch(Plan(number)).name == f"entry_{number}"
         (text,) = said
         assert "there is no home directory" in text
-        assert _images.CACHE_VARIABLE in text
+        assert cubin_cache.CACHE_VARIABLE in text
 
     def test_the_folder_is_below_home(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.delenv(_images.CACHE_VARIABLE, raising=False)
-        assert _images.folder() == tmp_path / ".cache" / "dsv4" / "kernels"
-        monkeypatch.setenv(_images.CACHE_VARIABLE, "~/own")
-        assert _images.folder() == tmp_path / "own"
-        monkeypatch.setenv(_images.CACHE_VARIABLE, "relative")
-        assert _images.folder().is_absolute()
+        monkeypatch.delenv(cubin_cache.CACHE_VARIABLE, raising=False)
+        assert cubin_cache.folder() == tmp_path / ".cache" / "dsv4" / "kernels"
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, "~/own")
+        assert cubin_cache.folder() == tmp_path / "own"
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, "relative")
+        assert cubin_cache.folder().is_absolute()
 
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
     @pytest.mark.parametrize("call", ["mkdir", "open", "write", "replace"])

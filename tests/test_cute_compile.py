@@ -7,9 +7,7 @@ fields.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
 import itertools
 import os
 import re
@@ -22,11 +20,13 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm, gemm_fp8, grouped_gemm
-from dsv4.cute._architectures import ARCHITECTURES, FAMILIES, HOPPER
+from dsv4.cute import gemm, gemm_fp8, grouped_gemm
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
 from dsv4.cute.sm90 import grouped_plan
-from dsv4.cute.sm90.few_plan import FewPlan, FewRingPlan, few_plan
-from dsv4.cute.sm90.grouped_plan import Experts, GroupedFewPlan, GroupedPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
+from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
@@ -57,12 +57,12 @@ ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
 TOP_K = 6
 _BATCH = 8
 # Those for few tokens, which Blackwell has, too.
-FEW = (FewPlan, FewRingPlan, GroupedFewPlan)
+FEW = (SmallMPlan, SmallMRingPlan, GroupedFewPlan)
 
 
 def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
     tiles = rows // 16
-    return few_plan(tiles, tiles // groups, columns, tokens, float32_out, row_scaled)
+    return small_m_plan(tiles, tiles // groups, columns, tokens, float32_out, row_scaled)
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def batches(plans, kind):
 
 def check_each(batch, folder, check, arch=HOPPER):
     """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
-    images = [_images.compile_image(plan, arch) for plan in batch]
+    images = [cubin_cache.compile_image(plan, arch) for plan in batch]
     listings = instructions_of(images, arch, folder / "code")
     objections = []
     for plan, image, listing in zip(batch, images, listings, strict=True):
@@ -179,7 +179,7 @@ def assert_only_weights_come_early(plan, instructions):
     loads = [i for i in instructions if i.startswith("LDG.")]
     early = [i for i in instructions[: instructions.index("ACQBULK")] if i.startswith("LDG.")]
     assert all(".CONSTANT" in i for i in early)
-    if not isinstance(plan, FewPlan | GroupedFewPlan):
+    if not isinstance(plan, SmallMPlan | GroupedFewPlan):
         assert not any(".CONSTANT" in i for i in loads)
 
 
@@ -191,7 +191,7 @@ def copies_of_x(plan):
 
 def codes_by_sixteen_bytes(plan, instructions):
     """Whether a lane's codes come so, to registers or, of a ring, to shared memory."""
-    name = "LDGSTS.E" if isinstance(plan, FewRingPlan) else "LDG.E"
+    name = "LDGSTS.E" if isinstance(plan, SmallMRingPlan) else "LDG.E"
     return any(i.startswith(name) and ".128" in i for i in instructions)
 
 
@@ -201,8 +201,8 @@ def test_few_tokens(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         assert numbers["STACK"] == numbers["LOCAL"] == 0
         assert not [i for i in instructions if i.startswith(("LDL", "STL"))]
-        assert numbers["REG"] * plan.threads * plan.resident <= REGISTER_FILE
-        assert image.shared_bytes * plan.resident <= MOST_SHARED
+        assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
+        assert image.shared_bytes * plan.ctas_per_sm <= MOST_SHARED
         # 16 bytes of codes a lane; the tensor core; X by bulk copies; results by whole sectors.
         assert codes_by_sixteen_bytes(plan, instructions)
         assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
@@ -364,7 +364,7 @@ def test_swiglu(batch, tmp_path):
         assert numbers["STACK"] == numbers["LOCAL"] == 0
         assert any(i.startswith("MUFU.EX2") for i in instructions)
         assert any(i.startswith("SHFL.BFLY") for i in instructions)
-        if isinstance(plan, FewPlan):
+        if isinstance(plan, SmallMPlan):
             assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         else:
             each = plan.depth * plan.tiles
@@ -397,7 +397,7 @@ def test_blackwell(batch, tmp_path):
             return sum(i.startswith(name) for i in instructions)
 
         assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
-        assert numbers["REG"] * plan.threads * plan.resident <= REGISTER_FILE
+        assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
         assert codes_by_sixteen_bytes(plan, instructions)
         assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
@@ -415,17 +415,18 @@ def test_one_image_is_for_all_of_blackwell():
     """The machine code for the family is that for each of its architectures."""
     every = plans_of_blackwell("sm_100a")
     assert every == plans_of_blackwell("sm_103a")
-    assert {(type(plan), _images.target(plan, arch)) for plan in every for arch in FAMILIES} == {
-        (kind, "sm_100f") for kind in FEW
-    }
+    assert {
+        (type(plan), cubin_cache.target(plan, arch)) for plan in every for arch in FAMILIES
+    } == {(kind, "sm_100f") for kind in FEW}
     for kind in FEW:
         plan = next(plan for plan in every if type(plan) is kind)
         codes = {
-            machine_code(_images.compile_image(plan, arch).cubin) for arch in ("sm_100f", *FAMILIES)
+            machine_code(cubin_cache.compile_image(plan, arch).cubin)
+            for arch in ("sm_100f", *FAMILIES)
         }
         assert len(codes) == 1
-        assert _images.target(plan, HOPPER) == HOPPER
-    assert _images.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
+        assert cubin_cache.target(plan, HOPPER) == HOPPER
+    assert cubin_cache.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
@@ -444,7 +445,7 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
 @pytest.mark.parametrize(
     ("plan", "packed"),
     [
-        (choose(Product(6144, 7168, 1, False, False), 1), gemm.FEW_PARAMETERS),
+        (choose(Product(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
         (ManyPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
         (ManyFp8Plan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
         (ManyFp8Plan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),
@@ -473,9 +474,9 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
 )
 def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
     """The bytes that are packed for a launch, against what the compiled kernel declares."""
-    module, name = plan.kernel.split(":")
-    kernel = getattr(importlib.import_module(module), name)(**dataclasses.asdict(plan))
-    made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
+    made = cubin_cache.kernel_of(plan).compile(
+        f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}"
+    )
     end, offsets, sizes = 0, [], []
     for kind, align, size in re.findall(
         r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", made.__ptx__
@@ -535,7 +536,7 @@ def test_plans_of_experts_fit_their_matrix():
             for plan in (plan for plan in found if isinstance(plan, GroupedFewPlan)):
                 assert (plan.columns, plan.blocks) == (wanted.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
-                assert wanted.columns // 64 % (plan.parts * plan.depth) == 0
+                assert wanted.columns // 64 % (plan.parts * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
@@ -585,11 +586,11 @@ def test_every_matrix_has_a_plan():
     for matrix in MATRICES:
         for tokens in range(1, 17):
             plan = plan_of(*matrix, tokens)
-            assert isinstance(plan, FewPlan)
+            assert isinstance(plan, SmallMPlan)
             assert plan.tiles * plan.blocks * 64 == matrix[1]
-            assert plan.depth <= plan.tiles
-            any_rest = isinstance(plan, FewRingPlan) or plan.rounds == 2
-            assert any_rest or plan.tiles % plan.depth == 0
+            assert plan.stages <= plan.tiles
+            any_rest = isinstance(plan, SmallMRingPlan) or plan.rounds == 2
+            assert any_rest or plan.tiles % plan.stages == 0
             assert matrix[0] // 16 // matrix[2] % plan.warps == 0 or matrix[2] == 1
             assert plan.shared_bytes <= MOST_SHARED
 
@@ -602,14 +603,14 @@ def test_a_plan_depends_on_tokens_by_eights_alone():
 
 def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
     """From disk in a process that never imports CuTeDSL, and quickly."""
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     plan = plan_of(32, 128, 1, 1)
-    first = _images.image(plan, "sm_90a")
+    first = cubin_cache.image(plan, "sm_90a")
     assert len(list(tmp_path.iterdir())) == 1
     code = (
-        "import sys, time; from dsv4.cute import _images; "
-        "from dsv4.cute.sm90.few_plan import few_plan; start = time.perf_counter(); "
-        "image = _images.image(few_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
+        "import sys, time; from dsv4.cute.runtime import cubin_cache; "
+        "from dsv4.cute.sm90.gemm_small_m_plan import small_m_plan; start = time.perf_counter(); "
+        "image = cubin_cache.image(small_m_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
         "print(time.perf_counter() - start, 'cutlass' in sys.modules, len(image.cubin))"
     )
     seconds = []
@@ -625,16 +626,16 @@ def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
 
 
 def test_a_damaged_file_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     plan = plan_of(32, 128, 1, 1)
-    first = _images.image(plan, "sm_90a")
+    first = cubin_cache.image(plan, "sm_90a")
     (file,) = tmp_path.iterdir()
     file.write_bytes(b"{}\n")
-    assert _images.image(plan, "sm_90a").name == first.name
+    assert cubin_cache.image(plan, "sm_90a").name == first.name
 
 
 def test_without_the_compiler_it_says_so(tmp_path, monkeypatch):
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(_images, "compiler", lambda: None)
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cubin_cache, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-cutlass-dsl is not installed"):
-        _images.image(plan_of(32, 128, 1, 1), "sm_90a")
+        cubin_cache.image(plan_of(32, 128, 1, 1), "sm_90a")

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from dsv4._counters import one_launch_of_zeros
 from dsv4._leaving import leaving
 from dsv4._nearly import nearly_done, when_nearly_done
-from dsv4.cute import _driver, gemm, gemm_fp8, grouped_gemm
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Image, Kernel, Matrix, Parameters
+from dsv4.cute import gemm, gemm_fp8, grouped_gemm
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
-from dsv4.cute.sm90.few_plan import FewPlan
-from dsv4.cute.sm90.grouped_plan import EVERY, Experts, GroupedFewPlan, Share
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
+from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
@@ -55,8 +57,8 @@ class Driver:
         ]
         self.launches.append((config.grid[0], config.block[0], config.stream, values))
         told = config.attributes[: config.attribute_count]
-        self.early.append(any(one.id == _driver._PROGRAMMATIC_LAUNCH for one in told))
-        assert any(one.id == _driver._CLUSTER_DIMENSION for one in told)
+        self.early.append(any(one.id == cuda_driver._PROGRAMMATIC_LAUNCH for one in told))
+        assert any(one.id == cuda_driver._CLUSTER_DIMENSION for one in told)
         return 0
 
 
@@ -93,14 +95,14 @@ class Contexts(Driver):
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_kernel_is_made_ready_on_a_gpu_that_nothing_has_used(index, monkeypatch):
     found = Contexts()
-    monkeypatch.setattr(_driver, "_driver", lambda: found)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
     assert Kernel(Image(b"", "k", 32, 1, 0)).prepare(index) == 132
     assert found.asked == [110 + index]
 
 
 def test_a_context_that_is_current_stays(monkeypatch):
     found = Contexts(current=7)
-    monkeypatch.setattr(_driver, "_driver", lambda: found)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
     Kernel(Image(b"", "k", 32, 1, 0)).prepare(0)
     assert found.asked == [7]
 
@@ -113,8 +115,8 @@ def one_share(wanted, tokens, arch=HOPPER):
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
-    monkeypatch.setattr(_driver, "_driver", lambda: found)
-    monkeypatch.setattr(_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    monkeypatch.setattr(cuda_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "shares", one_share)
     monkeypatch.setattr(gemm, "choose", lambda *what: found.plan or choose(*what))
@@ -136,8 +138,8 @@ def _kernel_of(plan):
 def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=()):
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
-    few = isinstance(plan, FewPlan)
-    driver.kinds = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS
+    few = isinstance(plan, SmallMPlan)
+    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS
     driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
     x = x.to(torch.bfloat16)
@@ -270,7 +272,7 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
 def test_sixteen_tokens_at_a_time(driver):
     """Columns that are no multiple of 128 have the kernel for few tokens alone."""
     plan, addresses, launches = launched(driver, 40, 512, 192)
-    assert isinstance(plan, FewPlan)
+    assert isinstance(plan, SmallMPlan)
     found = [flat(values) for _, _, _, values in launches]
     assert [values[6] for values in found] == [16, 16, 8]
     assert [values[3] - addresses[3] for values in found] == [0, 16 * 192 * 2, 32 * 192 * 2]
@@ -296,8 +298,8 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
 def test_swiglu(driver, tokens, limit, told):
     plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
-    few = isinstance(plan, FewPlan)
-    driver.kinds, driver.launches = gemm.FEW_PARAMETERS if few else gemm.MANY_PARAMETERS, []
+    few = isinstance(plan, SmallMPlan)
+    driver.kinds, driver.launches = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS, []
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
     out = gemm.gemm_swiglu(
         x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,

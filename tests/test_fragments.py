@@ -117,7 +117,7 @@ class TestTheKernelsArithmetic:
     @given(seed=strategies.seeds())
     def test_a_word_gives_the_bfloat16s_of_its_codes(self, seed):
         pytest.importorskip("cutlass")
-        from dsv4.cute.sm90 import _expand
+        from dsv4.cute.device import dequant
 
         generator = np.random.default_rng(seed)
         codes = generator.integers(0, 16, (4, 2, 1000), dtype=np.uint32)  # 2 k + h, e
@@ -127,9 +127,9 @@ class TestTheKernelsArithmetic:
                 for i, bit in enumerate(place):
                     words |= (code >> (3 - i) & 1) << (bit + 16 * odd) % 32
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_expand, "Uint32", np.uint32)
-            patch.setattr(_expand, "rotated", lambda word, n: word >> n | word << (32 - n))
-            found = _expand.codes_to_bfloat16(words)
+            patch.setattr(dequant, "Uint32", np.uint32)
+            patch.setattr(dequant, "rotate_right", lambda word, n: word >> n | word << (32 - n))
+            found = dequant.codes_to_bfloat16(words)
         for got, both in zip(found, codes, strict=True):
             low, high = ((code >> 3) << 15 | (code & 7) << 6 for code in both)
             assert np.array_equal(got, low | high << 16)

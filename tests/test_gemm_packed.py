@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsv4 import dispatch
 from dsv4.cute import gemm as cute_gemm
-from dsv4.cute.sm90.few_plan import FewPlan, FewRingPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan
 from dsv4.cute.sm90.many_plan import candidates as many_plan_candidates
 from dsv4.elements import encode_e4m3
 from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
@@ -223,12 +223,12 @@ def few_configurations():
     """Whole steps of one round and of two, a rest of a round and more, of less, and none; rings."""
     kinds = [(12, 4, 1), (12, 12, 1), (13, 3, 2), (11, 3, 2), (11, 4, 2), (11, 8, 2), (11, 11, 2)]
     found = [
-        FewPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth, rounds=rounds)
+        SmallMPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth, rounds=rounds)
         for tiles, depth, rounds in kinds
         for blocks, token_tiles in ((2, 1), (3, 2))
     ]
     return found + [
-        FewRingPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth)
+        SmallMRingPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth)
         for tiles, depth in ((12, 4), (12, 12), (5, 1))
         for blocks, token_tiles in ((2, 1), (3, 2))
     ]

@@ -352,11 +352,11 @@ def test_kernels_compile(plan, tmp_path):
     """Without a stack, and with registers for as many blocks as they count on."""
     pytest.importorskip("cutlass")
     pytest.importorskip("triton")
-    from dsv4.cute import _images
-    from dsv4.cute._architectures import HOPPER
+    from dsv4.cute.runtime import cubin_cache
+    from dsv4.cute.runtime.architectures import HOPPER
     from tests.machine_code import REGISTER_FILE, loads_before_wait, run, usage_of
 
-    image, file = _images.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
+    image, file = cubin_cache.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
     usage = usage_of(image, file)
     assert usage["STACK"] == usage["LOCAL"] == 0
     resident = getattr(plan, "resident", 1)
@@ -391,10 +391,10 @@ def test_codes_as_bytes(monkeypatch, distance):
     from dsv4.cute.sm90 import index_scores as kernel
 
     monkeypatch.setattr(kernel, "Uint32", int)
-    monkeypatch.setattr(kernel.ptx, "assembly", ptx_machine.run)
-    tables = kernel.ScoresKernel(8, 4)._tables(kernel.ptx.halved(4, distance * 0x0101))
+    ptx_machine.install(monkeypatch)
+    tables = kernel.ScoresKernel(8, 4)._tables(kernel.ptx.shift_right(4, distance * 0x0101))
     for word in range(0, 1 << 32, 0x01234567):
-        both = kernel.ptx.codes_from_tables(word, tables, 2**32 - 1)
+        both = kernel.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
         codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
         pairs = (codes[::2] | codes[1::2] << 4).view(1, -1)
         exact = values(pairs.repeat(1, 4), torch.full((1, 1), 127))[0, :8]
@@ -413,9 +413,9 @@ def test_distances_of_two_keys_scales(scales, group):
 
     words = [int.from_bytes(bytes(scales[i : i + 4]), "little") for i in (0, 4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel.ptx, "assembly", ptx_machine.run)
+        ptx_machine.install(patch)
         patch.setattr(kernel, "Uint32", int)
-        below = kernel.ptx.largest_bytes(*words) - kernel.ptx.bytes_of(*words, group)
+        below = kernel.ptx.max_of_bytes_pair(*words) - kernel.ptx.select_byte_pair(*words, group)
         distances = [max(scales[i : i + 4]) - scales[i + group] for i in (0, 4)]
         assert below.to_bytes(4, "little") == bytes(d for d in distances for _ in range(2))
         assert kernel.ScoresKernel(8, 4)._is_below(below) == (max(distances) > 2)

@@ -519,15 +519,15 @@ def test_a_kernel_that_the_recorder_does_not_know_rules_out_a_replay() -> None:
 
 
 def test_driver_launches_tell_the_recorder(monkeypatch) -> None:
-    from dsv4.cute import _driver
+    from dsv4.cute.runtime import driver as cuda_driver
     from tests.test_cute_launch import Driver
 
     monkeypatch.setattr(Driver, "cuLaunchKernelEx", lambda *args: 0)
-    monkeypatch.setattr(_driver, "_driver", Driver)
-    kinds = _driver.Parameters("q")
-    kernel = _driver.Kernel(_driver.Image(b"code", "name", 32, 1, 0))
-    launch = _driver.Launch(kernel, 1, kinds, b"", struct.Struct("@q"), b"")
-    for run in (lambda: kernel.launch(1, 0, kinds, bytes(8)), lambda: launch(0, 0, 0)):
+    monkeypatch.setattr(cuda_driver, "_driver", Driver)
+    kinds = cuda_driver.Parameters("q")
+    kernel = cuda_driver.Kernel(cuda_driver.Image(b"code", "name", 32, 1, 0))
+    launch = cuda_driver.Launch(kernel, 1, kinds, b"", struct.Struct("@q"), b"")
+    for run in (lambda: kernel.launch(1, 0, kinds, bytes(8)), lambda: launch(0, (0,))):
         recorder = _recorder.Recorder([normal(0, 3)], lambda name, args: None)
         with recorder.watching():
             run()

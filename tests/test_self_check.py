@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import _support, dispatch, self_check
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 from dsv4.formats import FP8_BLOCK, LINEAR, NVFP4, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm_swiglu_quantize
@@ -24,7 +24,7 @@ CAPABILITY = (10, 0)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     self_check.verdicts.cache_clear()
     dispatch._warn_unproven.cache_clear()
     yield

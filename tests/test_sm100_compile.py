@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import _images, gemm_nvfp4
+from dsv4.cute import gemm_nvfp4
+from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan
 from dsv4.cute.sm100.plans import Product, candidates
@@ -98,7 +99,7 @@ def check(plan, arch, image, numbers, instructions):
 
 def check_each(wanted, arch, folder, check):
     """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
-    images = [_images.compile_image(plan, arch) for plan in wanted]
+    images = [cubin_cache.compile_image(plan, arch) for plan in wanted]
     listings = instructions_of(images, arch, folder / "code")
     objections = []
     for plan, image, instructions in zip(wanted, images, listings, strict=True):

@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.cute import gemm_nvfp4
-from dsv4.cute._tiles import place
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.dense_plan import DensePlan
 from dsv4.cute.sm100.plans import Product, candidates, choose, plans
@@ -111,7 +111,7 @@ def test_few_tokens_take_few():
 def test_every_tile_is_multiplied_once(token_tiles, span, row_blocks, clusters):
     total = token_tiles * row_blocks
     found = [
-        place(tile, (token_tiles, span, row_blocks))
+        tile_position(tile, (token_tiles, span, row_blocks))
         for first in range(clusters)
         for tile in range(first, total, clusters)
     ]

@@ -14,9 +14,11 @@ from dsv4 import _support, dispatch, self_check
 from dsv4.bench import moe_cases
 from dsv4.bench.problem import Draw
 from dsv4.config import ModelConfig
-from dsv4.cute import _driver, _launch, gemm_nvfp4, grouped_nvfp4
-from dsv4.cute._driver import Image, Kernel
-from dsv4.cute.sm90.grouped_plan import Experts
+from dsv4.cute import gemm_nvfp4, grouped_nvfp4
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime import launch
+from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.cute.sm100 import _maps, grouped_plan
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
@@ -186,11 +188,11 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     found = Driver()
-    monkeypatch.setattr(_driver, "_driver", lambda: found)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
     monkeypatch.setattr(_maps, "tensor_map", _maps.tensor_map.__wrapped__)
     monkeypatch.setattr(gemm_nvfp4, "tensor_map", _maps.tensor_map)
     monkeypatch.setattr(gemm_nvfp4, "stream_of", lambda index: 77)
-    monkeypatch.setattr(_launch, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
     monkeypatch.setattr(gemm_nvfp4, "_prepared", gemm_nvfp4._prepared.__wrapped__)
     monkeypatch.setattr(gemm_nvfp4, "loaded", lambda plan, arch: _kernel_of(plan, arch))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.cute import grouped_nvfp4
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, Experts, counted_as
+from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.grouped_plan import TURN_WARP, GroupedPlan, candidates, choose, plans
 from dsv4.formats import (
@@ -109,7 +109,7 @@ def test_every_number_of_rows_has_a_configuration(sizes):
 def tiles_of(counts, spare, block, row_blocks):
     """What the source finds of every tile: expert, block of rows, first row, rows from there."""
     memory, found = blackwell_emulator.Global(), []
-    module = blackwell_emulator.emulated_source(memory, "dsv4.cute.sm90._experts")
+    module = blackwell_emulator.emulated_source(memory, "dsv4.cute.device.expert_scheduler")
     here = blackwell_emulator._HERE
     offsets = memory.add(np.array([0, *itertools.accumulate(counts)], np.int32))
     table = (1024, 1024 + 4 * (MOST_EXPERTS + 1), len(counts))

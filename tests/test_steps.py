@@ -232,4 +232,4 @@ class TestWarmup:
         for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
             kinds = {type(plan).__name__ for plan in _kernel_calls.kernel_plans(every, 8192, arch)}
             assert ("ManyPlan" in kinds) == many
-            assert "FewPlan" in kinds
+            assert "SmallMPlan" in kinds

@@ -24,7 +24,7 @@ from dsv4._compile_jobs import FindJob, TritonJob
 from dsv4._listing import Listing
 from dsv4._recipe import Recipe, Weight
 from dsv4._steps import Ran, Steps, StepShape, Target, step_shapes
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
 
@@ -165,7 +165,7 @@ print(dict(compilations()), kernel.metadata.name, kernel.metadata.shared, len(ke
 
 def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {_images.CACHE_VARIABLE: str(tmp_path / "kernels")}
+    environment |= {cubin_cache.CACHE_VARIABLE: str(tmp_path / "kernels")}
 
     def launched(caches):
         command = [sys.executable, "-c", textwrap.dedent(LAUNCH)]
@@ -193,12 +193,12 @@ def test_a_list_is_used_while_all_of_its_kernels_are_stored(names, data):
     ran = {("gemm", "cute"): Ran({"tcgen05": "no"}, {"a", "b"})}
     listing = Listing(Recipe.of(dsv4.ModelConfig.tiny()), Target("sm_90a"), 8)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setenv(_images.CACHE_VARIABLE, folder)
+        patch.setenv(cubin_cache.CACHE_VARIABLE, folder)
         assert listing.stored() is None
         listing.keep(Steps(ran, requests))
         kept = [key for key in names if data.draw(st.booleans())]
         for key in kept:
-            _images.keep(f"{key.hex()[:32]}.triton", b"code")
+            cubin_cache.keep(f"{key.hex()[:32]}.triton", b"code")
         found = listing.stored()
         if len(kept) < len(names):
             assert found is None
@@ -218,11 +218,11 @@ def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeyp
     steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (StepShape(1, 1, 256),)))
     triton_images = pytest.importorskip("dsv4.triton._images")
     request = next(r for r in steps.requests.values() if r.name == "_slots_kernel")
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     compiled = worker(TritonJob(request))
     assert compiled.key == request.key
     assert TritonJob(request).stored() is None
-    assert _images.keep(TritonJob(request).file_name, compiled.content)
+    assert cubin_cache.keep(TritonJob(request).file_name, compiled.content)
     assert TritonJob(request).stored() == compiled.content
     content = _sealed_file.decode(triton_images._MAGIC, request.key, compiled.content)
     words, ptx, cubin = triton_images.parts_of(content)
@@ -284,7 +284,7 @@ for device in ("cuda", torch.cuda.device_count() - 1):
 @pytest.mark.gpu
 def test_a_process_that_has_not_used_cuda_is_warmed_up(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {_images.CACHE_VARIABLE: str(tmp_path / "kernels")}
+    environment |= {cubin_cache.CACHE_VARIABLE: str(tmp_path / "kernels")}
     command = [sys.executable, "-c", FRESH]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -295,7 +295,7 @@ class TestOnGpu:
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(_images.CACHE_VARIABLE, str(tmp_path_factory.mktemp("kernels")))
+            patch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path_factory.mktemp("kernels")))
             yield self._warm_model()
 
     def _warm_model(self):

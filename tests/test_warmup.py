@@ -25,13 +25,13 @@ from dsv4._kernel_calls import (
     kernel_plans,
     products,
 )
-from dsv4.cute import _images
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import grouped_gemm as cute_grouped
-from dsv4.cute._driver import Image
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime.driver import Image
 from dsv4.cute.sm90 import index_scores_plan
-from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm100 import grouped_plan
 from dsv4.cute.sm100 import plans as blackwell
 from dsv4.formats import FRAGMENTS, SWIZZLED
@@ -50,7 +50,7 @@ WHOLE = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(_images.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def compiled(monkeypatch):
         made.append((plan, arch))
         return Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes)
 
-    monkeypatch.setattr(_images, "compile_image", compile_image)
+    monkeypatch.setattr(cubin_cache, "compile_image", compile_image)
     return made
 
 
@@ -475,7 +475,7 @@ def test_a_second_call_reads_from_disk(folder):
 
 
 def test_without_the_compiler_it_says_so(monkeypatch):
-    monkeypatch.setattr(_images, "compiler", lambda: None)
+    monkeypatch.setattr(cubin_cache, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match=r"nvidia-cutlass-dsl is not installed.*dsv4\[cute\]"):
         dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_90a", progress=False)
 
@@ -561,7 +561,7 @@ class TestProgress:
 
     def test_what_fails_ends_the_line(self, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "rich", None)
-        monkeypatch.setattr(_images, "compiler", lambda: None)
+        monkeypatch.setattr(cubin_cache, "compiler", lambda: None)
         with pytest.raises(RuntimeError):
             self.run(capsys)
         assert capsys.readouterr().err.endswith("s\n")

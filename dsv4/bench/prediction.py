@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4.bench.cases import PRESETS, matrices
-from dsv4.cute.sm90.few_plan import FewPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.plans import Product, choose
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
@@ -162,10 +162,10 @@ def predict(machine: Machine, shape: Shape, tile: Tile, *, launches: int = 1) ->
 
 def of_plan(plan: Any) -> Tile:
     """How one of Hopper's kernels cuts a product."""
-    if isinstance(plan, FewPlan):
+    if isinstance(plan, SmallMPlan):
         tokens = 8 * plan.token_tiles
         rows, kind = 16 * plan.warps, "bf16"
-        return Tile(rows, tokens, plan.blocks, plan.resident, plan.depth, kind, few=True)
+        return Tile(rows, tokens, plan.ctas, plan.ctas_per_sm, plan.stages, kind, few=True)
     return Tile(plan.rows, plan.token_block, plan.blocks, 1, plan.depth, "bf16")
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Parameters
-from dsv4.cute._launch import PackedLaunch, aligned, loaded, on, run_noted, stream_of
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Parameters
+from dsv4.cute.runtime.launch import PackedLaunch, aligned, loaded, on, run_noted, stream_of
 from dsv4.cute.sm90.attention_plan import (
     COLUMN_CLUSTERS,
     NARROW_CLUSTERS,

@@ -13,9 +13,9 @@ import torch
 
 from dsv4._leaving import left
 from dsv4.cute import gemm_fp8
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
-from dsv4.cute._launch import (
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
     current_device,
@@ -24,7 +24,7 @@ from dsv4.cute._launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.few_plan import TOKENS, FewPlan
+from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.formats import FP8_BLOCK
@@ -32,17 +32,21 @@ from dsv4.ops.quantize import bfloat16_operand
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 
-# Parameters of the kernels, in the order of ``FewKernel.kernel`` and ``ManyKernel.kernel``. Before
-# the latter's come what tensor copies need, the sizes of X, codes and scales, and a layout without
-# any content.
-FEW_PARAMETERS = Parameters(*"qqqqqq", *"iii", *"qq", *"iiiiii", "f")
+# Parameters of the kernel for many tokens, in the order of ``ManyKernel.kernel``. Before them come
+# what tensor copies need, the sizes of X, codes and scales, and a layout without any content.
 MANY_PARAMETERS = Parameters(
     *["128s"] * 3, *["2i"] * 3, "s", *"qqqq", *"iiiiiii", *"qq", *"iiiiii", "f"
 )
 # The same in pieces: what comes before the addresses (and after the maps), they, and the rest.
 _MANY_BEFORE = struct.Struct("@6is0q")
-_FEW_ADDRESSES, _MANY_ADDRESSES = struct.Struct("@6q"), struct.Struct("@4q")
-_FEW_AFTER, _MANY_AFTER = struct.Struct("@3i2q6if"), struct.Struct("@7i2q6if")
+_MANY_ADDRESSES, _MANY_AFTER = struct.Struct("@4q"), struct.Struct("@7i2q6if")
+
+_small_m_pointers = SMALL_M_ABI.pointers
+
+# A launch for some of the tokens: the launch, whether it is of the small-M kernel, and bytes from
+# the first token's X, scale of X and result to those of the first of these tokens. A plain tuple,
+# because unpacking a named one takes 0.1 us more in every launch (CPython 3.11).
+_Part = tuple[Launch, bool, int, int, int]
 
 _Product = tuple[int, int, int, bool, bool, bool]  # a Product's fields, without its name
 _ROW_SCALED = 4
@@ -136,11 +140,22 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
         addresses: Of X, codes, block scales, global scales, scales of the rows of X or 0, and the
             result.
     """
-    start, codes, scales, global_scale, row_scale, out = addresses
-    for launch, of_x, of_scale, of_out in _prepared(*kind, left(), get_ident()):
-        x = start + of_x
-        row_scales = row_scale and row_scale + of_scale
-        launch(stream, x, codes, scales, global_scale, x, row_scales, out + of_out)
+    x, codes, scales, global_scale, row_scale, out = addresses
+    for launch, is_small_m, of_x, of_scale, of_out in _prepared(*kind, left(), get_ident()):
+        part_x, part_scale = x + of_x, row_scale and row_scale + of_scale
+        if is_small_m:
+            pointers = _small_m_pointers(
+                codes=codes,
+                scales=scales,
+                global_scale=global_scale,
+                x=part_x,
+                token_scale=part_scale,
+                out=out + of_out,
+            )
+            launch(stream, pointers)
+        else:
+            pointers = (global_scale, part_x, part_scale, out + of_out)
+            launch(stream, pointers, described=(part_x, codes, scales))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,8 +169,8 @@ def _prepared(
     device: int,
     leave: int,
     thread: int,
-) -> tuple[tuple[Launch, int, int, int], ...]:
-    """Launches, and where X, its scales and the result begin for each, in bytes.
+) -> tuple[_Part, ...]:
+    """The launches of a GEMM.
 
     Made once in every thread, because it takes longer than a launch.
     """
@@ -165,36 +180,58 @@ def _prepared(
     assert plan is not None
     kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
+    if isinstance(plan, SmallMPlan):
+        inputs = (token_stride, segments, scales, limit)
+        return _small_m(kernel, resident, wanted, plan, tokens, *inputs)
     groups = wanted.groups
     scale_rows = not segments and scales > 1
     group_stride = 0 if groups == 1 else wanted.columns
     rest = (token_stride, group_stride, *cuts(segments), scale_rows, groups, 16, limit)
-    if isinstance(plan, FewPlan):
-        steps = range(0, tokens, TOKENS)
-        few = [_few(kernel, resident, wanted, plan, min(TOKENS, tokens - n), rest) for n in steps]
-        out_bytes = wanted.rows // (2 if wanted.swiglu else 1) * (4 if wanted.float32_out else 2)
-        places = ((2 * n * token_stride, 4 * n * groups, n * out_bytes) for n in steps)
-        return tuple((launch, *place) for launch, place in zip(few, places, strict=True))
     launch = _many(kernel, max(1, resident - leave), wanted, plan, tokens, rest)
     if leave:
         launch.begin_late()
-    return ((launch, 0, 0, 0),)
+    return ((launch, False, 0, 0, 0),)
 
 
-def _few(
+def _small_m(
     kernel: Kernel,
     resident: int,
     product: Product,
-    plan: FewPlan,
+    plan: SmallMPlan,
     tokens: int,
-    rest: tuple[Any, ...],
-) -> Launch:
-    tiles = product.rows // 16
-    after = _FEW_AFTER.pack(tokens, tiles, tiles // product.groups, *rest)
-    clusters = -(-tiles // plan.warps)
-    if plan.blocks == product.groups == 1:
-        clusters = min(clusters, resident)  # each takes row tiles in turn
-    return Launch(kernel, clusters * plan.blocks, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
+    token_stride: int,
+    segments: tuple[int, ...],
+    scales: int,
+    limit: float,
+) -> tuple[_Part, ...]:
+    """Launches for ``TOKENS`` tokens each."""
+    row_tiles, groups = product.rows // 16, product.groups
+    cut0, cut1, cut2 = cuts(segments)
+    clusters = -(-row_tiles // plan.warps)
+    if plan.blocks == groups == 1:
+        clusters = min(clusters, resident)  # persistent CTAs: each takes row tiles in turn
+    out_bytes = product.rows // (2 if product.swiglu else 1) * (4 if product.float32_out else 2)
+    parts = []
+    for first in range(0, tokens, TOKENS):
+        launch = SMALL_M_ABI.launch(
+            kernel,
+            clusters * plan.blocks,
+            tokens=min(TOKENS, tokens - first),
+            row_tiles=row_tiles,
+            group_tiles=row_tiles // groups,
+            token_stride=token_stride,
+            group_stride=0 if groups == 1 else product.columns,
+            cut0=cut0,
+            cut1=cut1,
+            cut2=cut2,
+            scale_rows=not segments and scales > 1,
+            groups=groups,
+            opaque_16=16,
+            limit=limit,
+        )
+        of_x, of_scale, of_out = 2 * first * token_stride, 4 * first * groups, first * out_bytes
+        parts.append((launch, True, of_x, of_scale, of_out))
+    return tuple(parts)
 
 
 def _many(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dsv4.cute._driver import Kernel, Launch, Matrix, Parameters
-from dsv4.cute._launch import (
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
     current_device,
@@ -79,7 +79,8 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
         addresses: Of X, codes, scales, scales of the rows of X or 0, and the result.
     """
     x, codes, scales, row_scale, out = addresses
-    _prepared(*kind, get_ident())(stream, x, codes, codes, scales, x, row_scale, out)
+    launch = _prepared(*kind, get_ident())
+    launch(stream, (codes, scales, x, row_scale, out), described=(x, codes))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from dsv4 import dispatch
-from dsv4.cute._architectures import ARCHITECTURES
-from dsv4.cute._driver import Kernel, Parameters
-from dsv4.cute._launch import cuts, loaded, on, stream_of
+from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.driver import Kernel, Parameters
+from dsv4.cute.runtime.launch import cuts, loaded, on, stream_of
 from dsv4.cute.sm100 import plans as _plans
 from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box, DensePlan

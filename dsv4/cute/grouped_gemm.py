@@ -13,9 +13,11 @@ import torch
 
 from dsv4._counters import zeros
 from dsv4._nearly import nearly_done
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Launch, Matrix, Parameters
-from dsv4.cute._launch import (
+from dsv4.cute.gemm import packed_matrices
+from dsv4.cute.grouped_problem import Experts, counted_as
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Launch, Matrix, Parameters
+from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
     current_device,
@@ -24,16 +26,7 @@ from dsv4.cute._launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.gemm import packed_matrices
-from dsv4.cute.sm90.grouped_plan import (
-    Experts,
-    GroupedFewPlan,
-    GroupedPlan,
-    Share,
-    counted_as,
-    counts_tiles,
-    shares,
-)
+from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan, Share, counts_tiles, shares
 from dsv4.formats import SWIZZLED_EXPERTS
 from dsv4.ops.grouped_gemm import empty_codes
 from dsv4.ops.quantize import bfloat16_operand, block_values
@@ -222,16 +215,19 @@ def _launch_all(
     Args:
         kind: What ``_prepared`` takes first.
         stream: The driver's handle.
-        addresses: Of the operands, in the order of the kernels' parameters.
+        addresses: Of what TMA copies read (x, codes, block scales), then of the other operands, in
+            the order of the kernels' parameters.
         counters: Address of zeros for the blocks' counts of tiles, or 0.
     """
     prepared = _prepared(*kind, get_ident())
     for i, (launch, few) in enumerate(prepared.launches):
         if i == prepared.fullest:
             nearly_done()
-        # The kernel for few rows has no counter.
-        counter = () if few else (counters and counters + 4 * i,)
-        launch(stream, *addresses, *counter)
+        if few:  # which reads the weight by itself, and has no counter
+            launch(stream, addresses[1:])
+        else:
+            counter = counters and counters + 4 * i
+            launch(stream, (*addresses[3:], counter), described=tuple(addresses[:3]))
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:

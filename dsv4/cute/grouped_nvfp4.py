@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from dsv4 import dispatch
-from dsv4.cute._driver import Kernel, Parameters
-from dsv4.cute._launch import architecture, cuts, loaded, on, stream_of
 from dsv4.cute.grouped_gemm import of_rows
-from dsv4.cute.sm90.grouped_plan import Experts
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.driver import Kernel, Parameters
+from dsv4.cute.runtime.launch import architecture, cuts, loaded, on, stream_of
 from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box
 from dsv4.cute.sm100.grouped_plan import GroupedPlan, choose

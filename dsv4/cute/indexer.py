@@ -9,9 +9,9 @@ import struct
 
 import torch
 
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute._driver import Parameters
-from dsv4.cute._launch import PackedLaunch, loaded, on, run_noted, stream_of
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.driver import Parameters
+from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream_of
 from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
 from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
 from dsv4.triton._launch import multiprocessors

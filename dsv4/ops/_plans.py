@@ -29,7 +29,7 @@ import torch
 from dsv4 import _support, dispatch
 from dsv4._recorder import Recorder
 from dsv4._tape import ALIGNMENT, Build, Pick, Tape, builder, tape_of
-from dsv4.cute._launch import current_device, stream_of
+from dsv4.cute.runtime.launch import current_device, stream_of
 from dsv4.formats import FORMATS, Format, QuantizedTensor
 from dsv4.ops import _library
 from dsv4.ops._guards import Guards, guards_of

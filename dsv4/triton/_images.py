@@ -37,7 +37,7 @@ from triton.runtime.jit import JITFunction
 
 from dsv4 import _compilations, _sealed_file
 from dsv4._versions import digest
-from dsv4.cute import _images
+from dsv4.cute.runtime import cubin_cache
 
 _MAGIC = b"dsv4tri\n"
 _FORMAT = 2  # of what a file holds: another one is another key
@@ -175,7 +175,7 @@ def _compiled(
         return found
     made = _count(kernel, JITFunction._do_compile(kernel, *arguments))
     if made is not None:
-        _images.keep(file_name(request.key), encode(made, request.key))
+        cubin_cache.keep(file_name(request.key), encode(made, request.key))
     return made
 
 
@@ -278,7 +278,7 @@ def stored_file(request: Request) -> bytes | None:
         _sealed_file.decode(_MAGIC, request.key, file)
         return file
 
-    return _images.find(request.arch, request.key, file_name(request.key), verified)
+    return cubin_cache.find(request.arch, request.key, file_name(request.key), verified)
 
 
 def compile_request(request: Request) -> bytes:

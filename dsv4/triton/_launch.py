@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsv4.cute._launch import on as cuda_device
+from dsv4.cute.runtime.launch import on as cuda_device
 
 _FEW_WARPS = 1024
 _NOWHERE = contextlib.nullcontext()

@@ -30,8 +30,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from dsv4._recorder import current_recorder
-from dsv4.cute import _driver
-from dsv4.cute._launch import current_device, stream_of
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.launch import current_device, stream_of
 from dsv4.triton._images import keep_images, load
 
 _ALIGNMENT = 16  # bytes of a pointer, and the divisor of an integer, that Triton specialises on
@@ -182,7 +182,7 @@ class Launch:
         config.stream = stream
         status = mine.start(*mine.arguments)
         if status:
-            _driver.check(status, f"launching {self.compiled.name}")
+            cuda_driver.check(status, f"launching {self.compiled.name}")
 
 
 class _Buffers(threading.local):
@@ -196,7 +196,7 @@ class _Buffers(threading.local):
         pointers = [i for i, place in enumerate(function.sources) if place >= 0]
         others = [i for i, place in enumerate(function.sources) if place < 0]
         kinds = ["Q" for _ in pointers] + [_SCALARS[function.types[i]] for i in others]
-        room = _driver.Parameters(*kinds, *"Q" * function.hidden)
+        room = cuda_driver.Parameters(*kinds, *"Q" * function.hidden)
         buffer = (ctypes.c_char * max(room.size, 1))()
         order = [*pointers, *others, *range(len(kinds), len(kinds) + function.hidden)]
         start = ctypes.addressof(buffer)
@@ -204,15 +204,15 @@ class _Buffers(threading.local):
         addresses = (ctypes.c_void_p * max(len(places), 1))(*[places[i] for i in sorted(places)])
         self.write = functools.partial(struct.Struct("@" + "".join(kinds)).pack_into, buffer, 0)
         self.grid: tuple[int, ...] | None = None
-        programmatic, plain = _driver.programmatic_launch, _driver.no_attributes
-        self.config = _driver.config(
+        programmatic, plain = cuda_driver.programmatic_launch, cuda_driver.no_attributes
+        self.config = cuda_driver.config(
             threads=32 * metadata.num_warps,
             shared_bytes=metadata.shared,
             attributes=(programmatic if metadata.launch_pdl else plain)(),
         )
         handle = ctypes.c_void_p(function.compiled.function)
         self.arguments = (ctypes.byref(self.config), handle, addresses, None)
-        self.start = _driver.launcher()
+        self.start = cuda_driver.launcher()
         self.buffer = buffer
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-IMAGES, TRUSTED = "dsv4/cute/_images.py", "dsv4/cute/_trusted.py"
-FORMAT = "dsv4/cute/_cubin_file.py"
+IMAGES, TRUSTED = "dsv4/cute/runtime/cubin_cache.py", "dsv4/cute/runtime/trusted.py"
+FORMAT = "dsv4/cute/runtime/cubin_file.py"
 TEST = "tests/test_cubin_cache.py::"
 BITS = "tests/test_cubin_file.py::test_any_flipped_bit_is_found"
 PLANTED = TEST + "TestOtherUsers::test_planted_files_are_refused"
@@ -43,8 +43,8 @@ MUTANTS = (
         "cubin",
         "a second read after the check",
         IMAGES,
-        "        return decode(_trusted.read_file(str(file)))",
-        "        decode(_trusted.read_file(str(file)))\n        return decode(file.read_bytes())",
+        "        return decode(trusted.read_file(str(file)))",
+        "        decode(trusted.read_file(str(file)))\n        return decode(file.read_bytes())",
         TEST + "TestDamage::test_a_file_is_read_once",
     ),
     Mutant(

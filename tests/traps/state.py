@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "pitfall 18",
         "slots that others write taken for constants, which are loaded before the wait",
-        "dsv4/cute/_ptx.py",
+        "dsv4/cute/device/ptx/memory.py",
         'load = f"ld.global.v{words}.u32',
         'load = f"ld.global.nc.v{words}.u32',
         "tests/test_attention_cute.py" + COMPILES,

@@ -14,8 +14,8 @@ CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
 
 # CuTeDSL: the class of a kernel, whose name the entry contains.
 CLASSES = {
-    "FewKernel": NVFP4_GEMM,
-    "FewRingKernel": NVFP4_GEMM,
+    "SmallMKernel": NVFP4_GEMM,
+    "SmallMRingKernel": NVFP4_GEMM,
     "ManyKernel": NVFP4_GEMM,
     "DenseKernel": NVFP4_GEMM,
     "ManyFp8Kernel": FP8_GEMM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from dsv4.cute import _driver
+from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.sm100.dense_plan import Box
 
 _BYTES, _WORDS, _SWIZZLE_128, _PROMOTE_256 = 0, 1, 3, 3
@@ -29,9 +29,9 @@ def tensor_map(address: int, box: Box) -> bytes:
     boxes, steps = (ctypes.c_uint32 * rank)(*box.box), (ctypes.c_uint32 * rank)(*[1] * rank)
     kind = _BYTES if box.item_bytes == 1 else _WORDS
     swizzle = _SWIZZLE_128 if box.swizzled else 0
-    status = _driver._driver().cuTensorMapEncodeTiled(
+    status = cuda_driver._driver().cuTensorMapEncodeTiled(
         place, kind, rank, ctypes.c_void_p(address), sizes, strides, boxes, steps,
         0, swizzle, _PROMOTE_256, 0,
     )  # fmt: skip
-    _driver.check(status, f"describing {box} at {address:#x}")
+    cuda_driver.check(status, f"describing {box} at {address:#x}")
     return bytes(place)

@@ -30,10 +30,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._tiles import place
-from dsv4.cute._turning import turn
-from dsv4.cute.sm90._activate import activated, output_row
+from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import swiglu_output_row, swiglu_outputs, transpose
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
 from dsv4.cute.sm100.dense_plan import (
     ATOM,
@@ -294,12 +293,12 @@ class DenseKernel(DensePlan):
     def _make_barriers(self, first: Value, lane: Value) -> None:
         """What announces a stage. Sums: one; and one from each warp that loaded them."""
         if lane < self.stages:
-            ptx.barrier_init(first + Uint32(lane * 8), self.full_arrivals)
+            ptx.mbarrier_init(first + Uint32(lane * 8), self.full_arrivals)
         elif lane < self.barriers - self.sum_stages:
-            ptx.barrier_init(first + Uint32(lane * 8), 1)
+            ptx.mbarrier_init(first + Uint32(lane * 8), 1)
         elif lane < self.barriers:
-            ptx.barrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.pair)
-        ptx.fence_barrier_init()
+            ptx.mbarrier_init(first + Uint32(lane * 8), EPILOGUE_WARPS * self.pair)
+        ptx.fence_mbarrier_init()
         cute.arch.sync_warp()
 
     @cute.jit
@@ -339,18 +338,18 @@ class DenseKernel(DensePlan):
         stage, parity, tile = Int32(0), Int32(1), Int32(first)
         # The weights of the first stages do not wait for the kernel before, the tokens do.
         ahead = cutlass.min(steps, self.stages)
-        row_block, token_tile = place(tile, order, cutlass.min)
+        row_block, token_tile = tile_position(tile, order, cutlass.min)
         for k in cutlass.range(ahead, unroll=1):
             self._expect(full, k, rank, lane)
             at = self.row_place(row_block, rank, begin + k)
             self._copy_rows(weight, (room, barriers_at, k), at)
         cute.arch.griddepcontrol_wait()
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token_tile = tile_position(tile, order, cutlass.min)
             group = row_block // group_blocks
             for k in cutlass.range(steps, unroll=1):
                 if tile != first or k >= ahead:
-                    ptx.wait(empty + Uint32(stage * 8), parity)
+                    ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                     self._expect(full, stage, rank, lane)
                     at = self.row_place(row_block, rank, begin + k)
                     self._copy_rows(weight, (room, barriers_at, stage), at)
@@ -364,14 +363,14 @@ class DenseKernel(DensePlan):
     def _drain(self, empty: Value, stage: Value, parity: Value) -> None:
         """Until all that was copied has been read."""
         for _ in cutlass.range(self.stages, unroll=1):
-            ptx.wait(empty + Uint32(stage * 8), parity)
+            ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
             stage, parity = self._next(stage, parity)
 
     @cute.jit
     def _expect(self, full: Value, stage: Value, rank: Value, lane: Value) -> None:
         """The stage is full when the bytes of all blocks have come, which the first waits for."""
         if lane == 0 and rank == 0:
-            ptx.expect_bytes(full + Uint32(stage * 8), self.pair * self.copied_bytes)
+            ptx.mbarrier_arrive_expect_tx(full + Uint32(stage * 8), self.pair * self.copied_bytes)
 
     @cute.jit
     def _copy_rows(self, copies: Value, ring: Value, where: Value) -> None:
@@ -445,11 +444,11 @@ class DenseKernel(DensePlan):
         while tile < total:
             shift = self._shift(tile, order)
             which, ends = self.sums(count)
-            ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
+            ptx.mbarrier_wait(sums_empty + Uint32(which * 8), ends ^ 1)
             tcgen05.after_wait()
             sums = memory + Uint32(self.first_column(count))
             for k in cutlass.range(steps, unroll=1):
-                ptx.wait(full + Uint32(stage * 8), parity)
+                ptx.mbarrier_wait(full + Uint32(stage * 8), parity)
                 tcgen05.after_wait()
                 with cute.arch.elect_one():
                     at = room + Uint32(stage * self.stage_bytes)
@@ -462,12 +461,12 @@ class DenseKernel(DensePlan):
             count += 1
         for _ in cutlass.range(self.sum_stages, unroll=1):
             which, ends = self.sums(count)
-            ptx.wait(sums_empty + Uint32(which * 8), ends ^ 1)
+            ptx.mbarrier_wait(sums_empty + Uint32(which * 8), ends ^ 1)
             count += 1
 
     def _shift(self, tile: Value, order: Value) -> Value:
         """``scale_shift`` of a tile."""
-        _, token_tile = place(tile, order, cutlass.min)
+        _, token_tile = tile_position(tile, order, cutlass.min)
         return self.scale_shift(token_tile)
 
     def _multiply_stage(
@@ -531,7 +530,7 @@ class DenseKernel(DensePlan):
             factors = self._factors(of_tile[0], row + warp * 32 + lane // 4, rows, rules)
             self._before_results(of_tile, (row_block, rank, tokens, thread))
             which, ends = self.sums(count)
-            ptx.wait(sums_full + Uint32(which * 8), ends)
+            ptx.mbarrier_wait(sums_full + Uint32(which * 8), ends)
             tcgen05.after_wait()
             sums = memory + Uint32(self.first_column(count)) + Uint32(warp << 21)
             for i in cutlass.range(self.chunks, unroll=1):
@@ -564,7 +563,7 @@ class DenseKernel(DensePlan):
         """A tile's block of rows, its first token, how many there are, and where its things lie."""
         tokens, _, _, group_blocks = sizes
         global_scale, token_scale, scale_tokens, *rest = places
-        row_block, token_tile = place(tile, order, cutlass.min)
+        row_block, token_tile = tile_position(tile, order, cutlass.min)
         scale_at = token_scale + Int64(row_block // group_blocks * tokens) * scale_tokens * 4
         at = (global_scale, scale_at, scale_tokens, *rest)
         return row_block, token_tile * self.token_block, tokens, at
@@ -597,7 +596,7 @@ class DenseKernel(DensePlan):
                 at = room + Uint32(((part * self.own_tiles + n) * 2 + h) * _KEPT)
                 total = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(self.parts):
-                    more = ptx.load_remote_float4(ptx.remote(at, Int32(r)))
+                    more = ptx.load_shared_cluster_float4(ptx.map_to_cta(at, Int32(r)))
                     total = [total[i] + more[i] for i in range(4)]
                 tiles.append(total)
             halves.append(tiles)
@@ -612,7 +611,7 @@ class DenseKernel(DensePlan):
             if cutlass.const_expr(self.pair > 1):
                 tcgen05.arrive_first(barrier)
             else:
-                ptx.arrive(barrier)
+                ptx.mbarrier_arrive(barrier)
 
     @cute.jit
     def _factors(self, global_scale: Value, row: Value, rows: Value, rules: Value) -> Value:
@@ -650,7 +649,7 @@ class DenseKernel(DensePlan):
         ]
         if not self.swiglu:
             return values
-        return [[activated(four, limit, lane) for four in half] for half in values]
+        return [[swiglu_outputs(four, limit, lane) for four in half] for half in values]
 
     @cute.jit
     def _store(self, values: Value, places: Value, where: Value, sizes: Value) -> None:
@@ -674,7 +673,7 @@ class DenseKernel(DensePlan):
         for n in cutlass.range_constexpr(len(values)):
             for i in cutlass.range_constexpr(len(values[n])):
                 token = begin + n * 8 + lane % 4 * 2 + i % 2
-                at = start + (output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8)
+                at = start + (swiglu_output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8)
                 if token < tokens and at < outputs:
                     place_ = (Int64(token) * outputs + at) * 4
                     ptx.store_global_float(out + place_, values[n][i])
@@ -690,7 +689,7 @@ class DenseKernel(DensePlan):
         for h in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(count // 8):
                 room = turned + Uint32(n * 8 * self.line)
-                turn(values[h][n], room, self.line, warp * 2 + h, lane)
+                transpose(values[h][n], room, self.line, warp * 2 + h, lane)
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * EPILOGUE_WARPS)
         vectors = self.tile_outputs  # of 8 results, of a line
         for i in cutlass.range_constexpr(-(-count * vectors // 128)):

@@ -27,9 +27,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import store_coded
-from dsv4.cute.sm90._experts import (
+from dsv4.cute.device import ptx
+from dsv4.cute.device.expert_scheduler import (
     all_tiles,
     clear_codes,
     clear_lines,
@@ -39,7 +38,8 @@ from dsv4.cute.sm90._experts import (
     last_row,
     padding_before,
 )
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
+from dsv4.cute.device.quantize import store_coded
+from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
 from dsv4.cute.sm100.dense import DenseKernel, any_codes, any_scales
 from dsv4.cute.sm100.dense_plan import ATOM, CHUNK, COPY_WARP, MULTIPLY_WARP, ROWS
@@ -274,7 +274,7 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         while tile < total:
             expert, row_block, start, _ = find_tile(tile, order, self.token_block)
             for k in cutlass.range(steps, unroll=1):
-                ptx.wait(empty + Uint32(stage * 8), parity)
+                ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full, stage, rank, lane)
                 at = self.expert_place(row_block, rank, k, expert, rows)
                 self._copy_rows(weight, (room, barriers_at, stage), at)
@@ -303,7 +303,7 @@ class GroupedKernel(GroupedPlan, DenseKernel):
                 found = [self._load_scales(at, count, (k, i, steps), lane) for i in range(AHEAD)]
                 for i in cutlass.range_constexpr(AHEAD):
                     if k + i < steps:
-                        ptx.wait(empty + Uint32(stage * 8), parity)
+                        ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                         self._store_scales(found[i], room + Uint32(stage * self.stage_bytes), lane)
                         self._announce(full + Uint32(stage * 8), lane)
                         stage, parity = self._next(stage, parity)
@@ -316,7 +316,7 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         for n in range(self.token_block // 32):
             there = Int32(lane + 32 * n < count) & Int32(k + i < steps)
             row = at + Int64(32 * n * SCALE_BYTES) * steps + Int64(k) * SCALE_BYTES
-            found.append(ptx.load_or_zero(row, 4, there, i * SCALE_BYTES))
+            found.append(ptx.load_global_or_zero(row, 4, there, i * SCALE_BYTES))
         return found
 
     def _store_scales(self, found: Value, room: Value, lane: Value) -> None:
@@ -333,13 +333,13 @@ class GroupedKernel(GroupedPlan, DenseKernel):
     @cute.jit
     def _announce(self, barrier: Value, lane: Value) -> None:
         """What this warp wrote is there for the tensor core: the first block is told."""
-        ptx.fence_shared()
+        ptx.fence_proxy_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
             if cutlass.const_expr(self.pair > 1):
                 tcgen05.arrive_first(barrier)
             else:
-                ptx.arrive(barrier)
+                ptx.mbarrier_arrive(barrier)
 
     # The warp that multiplies.
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, Experts, counted_as, expected_tiles
+from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as, expected_tiles
 from dsv4.cute.sm100 import plans as _plans
 from dsv4.cute.sm100.dense_plan import (
     COPY_WARP,

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     INFO_BYTES,
@@ -90,7 +90,7 @@ class Entries:
             final = block + parts >= blocks
             block += stride
             more = block < blocks
-            ptx.wait(empty + Uint32(stage * 8), parity)
+            ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
             to = at + Uint32(stage * TILE_BYTES)
             if cutlass.const_expr(not self.staged):
                 self._copy_tails(slots, starts, to + tail)
@@ -99,10 +99,10 @@ class Entries:
                 ptx.store_shared4(info + Uint32(stage * INFO_BYTES), described)
             self._expand_held(codes, scales, to + place)
             self._expand_copied(scales, own, to, (place, tail))
-            ptx.wait_copies(0)
+            ptx.wait_async_copies(0)
             if cutlass.const_expr(self.fenced):
-                ptx.fence_shared()
-            ptx.arrive(full + Uint32(stage * 8))
+                ptx.fence_proxy_async_shared()
+            ptx.mbarrier_arrive(full + Uint32(stage * 8))
             slots, there = self._share(found, warp, lane)
             starts, scales = self._find(slots, self._cache(caches, begin, block), lane)
             codes = self._load_codes(slots, starts)
@@ -112,7 +112,7 @@ class Entries:
             if stage >= STAGES:
                 stage -= STAGES
                 parity = parity ^ 1
-        ptx.wait_copies(0)
+        ptx.wait_async_copies(0)
         return stage, parity
 
     def _byte(self, scales: Value, h: int, g: int) -> Value:
@@ -128,7 +128,7 @@ class Entries:
     def _expand_copied(self, scales: Value, own: Value, to: Value, places: Value) -> None:
         """Those in shared memory, and tails."""
         place, tail = places
-        ptx.wait_copies(0 if self.staged else 1)
+        ptx.wait_async_copies(0 if self.staged else 1)
         later, step = self.pieces[self.held :], 512 * self.expand_warps
         rows = range(BLOCK // (8 * self.expand_warps)) if self.staged else ()
         tails = [(h, c) for h in rows for c in range(2)]
@@ -145,7 +145,7 @@ class Entries:
 
     def _load_slot(self, row: Value, number: Value, width: Value) -> Value:
         """Both words of a slot, all ones beyond the end."""
-        return ptx.load2_or_ones(row + Int64(number) * 8, Int32(number < width))
+        return ptx.load_global2_or_ones(row + Int64(number) * 8, Int32(number < width))
 
     def _slot(self, words: Value) -> Value:
         """A slot as int32; all negative ones are -1."""
@@ -196,7 +196,7 @@ class Entries:
         """Bring a token's slots to the level-2 cache, as far as there are threads."""
         for c in cutlass.range_constexpr(2):
             if thread * 16 < caches[c][4]:
-                ptx.prefetch(self._row(caches[c], token) + Int64(thread) * 128)
+                ptx.prefetch_l2(self._row(caches[c], token) + Int64(thread) * 128)
 
     def _row(self, cache: Value, token: Value) -> Value:
         """Where a token's slots are."""
@@ -247,14 +247,14 @@ class Entries:
             page = data + Int64(safe >> shift) * stride
             entry = safe & ((1 << shift) - 1)
             source = page + Int64((_ENTRY << shift) + entry * 8)
-            scales.extend(ptx.load_or_zero(source, 2, Int32(slots[h] >= 0)))
+            scales.extend(ptx.load_global_or_zero(source, 2, Int32(slots[h] >= 0)))
             starts.append(page + Int64(entry * _ENTRY + lane % 4 * 16))
         return starts, scales
 
     def _load_codes(self, slots: Value, starts: Value) -> list[Value]:
         """The lane's 16 codes of the first pieces, zeros if there is no entry."""
         return [
-            ptx.load_or_zero(starts[h], 4, Int32(slots[h] >= 0), g * 64)
+            ptx.load_global_or_zero(starts[h], 4, Int32(slots[h] >= 0), g * 64)
             for h, g in self.pieces[: self.held]
         ]
 
@@ -265,8 +265,8 @@ class Entries:
         if self.staged:
             later += [(h, NOPE + c * 64) for h in range(len(slots)) for c in range(2)]
         for n, (h, offset) in enumerate(later):
-            ptx.copy_or_zero(own, starts[h], Int32(slots[h] >= 0) * 16, n * step, offset)
-        ptx.commit_copies()
+            ptx.async_copy16_or_zero(own, starts[h], Int32(slots[h] >= 0) * 16, n * step, offset)
+        ptx.commit_async_copies()
 
     @cute.jit
     def _copy_tails(self, slots: Value, starts: Value, place: Value) -> None:
@@ -275,12 +275,12 @@ class Entries:
             wanted = Int32(slots[h] >= 0) * 16
             for c in cutlass.range_constexpr(2):
                 to = place ^ Uint32(c * 64)
-                ptx.copy_or_zero(to, starts[h], wanted, h * 1024, NOPE + c * 64)
-        ptx.commit_copies()
+                ptx.async_copy16_or_zero(to, starts[h], wanted, h * 1024, NOPE + c * 64)
+        ptx.commit_async_copies()
 
     def _expand(self, codes: Value, byte: Value, place: Value, offset: int) -> None:
         """16 codes of a group of a row."""
-        factor = ptx.e8m0_pair(byte)
-        words = [ptx.e4m3_pair(codes[w // 2], w % 2, factor) for w in range(8)]
+        factor = ptx.e8m0_to_bfloat16x2(byte)
+        words = [ptx.e4m3x2_times_bfloat16x2(codes[w // 2], w % 2, factor) for w in range(8)]
         ptx.store_shared4(place, words[:4], offset)
         ptx.store_shared4(place ^ Uint32(16), words[4:], offset)

@@ -29,8 +29,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._turning import turn_quad
+from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import transpose_quad
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -248,13 +248,13 @@ class AttentionKernel(Entries, AttentionPlan):
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.barrier_init(full + s * 8, 32 * self.expand_warps)
-                ptx.barrier_init(empty + s * 8, CONSUMER_WARPS)
-                ptx.barrier_init(ready + s * 8, _CONSUMERS // 2)
-            ptx.barrier_init(arrived, CONSUMER_WARPS)
+                ptx.mbarrier_init(full + s * 8, 32 * self.expand_warps)
+                ptx.mbarrier_init(empty + s * 8, CONSUMER_WARPS)
+                ptx.mbarrier_init(ready + s * 8, _CONSUMERS // 2)
+            ptx.mbarrier_init(arrived, CONSUMER_WARPS)
             for piece in cutlass.range_constexpr(_PIECES):
-                ptx.barrier_init(arrived + 8 + piece * 8, 1)
-            ptx.fence_barrier_init()
+                ptx.mbarrier_init(arrived + 8 + piece * 8, 1)
+            ptx.fence_mbarrier_init()
         if cutlass.const_expr(self.together):
             cute.arch.cluster_arrive_relaxed()
         caches = (
@@ -346,8 +346,8 @@ class AttentionKernel(Entries, AttentionPlan):
                 self._load_tables(
                     (sink, cos, sin), (sinks, tables), (token, tile * HEADS, heads), thread
                 )
-            ptx.wait_copies(0)
-            ptx.fence_shared()
+            ptx.wait_async_copies(0)
+            ptx.fence_proxy_async_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
             # Of blocks of threads that have many; beside eight warps there is no register for it.
             if cutlass.const_expr(self.expand_warps == 4):  # noqa: SIM102 - one is constant
@@ -377,9 +377,9 @@ class AttentionKernel(Entries, AttentionPlan):
                 stage, parity = self._next(stage, parity)
             while last == Uint32(0):
                 # Who has given the weights has fenced what the expanding warps have written.
-                ptx.wait(ready + Uint32(stage * 8), parity)
+                ptx.mbarrier_wait(ready + Uint32(stage * 8), parity)
                 references, total = self._follow(sums, references, total, line)
-                _, _, last = ptx.told_words(info + Uint32(stage * INFO_BYTES), 3, lane)
+                _, _, last = ptx.load_shared_broadcast(info + Uint32(stage * INFO_BYTES), 3, lane)
                 self._add(other_mma, sums, given, values, (group, stage))
                 stage, parity = self._next(stage, parity)
                 if last == Uint32(0):
@@ -412,7 +412,7 @@ class AttentionKernel(Entries, AttentionPlan):
                     arrived,
                     (sinks, out, cos, tables),
                     (tile * HEADS, token, heads),
-                    (row, rank, group, ptx.anew(lane)),
+                    (row, rank, group, ptx.opaque(lane)),
                 )
                 cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
@@ -445,7 +445,7 @@ class AttentionKernel(Entries, AttentionPlan):
         if cutlass.const_expr(self.together):  # noqa: SIM102 - one is constant
             if (lane == 0) & (last != Uint32(0)):
                 peer = 1 - cute.arch.block_idx_in_cluster()
-                ptx.arrive_remote(ptx.remote(arrived, peer))
+                ptx.mbarrier_arrive_remote(ptx.map_to_cta(arrived, peer))
 
     @cute.jit
     def _own(
@@ -465,8 +465,8 @@ class AttentionKernel(Entries, AttentionPlan):
         info, full, empty, ready, arrived, give_at, line = places
         references, total = state
         stage, parity, group, lane = where
-        ptx.wait(full + Uint32(stage * 8), parity)
-        ptx.fence_shared()
+        ptx.mbarrier_wait(full + Uint32(stage * 8), parity)
+        ptx.fence_proxy_async_shared()
         tools = (logits_mma, logits, left, right)
         warpgroup.fence()
         self._score(tools, stage, 0, _BEGUN)
@@ -474,14 +474,14 @@ class AttentionKernel(Entries, AttentionPlan):
             warpgroup.wait_group(1)
             self._release(empty, 1 - stage, lane)
         self._score(tools, stage, _BEGUN, DIMS // 16)
-        low, high, last = ptx.told_words(info + Uint32(stage * INFO_BYTES), 3, lane)
+        low, high, last = ptx.load_shared_broadcast(info + Uint32(stage * INFO_BYTES), 3, lane)
         warpgroup.wait_group(0)
         self._done_with_queries(arrived, last, lane)
         self._hide(logits, (low, high), lane)
         references, total, factors = self._weigh(logits, words, (references, total), scale)
         self._give(words, references, give_at, line, lane)
-        ptx.fence_shared()
-        ptx.arrive(ready + Uint32(stage * 8))
+        ptx.fence_proxy_async_shared()
+        ptx.mbarrier_arrive(ready + Uint32(stage * 8))
         self._rescale(sums, factors)
         self._add(own_mma, sums, weights, values, (group, stage))
         warpgroup.wait_group(0)
@@ -521,7 +521,7 @@ class AttentionKernel(Entries, AttentionPlan):
         """All lanes of this warp have read the stage."""
         cute.arch.sync_warp()
         if lane == 0:
-            ptx.arrive(empty + Uint32(stage * 8))
+            ptx.mbarrier_arrive(empty + Uint32(stage * 8))
 
     @cute.jit
     def _rescale(self, sums: Value, factors: Value) -> None:
@@ -536,8 +536,8 @@ class AttentionKernel(Entries, AttentionPlan):
         """Take over the references that the other warpgroup has given its weights by."""
         new = [ptx.load_shared_float(line + Uint32(32 * r)) for r in range(2)]
         factors = [
-            ptx.choose(
-                new[r] > references[r], ptx.power_of_two(references[r] - new[r]), Float32(1.0)
+            ptx.select_float(
+                new[r] > references[r], ptx.exp2_approx(references[r] - new[r]), Float32(1.0)
             )
             for r in range(2)
         ]
@@ -551,7 +551,7 @@ class AttentionKernel(Entries, AttentionPlan):
         """Weights and references, for the other warpgroup."""
         for n in cutlass.range_constexpr(0, BLOCK // 8, 2):
             chunk = (n + lane // 16) ^ (lane % 8)
-            ptx.store_matrices4(place + Uint32(chunk * 16), [words[2 * n + i] for i in range(4)])
+            ptx.stmatrix_x4(place + Uint32(chunk * 16), [words[2 * n + i] for i in range(4)])
         # All lanes have read what is overwritten.
         cute.arch.sync_warp()
         if lane % 4 == 0:
@@ -584,15 +584,15 @@ class AttentionKernel(Entries, AttentionPlan):
             table = cos
             if thread == 1:
                 table = sin
-            ptx.prefetch(table + Int64(token) * (ROPE * 2))
+            ptx.prefetch_l2(table + Int64(token) * (ROPE * 2))
         for i in cutlass.range_constexpr(-(-HEADS * 8 // threads)):
             number = i * threads + thread
             head = tile * HEADS + number // 8
             if (number < HEADS * 8) & (head < heads):
-                ptx.prefetch(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
+                ptx.prefetch_l2(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
         head = tile * HEADS + thread * 32
         if (thread < HEADS // 32) & (head < heads):
-            ptx.prefetch(sink + Int64(head) * 4)
+            ptx.prefetch_l2(sink + Int64(head) * 4)
 
     @cute.jit
     def _load_queries(self, q: Value, at: Value, where: Value) -> None:
@@ -604,8 +604,8 @@ class AttentionKernel(Entries, AttentionPlan):
             head = tile * HEADS + row
             source = q + (Int64(head) * head_stride + chunk * 8) * 2
             place = chunk // 8 * (HEADS * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.copy_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
-        ptx.commit_copies()
+            ptx.async_copy16_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
+        ptx.commit_async_copies()
 
     @cute.jit
     def _load_tables(self, sources: Value, places: Value, where: Value, thread: Value) -> None:
@@ -636,7 +636,7 @@ class AttentionKernel(Entries, AttentionPlan):
                         bit = bits & Uint32(1 << (n * 8 + i))
                         for r in cutlass.range_constexpr(2):
                             at = half * 16 + n * 4 + r * 2 + i
-                            logits[at] = ptx.choose(bit, logits[at], -Float32(_INFINITY))
+                            logits[at] = ptx.select_float(bit, logits[at], -Float32(_INFINITY))
 
     @cute.jit
     def _weigh(self, logits: Value, words: Value, state: Value, scale: Value) -> Value:
@@ -646,25 +646,25 @@ class AttentionKernel(Entries, AttentionPlan):
         for r in cutlass.range_constexpr(2):
             high = logits[2 * r]
             for n in cutlass.range_constexpr(BLOCK // 8):
-                high = ptx.maximum(
-                    high, ptx.maximum(logits[n * 4 + 2 * r], logits[n * 4 + 2 * r + 1])
+                high = ptx.max_float(
+                    high, ptx.max_float(logits[n * 4 + 2 * r], logits[n * 4 + 2 * r + 1])
                 )
-            high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 1))
-            high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 2)) * scale
+            high = ptx.max_float(high, cute.arch.shuffle_sync_bfly(high, 1))
+            high = ptx.max_float(high, cute.arch.shuffle_sync_bfly(high, 2)) * scale
             old = references[r]
             grown = high > old + Float32(_SLACK)
-            reference = ptx.choose(grown, high, old)
+            reference = ptx.select_float(grown, high, old)
             # Of nothing but -inf, so that no inf - inf arises.
-            origin = ptx.choose(reference == -Float32(_INFINITY), Float32(0.0), reference)
-            factor = ptx.choose(grown, ptx.power_of_two(old - reference), Float32(1.0))
+            origin = ptx.select_float(reference == -Float32(_INFINITY), Float32(0.0), reference)
+            factor = ptx.select_float(grown, ptx.exp2_approx(old - reference), Float32(1.0))
             part = total[r] * factor
             for n in cutlass.range_constexpr(BLOCK // 8):
                 at = n * 4 + 2 * r
-                low = ptx.power_of_two(ptx.multiply_add_float(logits[at], scale, -origin))
-                up = ptx.power_of_two(ptx.multiply_add_float(logits[at + 1], scale, -origin))
-                word = ptx.bfloat16_pair(low, up)
+                low = ptx.exp2_approx(ptx.fma_float(logits[at], scale, -origin))
+                up = ptx.exp2_approx(ptx.fma_float(logits[at + 1], scale, -origin))
+                word = ptx.pack_bfloat16x2(low, up)
                 words[n * 2 + r] = word
-                part = part + (ptx.low_float(word) + ptx.high_float(word))
+                part = part + (ptx.bfloat16_low_to_float(word) + ptx.bfloat16_high_to_float(word))
             new.append(reference)
             sums.append(part)
             factors.append(factor)
@@ -689,7 +689,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 sin = ptx.load_shared_float(place + (n * 16 + ROPE * 2))
                 for r in cutlass.range_constexpr(2):
                     at = ((DIMS - ROPE) // 8 - DIMS // 16 + n) * 4 + 2 * r
-                    sums[at], sums[at + 1] = ptx.turn_back(sums[at], sums[at + 1], cos, sin)
+                    sums[at], sums[at + 1] = ptx.inverse_rope_pair(sums[at], sums[at + 1], cos, sin)
 
     @cute.jit
     def _store(self, sums: Value, state: Value, places: Value, where: Value) -> None:
@@ -708,7 +708,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 for m in cutlass.range_constexpr(0, DIMS // 64, 4):
                     last = []
                     for i in cutlass.range_constexpr(4):
-                        words = ptx.pack_sums(self._eight(sums, m + i, r))
+                        words = ptx.pack_accumulators(self._eight(sums, m + i, r))
                         ptx.store_global4(line + (m + i) * 64, words[:4])
                         last.append(words[4])
                     ptx.store_global4(rest + m * 4, last)
@@ -736,13 +736,13 @@ class AttentionKernel(Entries, AttentionPlan):
         line = room + Uint32(lane % 16 * DIMS)
         for n in cutlass.range_constexpr(0, DIMS // 16, 2):
             words = [
-                ptx.bfloat16_pair(
+                ptx.pack_bfloat16x2(
                     sums[m * 4 + 2 * r] * factors[r], sums[m * 4 + 2 * r + 1] * factors[r]
                 )
                 for m in (n, n + 1)
                 for r in range(2)
             ]
-            ptx.store_matrices4(line + Uint32(((n + lane // 16) ^ (lane % 8)) * 16), words)
+            ptx.stmatrix_x4(line + Uint32(((n + lane // 16) ^ (lane % 8)) * 16), words)
         cute.arch.sync_warp()
         head = first + warp % 4 * 16
         to = out + ((Int64(token) * heads + head) * DIMS + group * (DIMS // 2) + lane * 8) * 2
@@ -769,28 +769,30 @@ class AttentionKernel(Entries, AttentionPlan):
         if thread == 0:
             for piece in cutlass.range_constexpr(_PIECES):
                 stats = self.blocks * HEADS * 16 if piece == 0 else 0
-                ptx.expect_bytes(arrived + 8 + piece * 8, CONSUMER_WARPS * size + stats)
+                ptx.mbarrier_arrive_expect_tx(
+                    arrived + 8 + piece * 8, CONSUMER_WARPS * size + stats
+                )
         if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
             for other in cutlass.range_constexpr(self.blocks):
                 for r in cutlass.range_constexpr(2):
                     place = known + Uint32((rank * HEADS + row + 8 * r) * 16)
                     four = [references[r], total[r], Float32(0.0), Float32(0.0)]
-                    to = ptx.remote(place, Int32(other))
-                    ptx.store_remote4(to, four, ptx.remote(arrived + 8, Int32(other)))
+                    to = ptx.map_to_cta(place, Int32(other))
+                    ptx.async_store_remote4(to, four, ptx.map_to_cta(arrived + 8, Int32(other)))
         if lane == 0:
-            ptx.wait(arrived, Int32(0))
+            ptx.mbarrier_wait(arrived, Int32(0))
         for piece in cutlass.range_constexpr(_PIECES):
             for half in cutlass.range_constexpr(2):
                 if rank != half:
                     self._pack(sums, given + Uint32(piece * size), half * _PIECES + piece, lane)
-            ptx.fence_shared()
+            ptx.fence_proxy_async_shared()
             cute.arch.sync_warp()
             if lane == 0:
-                ptx.copy_bulk_remote(
-                    ptx.remote(come + Uint32(piece * size), peer),
+                ptx.bulk_copy_to_remote(
+                    ptx.map_to_cta(come + Uint32(piece * size), peer),
                     given + Uint32(piece * size),
                     size,
-                    ptx.remote(arrived + 8 + Uint32(piece * 8), peer),
+                    ptx.map_to_cta(arrived + 8 + Uint32(piece * 8), peer),
                 )
         for half in cutlass.range_constexpr(2):
             if rank == half:
@@ -809,7 +811,7 @@ class AttentionKernel(Entries, AttentionPlan):
         """Of 32 of its dims likewise, packed: four words of each of two heads, then the fifths."""
         fifth = []
         for r in cutlass.range_constexpr(2):
-            words = ptx.pack_sums(self._eight(sums, number, r))
+            words = ptx.pack_accumulators(self._eight(sums, number, r))
             ptx.store_shared4(place + Uint32(lane * 16), words[:4], r * 512)
             fifth.append(words[4])
         ptx.store_shared2(place + Uint32(lane * 8 + 1024), fifth)
@@ -823,7 +825,7 @@ class AttentionKernel(Entries, AttentionPlan):
         sinks, out, cos, tables = places
         first, token, heads = item
         row, rank, group, lane = where
-        ptx.wait(arrived + 8, Int32(0))
+        ptx.mbarrier_wait(arrived + 8, Int32(0))
         factors, whole = [], []
         for r in cutlass.range_constexpr(2):
             pairs = [
@@ -833,24 +835,28 @@ class AttentionKernel(Entries, AttentionPlan):
             logit = ptx.load_shared_float(sinks + Uint32((row + 8 * r) * 4))
             origin = logit
             for p in cutlass.range_constexpr(self.blocks):
-                origin = ptx.maximum(origin, pairs[p][0])
-            origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
-            total = ptx.power_of_two(logit - origin)
-            each = [ptx.power_of_two(pairs[p][0] - origin) for p in range(self.blocks)]
+                origin = ptx.max_float(origin, pairs[p][0])
+            origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
+            total = ptx.exp2_approx(logit - origin)
+            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.blocks)]
             for p in cutlass.range_constexpr(self.blocks):
                 total = total + pairs[p][1] * each[p]
             # On this block's sums, then on the other's.
-            factors.append([ptx.choose(rank, each[1], each[0]), ptx.choose(rank, each[0], each[1])])
-            whole.append(ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
+            factors.append(
+                [ptx.select_float(rank, each[1], each[0]), ptx.select_float(rank, each[0], each[1])]
+            )
+            whole.append(
+                ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+            )
         share = DIMS // 16 // self.blocks
         kept = own + Uint32(lane * 16)
         line = out + ((Int64(token) * heads + first + row) * DIMS + group * (DIMS // 2)) * 2
         for piece in cutlass.range(_PIECES, unroll=1):
-            ptx.wait(arrived + Uint32(8 + piece * 8), Int32(0))
+            ptx.mbarrier_wait(arrived + Uint32(8 + piece * 8), Int32(0))
             given = come + Uint32(piece * (_GIVEN // _PIECES))
             fifth = ptx.load_shared(given + Uint32(lane * 8), 2, 1024)
             more = [
-                ptx.unpack_all_sums(
+                ptx.unpack_all_accumulators(
                     [*ptx.load_shared(given + Uint32(lane * 16), 4, r * 512), fifth[r]]
                 )
                 for r in range(2)
@@ -868,15 +874,15 @@ class AttentionKernel(Entries, AttentionPlan):
                     c, s = ptx.load_shared_float(place), ptx.load_shared_float(place + ROPE * 2)
                     for r in cutlass.range_constexpr(2):
                         at = 4 * m + 2 * r
-                        sums[at], sums[at + 1] = ptx.turn_back(sums[at], sums[at + 1], c, s)
+                        sums[at], sums[at + 1] = ptx.inverse_rope_pair(sums[at], sums[at + 1], c, s)
             for r in cutlass.range_constexpr(2):
                 words = [
-                    ptx.bfloat16_pair(
+                    ptx.pack_bfloat16x2(
                         sums[4 * m + 2 * r] * whole[r], sums[4 * m + 2 * r + 1] * whole[r]
                     )
                     for m in range(4)
                 ]
-                words = turn_quad(words, lane)
+                words = transpose_quad(words, lane)
                 if first + row + 8 * r < heads:
                     dim = rank * (share * 8) + piece * 32 + lane % 4 * 8
                     ptx.store_global4(line + (dim + 8 * r * DIMS) * 2, words)
@@ -884,8 +890,8 @@ class AttentionKernel(Entries, AttentionPlan):
     @cute.jit
     def _mean(self, reference: Value, total: Value, logit: Value) -> Value:
         """What to multiply sums by; 0 if there is neither an entry nor a sink."""
-        origin = ptx.maximum(reference, logit)
-        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
-        scaled = ptx.power_of_two(reference - origin)
-        whole = total * scaled + ptx.power_of_two(logit - origin)
-        return ptx.choose(whole == Float32(0.0), Float32(0.0), scaled / whole)
+        origin = ptx.max_float(reference, logit)
+        origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
+        scaled = ptx.exp2_approx(reference - origin)
+        whole = total * scaled + ptx.exp2_approx(logit - origin)
+        return ptx.select_float(whole == Float32(0.0), Float32(0.0), scaled / whole)

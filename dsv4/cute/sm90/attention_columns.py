@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90._entries import Entries
 from dsv4.cute.sm90.attention_plan import (
@@ -147,11 +147,11 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.barrier_init(full + s * 8, 32 * self.expand_warps)
-                ptx.barrier_init(empty + s * 8, _THREADS)
-            ptx.barrier_init(arrived, 1)
-            ptx.barrier_init(arrived + 8, self.blocks * _WARPS)
-            ptx.fence_barrier_init()
+                ptx.mbarrier_init(full + s * 8, 32 * self.expand_warps)
+                ptx.mbarrier_init(empty + s * 8, _THREADS)
+            ptx.mbarrier_init(arrived, 1)
+            ptx.mbarrier_init(arrived + 8, self.blocks * _WARPS)
+            ptx.fence_mbarrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
@@ -185,8 +185,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 (thread, first_head, heads, head_stride),
             )
             self._load_tables((sink, cos, sin), sinks, (token, first_head, heads), thread)
-            ptx.wait_copies(0)
-            ptx.fence_shared()
+            ptx.wait_async_copies(0)
+            ptx.fence_proxy_async_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
             self._multiply(
                 (shared_q, shared_k, shared_p, k_layout, logits_mma, sums_mma),
@@ -230,7 +230,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         stage, parity = Int32(0), Int32(0)
         more = cutlass.Boolean(True)
         while more:
-            ptx.wait(full + Uint32(stage * 8), parity)
+            ptx.mbarrier_wait(full + Uint32(stage * 8), parity)
             warpgroup.fence()
             logits_mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range_constexpr(DIMS // 16):
@@ -252,8 +252,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             references, total, factors, words = self._weigh(
                 logits, (references, total), scale, (told, warp, lane)
             )
-            ptx.store_matrices4_turned(give_at, words)
-            ptx.fence_shared()
+            ptx.stmatrix_x4_transposed(give_at, words)
+            ptx.fence_proxy_async_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
             self._rescale(sums, factors)
             warpgroup.fence()
@@ -262,7 +262,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             warpgroup.commit_group()
             more = last == Uint32(0)
             warpgroup.wait_group(0)
-            ptx.arrive(empty + Uint32(stage * 8))
+            ptx.mbarrier_arrive(empty + Uint32(stage * 8))
             stage += 1
             if stage == STAGES:
                 stage = Int32(0)
@@ -286,14 +286,14 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             number = i * self.threads + thread
             head = first_head + number // 8
             if (number < self.heads * 8) & (head < heads):
-                ptx.prefetch(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
+                ptx.prefetch_l2(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
         if thread == 0:
-            ptx.prefetch(sink + Int64(first_head) * 4)
+            ptx.prefetch_l2(sink + Int64(first_head) * 4)
         if (thread < 2) & (cos != Int64(0)):
             table = cos
             if thread == 1:
                 table = sin
-            ptx.prefetch(table + Int64(token) * (ROPE * 2))
+            ptx.prefetch_l2(table + Int64(token) * (ROPE * 2))
 
     @cute.jit
     def _load_queries(self, q: Value, at: Value, where: Value) -> None:
@@ -305,8 +305,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             head = first_head + row
             source = q + (Int64(head) * head_stride + chunk * 8) * 2
             place = chunk // 8 * (self.heads * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.copy_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
-        ptx.commit_copies()
+            ptx.async_copy16_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
+        ptx.commit_async_copies()
 
     @cute.jit
     def _load_tables(self, sources: Value, sinks: Value, where: Value, thread: Value) -> None:
@@ -334,7 +334,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             bit = (bits >> Uint32(8 * r)) & Uint32(1)
             for h in cutlass.range_constexpr(_OWN):
                 at = h // 2 * 4 + r * 2 + h % 2
-                logits[at] = ptx.choose(bit, logits[at], -Float32(_INFINITY))
+                logits[at] = ptx.select_float(bit, logits[at], -Float32(_INFINITY))
 
     @cute.jit
     def _weigh(self, logits: Value, state: Value, scale: Value, where: Value) -> Value:
@@ -344,24 +344,24 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         highs = []
         for h in cutlass.range_constexpr(_OWN):
             at = h // 2 * 4 + h % 2
-            high = ptx.maximum(logits[at], logits[at + 2])
+            high = ptx.max_float(logits[at], logits[at + 2])
             for step in cutlass.range_constexpr(2, 5):
-                high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
+                high = ptx.max_float(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
             highs.append(high)
-        highs = self._over_warps(highs, ptx.maximum, (place, warp, lane))
+        highs = self._over_warps(highs, ptx.max_float, (place, warp, lane))
         new, sums, factors, pairs = [], [], [], []
         for h in cutlass.range_constexpr(_OWN):
             high = highs[h] * scale
             old = references[h]
             grown = high > old + Float32(_SLACK)
-            reference = ptx.choose(grown, high, old)
+            reference = ptx.select_float(grown, high, old)
             # Of nothing but -inf, so that no inf - inf arises.
-            origin = ptx.choose(reference == -Float32(_INFINITY), Float32(0.0), reference)
-            factor = ptx.choose(grown, ptx.power_of_two(old - reference), Float32(1.0))
+            origin = ptx.select_float(reference == -Float32(_INFINITY), Float32(0.0), reference)
+            factor = ptx.select_float(grown, ptx.exp2_approx(old - reference), Float32(1.0))
             at = h // 2 * 4 + h % 2
             pairs.append(
                 [
-                    ptx.power_of_two(ptx.multiply_add_float(logits[at + 2 * r], scale, -origin))
+                    ptx.exp2_approx(ptx.fma_float(logits[at + 2 * r], scale, -origin))
                     for r in range(2)
                 ]
             )
@@ -371,9 +371,9 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         words = []
         for h in cutlass.range_constexpr(0, _OWN, 2):
             for r in cutlass.range_constexpr(2):
-                word = ptx.bfloat16_pair(pairs[h][r], pairs[h + 1][r])
-                sums[h] = sums[h] + ptx.low_float(word)
-                sums[h + 1] = sums[h + 1] + ptx.high_float(word)
+                word = ptx.pack_bfloat16x2(pairs[h][r], pairs[h + 1][r])
+                sums[h] = sums[h] + ptx.bfloat16_low_to_float(word)
+                sums[h + 1] = sums[h + 1] + ptx.bfloat16_high_to_float(word)
                 words.append(word)
         return new, sums, factors, words
 
@@ -440,14 +440,16 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         rank, thread, lane = who
         references, total = state
         if thread == 0:
-            ptx.expect_bytes(arrived, (self.blocks - 1) * (self.room_bytes + self.heads * 8))
+            ptx.mbarrier_arrive_expect_tx(
+                arrived, (self.blocks - 1) * (self.room_bytes + self.heads * 8)
+            )
         if lane == 0:
             for other in cutlass.range_constexpr(self.blocks):
-                ptx.arrive_remote(ptx.remote(arrived + 8, Int32(other)))
-        ptx.wait(arrived + 8, Int32(0))
+                ptx.mbarrier_arrive_remote(ptx.map_to_cta(arrived + 8, Int32(other)))
+        ptx.mbarrier_wait(arrived + 8, Int32(0))
         mine = room + Uint32(rank * self.room_bytes + thread * 16)
         for other in cutlass.range_constexpr(self.blocks):
-            to, barrier = ptx.remote(mine, Int32(other)), ptx.remote(arrived, Int32(other))
+            to, barrier = ptx.map_to_cta(mine, Int32(other)), ptx.map_to_cta(arrived, Int32(other))
             fours = [
                 [sums[other * self.share * 8 + n * 4 + i] for i in range(4)]
                 for n in range(2 * self.share)
@@ -458,7 +460,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                     ptx.store_shared4(mine, fours[n], n * _THREADS * 16)
             else:
                 for n in cutlass.range_constexpr(2 * self.share):
-                    ptx.store_remote4(to, fours[n], barrier, n * _THREADS * 16)
+                    ptx.async_store_remote4(to, fours[n], barrier, n * _THREADS * 16)
             if thread < 4:
                 # References of two heads and sums of their weights.
                 for half in cutlass.range_constexpr(2):
@@ -467,10 +469,10 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                     if rank == other:
                         ptx.store_shared_float4(place, four)
                     else:
-                        ptx.store_remote4(ptx.remote(place, Int32(other)), four, barrier)
+                        ptx.async_store_remote4(ptx.map_to_cta(place, Int32(other)), four, barrier)
         # What the block's first threads have told of its own sums.
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
-        ptx.wait(arrived, Int32(0))
+        ptx.mbarrier_wait(arrived, Int32(0))
 
     @cute.jit
     def _merge(self, rooms: Value, tensors: Value, item: Value, who: Value) -> None:
@@ -497,7 +499,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 tables = sinks + Uint32(self.heads * 4)
                 eight = self._turn_back(eight, tables, (warp, lane))
             words = [
-                ptx.bfloat16_pair(
+                ptx.pack_bfloat16x2(
                     eight[2 * n] * factors[n // 2 * 2][self.blocks],
                     eight[2 * n + 1] * factors[n // 2 * 2 + 1][self.blocks],
                 )
@@ -505,7 +507,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             ]
             chunk = m * 8 + warp * 2 + lane // 8 % 2
             to = line + Uint32(head * width + (chunk ^ (lane % 8)) * 16)
-            ptx.store_matrices4_turned(to, words)
+            ptx.stmatrix_x4_transposed(to, words)
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
         chunks = self.share * _ROWS // 8
         for i in cutlass.range_constexpr(self.heads * chunks // _THREADS):
@@ -530,13 +532,13 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             ]
             origin = logit
             for p in cutlass.range_constexpr(self.blocks):
-                origin = ptx.maximum(origin, pairs[p][0])
-            origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
-            total = ptx.power_of_two(logit - origin)
-            each = [ptx.power_of_two(pairs[p][0] - origin) for p in range(self.blocks)]
+                origin = ptx.max_float(origin, pairs[p][0])
+            origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
+            total = ptx.exp2_approx(logit - origin)
+            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.blocks)]
             for p in cutlass.range_constexpr(self.blocks):
                 total = total + pairs[p][1] * each[p]
-            each.append(ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
+            each.append(ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
             found.append(each)
         return found
 
@@ -553,8 +555,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 at = n // 2 * 4 + 2 * r + n % 2
                 other = cute.arch.shuffle_sync_bfly(eight[at], 4)
                 odd = Uint32(lane // 4 % 2)
-                even_of = ptx.choose(odd, other, eight[at])
-                odd_of = ptx.choose(odd, eight[at], other)
-                both = ptx.turn_back(even_of, odd_of, c, s)
-                made[at] = ptx.choose(odd, both[1], both[0])
+                even_of = ptx.select_float(odd, other, eight[at])
+                odd_of = ptx.select_float(odd, eight[at], other)
+                both = ptx.inverse_rope_pair(even_of, odd_of, c, s)
+                made[at] = ptx.select_float(odd, both[1], both[0])
         return made

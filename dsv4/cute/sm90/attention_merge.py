@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._turning import turn_quad
+from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import transpose_quad
 from dsv4.cute.sm90.attention_plan import (
     DIMS,
     MERGED_TOGETHER,
@@ -95,18 +95,20 @@ class MergeKernel(MergePlan):
         sums = self._add([Float32(0.0)] * 8, packed, factors, Int32(0))
         for begin in cutlass.range(MERGED_TOGETHER, splits, MERGED_TOGETHER, unroll=1):
             sums = self._add(sums, self._ask(own, sizes, begin), factors, begin)
-        factor = ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+        factor = ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
         # Pairs of dims, the first of four that are eight dims apart.
         pair = thread // 4 * 16 + thread % 4 - (DIMS - ROPE) // 2
         if (cos != Int64(0)) & (pair >= 0):
             for i in cutlass.range_constexpr(4):
                 place = (Int64(token) * (ROPE // 2) + pair + 4 * i) * 4
                 c, s = ptx.load_global_float(cos + place), ptx.load_global_float(sin + place)
-                sums[2 * i], sums[2 * i + 1] = ptx.turn_back(sums[2 * i], sums[2 * i + 1], c, s)
+                sums[2 * i], sums[2 * i + 1] = ptx.inverse_rope_pair(
+                    sums[2 * i], sums[2 * i + 1], c, s
+                )
         words = [
-            ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(4)
+            ptx.pack_bfloat16x2(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(4)
         ]
-        words = turn_quad(words, thread)
+        words = transpose_quad(words, thread)
         ptx.store_global4(out + (Int64(number) * DIMS + thread * 8) * 2, words)
 
     def _ask(self, own: Value, sizes: Value, begin: Value) -> list[Value]:
@@ -116,17 +118,17 @@ class MergeKernel(MergePlan):
         packed = []
         for i in range(MERGED_TOGETHER):
             row = own + Int64(cutlass.min(begin + i, splits - 1)) * heads * PACKED_BYTES
-            words = ptx.load_streamed(row + thread * 16, 4)
+            words = ptx.load_streaming(row + thread * 16, 4)
             packed.append([*words, ptx.load_global(row + fifth)])
         return packed
 
     def _add(self, sums: Value, packed: Value, factors: Value, begin: Value) -> list[Value]:
         """And those, in their order."""
         lane = begin % 32
-        here = ptx.choose(begin < 32, *factors)
+        here = ptx.select_float(begin < 32, *factors)
         for i, words in enumerate(packed):
             factor = cute.arch.shuffle_sync(here, lane + i)
-            part = ptx.unpack_all_sums(words)
+            part = ptx.unpack_all_accumulators(words)
             sums = [sums[d] + part[d] * factor for d in range(8)]
         return sums
 
@@ -147,15 +149,15 @@ class MergeKernel(MergePlan):
         origin = logit
         for _, top, _ in found:
             # The last part's again where there are no more.
-            origin = ptx.maximum(origin, top)
+            origin = ptx.max_float(origin, top)
         for step in cutlass.range_constexpr(5):
-            origin = ptx.maximum(origin, cute.arch.shuffle_sync_bfly(origin, 1 << step))
-        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
+            origin = ptx.max_float(origin, cute.arch.shuffle_sync_bfly(origin, 1 << step))
+        origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
         factors, total = [], Float32(0.0)
         for there, top, weights in found:
-            factor = ptx.choose(there, ptx.power_of_two(top - origin), Float32(0.0))
+            factor = ptx.select_float(there, ptx.exp2_approx(top - origin), Float32(0.0))
             factors.append(factor)
             total = total + weights * factor
         for step in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
-        return factors, total + ptx.power_of_two(logit - origin)
+        return factors, total + ptx.exp2_approx(logit - origin)

@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90.attention_plan import DIMS, NOPE, PACKED_BYTES, ROPE, NarrowPlan
 
@@ -134,8 +134,8 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         arrived = self._room(smem, 8)
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
-            ptx.barrier_init(arrived, 1)
-            ptx.fence_barrier_init()
+            ptx.mbarrier_init(arrived, 1)
+            ptx.fence_mbarrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
         first_head = tile * self.heads
@@ -173,7 +173,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         for s in cutlass.range_constexpr(self.ahead):
             place = raw + Uint32(s * self.stage_bytes)
             there.append(self._copy(caches, begin, step + s * self.blocks, ahead[s], place, source))
-            ptx.commit_copies()
+            ptx.commit_async_copies()
         found = ahead[self.ahead]
         sums = [[Float32(0.0)] * 4 for _ in range(8)]
         references = [-Float32(_INFINITY)] * (self.heads // _WARPS)
@@ -187,9 +187,9 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                 last -= self.stages
             to = raw + Uint32(last * self.stage_bytes)
             there = [*there[1:], self._copy(caches, begin, following, found, to, source)]
-            ptx.commit_copies()
+            ptx.commit_async_copies()
             found = self._ask(caches, begin, following + self.blocks, lane)
-            ptx.wait_copies(self.ahead)
+            ptx.wait_async_copies(self.ahead)
             cute.arch.sync_warp()
             if self._any(here):
                 words = self._expand(raw + Uint32(stage * self.stage_bytes), warp, lane)
@@ -204,19 +204,19 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
-        ptx.wait_copies(0)
+        ptx.wait_async_copies(0)
         cute.arch.cluster_wait()
         if thread == 0:
             # All blocks' references and sums of weights, and the others' sums. These may be here
             # before it, as the phase waits for this arrival.
             given = (self.blocks - 1) * PACKED_BYTES
-            ptx.expect_bytes(arrived, self.share * (given + self.blocks * 16))
+            ptx.mbarrier_arrive_expect_tx(arrived, self.share * (given + self.blocks * 16))
         self._give(sums, (raw, gathered, arrived), (rank, warp, lane))
         self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
         # Of all threads: they have copied the tables.
         cute.arch.sync_threads()
         if rank < self.owners:
-            ptx.wait(arrived, Int32(0))
+            ptx.mbarrier_wait(arrived, Int32(0))
         # The others' sums have left them, as its own have left this block when all say so.
         cute.arch.cluster_arrive_relaxed()
         if rank < self.owners:
@@ -241,17 +241,17 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         token, first_head, heads, head_stride = where
         head = first_head + thread // 8
         if (thread < self.heads * 8) & (head < heads):
-            ptx.prefetch(q + (Int64(head) * head_stride) * 2 + thread % 8 * 128)
+            ptx.prefetch_l2(q + (Int64(head) * head_stride) * 2 + thread % 8 * 128)
         for c in cutlass.range_constexpr(2):
             if thread * 16 < caches[c][4]:
-                ptx.prefetch(caches[c][3] + Int64(thread) * 128)
+                ptx.prefetch_l2(caches[c][3] + Int64(thread) * 128)
         if thread == 0:
-            ptx.prefetch(sink + Int64(first_head) * 4)
+            ptx.prefetch_l2(sink + Int64(first_head) * 4)
         if (thread < 2) & (cos != Int64(0)):
             table = cos
             if thread == 1:
                 table = sin
-            ptx.prefetch(table + Int64(token) * (ROPE * 2))
+            ptx.prefetch_l2(table + Int64(token) * (ROPE * 2))
 
     @cute.jit
     def _ask(self, caches: Value, begin: Value, step: Value, lane: Value) -> Value:
@@ -261,7 +261,9 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             row, limit, number = caches[1][3], caches[1][4], step - begin
         number = number * self.step + lane
         return [
-            ptx.load2_or_ones(row + Int64(number + 32 * h) * 8, Int32(number + 32 * h < limit))
+            ptx.load_global2_or_ones(
+                row + Int64(number + 32 * h) * 8, Int32(number + 32 * h < limit)
+            )
             for h in range(self.halves)
         ]
 
@@ -301,7 +303,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             if warp < _CODED:
                 for h in cutlass.range_constexpr(self.halves):
                     page, entry = self._start(cache, slots[h])
-                    ptx.copy_word_or_zero(
+                    ptx.async_copy4_or_zero(
                         at + Uint32(self.scales_at + (warp * self.step + 32 * h + lane) * 4),
                         page + Int64((_ENTRY << shift) + entry * 8 + warp // 4 * 4),
                         Int32(slots[h] >= 0) * 4,
@@ -310,7 +312,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                     other = cute.arch.shuffle_sync(slots[i // 4], lane // 4 + i % 4 * 8)
                     page, entry = self._start(cache, other)
                     start = page + Int64(entry * _ENTRY + offset)
-                    ptx.copy_or_zero(to, start, Int32(other >= 0) * 16, i * 512)
+                    ptx.async_copy16_or_zero(to, start, Int32(other >= 0) * 16, i * 512)
             else:
                 for i in cutlass.range_constexpr(self.step // 8):
                     other = cute.arch.shuffle_sync(slots[i // 4], lane // 4 + i % 4 * 8)
@@ -318,7 +320,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                     start = page + Int64(entry * _ENTRY + offset)
                     for h in cutlass.range_constexpr(2):
                         wanted = Int32(other >= 0) * 16
-                        ptx.copy_or_zero(to, start, wanted, i * 1024 + h * 512, h * 16)
+                        ptx.async_copy16_or_zero(to, start, wanted, i * 1024 + h * 512, h * 16)
         return there
 
     @cute.jit
@@ -329,14 +331,14 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         token, first, heads = where
         if thread < self.heads:
             head = cutlass.min(first + thread, heads - 1)
-            ptx.copy_word_or_zero(sinks + Uint32(thread * 4), sink + Int64(head) * 4, Int32(4))
+            ptx.async_copy4_or_zero(sinks + Uint32(thread * 4), sink + Int64(head) * 4, Int32(4))
         if (thread >= 32) & (thread < 32 + ROPE) & (cos != Int64(0)):
             number = thread - 32
             table = cos
             if number >= ROPE // 2:
                 table = sin
             source = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
-            ptx.copy_word_or_zero(tables + Uint32(number * 4), source, Int32(4))
+            ptx.async_copy4_or_zero(tables + Uint32(number * 4), source, Int32(4))
 
     @cute.jit
     def _load_queries(self, q: Value, where: Value, warp: Value, lane: Value) -> Value:
@@ -348,8 +350,8 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             place = q + (Int64(head) * head_stride + warp * _GROUP + lane % 4 * 16) * 2
             wanted = Int32(head < heads)
             words = [
-                *ptx.load_or_zero(place, 4, wanted),
-                *ptx.load_or_zero(place, 4, wanted, 16),
+                *ptx.load_global_or_zero(place, 4, wanted),
+                *ptx.load_global_or_zero(place, 4, wanted, 16),
             ]
             rows.append(words)
         return rows
@@ -365,8 +367,10 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             for i in cutlass.range_constexpr(self.step // 8):
                 codes = ptx.load_shared(place + i * 512, 4)
                 word = Uint32(ptx.load_shared_int(scales + i * 32))
-                factor = ptx.e8m0_pair((word >> Uint32(warp % 4 * 8)) & Uint32(255))
-                made += [ptx.e4m3_pair(codes[w // 2], w % 2, factor) for w in range(8)]
+                factor = ptx.e8m0_to_bfloat16x2((word >> Uint32(warp % 4 * 8)) & Uint32(255))
+                made += [
+                    ptx.e4m3x2_times_bfloat16x2(codes[w // 2], w % 2, factor) for w in range(8)
+                ]
             words = made
         else:
             plain = []
@@ -385,7 +389,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             left = [low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]]
             for i in cutlass.range_constexpr(self.step // 8):
                 at = 8 * i + 2 * j
-                logits[i] = ptx.mma_m16n8k16(logits[i], left, words[at : at + 2])
+                logits[i] = ptx.mma_m16n8k16_bf16(logits[i], left, words[at : at + 2])
         line = parts + Uint32((warp * self.heads + row) * self.line + lane % 4 * 8)
         for i in cutlass.range_constexpr(self.step // 8):
             place = line + Uint32((i ^ (row % 4)) * 32)
@@ -412,37 +416,34 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                     at = place + (g * self.heads * self.line + half * 128)
                     logit = logit + ptx.load_shared_float(at)
                 bit = (there[half] >> Uint32(lane)) & Uint32(1)
-                logits.append(ptx.choose(bit, logit, -Float32(_INFINITY)))
+                logits.append(ptx.select_float(bit, logit, -Float32(_INFINITY)))
             high = logits[0]
             for logit in logits[1:]:
-                high = ptx.maximum(high, logit)
+                high = ptx.max_float(high, logit)
             for step in cutlass.range_constexpr(5):
-                high = ptx.maximum(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
+                high = ptx.max_float(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
             high = high * scale
             old = references[h]
             grown = high > old + Float32(_SLACK)
-            reference = ptx.choose(grown, high, old)
+            reference = ptx.select_float(grown, high, old)
             # Of nothing but -inf, so that no inf - inf arises.
-            origin = ptx.choose(reference == -Float32(_INFINITY), Float32(0.0), reference)
-            factor = ptx.choose(grown, ptx.power_of_two(old - reference), Float32(1.0))
+            origin = ptx.select_float(reference == -Float32(_INFINITY), Float32(0.0), reference)
+            factor = ptx.select_float(grown, ptx.exp2_approx(old - reference), Float32(1.0))
             if lane == 0:
                 ptx.store_shared_float(factors + Uint32(head * 4), factor)
             weighed.append(
-                [
-                    ptx.power_of_two(ptx.multiply_add_float(logit, scale, -origin))
-                    for logit in logits
-                ]
+                [ptx.exp2_approx(ptx.fma_float(logit, scale, -origin)) for logit in logits]
             )
             sums.append(total[h] * factor)
             new.append(reference)
             if cutlass.const_expr(h % 2 == 1):
                 for half in cutlass.range_constexpr(self.halves):
-                    word = ptx.bfloat16_pair(weighed[h - 1][half], weighed[h][half])
+                    word = ptx.pack_bfloat16x2(weighed[h - 1][half], weighed[h][half])
                     line = weights + Uint32((head - 1) * self.weights_line)
                     place = line + Uint32((lane + 32 * half) * 2)
                     ptx.store_shared_halves(place, word, self.weights_line)
-                    sums[h - 1] = sums[h - 1] + ptx.low_float(word)
-                    sums[h] = sums[h] + ptx.high_float(word)
+                    sums[h - 1] = sums[h - 1] + ptx.bfloat16_low_to_float(word)
+                    sums[h] = sums[h] + ptx.bfloat16_high_to_float(word)
         return new, sums
 
     @cute.jit
@@ -454,16 +455,18 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             sums = [[sums[n][i] * by[i // 2] for i in range(4)] for n in range(8)]
         made = [list(sums[n]) for n in range(8)]
         for k in cutlass.range_constexpr(self.step // 16):
-            left = ptx.load_matrices4(line, k * 32)
+            left = ptx.ldmatrix_x4(line, k * 32)
             for n in cutlass.range_constexpr(8):
-                right = [ptx.turn_matrix(words[8 * (2 * k + h) + n]) for h in range(2)]
-                made[n] = ptx.mma_m16n8k16(made[n], left, right)
+                right = [ptx.movmatrix_transpose(words[8 * (2 * k + h) + n]) for h in range(2)]
+                made[n] = ptx.mma_m16n8k16_bf16(made[n], left, right)
         return made
 
     @cute.jit
     def _write(self, address: Value, owner: Value, four: Value, arrived: Value) -> None:
         """Four float32 to a block of the cluster."""
-        ptx.store_remote4(ptx.remote(address, owner), four, ptx.remote(arrived, owner))
+        ptx.async_store_remote4(
+            ptx.map_to_cta(address, owner), four, ptx.map_to_cta(arrived, owner)
+        )
 
     @cute.jit
     def _give(self, sums: Value, rooms: Value, who: Value) -> None:
@@ -488,20 +491,20 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             fifth = []
             for k in cutlass.range_constexpr(2):
                 four = [sums[4 * k + n] for n in range(4)]
-                words = ptx.pack_sums([pair[2 * r + i] for pair in four for i in range(2)])
+                words = ptx.pack_accumulators([pair[2 * r + i] for pair in four for i in range(2)])
                 ptx.store_shared4(line + Uint32(((lane % 4 * 2 + k) ^ row) * 16), words[:4])
                 fifth.append(words[4])
             ptx.store_shared2(line + Uint32(2 * _GROUP + lane % 4 * 8), fifth)
-        ptx.fence_shared()
+        ptx.fence_proxy_async_shared()
         cute.arch.sync_warp()
         owner, own = lane // self.share, lane % self.share
         if (lane < self.heads) & (owner != rank):
             to = room + Uint32((rank * self.share + own) * PACKED_BYTES + warp * part)
-            ptx.copy_bulk_remote(
-                ptx.remote(to, owner),
+            ptx.bulk_copy_to_remote(
+                ptx.map_to_cta(to, owner),
                 mine + Uint32(lane * part + lane // 8 * apart),
                 part,
-                ptx.remote(arrived, owner),
+                ptx.map_to_cta(arrived, owner),
             )
 
     @cute.jit
@@ -547,7 +550,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         ]
         skips = [r * self.share * PACKED_BYTES for r in range(self.blocks)]
         fours = [
-            ptx.unpack_sums(
+            ptx.unpack_accumulators(
                 ptx.load_shared(at, 2, skip), ptx.load_shared_word(last, skip), piece % 2
             )
             for skip in skips
@@ -555,24 +558,26 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         logit = ptx.load_shared_float(sinks + Uint32(mine * 4)) * Float32(_LOG2E)
         origin = logit
         for r in cutlass.range_constexpr(self.blocks):
-            origin = ptx.maximum(origin, known[r][0])
-        origin = ptx.choose(origin == -Float32(_INFINITY), Float32(0.0), origin)
-        total = ptx.power_of_two(logit - origin)
+            origin = ptx.max_float(origin, known[r][0])
+        origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
+        total = ptx.exp2_approx(logit - origin)
         sums = [Float32(0.0)] * 4
         for r in cutlass.range_constexpr(self.blocks):
-            factor = ptx.power_of_two(known[r][0] - origin)
+            factor = ptx.exp2_approx(known[r][0] - origin)
             total = total + known[r][1] * factor
             sums = [sums[i] + fours[r][i] * factor for i in range(4)]
-        factor = ptx.choose(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
+        factor = ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
         dim = piece * 4 - (DIMS - ROPE)
         if (cos != Int64(0)) & (dim >= 0):
             for i in cutlass.range_constexpr(2):
                 angle = tables + Uint32((dim // 2 + i) * 4)
                 c = ptx.load_shared_float(angle)
                 s = ptx.load_shared_float(angle + ROPE // 2 * 4)
-                sums[2 * i], sums[2 * i + 1] = ptx.turn_back(sums[2 * i], sums[2 * i + 1], c, s)
+                sums[2 * i], sums[2 * i + 1] = ptx.inverse_rope_pair(
+                    sums[2 * i], sums[2 * i + 1], c, s
+                )
         words = [
-            ptx.bfloat16_pair(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(2)
+            ptx.pack_bfloat16x2(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(2)
         ]
         head = first + mine
         if head < heads:

@@ -25,9 +25,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import store_coded
-from dsv4.cute.sm90._experts import (
+from dsv4.cute.device import ptx
+from dsv4.cute.device.expert_scheduler import (
     all_tiles,
     clear_codes,
     clear_lines,
@@ -37,7 +36,9 @@ from dsv4.cute.sm90._experts import (
     last_row,
     padding_before,
 )
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS, SLOTS, GroupedPlan
+from dsv4.cute.device.quantize import store_coded
+from dsv4.cute.grouped_problem import MOST_EXPERTS
+from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
 from dsv4.cute.sm90.many import PIECE, ManyKernel, rows_of_x, words_of_weights
 
 Value = Any
@@ -214,12 +215,12 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         table = (tiles_at, rows_at, experts)
         if warp == self.mma_warps and lane < self.stages:
-            ptx.barrier_init(full + Uint32(lane * 8), 1)
-            ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
-            ptx.fence_barrier_init()
+            ptx.mbarrier_init(full + Uint32(lane * 8), 1)
+            ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+            ptx.fence_mbarrier_init()
         if warp == self.mma_warps and lane < SLOTS:
-            ptx.barrier_init(self._read(slots, slots + Uint32(lane * 16)), 32 * self.mma_warps)
-            ptx.fence_barrier_init()
+            ptx.mbarrier_init(self._read(slots, slots + Uint32(lane * 16)), 32 * self.mma_warps)
+            ptx.fence_mbarrier_init()
         if beside == 0:
             cute.arch.griddepcontrol_wait()
         # Not before: what a product of settled offsets follows has seen them.
@@ -291,7 +292,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 lane = thread % 32
                 warp = cute.arch.make_warp_uniform(thread // 32)
                 expert, row_block, start, count = self._told(slot)
-                ptx.arrive(self._read(slots, slot))
+                ptx.mbarrier_arrive(self._read(slots, slot))
                 slot += 16
                 if slot == slots + 16 * SLOTS:
                     slot = slots
@@ -387,7 +388,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         room = self._x_stages(shared_x)
         while tile < self._total(order):
             expert, row_block, start, count = self._find(tile, order)
-            ptx.wait(self._read(slots, slot), again)
+            ptx.mbarrier_wait(self._read(slots, slot), again)
             if lane == 0:
                 words = [Uint32(one) for one in (expert, row_block, start, count)]
                 ptx.store_shared4(slot, words)
@@ -402,7 +403,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             weights = self._weights_of(atoms, wholes, weights_at, row)
             width = self._width(count)
             for k in cutlass.range(steps, unroll=1):
-                ptx.wait(empty + Uint32(stage * 8), parity)
+                ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
                 self._copy_weights(atoms, weights, (k, stage), barrier)
@@ -419,11 +420,11 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                     stage = Int32(0)
                     parity = parity ^ 1
             tile = self._following(tile, stride, counter, lane)
-        ptx.wait(empty + Uint32(stage * 8), parity)
-        ptx.wait(self._read(slots, slot), again)
+        ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
+        ptx.mbarrier_wait(self._read(slots, slot), again)
         if lane == 0:
             ptx.store_shared4(slot, [Uint32(0)] * 4)
-            ptx.arrive(full + Uint32(stage * 8))
+            ptx.mbarrier_arrive(full + Uint32(stage * 8))
 
     @cute.jit
     def _following(self, tile: Value, stride: Value, counter: Value, lane: Value) -> Value:
@@ -432,7 +433,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         if counter != 0:
             taken = Int32(0)
             if lane == 0:
-                taken = Int32(ptx.take_number(counter))
+                taken = Int32(ptx.atomic_increment(counter))
             following = cute.arch.shuffle_sync(taken, 0)
         return following
 

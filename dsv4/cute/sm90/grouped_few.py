@@ -1,7 +1,7 @@
 """NVFP4 product of sorted rows with their experts' weights, for few rows an expert.
 
-The arithmetic of ``few`` with the experts of ``grouped``: bound by reading, once, the weights of
-every expert that has rows.
+The arithmetic of ``small_m_tile`` with the experts of ``grouped``: bound by reading, once, the
+weights of every expert that has rows.
 
 * A segment is up to ``segment_rows`` rows of one expert. The row tiles (16 rows of the weight) of
   all segments, one after another, are shared out evenly: every block has a range of them, of one
@@ -28,9 +28,8 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._codes import coded, swizzled_place
-from dsv4.cute.sm90._experts import (
+from dsv4.cute.device import ptx
+from dsv4.cute.device.expert_scheduler import (
     all_tiles,
     clear_codes,
     clear_lines,
@@ -40,16 +39,21 @@ from dsv4.cute.sm90._experts import (
     last_row,
     padding_before,
 )
-from dsv4.cute.sm90.few import FewKernel
-from dsv4.cute.sm90.grouped_plan import (
-    MOST_EXPERTS,
-    PLACES,
-    STATE_BYTES,
-    GroupedFewPlan,
+from dsv4.cute.device.quantize import coded, swizzled_place
+from dsv4.cute.grouped_problem import MOST_EXPERTS
+from dsv4.cute.sm90.grouped_plan import PLACES, STATE_BYTES, GroupedFewPlan
+from dsv4.cute.sm90.small_m_tile import (
+    CODE_BYTES,
+    PARTIAL_BYTES,
+    SCALE_BYTES,
+    Fragment,
+    GlobalScales,
+    Output,
+    SmallMTile,
+    WeightAddress,
 )
 
 Value = Any
-_CODE_BYTES, _SCALE_BYTES, _PARTIAL = 512, 64, 512
 # What a block is at, in its shared memory, because registers hold weights: the next row tile of all
 # and the end of its range; the segment's first row tile, its jobs, its first row tile of those of
 # all experts, its expert, first row of X and rows; row tiles done in the segments before; the
@@ -59,8 +63,10 @@ _DONE, _PARITY, _ZERO, _JOB = range(32, 48, 4)
 _PADDED = STATE_BYTES - 4
 
 
-class GroupedFewKernel(GroupedFewPlan, FewKernel):
+class GroupedFewKernel(SmallMTile):
     """The kernel of one configuration."""
+
+    plan: GroupedFewPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -111,9 +117,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             cut1, cut2, scale_rows, sixteen, most, early, limit,
         ).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
+            block=[self.plan.threads, 1, 1],
             cluster=[1, 1, 1],
-            smem=self.shared_bytes,
+            smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
@@ -162,15 +168,14 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         shared_x, parts, turned, x_full, counts, state, table = self._places(experts)
         if thread < PLACES:
             if thread == 0:
-                ptx.barrier_init(x_full, 1)
-            ptx.barrier_init(counts + Uint32(thread * 16), 32 * self.shares)
-            ptx.barrier_init(counts + Uint32(thread * 16 + 8), 32)
-            ptx.fence_barrier_init()
+                ptx.mbarrier_init(x_full, 1)
+            ptx.mbarrier_init(counts + Uint32(thread * 16), 32 * self.plan.shares)
+            ptx.mbarrier_init(counts + Uint32(thread * 16 + 8), 32)
+            ptx.fence_mbarrier_init()
         if early == 0:
             cute.arch.griddepcontrol_wait()
         if warp == 0:
             self._start(offsets, (state, table), (row_tiles, block, grid), lane, most)
-        rules = (cut0, cut1, cut2, scale_rows)
         weight, of_x = (codes, scales), (x, shared_x, x_full, token_stride)
         # The rows of X, too, unless they are the work of the kernel in front.
         ahead = self._begin(weight, of_x, state, table, row_tiles, early != 1)
@@ -181,13 +186,13 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
         while self._goes_on(state):
-            ptx.wait(x_full, ptx.load_shared_int(state + _PARITY))
+            ptx.mbarrier_wait(x_full, ptx.load_shared_int(state + _PARITY))
             while self._my_job(state) < ptx.load_shared_int(state + _JOBS):
                 sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
-                of_warp, of_lane = self._again(state + _ZERO)
+                of_warp, of_lane = self._reread_lane(state + _ZERO)
                 job = ptx.load_shared_int(state + Uint32(_JOB + of_warp * 4))
                 last = Int32(1) > 0  # a value of the kernel, as what takes its place is
-                if cutlass.const_expr(self.shares > 1):
+                if cutlass.const_expr(self.plan.shares > 1):
                     place = ptx.load_shared_int(state + _DONE) + self._tile_of(job)
                     last = self._leave(sums, parts, counts, place, self._part_of(job), of_lane)
                 if last:
@@ -195,63 +200,67 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                     row = ptx.load_shared_int(state + _ROW)
                     owner = ptx.load_shared_int(state + _OWNER)
                     of_owner = global_scale + Int64(owner) * scales_each * 4
-                    places = (
-                        turned + Uint32(of_warp * self.room_bytes),
-                        token_scale + Int64(row) * 4,
-                        out + Int64(row) * row_tiles * self.tile_bytes,
-                        x + Int64(row) * token_stride * 2,
-                        row_weight + Int64(row) * 4,
+                    output = Output(
+                        buffer=turned + Uint32(of_warp * self.plan.buffer_bytes),
+                        token_scale=token_scale + Int64(row) * 4,
+                        out=out + Int64(row) * row_tiles * self.tile_bytes,
+                        x=x + Int64(row) * token_stride * 2,
+                        row_weight=row_weight + Int64(row) * 4,
+                        tokens=ptx.load_shared_int(state + _ROWS),
+                        row_tiles=row_tiles,
+                        token_stride=token_stride,
+                        groups=Int32(1),
+                        limit=limit,
                     )
-                    there = ptx.load_shared_int(state + _ROWS)
-                    sizes = (of_lane, there, row_tiles, token_stride, Int32(1), limit)
-                    if cutlass.const_expr(self.quantized_out):
+                    scales_of_owner = GlobalScales(of_owner, cut0, cut1, cut2, scale_rows)
+                    if cutlass.const_expr(self.plan.quantized_out):
                         of_blocks: Value = block_scales
-                        if cutlass.const_expr(self.swizzled_out):
+                        if cutlass.const_expr(self.plan.swizzled_out):
                             of_blocks = (block_scales, state + _PADDED)
                         results = (out, of_blocks, row_scale, codes_scale + Int64(owner) * 4)
                         self._store_codes(
                             (tile, place, Int64(row)), (parts, counts), results,
-                            (of_owner, rules), places, sizes,
+                            scales_of_owner, output, of_lane,
                         )  # fmt: skip
                     else:
-                        if cutlass.const_expr(self.parts > 1):
+                        if cutlass.const_expr(self.plan.parts > 1):
                             sums = self._added(parts, counts, place, of_lane)
-                        factors = self._factors(of_owner, tile * 16 + of_lane // 4, rules)
-                        self._store(tile, sums, factors, places, sizes)
+                        factors = self._row_factors(scales_of_owner, tile * 16 + of_lane // 4)
+                        self._store(tile, sums, factors, output, of_lane)
                 if of_lane == 0:
-                    ptx.store_shared_int(state + Uint32(_JOB + of_warp * 4), job + self.warps)
+                    ptx.store_shared_int(state + Uint32(_JOB + of_warp * 4), job + self.plan.warps)
                 cute.arch.sync_warp()
             cute.arch.sync_threads()  # all have read the segment's X
             if thread == 0:
                 self._proceed(state)
             ahead = self._begin(weight, of_x, state, table, row_tiles, early >= 0)
         lines = (last_row(table) + block, tokens, grid)
-        if cutlass.const_expr(self.quantized_out):
-            if cutlass.const_expr(self.swizzled_out):
+        if cutlass.const_expr(self.plan.quantized_out):
+            if cutlass.const_expr(self.plan.swizzled_out):
                 # Anew, so that the thread's number is not kept, and spilled, while multiplying.
-                of_warp, of_lane = self._again(state + _ZERO)
+                of_warp, of_lane = self._reread_lane(state + _ZERO)
                 thread, walk = of_warp * 32 + of_lane, (Int32(block), grid, tokens)
-                clear_padding(block_scales, table, walk, row_tiles * 16, thread, self.threads)
-            room = (out, None if self.swizzled_out else block_scales, row_scale)
-            clear_codes(room, lines, row_tiles * 16, thread, self.threads)
+                clear_padding(block_scales, table, walk, row_tiles * 16, thread, self.plan.threads)
+            room = (out, None if self.plan.swizzled_out else block_scales, row_scale)
+            clear_codes(room, lines, row_tiles * 16, thread, self.plan.threads)
         else:
-            clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.threads)
+            clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.plan.threads)
         if early == 2:
             cute.arch.griddepcontrol_wait()
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of a token's results in a tile of 16 rows; 0 where ``_store_codes`` knows."""
-        if self.quantized_out:
+        if self.plan.quantized_out:
             return 0
-        return self.tile_outputs * (4 if self.float32_out else 2)
+        return self.tile_outputs * (4 if self.plan.float32_out else 2)
 
     def _places(self, experts: Value) -> tuple[Value, ...]:
         """Addresses of X, the parts, the warps' rooms, the barrier of X, counts, state, table."""
         shared_x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-        parts = shared_x + self.x_bytes
-        turned = parts + self.sums_bytes
-        x_full = turned + self.turned_bytes
+        parts = shared_x + self.plan.x_bytes
+        turned = parts + self.plan.sums_bytes
+        x_full = turned + self.plan.epilogue_bytes
         counts = x_full + 8
         state = counts + 16 * PLACES
         tiles_at = state + STATE_BYTES
@@ -276,7 +285,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         row_tiles, block, grid = sizes
         if lane < STATE_BYTES // 4:
             ptx.store_shared_int(state + Uint32(lane * 4), Int32(0))
-        count_tiles(offsets, table, self.segment_rows, lane, (Int32(0), most))
+        count_tiles(offsets, table, self.plan.segment_rows, lane, (Int32(0), most))
         cute.arch.sync_warp()
         if lane == 0:
             total, blocks = Uint32(all_tiles(table) * row_tiles), Uint32(grid)
@@ -312,13 +321,13 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             if ask and more == 1:
                 self._ask_rows(of_x, state)
         cute.arch.sync_threads()
-        warp, lane = self._again(state + _ZERO)
+        warp, lane = self._reread_lane(state + _ZERO)
         if lane == 0:
             ptx.store_shared_int(state + Uint32(_JOB + warp * 4), warp)
         cute.arch.sync_warp()
         at = self._address(weight, self._job(state, warp), lane)
         more = Int32(self._goes_on(state))
-        return [self._fetch(at, t, more) for t in range(self.depth)]
+        return [self._fetch(at, t, more) for t in range(self.plan.stages)]
 
     @cute.jit
     def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> Value:
@@ -328,18 +337,18 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         first = begin - segment * row_tiles
         end = cutlass.min(last, (segment + 1) * row_tiles)
         expert, before, start, stop = find_expert_together(segment, table, lane)
-        start += (segment - before) * self.segment_rows
-        if cutlass.const_expr(self.swizzled_out):
+        start += (segment - before) * self.plan.segment_rows
+        if cutlass.const_expr(self.plan.swizzled_out):
             padded = start + padding_before(table, expert, lane)
             if lane == 0:
                 ptx.store_shared_int(state + _PADDED, padded)
         if lane == 0:
             ptx.store_shared_int(state + _FIRST, first)
-            ptx.store_shared_int(state + _JOBS, (end - begin) * self.shares)
+            ptx.store_shared_int(state + _JOBS, (end - begin) * self.plan.shares)
             ptx.store_shared_int(state + _BASE, expert * row_tiles + first)
             ptx.store_shared_int(state + _OWNER, expert)
             ptx.store_shared_int(state + _ROW, start)
-            ptx.store_shared_int(state + _ROWS, cutlass.min(stop - start, self.segment_rows))
+            ptx.store_shared_int(state + _ROWS, cutlass.min(stop - start, self.plan.segment_rows))
         return Int32(begin < last)
 
     @cute.jit
@@ -352,75 +361,75 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
     def _my_job(self, state: Value) -> Value:
         """The warp's job."""
-        warp, _ = self._again(state + _ZERO)
+        warp, _ = self._reread_lane(state + _ZERO)
         return ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
 
     def _tile_of(self, job: Value) -> Value:
         """The row tile of a job, from the segment's first one; unsigned division is shorter."""
-        return job if self.shares == 1 else Int32(Uint32(job) // Uint32(self.shares))
+        return job if self.plan.shares == 1 else Int32(Uint32(job) // Uint32(self.plan.shares))
 
     def _part_of(self, job: Value) -> Value:
         """Which of its row tile's parts a job is."""
-        return Int32(0) if self.shares == 1 else Int32(Uint32(job) % Uint32(self.shares))
+        return Int32(0) if self.plan.shares == 1 else Int32(Uint32(job) % Uint32(self.plan.shares))
 
     def _job(self, state: Value, job: Value) -> Value:
         """Where a job's part of its row tile begins, or the last one's: in tiles of 64 columns."""
         job = cutlass.min(job, ptx.load_shared_int(state + _JOBS) - 1)
         tile = ptx.load_shared_int(state + _BASE) + self._tile_of(job)
-        return tile * (self.shares * self.steps) + self._part_of(job) * self.steps
+        return tile * (self.plan.shares * self.plan.steps) + self._part_of(job) * self.plan.steps
 
-    def _address(self, weight: Value, at: Value, lane: Value) -> tuple[Value, Value]:
+    def _address(self, weight: Value, at: Value, lane: Value) -> WeightAddress:
         """The lane's codes and scales of a tile."""
         codes, scales = weight
-        return (
-            codes + (Int64(at) * _CODE_BYTES + lane * 16),
-            scales + (Int64(at) * _SCALE_BYTES + lane // 4 * 8),
+        return WeightAddress(
+            codes + (Int64(at) * CODE_BYTES + lane * 16),
+            scales + (Int64(at) * SCALE_BYTES + lane // 4 * 8),
         )
 
     @cute.jit
     def _ask_rows(self, of_x: Value, state: Value) -> None:
         """A warp: start the copies of the segment's rows of X."""
         x, shared_x, barrier, token_stride = of_x
-        _, lane = self._again(state + _ZERO)
+        _, lane = self._reread_lane(state + _ZERO)
         start, count = ptx.load_shared_int(state + _ROW), ptx.load_shared_int(state + _ROWS)
         if lane == 0:
-            ptx.expect_bytes(barrier, count * (self.columns * 2))
+            ptx.mbarrier_arrive_expect_tx(barrier, count * (self.plan.columns * 2))
         cute.arch.sync_warp()
         if lane < count:
-            to = shared_x + Uint32(lane * self.x_row_bytes)
+            to = shared_x + Uint32(lane * self.plan.x_row_bytes)
             source = x + (Int64(start) + lane) * token_stride * 2
-            ptx.copy_bulk(to, source, self.columns * 2, barrier)
+            ptx.bulk_copy_to_shared(to, source, self.plan.columns * 2, barrier)
 
     @cute.jit
     def _multiply_part(
         self, weight: Value, state: Value, ahead: Value, shared_x: Value, sixteen: Value
     ) -> Value:
         """The sums of a job; what is ahead of the warp's next one."""
-        warp, lane = self._again(state + _ZERO)
+        warp, lane = self._reread_lane(state + _ZERO)
         job = ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
         codes, scales = self._address(weight, self._job(state, job), lane)
         rows = self._rows(shared_x, lane)
-        if cutlass.const_expr(self.parts > 1):
-            part = self._part_of(job) % self.parts
-            rows = [at + Uint32(part * (self.steps * 128)) for at in rows]
-        sums = [[Float32(0.0)] * 4 for _ in range(self.chains)]
+        if cutlass.const_expr(self.plan.parts > 1):
+            part = self._part_of(job) % self.plan.parts
+            rows = [at + Uint32(part * (self.plan.steps * 128)) for at in rows]
+        sums = [[Float32(0.0)] * 4 for _ in range(self.plan.accumulators)]
         right = self._load_x(rows, 0)
-        for _ in cutlass.range(self.steps // self.depth - 1, unroll=1):
-            codes += self.depth * _CODE_BYTES
-            scales += self.depth * _SCALE_BYTES
-            for t in cutlass.range_constexpr(self.depth):
+        for _ in cutlass.range(self.plan.steps // self.plan.stages - 1, unroll=1):
+            codes += self.plan.stages * CODE_BYTES
+            scales += self.plan.stages * SCALE_BYTES
+            for t in cutlass.range_constexpr(self.plan.stages):
                 following = self._load_x(rows, t + 1)
-                sums = self._product(sums, ahead[t], right, sixteen)
-                ahead[t] = self._fetch((codes, scales), t)
+                sums = self._multiply_tile(sums, ahead[t], right, sixteen)
+                ahead[t] = self._fetch(WeightAddress(codes, scales), t)
                 right = following
-            rows = [at + Uint32(self.depth * 128) for at in rows]
-        warp, lane = self._again(state + _ZERO)
-        follows = ptx.load_shared_int(state + Uint32(_JOB + warp * 4)) + self.warps
+            rows = [at + Uint32(self.plan.stages * 128) for at in rows]
+        warp, lane = self._reread_lane(state + _ZERO)
+        follows = ptx.load_shared_int(state + Uint32(_JOB + warp * 4)) + self.plan.warps
         next_job = self._address(weight, self._job(state, follows), lane)
         more = Int32(follows < ptx.load_shared_int(state + _JOBS))
-        for t in cutlass.range_constexpr(self.depth):
-            following = self._load_x(rows, min(t + 1, self.depth - 1))
-            sums = self._product(sums, ahead[t], right, sixteen)
+        for t in cutlass.range_constexpr(self.plan.stages):
+            following = self._load_x(rows, min(t + 1, self.plan.stages - 1))
+            sums = self._multiply_tile(sums, ahead[t], right, sixteen)
             ahead[t] = self._fetch(next_job, t, more)
             right = following
         return self._joined(sums), ahead
@@ -431,18 +440,18 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         A row that is not there gives a column of sums that nobody stores.
         """
         rows = []
-        for n in range(self.token_tiles):
+        for n in range(self.plan.token_tiles):
             row = lane % 8 + n * 8
-            if n * 8 + 8 > self.segment_rows:
-                row = cutlass.min(row, self.segment_rows - 1)
-            rows.append(shared_x + Uint32(row * self.x_row_bytes + lane // 8 * 16))
+            if n * 8 + 8 > self.plan.segment_rows:
+                row = cutlass.min(row, self.plan.segment_rows - 1)
+            rows.append(shared_x + Uint32(row * self.plan.x_row_bytes + lane // 8 * 16))
         return rows
 
     def _load_x(self, rows: list[Value], tile: int) -> list[Value]:
         """Right operands of a tile of 64 columns: 8 words per 8 rows."""
         words: list[Value] = []
         for at in rows:
-            words += [*ptx.load_matrices4(at, tile * 128), *ptx.load_matrices4(at, tile * 128 + 64)]
+            words += [*ptx.ldmatrix_x4(at, tile * 128), *ptx.ldmatrix_x4(at, tile * 128 + 64)]
         return words
 
     @cute.jit
@@ -458,19 +467,21 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         last: so a warp's first lane arrives after the others.
         """
         left, read, parity = self._of_place(counts, place)
-        ptx.wait(read, parity ^ 1)
-        at = parts + Uint32((place % PLACES * self.shares + part) * self.partial_bytes + lane * 16)
-        for n in cutlass.range_constexpr(self.token_tiles):
-            ptx.store_shared_float4(at + n * _PARTIAL, sums[n])
+        ptx.mbarrier_wait(read, parity ^ 1)
+        at = parts + Uint32(
+            (place % PLACES * self.plan.shares + part) * self.plan.partial_bytes + lane * 16
+        )
+        for n in cutlass.range_constexpr(self.plan.token_tiles):
+            ptx.store_shared_float4(at + n * PARTIAL_BYTES, sums[n])
         wanted = Int32(0)
         if lane != 0:
-            ptx.arrive(left)
+            ptx.mbarrier_arrive(left)
         cute.arch.sync_warp()
         if lane == 0:
-            wanted = Int32(ptx.arrive_counted(left))
+            wanted = Int32(ptx.mbarrier_arrive_pending_count(left))
         is_last = cute.arch.shuffle_sync(wanted, 0) == 1
         if is_last:
-            ptx.wait(left, parity)  # at once; orders what the others left
+            ptx.mbarrier_wait(left, parity)  # at once; orders what the others left
         return is_last
 
     def _of_place(self, counts: Value, place: Value) -> tuple[Value, Value, Value]:
@@ -487,13 +498,15 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
 
     @cute.jit
     def _sum(self, parts: Value, place: Value, first: Value, lane: Value) -> Value:
-        """The sum of ``self.parts`` parts of a place from one of them on, in ascending order."""
+        """The sum of ``plan.parts`` parts of a place from one of them on, in ascending order."""
         slot = place % PLACES
-        sums = [[Float32(0.0)] * 4 for _ in range(self.token_tiles)]
-        at = parts + Uint32((slot * self.shares + first) * self.partial_bytes + lane * 16)
-        for part in cutlass.range_constexpr(self.parts):
-            for n in cutlass.range_constexpr(self.token_tiles):
-                more = ptx.load_shared_float4(at + (part * self.partial_bytes + n * _PARTIAL))
+        sums = [[Float32(0.0)] * 4 for _ in range(self.plan.token_tiles)]
+        at = parts + Uint32((slot * self.plan.shares + first) * self.plan.partial_bytes + lane * 16)
+        for part in cutlass.range_constexpr(self.plan.parts):
+            for n in cutlass.range_constexpr(self.plan.token_tiles):
+                more = ptx.load_shared_float4(
+                    at + (part * self.plan.partial_bytes + n * PARTIAL_BYTES)
+                )
                 sums[n] = [sums[n][i] + more[i] for i in range(4)]
         return sums
 
@@ -501,7 +514,7 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
     def _free(self, counts: Value, place: Value) -> None:
         """The lane has read a place."""
         _, read, _ = self._of_place(counts, place)
-        ptx.arrive(read)
+        ptx.mbarrier_arrive(read)
 
     @cute.jit
     def _store_codes(
@@ -509,9 +522,9 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
         which: Value,
         left: Value,
         results: Value,
-        scale: Value,
-        places: Value,
-        sizes: Value,
+        global_scales: GlobalScales,
+        output: Output,
+        lane: Value,
     ) -> None:
         """Add, turn, code and store what two row tiles gave.
 
@@ -520,31 +533,31 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
             left: Addresses of the parts and of their counts.
             results: Addresses of codes, block scales, rows' scales, and the expert's scale. Where
                 block scales are swizzled, theirs with that of the first row's place among them.
-            scale: The expert's global scales and their rules, as in ``_factors``.
-            places: As in ``_store``.
-            sizes: Likewise.
+            global_scales: The expert's.
+            output: As in ``_store``.
+            lane: Of the warp.
         """
         unit, place, row = which
         parts, counts = left
         codes, block_scales, row_scale, codes_scale = results
-        lane, there, units, *_ = sizes
+        there, units = output.tokens, output.row_tiles
         cute.arch.sync_warp()  # all lanes have read what the room held
         for half in cutlass.range(2, unroll=1):
-            sums = self._sum(parts, place, half * self.parts, lane)
-            factors = self._factors(scale[0], (unit * 2 + half) * 16 + lane // 4, scale[1])
-            self._turn(sums, factors, places, sizes, (half * 8, 16))
+            sums = self._sum(parts, place, half * self.plan.parts, lane)
+            factors = self._row_factors(global_scales, (unit * 2 + half) * 16 + lane // 4)
+            self._transpose(sums, factors, output, lane, half * 8, 16)
         self._free(counts, place)
         cute.arch.sync_warp()  # all lanes have written the room
         factor = ptx.load_global_float(codes_scale)
-        number = lane % (16 * self.token_tiles)  # a token has two lanes
-        words = ptx.load_shared(places[0] + Uint32(number * 16), 4)
+        number = lane % (16 * self.plan.token_tiles)  # a token has two lanes
+        words = ptx.load_shared(output.buffer + Uint32(number * 16), 4)
         eight, byte = coded(words, factor)
         token = number // 2
         if token < there and lane == number:
             block = (row + token) * units + unit
             ptx.store_global(codes + block * 8 + number % 2 * 4, eight)
             if number % 2 == 0:
-                if cutlass.const_expr(self.swizzled_out):
+                if cutlass.const_expr(self.plan.swizzled_out):
                     of_all, padded = block_scales
                     padded = ptx.load_shared_int(padded) + token
                     ptx.store_global_byte(of_all + swizzled_place(padded, unit, units), byte)
@@ -553,12 +566,12 @@ class GroupedFewKernel(GroupedFewPlan, FewKernel):
                 if unit == 0:
                     ptx.store_global_float(row_scale + (row + token) * 4, factor)
 
-    def _weighted(self, values: Value, places: Value, begin: Value, tokens: Value) -> Value:
+    def _weighted(self, values: Fragment, output: Output, token: Int32) -> Fragment:
         """Outputs of SwiGLU for two tokens, times what their tokens weigh."""
-        if not self.row_weighted:
+        if not self.plan.row_weighted:
             return values
         weighted = []
         for i, value in enumerate(values):
-            token = cutlass.min(begin + i, tokens - 1)
-            weighted.append(value * ptx.load_global_float(places[4] + Int64(token) * 4))
+            at = cutlass.min(token + i, output.tokens - 1)
+            weighted.append(value * ptx.load_global_float(output.row_weight + Int64(at) * 4))
         return weighted

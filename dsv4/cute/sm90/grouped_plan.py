@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute.sm90.few_plan import FewPlan
+from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 
-MOST_EXPERTS = 512
 PLACES = 8  # of sums of row tiles, in its shared memory
 STATE_BYTES = 48 + 4 * 16
 # Rows of X up to which K is cut into parts, because there are few row tiles for all warps.
@@ -39,32 +39,6 @@ _FAR_FEWER = (16, 32, 48, 64)
 _COUNTED_FROM = 48.0
 EVERY = 2**31 - 1
 _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 24 * SLOTS  # a slot has a barrier
-
-
-class Experts(NamedTuple):
-    """What a kernel depends on beside the number of rows of X.
-
-    Attributes:
-        rows: N of an expert, a multiple of 16.
-        columns: K, a multiple of 128.
-        experts: How many.
-        float32_out: Whether the result is float32, else bfloat16.
-        row_scaled: Whether every row of X has a scale of its own (quantised activations).
-        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
-        row_weighted: Whether that is multiplied by a weight of the row of X.
-        quantized_out: Whether the result of SwiGLU is NVFP4 codes, block scales, scales of rows.
-        swizzled_out: Whether those block scales are swizzled, by expert.
-    """
-
-    rows: int
-    columns: int
-    experts: int
-    float32_out: bool
-    row_scaled: bool
-    swiglu: bool = False
-    row_weighted: bool = False
-    quantized_out: bool = False
-    swizzled_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,10 +111,10 @@ class GroupedPlan(ManyPlan):
 
 
 @dataclass(frozen=True)
-class GroupedFewPlan(FewPlan):
+class GroupedFewPlan(SmallMPlan):
     """One configuration of the kernel for few rows an expert.
 
-    ``blocks`` is 1, and ``depth`` is a divisor of ``steps``. A unit is a row tile, or two where
+    ``ctas`` is 1, and ``stages`` is a divisor of ``steps``. A unit is a row tile, or two where
     their outputs make a block of 16 codes.
 
     Attributes:
@@ -183,8 +157,8 @@ class GroupedFewPlan(FewPlan):
         return PLACES * self.shares * self.partial_bytes if self.shares > 1 else 0
 
     @property
-    def room_bytes(self) -> int:
-        """Room in which a warp turns its results: of 8 codes 16 bytes before they are coded."""
+    def buffer_bytes(self) -> int:
+        """A warp's buffer for the epilogue transpose: of 8 codes 16 bytes before they are coded."""
         return self.partial_bytes // 2 if self.quantized_out else self.partial_bytes
 
     @property
@@ -196,7 +170,7 @@ class GroupedFewPlan(FewPlan):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         state = 8 + 16 * PLACES + STATE_BYTES
-        return self.x_bytes + self.sums_bytes + self.turned_bytes + state + _TABLE_BYTES
+        return self.x_bytes + self.sums_bytes + self.epilogue_bytes + state + _TABLE_BYTES
 
 
 class _Shape(NamedTuple):
@@ -483,29 +457,3 @@ def _rows_of_one(mean: float) -> list[tuple[int, float]]:
     around = 8 * mean**0.5 + 8
     every = range(max(0, int(mean - around)), int(mean + around) + 1)
     return [(n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1))) for n in every]
-
-
-@functools.lru_cache(maxsize=4096)
-def expected_tiles(mean: float, block: int) -> float:
-    """Expected tiles of ``block`` tokens for a number of them that is Poisson distributed."""
-    return sum(_more_than(mean, k * block) for k in range(int(mean + 8 * mean**0.5) // block + 2))
-
-
-def _more_than(mean: float, count: int) -> float:
-    """Probability of more than ``count``."""
-    if mean > 200:  # normal, near enough
-        return 0.5 * math.erfc((count + 0.5 - mean) / math.sqrt(2 * mean))
-    term = below = math.exp(-mean)
-    for i in range(1, count + 1):
-        term *= mean / i
-        below += term
-    return max(0.0, 1.0 - below)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def counted_as(tokens: int) -> int:
-    """The number of rows that stands for this one: powers of two and the middles between them."""
-    if tokens <= 4:
-        return max(tokens, 1)
-    power = 1 << (tokens - 1).bit_length()  # at least tokens
-    return power * 3 // 4 if tokens <= power * 3 // 4 else power

@@ -17,8 +17,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.device import ptx
+from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
 from dsv4.cute.sm90.grouped import GroupedKernel
 from dsv4.cute.sm90.many import CODE_BYTES, PIECE, SCALE_BYTES
 
@@ -113,7 +113,7 @@ class GroupedSharingKernel(GroupedKernel):
                 early = start == 0 and h == self.tiles - 1
                 if cutlass.const_expr(coming == 0 and early):  # noqa: SIM102
                     if not (is_last and step + 1 == steps):
-                        ptx.wait(full + Uint32(following * 8), later)
+                        ptx.mbarrier_wait(full + Uint32(following * 8), later)
                 if cutlass.const_expr(fresh and early):
                     own = self._own_scales(weights, there, coming)
                 if cutlass.const_expr(fresh and start + PIECE == 4 and h == 0):
@@ -128,6 +128,6 @@ class GroupedSharingKernel(GroupedKernel):
     def _expand_shared(self, words: Value, loaded: list[Value], start: int) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
         for k in range(PIECE):
-            expanded = fragment(loaded[start + k], loaded[4 + start + k])
+            expanded = dequantized_fragment(loaded[start + k], loaded[4 + start + k])
             for i, word in enumerate(expanded):
                 words[k * 4 + i] = word

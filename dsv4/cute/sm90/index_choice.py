@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.index_choice_plan import CANDIDATES, PARTS, ChoicePlan
 
 Value = Any
@@ -111,7 +111,7 @@ class ChoiceKernel(ChoicePlan):
         cute.arch.griddepcontrol_launch_dependents()
         self._clear(room[0], thread)
         cute.arch.griddepcontrol_wait()
-        shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
+        shown = ptx.load_index_saturated(visible + Int64(token) * visible_bytes, visible_bytes)
         shown = cutlass.min(shown, capacity)
         row = out + Int64(token) * k * 8
         start = scores + Int64(token) * score_stride * 4
@@ -182,7 +182,7 @@ class ChoiceKernel(ChoicePlan):
             kept = self._gather(source, least - 1, (ids, _APART), room)
         names = Uint32(0)
         if kept <= CANDIDATES:
-            start, through, names = ptx.generic(keys), Uint32(0), ids
+            start, through, names = ptx.shared_to_generic(keys), Uint32(0), ids
             shown, vectors = kept, (kept + 3) >> 2
         source = (start, through, shown, vectors)
         bound, equal = self._bound(source, least, top, kept, k, room)
@@ -231,12 +231,12 @@ class ChoiceKernel(ChoicePlan):
             low = cutlass.min(cutlass.min(a, b), cutlass.min(c, d))
         else:
             ptx.store_shared2(classes + Uint32(thread * 8), (high, other))
-        top, low = ptx.highest_of_warp(cutlass.max(high, other)), ptx.lowest_of_warp(low)
+        top, low = ptx.warp_max(cutlass.max(high, other)), ptx.warp_min(low)
         if lane == 0:
             ptx.store_shared2(tops + Uint32(warp * 8), (top, low))
         cute.arch.sync_threads()
         both = ptx.load_shared(tops + Uint32((lane & self.warps - 1) * 8), 2)
-        top, low = ptx.highest_of_warp(both[0]), ptx.lowest_of_warp(both[1])
+        top, low = ptx.warp_max(both[0]), ptx.warp_min(both[1])
         reached = Int32(_UNKNOWN)
         if low > Uint32(0):
             reached = Int32(self.classes)
@@ -275,7 +275,7 @@ class ChoiceKernel(ChoicePlan):
                 four, _ = self._vector(source, number)
                 for i in cutlass.range_constexpr(4):
                     # But for the lowest part, where equal keys mostly are: the others tell.
-                    ptx.count_part(counts, four[i] - low, span, shift)
+                    ptx.count_bucket(counts, four[i] - low, span, shift)
             cute.arch.sync_threads()
             own = self._counted(counts, thread)
             self._clear(counts, thread)
@@ -291,7 +291,7 @@ class ChoiceKernel(ChoicePlan):
             total = self._total(totals, lane)
             if lane <= warp:
                 total = Int32(0)
-            upto += ptx.sum_of_warp(total) + above
+            upto += ptx.warp_sum(total) + above
             if (upto - mine < k) & (upto >= k):
                 self._find(own, upto - mine, k, thread, found)
             if (thread == 0) & (upto < k):
@@ -364,7 +364,7 @@ class ChoiceKernel(ChoicePlan):
         less = total
         if lane >= warp:
             less = Int32(0)
-        return ptx.sum_of_warp(less), ptx.sum_of_warp(total)
+        return ptx.warp_sum(less), ptx.warp_sum(total)
 
     @cute.jit
     def _gather(self, source: Value, bound: Value, to: Value, room: Value) -> Value:
@@ -391,12 +391,12 @@ class ChoiceKernel(ChoicePlan):
                         mine = ptx.add_if_above(mine, one, bound, 1 << 8 * (i // 4))
                 upto = self._upto(mine, lane)
                 whole = Uint32(cute.arch.shuffle_sync(upto, 31))
-                counts = [Int32(ptx.byte_of(whole, i)) for i in range(each)]
+                counts = [Int32(ptx.extract_byte(whole, i)) for i in range(each)]
                 before, total = self._before(sum(counts[1:], counts[0]), totals, (lane, warp))
                 if (mine != 0) & (kept + total <= CANDIDATES):
                     place = names + Uint32((kept + before) * 4)
                     for i in cutlass.range_constexpr(each):
-                        at = place + ptx.byte_of(Uint32(upto - mine), i) * 4
+                        at = place + ptx.extract_byte(Uint32(upto - mine), i) * 4
                         for e in cutlass.range_constexpr(4):
                             word = (firsts[i] + e, keys[4 * i + e])
                             at = ptx.append_if_above(at, word, bound, apart)

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.index_choice import _APART, _TOTALS, ChoiceKernel, _bits
 from dsv4.cute.sm90.index_choice_plan import CANDIDATES, SHARE, SpreadPlan
 
@@ -76,9 +76,11 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
                 # Vectors of the blocks alternate, so that as many of each are looked at.
                 to = gathered + Uint32((i * self.blocks + rank) * 16)
                 for peer in cutlass.range_constexpr(self.blocks):
-                    ptx.store_cluster4(ptx.remote(to, Int32(peer)), four)
+                    ptx.store_shared_cluster4(ptx.map_to_cta(to, Int32(peer)), four)
         if thread < self.blocks:
-            ptx.store_cluster(ptx.remote(numbers + Uint32(rank * 4), thread), Uint32(count))
+            ptx.store_shared_cluster(
+                ptx.map_to_cta(numbers + Uint32(rank * 4), thread), Uint32(count)
+            )
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         most, total = Int32(0), Int32(0)
@@ -92,7 +94,7 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
             all_ = (gathered, None, there, ((most + 3) >> 2) * self.blocks)
             bound, equal = self._bound(all_, least, top, total, k, room)
             others = self._before_me(all_, bound, (peer, rank), room)
-            mine = (ptx.generic(keys), Uint32(0), count, vectors)
+            mine = (ptx.shared_to_generic(keys), Uint32(0), count, vectors)
             self._choose(mine, bound, equal, (row, k, ids, origin), others, room)
         return fits
 
@@ -107,7 +109,9 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
             there = limit - (number >> _bits(self.blocks)) * 4
             if number >= vectors:
                 there = Int32(0)
-            return ptx.load_keys4(ptx.generic(start + Uint32(number * 16)), there), Int32(0)
+            return ptx.load_keys4(ptx.shared_to_generic(start + Uint32(number * 16)), there), Int32(
+                0
+            )
         return ChoiceKernel._vector(self, source, number)
 
     @cute.jit
@@ -122,5 +126,5 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
                 for i in cutlass.range_constexpr(4):
                     mine += Int32(four[i] > bound) + (Int32(four[i] == bound) << 16)
         # Others may still read what the next step stores in the first half.
-        _, total = self._before(ptx.sum_of_warp(mine), totals ^ Uint32(_TOTALS), (lane, warp))
+        _, total = self._before(ptx.warp_sum(mine), totals ^ Uint32(_TOTALS), (lane, warp))
         return total & 0xFFFF, total >> 16

@@ -33,7 +33,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 from dsv4.cute.sm90.index_scores_plan import STAGE, ScoresPlan
 
 Value = Any
@@ -140,7 +140,7 @@ class ScoresKernel(ScoresPlan):
         number, _, _ = cute.arch.block_idx()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
-        token = Int32(ptx.high_product(Uint32(2 * number), Uint32(inverse)))
+        token = Int32(ptx.mulhi_u32(Uint32(2 * number), Uint32(inverse)))
         part = (number - token * splits) * self.warpgroups
         registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
         mma, more, further = (self._product(left) for left in (registers, registers, memory))
@@ -165,24 +165,24 @@ class ScoresKernel(ScoresPlan):
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for i in cutlass.range_constexpr(self.warpgroups * self.stages):
-                ptx.barrier_init(ring[1] + 16 * i, 1)
-                ptx.barrier_init(ring[1] + (16 * i + 8), 128)
-            ptx.fence_barrier_init()
+                ptx.mbarrier_init(ring[1] + 16 * i, 1)
+                ptx.mbarrier_init(ring[1] + (16 * i + 8), 128)
+            ptx.fence_mbarrier_init()
         if thread < 2:
             ptx.store_shared_int(windows + Uint32(thread * 4), Int32(0))
         if thread < 128:
             at = Uint32(flat.iterator.toint()) + Uint32(thread * 16)
             ptx.store_shared4(at, [Uint32(_SAME)] * 4)
-            ptx.fence_shared()
+            ptx.fence_proxy_async_shared()
         if thread == 2:
             ptx.store_shared_int(windows + 8, Int32(-1))
         cute.arch.sync_threads()
         # What is read first, one thing after another, is then in the level-2 cache.
         if thread < heads:
-            ptx.prefetch(q + token * token_stride + thread * head_stride)
+            ptx.prefetch_l2(q + token * token_stride + thread * head_stride)
         if thread == 0:
-            ptx.prefetch(visible + Int64(token) * visible_bytes)
-            ptx.prefetch(sequences + Int64(token) * sequence_bytes)
+            ptx.prefetch_l2(visible + Int64(token) * visible_bytes)
+            ptx.prefetch_l2(sequences + Int64(token) * sequence_bytes)
         step = 2 * self.warpgroups * splits
         if warp >= self.workers // 32:
             # As if the token's sequence had its number, which is often so.
@@ -190,11 +190,13 @@ class ScoresKernel(ScoresPlan):
             bits = page_shift - 6
             likely = (row, table_bytes, keys, page_stride), bits, (capacity - 1) >> 6
             block = 2 * (part + warp - self.workers // 32) + (lane >> 1) * step + (lane & 1)
-            ptx.prefetch(self._place_of_page(likely, block))
+            ptx.prefetch_l2(self._place_of_page(likely, block))
         cute.arch.griddepcontrol_wait()
-        shown = ptx.number_at(visible + Int64(token) * visible_bytes, visible_bytes)
+        shown = ptx.load_index_saturated(visible + Int64(token) * visible_bytes, visible_bytes)
         end = cutlass.min(shown, capacity)
-        sequence = ptx.number_at(sequences + Int64(token) * sequence_bytes, sequence_bytes)
+        sequence = ptx.load_index_saturated(
+            sequences + Int64(token) * sequence_bytes, sequence_bytes
+        )
         sequence = cutlass.max(sequence, Int32(0))
         if end > k:
             pages = table + Int64(sequence) * table_stride * table_bytes
@@ -242,7 +244,7 @@ class ScoresKernel(ScoresPlan):
                 self._arrived(mine, taken + 1)
                 words = self._take(mine, taken + 1, reader)
                 second, below = self._expand(other_line, words, own)
-                far = ptx.larger_halves(far, below)
+                far = ptx.max_u16x2(far, below)
                 to = (
                     scores + Int64(token) * score_stride * 4,
                     maxima + Int64(token) * maxima_stride * 4,
@@ -262,7 +264,7 @@ class ScoresKernel(ScoresPlan):
                         self._arrived(mine, taken + 2)
                         words = self._take(mine, taken + 2, reader)
                         following, below = self._expand(line, words, own)
-                        far = ptx.larger_halves(far, below)
+                        far = ptx.max_u16x2(far, below)
                     warpgroup.wait_group(0)
                     sums += self._sums(dots, weight)
                     pair = (sums, (factors, second), to, block - step, (warp, lane))
@@ -271,7 +273,7 @@ class ScoresKernel(ScoresPlan):
                         self._arrived(mine, taken + 3)
                         words = self._take(mine, taken + 3, reader)
                         after, below = self._expand(other_line, words, own, self._storing(*pair))
-                        far = ptx.larger_halves(far, below)
+                        far = ptx.max_u16x2(far, below)
                     else:
                         self._store(*pair)
                     factors, second = following, after
@@ -317,18 +319,18 @@ class ScoresKernel(ScoresPlan):
             block = first + ((place + lane) >> 1) * step + (lane & 1)
             later = self._page(keys_of, block + 16 * step)
             within = cutlass.min(block, last) & ((1 << bits) - 1)
-            start = ptx.place(keys, cutlass.max(Int32(page), Int32(0)), page_stride)
+            start = ptx.element_address(keys, cutlass.max(Int32(page), Int32(0)), page_stride)
             codes = start + Int64(within * (_BLOCK * _LINE))
             scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(within * (_BLOCK * 4))
             turn = Int32(0)
             while (turn < 32) & ((place < 2) | (first + (place >> 1) * step < count)):
                 stage = place & self.stages - 1
                 room, full = stages + Uint32(stage * STAGE), barriers + Uint32(stage * 16)
-                ptx.wait(full + 8, ((place >> self.stages.bit_length() - 1) & 1) ^ 1)
+                ptx.mbarrier_wait(full + 8, ((place >> self.stages.bit_length() - 1) & 1) ^ 1)
                 if lane == turn:
-                    ptx.expect_bytes(full, STAGE)
-                    ptx.copy_bulk(room, codes, _BLOCK * _LINE, full)
-                    ptx.copy_bulk(room + _BLOCK * _LINE, scales, _BLOCK * 4, full)
+                    ptx.mbarrier_arrive_expect_tx(full, STAGE)
+                    ptx.bulk_copy_to_shared(room, codes, _BLOCK * _LINE, full)
+                    ptx.bulk_copy_to_shared(room + _BLOCK * _LINE, scales, _BLOCK * 4, full)
                 turn += 1
                 place += 1
             page = later
@@ -337,7 +339,7 @@ class ScoresKernel(ScoresPlan):
     def _arrived(self, mine: Value, place: Value) -> None:
         """Wait for the bytes of the block at a place of the warpgroup's."""
         full = mine[1] + Uint32((place & self.stages - 1) * 16)
-        ptx.wait(full, (place >> self.stages.bit_length() - 1) & 1)
+        ptx.mbarrier_wait(full, (place >> self.stages.bit_length() - 1) & 1)
 
     def _take(self, mine: Value, place: Value, who: Value) -> Value:
         """The lane's codes of two keys of the block, and scales; the stage is given back."""
@@ -352,7 +354,7 @@ class ScoresKernel(ScoresPlan):
         # Each lane for itself: it has read the stage, which is copied to after this. Loads and
         # an arrival are in order, the copy is not: by its address the arrival waits for the words.
         read = functools.reduce(operator.or_, (words[0], words[4], words[8], words[9]))
-        ptx.arrive(barriers + Uint32(stage * 16 + 8) + (read & none))
+        ptx.mbarrier_arrive(barriers + Uint32(stage * 16 + 8) + (read & none))
         return words
 
     def _product(self, left: Value) -> cute.TiledMma:
@@ -385,23 +387,23 @@ class ScoresKernel(ScoresPlan):
     def _place_of_page(self, keys_of: Value, block: Value) -> Value:
         """Where the number of that page is."""
         (pages, table_bytes, _, _), bits, last = keys_of
-        return ptx.place(pages, cutlass.min(block, last) >> bits, table_bytes)
+        return ptx.element_address(pages, cutlass.min(block, last) >> bits, table_bytes)
 
     def _fetch(self, keys_of: Value, block: Value, who: Value) -> Value:
         """What ``_take`` returns, from memory."""
         (_, _, keys, page_stride), bits, last = keys_of
         warp, lane = who
         page = cutlass.max(Int32(self._page(keys_of, block)), Int32(0))
-        start = ptx.place(keys, page, page_stride)
+        start = ptx.element_address(keys, page, page_stride)
         within = cutlass.min(block, last) & ((1 << bits) - 1)
         first = within * _BLOCK + warp * 16 + lane // 4
         codes = start + Int64(first * _LINE + lane % 4 * 16)
         scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(first * 4)
         return [
-            *ptx.load_streamed(codes, 4),
-            *ptx.load_streamed(codes, 4, 8 * _LINE),
-            ptx.load_once(scales, 0),
-            ptx.load_once(scales, 32),
+            *ptx.load_streaming(codes, 4),
+            *ptx.load_streaming(codes, 4, 8 * _LINE),
+            ptx.load_streaming_word(scales, 0),
+            ptx.load_streaming_word(scales, 32),
         ]
 
     def _expand(self, line: Value, words: Value, own: Value, beside: Iterable[None] = ()) -> Value:
@@ -414,12 +416,12 @@ class ScoresKernel(ScoresPlan):
         another, and here for the codes of a word instead.
         """
         (lane, less), steps = own, iter(beside)
-        largest = ptx.largest_bytes(words[8], words[9])
-        below = largest - ptx.bytes_of(words[8], words[9], lane % 4)
+        largest = ptx.max_of_bytes_pair(words[8], words[9])
+        below = largest - ptx.select_byte_pair(words[8], words[9], lane % 4)
         for h, distance in enumerate((below, below >> 16)):
-            tables = self._tables(ptx.halved(Uint32(4), distance))
+            tables = self._tables(ptx.shift_right(Uint32(4), distance))
             for i in range(4):
-                both = ptx.codes_from_tables(words[4 * h + i], tables, less)
+                both = ptx.e2m1_to_bytes_by_table(words[4 * h + i], tables, less)
                 line[4 * i + h], line[4 * i + 2 + h] = both
                 next(steps, None)
         for _ in steps:
@@ -428,7 +430,7 @@ class ScoresKernel(ScoresPlan):
 
     def _is_below(self, far: Value) -> Value:
         """Whether one of two distances that ``_expand`` returns is too large for integers."""
-        return ptx.highest_half(far) > Uint32(0x02FF)
+        return ptx.max_of_halves(far) > Uint32(0x02FF)
 
     def _both(self, first: Value, second: Value) -> Value:
         """A byte of both keys, in a word."""
@@ -442,7 +444,7 @@ class ScoresKernel(ScoresPlan):
         """
         fours = (0x03020100, 0x0C080604, 2**32 - 0x0406080C, 2**32 - 0x00010203)
         middle = Uint32(0x01010101 * _MIDDLE)
-        return [ptx.multiply_add(factor, Uint32(four), middle) for four in fours]
+        return [ptx.mad_u32(factor, Uint32(four), middle) for four in fours]
 
     def _some(self, words: Value) -> Value:
         """Whether a code is not zero."""
@@ -450,8 +452,8 @@ class ScoresKernel(ScoresPlan):
 
     def _shift(self, scales: Value, group: Value) -> Value:
         """3 less what a group's scale is below the largest, as powers of two; and the largest."""
-        largest = ptx.largest_byte(scales)
-        byte = ptx.byte_of(scales, group)
+        largest = ptx.max_of_bytes(scales)
+        byte = ptx.extract_byte(scales, group)
         return Int32(byte) - Int32(largest) + 3, largest
 
     def _pools(self, shift: Value) -> Value:
@@ -487,9 +489,9 @@ class ScoresKernel(ScoresPlan):
 
     def _next(self, low: Value, high: Value) -> Value:
         """The number of the lowest bit of two words, not both 0, and the words without it."""
-        number = ptx.lowest_bit(low, high)
+        number = ptx.find_lowest_bit(low, high)
         rest = low & (low - 1)
-        return number, rest, ptx.choose_word(low == Uint32(0), high & (high - 1), high)
+        return number, rest, ptx.select_word(low == Uint32(0), high & (high - 1), high)
 
     @cute.jit
     def _correct(
@@ -504,7 +506,7 @@ class ScoresKernel(ScoresPlan):
                 shifts = [self._shift(words[8 + h], who[1] % 4)[0] - 1 for h in range(2)]
                 if cute.arch.vote_any_sync(self._is_far(words, shifts)) | apart:
                     sums = self._sums_apart(words, queries, weight, who[1])
-                    factors = self._both(*[ptx.largest_byte(words[8 + h]) for h in range(2)])
+                    factors = self._both(*[ptx.max_of_bytes(words[8 + h]) for h in range(2)])
                     # Without a second block.
                     alone = (scores, maxima, cutlass.min(end, (block + 1) * _BLOCK), down)
                     self._store([*sums, *sums], (factors, factors), alone, block, who)
@@ -526,7 +528,7 @@ class ScoresKernel(ScoresPlan):
             shifts.append(shift)
             bits = self._bits(shift, self._some(words[4 * h : 4 * h + 4]))
             low, high = low | bits[0], high | bits[1]
-        low, high = ptx.any_bits_of_warp(low), ptx.any_bits_of_warp(high)
+        low, high = ptx.warp_or(low), ptx.warp_or(high)
         first, second = Float32(0.0), Float32(0.0)
         # Few heads at a time: their sums would take registers from everything else.
         for n in cutlass.range(0, _HEADS // 8, 2, unroll=1):
@@ -534,8 +536,8 @@ class ScoresKernel(ScoresPlan):
             for i in cutlass.range_constexpr(2):
                 pair = ptx.load_shared_float2(weight + (n + i) * 8)
                 for c in cutlass.range_constexpr(2):
-                    first += ptx.maximum(totals[4 * i + c], Float32(0.0)) * pair[c]
-                    second += ptx.maximum(totals[4 * i + 2 + c], Float32(0.0)) * pair[c]
+                    first += ptx.max_float(totals[4 * i + c], Float32(0.0)) * pair[c]
+                    second += ptx.max_float(totals[4 * i + 2 + c], Float32(0.0)) * pair[c]
         # As integers count, of keys whose largest shift is less by one.
         down = Float32(_UNIT)
         return first * Float32(0.5) * down, second * Float32(0.5) * down
@@ -552,14 +554,14 @@ class ScoresKernel(ScoresPlan):
             for h in cutlass.range_constexpr(2):
                 least, most = self._pools_of(shifts[h], window)
                 for i in cutlass.range_constexpr(4):
-                    both = ptx.signed_codes(words[4 * h + i], least, most, half)
+                    both = ptx.e2m1_to_signed_bytes(words[4 * h + i], least, most, half)
                     line[4 * i + h], line[4 * i + 2 + h] = both
             lower, upper = also
             while (lower | upper) != Uint32(0):
                 other, lower, upper = self._next(lower, upper)
                 # Of the largest scales; 0 below 2^-126.
                 exponent = cutlass.max(127 - 4 * (window + other), Int32(0))
-                factor = ptx.float_of(Uint32(exponent) << Uint32(23))
+                factor = ptx.bits_to_float(Uint32(exponent) << Uint32(23))
                 for m in cutlass.range_constexpr(2):
                     head = 8 * (n + m) + lane // 4
                     scales = Uint32(ptx.load_shared_int(exponents + Uint32(head * 4)))
@@ -568,11 +570,11 @@ class ScoresKernel(ScoresPlan):
                     right = ptx.load_shared(plain + Uint32(head * _LINE + lane % 4 * 16), 4)
                     four: Value = [Int32(0)] * 4
                     for i in cutlass.range_constexpr(4):
-                        codes = ptx.signed_codes(right[i], least, most, half)
-                        four = ptx.mma_m16n8k32(four, line[4 * i : 4 * i + 4], codes)
+                        codes = ptx.e2m1_to_signed_bytes(right[i], least, most, half)
+                        four = ptx.mma_m16n8k32_s8(four, line[4 * i : 4 * i + 4], codes)
                     for c in cutlass.range_constexpr(4):
-                        one = ptx.float_of_int(four[c])
-                        totals[4 * m + c] = ptx.multiply_add_float(one, factor, totals[4 * m + c])
+                        one = ptx.int_to_float(four[c])
+                        totals[4 * m + c] = ptx.fma_float(one, factor, totals[4 * m + c])
         return totals
 
     @cute.jit
@@ -591,7 +593,7 @@ class ScoresKernel(ScoresPlan):
             words = [
                 word
                 for first in range(0, count, each)
-                for word in ptx.load_streamed(place, each, 4 * first)
+                for word in ptx.load_streaming(place, each, 4 * first)
             ]
             scales = ptx.load_global(q_scales + Int64(head) * 4)
             weight = ptx.load_global_float(weights + Int64(head) * 4)
@@ -618,16 +620,16 @@ class ScoresKernel(ScoresPlan):
                 bit = self._bits(shift, self._some(words[n : n + 4]))
                 bits = [one | more for one, more in zip(bits, bit, strict=True)]
             ptx.store_shared_int(plain + Uint32(head * _LINE + number * 4), Int32(word))
-            both = ptx.signed_codes(word, low, high, half)
+            both = ptx.e2m1_to_signed_bytes(word, low, high, half)
             for h in cutlass.range_constexpr(2):
-                total = ptx.sum_of_bytes(both[h], total)
+                total = ptx.add_sum_of_bytes(both[h], total)
                 chunk = (number % 4 * 2 + h) ^ (head % 8)
                 at = shared + Uint32(head * _DIMS + chunk * 16 + group * 4)
                 ptx.store_shared_int(at, Int32(both[h]))
-        found = [ptx.any_bits_of_warp(one) for one in bits]
+        found = [ptx.warp_or(one) for one in bits]
         if lane == 0:
             for i in cutlass.range_constexpr(2):
-                ptx.set_shared_bits(windows + Uint32(i * 4), found[i])
+                ptx.reduce_or_shared(windows + Uint32(i * 4), found[i])
         for step in cutlass.range_constexpr(sharers.bit_length() - 1):
             total += cute.arch.shuffle_sync_bfly(total, 1 << step)
         most, rest = self._taken_away(total)
@@ -636,25 +638,25 @@ class ScoresKernel(ScoresPlan):
             words = [words[0] | Uint32(rest & 255), *words[1:]]
         if side < 2:
             ptx.store_shared4(less + Uint32(head * _DIMS + (side ^ (head % 8)) * 16), words)
-        weight = weight * ptx.e8m0(largest)
+        weight = weight * ptx.e8m0_to_float(largest)
         if side == 0:
             ptx.store_shared_float(told + Uint32(head * 4), weight)
             ptx.store_shared_int(exponents + Uint32(head * 4), Int32(scales))
-        ptx.fence_shared()
+        ptx.fence_proxy_async_shared()
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
         top = Int32(1)
         for i in cutlass.range_constexpr(2):
             two = ptx.load_shared_int(told + Uint32((lane + 32 * i) * 4))
             top = cutlass.max(top, (two >> 23) & 255)
-        top = cutlass.min(Int32(ptx.highest_of_warp(Uint32(top))), Int32(252))
-        up = ptx.float_of(Uint32(253 - top) << Uint32(23))
+        top = cutlass.min(Int32(ptx.warp_max(Uint32(top))), Int32(252))
+        up = ptx.bits_to_float(Uint32(253 - top) << Uint32(23))
         weight = weight * up
         # Where the lanes that need it find four in a row.
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
         if side == 0:
             ptx.store_shared_float(told + Uint32(self._line_of(head)), weight)
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
-        return told + Uint32(lane % 4 * _WEIGHTS), ptx.float_of(Uint32(top) << Uint32(23))
+        return told + Uint32(lane % 4 * _WEIGHTS), ptx.bits_to_float(Uint32(top) << Uint32(23))
 
     @staticmethod
     def _taken_away(total: Value) -> Value:
@@ -678,7 +680,7 @@ class ScoresKernel(ScoresPlan):
                 four = ptx.load_shared_float4(weight + n * 8)
             for one in range(4):
                 factor = four[n % 2 * 2 + one % 2]
-                sums[one] = ptx.add_positive(dots[4 * n + one], factor, sums[one])
+                sums[one] = ptx.add_scaled_relu(dots[4 * n + one], factor, sums[one])
         return [sums[0] + sums[1], sums[2] + sums[3]]
 
     def _store(self, sums: Value, factors: Value, to: Value, block: Value, who: Value) -> None:
@@ -697,27 +699,27 @@ class ScoresKernel(ScoresPlan):
         warp, lane = who
         # Of four lanes each gets the sum of one key: bit 0 is its block, bit 1 which of both.
         later, second = lane % 2 == 1, lane % 4 > 1
-        kept = [ptx.choose(later, sums[2 + c], sums[c]) for c in range(2)]
-        sent = [ptx.choose(later, sums[c], sums[2 + c]) for c in range(2)]
+        kept = [ptx.select_float(later, sums[2 + c], sums[c]) for c in range(2)]
+        sent = [ptx.select_float(later, sums[c], sums[2 + c]) for c in range(2)]
         sent = [cute.arch.shuffle_sync_bfly(one, 1) for one in sent]
         yield
         pair = [one + other for one, other in zip(kept, sent, strict=True)]
-        total = ptx.choose(second, pair[1], pair[0])
-        other = cute.arch.shuffle_sync_bfly(ptx.choose(second, pair[0], pair[1]), 2)
-        both = ptx.choose_word(later, factors[1], factors[0])
-        factor = ptx.e8m0(ptx.byte_of(both, lane & 2))
+        total = ptx.select_float(second, pair[1], pair[0])
+        other = cute.arch.shuffle_sync_bfly(ptx.select_float(second, pair[0], pair[1]), 2)
+        both = ptx.select_word(later, factors[1], factors[0])
+        factor = ptx.e8m0_to_float(ptx.extract_byte(both, lane & 2))
         yield
-        key = ptx.ordered((total + other) * Float32(_DOWN) * down * factor)
+        key = ptx.ordered_key((total + other) * Float32(_DOWN) * down * factor)
         entry = (block + lane % 2) * _BLOCK + warp * 16 + lane // 4 + lane % 4 // 2 * 8
         seen = entry < end
-        ptx.store_global_if(ptx.place(scores, entry, 4), key, seen)
-        key = ptx.choose_word(seen, key, Uint32(0))
+        ptx.store_global_if(ptx.element_address(scores, entry, 4), key, seen)
+        key = ptx.select_word(seen, key, Uint32(0))
         steps = {0: (), 8: (4, 8, 16), 16: (4, 8, 16, 2)}[self.group]
         for step in steps:
-            other = ptx.from_lane(key, step)
+            other = ptx.shuffle_xor(key, step)
             yield
             key = cutlass.max(key, other)
         if steps:
             firsts = 4 if self.group == 8 else 2
-            place = ptx.place(maxima, entry >> self.group.bit_length() - 1, 4)
+            place = ptx.element_address(maxima, entry >> self.group.bit_length() - 1, 4)
             ptx.store_global_if(place, key, (lane < firsts) & seen)

@@ -31,11 +31,16 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._tiles import place
-from dsv4.cute._turning import outputs_in_order, turn, turn_outputs
-from dsv4.cute.sm90._activate import activated, output_row
-from dsv4.cute.sm90._expand import fragment, scales_to_bfloat16
+from dsv4.cute.device import ptx
+from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
+from dsv4.cute.device.epilogue import (
+    outputs_in_order,
+    swiglu_output_row,
+    swiglu_outputs,
+    transpose,
+    transpose_outputs,
+)
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm90.many_plan import LINE, ManyPlan
 
 Value = Any
@@ -261,9 +266,9 @@ class ManyKernel(ManyPlan):
             cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
                 if lane < self.stages:
-                    ptx.barrier_init(full + Uint32(lane * 8), 1)
-                    ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
-                    ptx.fence_barrier_init()
+                    ptx.mbarrier_init(full + Uint32(lane * 8), 1)
+                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+                    ptx.fence_mbarrier_init()
                 self._make_gather(gather, rank, lane)
                 cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
@@ -305,7 +310,7 @@ class ManyKernel(ManyPlan):
             self._fall_behind(warp, skewed)
             ahead = self._start(weights, full, tile < total)
             while tile < total:
-                row_block, token_tile = place(tile, order, cutlass.min)
+                row_block, token_tile = tile_position(tile, order, cutlass.min)
                 rules = (cut0, cut1, cut2, scale_rows)
                 own = self._own(row_block, warp)
                 factors = self._factors_of(own, (global_scale, lane, row_tiles, rules))
@@ -344,7 +349,7 @@ class ManyKernel(ManyPlan):
         begin, steps, every = sizes
         primed = cutlass.min(steps, Int32(self.primed))
         cpasync.prefetch_descriptor(atoms[0])
-        row_block, _ = place(tile, order, cutlass.min)
+        row_block, _ = tile_position(tile, order, cutlass.min)
         at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
         for k in cutlass.range(primed, unroll=1):
             self._expect(full + Uint32(k * 8), self.token_block, lane)
@@ -357,14 +362,14 @@ class ManyKernel(ManyPlan):
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token_tile = tile_position(tile, order, cutlass.min)
             weights = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
             column = (row_block // group_blocks * every + begin) * self.depth
             for k in cutlass.range(steps, unroll=1):
                 if primed > 0:
                     primed -= 1
                 else:
-                    ptx.wait(empty + Uint32(stage * 8), parity)
+                    ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                     self._expect(full + Uint32(stage * 8), self.token_block, lane)
                     self._copy_weights(atoms, weights, (begin + k, stage), full_at + stage)
                 for u in cutlass.range_constexpr(self.depth):
@@ -386,21 +391,21 @@ class ManyKernel(ManyPlan):
         x, global_scale = places
         tile, order, group_blocks, lane = walk
         tokens, token_stride, group_stride, scale_rows, row_tiles, begin = sizes
-        row_block, token_tile = place(tile, order, cutlass.min)
+        row_block, token_tile = tile_position(tile, order, cutlass.min)
         first = token_tile * self.token_block
         column = row_block // group_blocks * group_stride + begin * (64 * self.depth)
         for i in cutlass.range_constexpr(-(-self.token_block // 32)):
             token = cutlass.min(first + i * 32 + lane, tokens - 1)
             start = x + (Int64(token) * token_stride + column) * 2
-            ptx.prefetch_bulk(start, 128 * self.depth)
+            ptx.bulk_prefetch_l2(start, 128 * self.depth)
         row = cutlass.min(row_block * self.row_tiles + lane, row_tiles - 1)
-        ptx.prefetch(global_scale + Int64(row * scale_rows) * 64)
+        ptx.prefetch_l2(global_scale + Int64(row * scale_rows) * 64)
 
     @cute.jit
     def _expect(self, barrier: Value, tokens: Value, lane: Value) -> None:
         """A stage of so many tokens and the weights is to come."""
         if lane == 0:
-            ptx.expect_bytes(barrier, tokens * (128 * self.depth) + self.weight_bytes)
+            ptx.mbarrier_arrive_expect_tx(barrier, tokens * (128 * self.depth) + self.weight_bytes)
 
     def _weights_of(self, atoms: Value, wholes: Value, at: Value, row: Value) -> Value:
         """``_weights`` of the codes and of the scales."""
@@ -485,12 +490,12 @@ class ManyKernel(ManyPlan):
                 cutlass.max(self.token_block // 8 - rank * self.own_tiles, 0), self.own_tiles
             )
             if lane == 0:
-                ptx.barrier_init(gather, 1)
-                ptx.barrier_init(gather + Uint32(8), self.blocks)
-                ptx.fence_barrier_init()
+                ptx.mbarrier_init(gather, 1)
+                ptx.mbarrier_init(gather + Uint32(8), self.blocks)
+                ptx.fence_mbarrier_init()
             cute.arch.sync_warp()
             if lane == 0:
-                ptx.expect_bytes(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
+                ptx.mbarrier_arrive_expect_tx(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
 
     @cute.jit
     def _wait_for_room(self, gather: Value, thread: Value) -> None:
@@ -502,8 +507,8 @@ class ManyKernel(ManyPlan):
             cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
             self._wait_cluster()
             if thread < self.blocks:
-                ptx.arrive_remote(ptx.remote(gather + Uint32(8), Int32(thread)))
-            ptx.wait(gather + Uint32(8), Int32(0))
+                ptx.mbarrier_arrive_remote(ptx.map_to_cta(gather + Uint32(8), Int32(thread)))
+            ptx.mbarrier_wait(gather + Uint32(8), Int32(0))
 
     @cute.jit
     def _gathered(self, sums: Value, room: Value, gather: Value, who: Value) -> Value:
@@ -519,7 +524,7 @@ class ManyKernel(ManyPlan):
         mine = room + Uint32(rank * part)
         for owner in cutlass.range_constexpr(self.blocks):
             first, end = owner * self.own_tiles, min((owner + 1) * self.own_tiles, count)
-            to, barrier = ptx.remote(mine, Int32(owner)), ptx.remote(gather, Int32(owner))
+            to, barrier = ptx.map_to_cta(mine, Int32(owner)), ptx.map_to_cta(gather, Int32(owner))
             for n in cutlass.range_constexpr(max(0, end - first)):
                 for h in cutlass.range_constexpr(self.tiles):
                     four = [sums[h][(first + n) * 4 + i] for i in range(4)]
@@ -527,8 +532,8 @@ class ManyKernel(ManyPlan):
                     if rank == owner:
                         ptx.store_shared_float4(mine + Uint32(place), four)
                     else:
-                        ptx.store_remote4(to, four, barrier, place)
-        ptx.wait(gather, Int32(0))
+                        ptx.async_store_remote4(to, four, barrier, place)
+        ptx.mbarrier_wait(gather, Int32(0))
         found = []
         for h in cutlass.range_constexpr(self.tiles):
             fragments = []
@@ -541,7 +546,7 @@ class ManyKernel(ManyPlan):
                 if cutlass.const_expr(count % self.blocks):
                     # Where the cluster has no such tile, whatever lay there is no infinity.
                     there = rank * self.own_tiles + n < count
-                    total = [ptx.choose(there, one, Float32(0.0)) for one in total]
+                    total = [ptx.select_float(there, one, Float32(0.0)) for one in total]
                 fragments.append(total)
             found.append(fragments)
         return found
@@ -570,7 +575,7 @@ class ManyKernel(ManyPlan):
     def _start(self, weights: Value, full: Value, there: Value) -> Value:
         """The lane's weights of the first stage, once they are there."""
         if there:
-            ptx.wait(full, Int32(0))
+            ptx.mbarrier_wait(full, Int32(0))
         return self._load_first(weights)
 
     def _load_first(self, weights: Value) -> list[Value]:
@@ -625,7 +630,7 @@ class ManyKernel(ManyPlan):
                         # Of the block of 64 columns so many further on, maybe the next stage's.
                         if cutlass.const_expr(u + self.ahead == self.depth and h == 0):  # noqa: SIM102
                             if not (is_last and step + 1 == steps):
-                                ptx.wait(full + Uint32(following * 8), later)
+                                ptx.mbarrier_wait(full + Uint32(following * 8), later)
                         there = following if u + self.ahead >= self.depth else stage
                         coming = self._load(weights, there, (u + self.ahead) % self.depth, h)
                         ahead[place] = coming
@@ -665,14 +670,14 @@ class ManyKernel(ManyPlan):
         """Left operands of a piece, from that step of 16 columns on."""
         for k in range(self.piece):
             both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
-            for i, word in enumerate(fragment(loaded[start + k], both)):
+            for i, word in enumerate(dequantized_fragment(loaded[start + k], both)):
                 words[k * 4 + i] = word
 
     @cute.jit
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
         """This warp has read the stage."""
         if lane == 0 and stage >= 0:
-            ptx.arrive(empty + Uint32(stage * 8))
+            ptx.mbarrier_arrive(empty + Uint32(stage * 8))
 
     @cute.jit
     def _factors(
@@ -712,7 +717,7 @@ class ManyKernel(ManyPlan):
                 (token_scale, start + lane % 4 * 2, tokens, groups),
             )
             if cutlass.const_expr(self.swiglu):
-                values = [activated(four, limit, lane) for four in values]
+                values = [swiglu_outputs(four, limit, lane) for four in values]
                 values = self._weighted(values, places, chunk)
             if cutlass.const_expr(self.float32_out):
                 self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
@@ -739,11 +744,11 @@ class ManyKernel(ManyPlan):
 
         By the largest, in four chains: that waits less than for a predicate after the other.
         """
-        most = [ptx.absolute(value) for value in fragments[0]]
+        most = [ptx.abs_float(value) for value in fragments[0]]
         for four in fragments[1:]:
-            most = [ptx.maximum(one, ptx.absolute(v)) for one, v in zip(most, four, strict=True)]
-        most = [ptx.maximum(*two) for two in zip(most[:2], most[2:], strict=True)]
-        return ptx.maximum(*most) == Float32(_INFINITY)
+            most = [ptx.max_float(one, ptx.abs_float(v)) for one, v in zip(most, four, strict=True)]
+        most = [ptx.max_float(*two) for two in zip(most[:2], most[2:], strict=True)]
+        return ptx.max_float(*most) == Float32(_INFINITY)
 
     def _scaled(self, fragments: Value, factors: Value, of_tokens: Value) -> Value:
         """Sums times the scales of their rows and, if these have any, of their tokens."""
@@ -807,7 +812,7 @@ class ManyKernel(ManyPlan):
         for n in cutlass.range_constexpr(len(values)):
             for i in cutlass.range_constexpr(len(values[n])):
                 token = begin + n * 8 + lane % 4 * 2 + i % 2
-                row = output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
+                row = swiglu_output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
                 if token < tokens and row_tile < row_tiles:
                     line = Int64(token) * row_tiles + row_tile
                     place = (line * self.tile_outputs + row) * 4
@@ -825,10 +830,10 @@ class ManyKernel(ManyPlan):
         if cutlass.const_expr(self.rooms == 1 or turns == 0):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         if cutlass.const_expr(self.swiglu):
-            turn_outputs(values, room, LINE, warp % 4, lane)
+            transpose_outputs(values, room, LINE, warp % 4, lane)
         else:
             for n in cutlass.range_constexpr(count):
-                turn(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
+                transpose(values[n], room + Uint32(n * 8 * LINE), LINE, warp % 4, lane)
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         vectors = self.tile_outputs * 4 // 8  # of 8 results, of a line
         for i in cutlass.range_constexpr(-(-count * 8 * vectors // 128)):

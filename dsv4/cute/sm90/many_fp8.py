@@ -29,8 +29,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute._tiles import place
+from dsv4.cute.device import ptx
+from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm90.many import ManyKernel, rows_of_x
 from dsv4.cute.sm90.many_fp8_plan import BLOCK, ManyFp8Plan
 
@@ -194,9 +194,9 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
                 cute.arch.setmaxregister_decrease(self.copy_registers)
             if warp == self.mma_warps:
                 if lane < self.stages:
-                    ptx.barrier_init(full + Uint32(lane * 8), 1)
-                    ptx.barrier_init(empty + Uint32(lane * 8), self.mma_warps)
-                    ptx.fence_barrier_init()
+                    ptx.mbarrier_init(full + Uint32(lane * 8), 1)
+                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+                    ptx.fence_mbarrier_init()
                 self._make_gather(gather, rank, lane)
                 cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
@@ -204,7 +204,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             if warp == self.mma_warps + 1:
                 self._prefetch(
                     (codes_at, codes_stride),
-                    (place(Int32(first), order, cutlass.min)[0], lane),
+                    (tile_position(Int32(first), order, cutlass.min)[0], lane),
                     (row_tiles, begin, steps),
                 )
             if warp == self.mma_warps:
@@ -231,13 +231,15 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             self._fall_behind(warp, skewed)
             cute.arch.griddepcontrol_wait()
             strips = (scales + Int64(begin * self.scale_width), every, scale_blocks, warp)
-            scale = self._first_scale(self._strip(strips, place(tile, order, cutlass.min)[0]))
+            scale = self._first_scale(
+                self._strip(strips, tile_position(tile, order, cutlass.min)[0])
+            )
             ahead = self._start_expanded((weights, product[-1]), scale, full, tile < total)
             while tile < total:
-                row_block, token_tile = place(tile, order, cutlass.min)
+                row_block, token_tile = tile_position(tile, order, cutlass.min)
                 own = self._own(row_block, warp)
                 product[1].fill(0.0)
-                coming = place(cutlass.min(tile + stride, total - 1), order, cutlass.min)[0]
+                coming = tile_position(cutlass.min(tile + stride, total - 1), order, cutlass.min)[0]
                 ahead, scale, stage, parity = self._multiply_ring(
                     product,
                     (weights, ahead, scale),
@@ -291,7 +293,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
         """This warp has read the stage."""
         if lane == 0:
-            ptx.arrive(empty + Uint32(stage * 8))
+            ptx.mbarrier_arrive(empty + Uint32(stage * 8))
 
     @cute.jit
     def _scaled(self, fragments: Value, factors: Value, of_tokens: Value) -> Value:
@@ -322,10 +324,10 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
-            row_block, token_tile = place(tile, order, cutlass.min)
+            row_block, token_tile = tile_position(tile, order, cutlass.min)
             column = (row_block // group_blocks * every + begin) * self.depth
             for k in cutlass.range(steps, unroll=1):
-                ptx.wait(empty + Uint32(stage * 8), parity)
+                ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), self.token_block, lane)
                 cute.copy(
                     atoms[1],
@@ -355,14 +357,14 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         count = cutlass.min(steps, self.stages) * BLOCK
         for i in cutlass.range_constexpr(self.rows // 32):
             row = cutlass.min(row_block * self.rows + i * 32 + lane, row_tiles * 16 - 1)
-            ptx.prefetch_bulk(start + row * stride + begin * BLOCK, count)
+            ptx.bulk_prefetch_l2(start + row * stride + begin * BLOCK, count)
 
     @cute.jit
     def _start_expanded(self, codes: Value, scale: Value, full: Value, there: Value) -> Value:
         """Expand the first piece of the first stage, once it is there; the next piece's pairs."""
         weights, words = codes
         if there:
-            ptx.wait(full, Int32(0))
+            ptx.mbarrier_wait(full, Int32(0))
         self._expand(words[0], self._pairs(weights, 0), scale)
         return self._pairs(weights, 1)
 
@@ -372,13 +374,13 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         for step in range(piece * self.piece, (piece + 1) * self.piece):
             at = stage_at ^ Uint32(step * 16)
             for k, h in itertools.product(range(2), repeat=2):  # 8 columns, or rows, further on
-                found.append(ptx.load_shared_pair(at, k * 8 + h * 8 * BLOCK))
+                found.append(ptx.load_shared_u16(at, k * 8 + h * 8 * BLOCK))
         return found
 
     def _expand(self, words: Value, pairs: list[Value], scale: Value) -> None:
         """Left operands of a piece; the scale is that of the sums."""
         for i, pair in enumerate(pairs):
-            words[i] = ptx.e4m3_to_bfloat16(pair)
+            words[i] = ptx.e4m3x2_to_bfloat16x2(pair)
 
     def _first_scale(self, address: Value) -> Value:
         """Of a tile's first stage."""
@@ -416,7 +418,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
             warpgroup.wait_group(0)
             self._release(empty, stage, lane)
             for i in cutlass.range_constexpr(cute.size(sums)):
-                sums[i] = ptx.multiply_add_float(part[i], scale, sums[i])
+                sums[i] = ptx.fma_float(part[i], scale, sums[i])
             self._let_follow(leads, step)
             scale = of_coming
             stage = following
@@ -448,7 +450,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         stage, following, later = stages
         if cutlass.const_expr(piece + 2 == _PIECES):  # noqa: SIM102 - one is known to the compiler
             if more:
-                ptx.wait(full + Uint32(following * 8), later)
+                ptx.mbarrier_wait(full + Uint32(following * 8), later)
         at = stage if piece + 2 < _PIECES else following
         return self._pairs(weights + Uint32(at * self.weight_bytes), (piece + 2) % _PIECES)
 
@@ -482,19 +484,19 @@ class FoldedFp8Kernel(ManyFp8Kernel):
 
     def _scale(self, address: Value) -> Value:
         """A block's byte."""
-        return ptx.load_byte(address)
+        return ptx.load_global_byte(address)
 
     def _scale_after(self, byte: Value, shift: Value) -> Value:
         """What operands are multiplied by, twice, and the power of two of their sums."""
         good = cutlass.max(Int32(byte) - _HIGHEST, cutlass.min(Int32(byte) - _LOWEST, shift))
-        shift = Int32(ptx.choose_word(byte == 255, Uint32(shift), Uint32(good)))
-        moved = ptx.choose_word(byte == 255, byte, Uint32(Int32(byte) - shift))
-        return [ptx.e8m0_pair(moved), shift]
+        shift = Int32(ptx.select_word(byte == 255, Uint32(shift), Uint32(good)))
+        moved = ptx.select_word(byte == 255, byte, Uint32(Int32(byte) - shift))
+        return [ptx.e8m0_to_bfloat16x2(moved), shift]
 
     def _expand(self, words: Value, pairs: list[Value], scale: Value) -> None:
         """Left operands of a piece."""
         for i, pair in enumerate(pairs):
-            words[i] = ptx.multiply_pair(ptx.e4m3_to_bfloat16(pair), scale[0])
+            words[i] = ptx.mul_bfloat16x2(ptx.e4m3x2_to_bfloat16x2(pair), scale[0])
 
     @cute.jit
     def _multiply_ring(
@@ -539,7 +541,7 @@ class FoldedFp8Kernel(ManyFp8Kernel):
         """Make the sums those of another power of two, which is returned."""
         if old != new:
             warpgroup.wait_group(0)
-            by = ptx.float_of(Uint32((old - new + 127) << 23))
+            by = ptx.bits_to_float(Uint32((old - new + 127) << 23))
             for i in cutlass.range_constexpr(cute.size(sums)):
                 sums[i] = sums[i] * by
         return new

@@ -9,11 +9,11 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from dsv4.cute._architectures import HOPPER
-from dsv4.cute.sm90.few_plan import TOKENS, FewPlan, few_plan, measured
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
 
-Plan = FewPlan | ManyPlan
+Plan = SmallMPlan | ManyPlan
 # The kernel for few tokens is the faster one up to 8, and up to 16 for small matrices.
 _FEW_TOKENS = 8
 _SMALL = 24 << 20  # weights
@@ -43,7 +43,7 @@ class Product(NamedTuple):
 def choose(product: Product, tokens: int, arch: str = HOPPER) -> Plan | None:
     """The configuration for a number of tokens; None if there is none.
 
-    A ``FewPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
+    A ``SmallMPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
     few = _few(product, min(tokens, TOKENS))
     if arch != HOPPER:
@@ -76,13 +76,13 @@ def _takes_sixteen(product: Product) -> bool:
         return True
     tiles = product.rows // 16
     kind = (product.float32_out, product.row_scaled)
-    return measured(tiles, tiles // product.groups, product.columns, TOKENS, *kind)
+    return is_measured(tiles, tiles // product.groups, product.columns, TOKENS, *kind)
 
 
 @functools.cache
-def _few(product: Product, tokens: int) -> FewPlan | None:
+def _few(product: Product, tokens: int) -> SmallMPlan | None:
     tiles = product.rows // 16
-    plan = few_plan(
+    plan = small_m_plan(
         tiles,
         tiles // product.groups,
         product.columns,

@@ -15,7 +15,7 @@ Little-endian, without padding::
 
 The hash shows damage: a half, empty, lengthened or changed file, or one under another kernel's
 name. It is not a signature, because whoever can write the file can write a hash that fits. Who can
-write it is what ``_trusted`` checks.
+write it is what ``trusted`` checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from dsv4.cute._driver import Image
+from dsv4.cute.runtime.driver import Image
 
 MAGIC, VERSION = b"dsv4cub\n", 1
 _HASHED = struct.Struct("<8s32s")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from dsv4._recorder import current_recorder
-from dsv4.cute._architectures import ARCHITECTURES
-from dsv4.cute._driver import Kernel, Parameters
-from dsv4.cute._images import image
+from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.cubin_cache import image
+from dsv4.cute.runtime.driver import Kernel, Parameters
 
 _NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
 
@@ -101,6 +101,7 @@ class PackedLaunch:
     before: tuple[Any, ...] = ()
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on a stream of the current GPU, with the operands' addresses."""
         packed = self.pack.pack(*self.before, *addresses, *self.numbers)
         self.kernel.launch(self.blocks, stream, self.kinds, packed)
 

@@ -4,10 +4,10 @@ A file is named by a hash of the configuration, the architecture, the compiler's
 package's kernel sources, so a changed source is another file. What is found there is loaded without
 importing CuTeDSL. The folder is ``$DSV4_CACHE_DIR`` or ``~/.cache/dsv4/kernels``.
 
-``_cubin_file`` has the format: a header with the key, lengths and a SHA-256 of all that follows,
+``cubin_file`` has the format: a header with the key, lengths and a SHA-256 of all that follows,
 then the cubin. A kernel is read once, verified in memory, and the driver gets those bytes. The
 hash gives integrity, not authenticity; ownership gives the latter: nothing is read from or written
-to a place that another ordinary user controls (``_trusted``).
+to a place that another ordinary user controls (``trusted``).
 
 Whatever is wrong with the folder or a file is logged once, and the kernel is compiled: a damaged
 file is replaced, and where the folder cannot be used the kernel stays in memory. Hashing a cubin
@@ -32,12 +32,12 @@ from typing import Any, TypeVar
 from dsv4 import _bundle, _compilations, _sealed_file
 from dsv4._versions import CUTEDSL as _PACKAGE
 from dsv4._versions import compiler, digest
-from dsv4.cute import _cubin_file, _trusted
-from dsv4.cute._architectures import FAMILIES
-from dsv4.cute._driver import Image
+from dsv4.cute.runtime import cubin_file, trusted
+from dsv4.cute.runtime.architectures import FAMILIES
+from dsv4.cute.runtime.driver import Image
 
 CACHE_VARIABLE = "DSV4_CACHE_DIR"
-_DAMAGED = (_cubin_file.DamagedError, _sealed_file.DamagedError)
+_DAMAGED = (cubin_file.DamagedError, _sealed_file.DamagedError)
 _Decoded = TypeVar("_Decoded")
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def image(plan: Any, arch: str) -> Image:
     Args:
         plan: A frozen dataclass with ``kernel`` (``"module:class"``), ``threads``, ``blocks`` and
             ``shared_bytes``, and ``for_family`` if one image is for a family of architectures.
-        arch: One of ``_architectures.ARCHITECTURES``.
+        arch: One of ``architectures.ARCHITECTURES``.
 
     Raises:
         RuntimeError: if it has to be compiled and CuTeDSL is not installed.
@@ -94,7 +94,7 @@ def stored(plan: Any, arch: str) -> Image | None:
     made_from = key(plan, arch)
 
     def decode(content: bytes) -> Image:
-        return _cubin_file.decode(content, made_from)
+        return cubin_file.decode(content, made_from)
 
     return find(arch, made_from, file_name(made_from), decode)
 
@@ -120,13 +120,13 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
         return None
     file = place / name
     try:
-        _trusted.check_folder(str(place))
-        return decode(_trusted.read_file(str(file)))
+        trusted.check_folder(str(place))
+        return decode(trusted.read_file(str(file)))
     except FileNotFoundError:
         return None
     except _DAMAGED as reason:
         _say(f"{file} is damaged: {reason}. The kernel is compiled again")
-    except (_trusted.UntrustedError, OSError) as reason:
+    except (trusted.UntrustedError, OSError) as reason:
         _not_kept(_words(reason), place)
     return None
 
@@ -144,8 +144,8 @@ def keep(name: str, content: bytes) -> bool:
         return False
     try:
         _prepare_folder(str(place))
-        _trusted.write_file(str(place / name), content)
-    except (_trusted.UntrustedError, OSError) as reason:
+        trusted.write_file(str(place / name), content)
+    except (trusted.UntrustedError, OSError) as reason:
         _not_kept(_words(reason), place)
         return False
     return True
@@ -159,17 +159,17 @@ def compile_and_store(plan: Any, arch: str) -> Image:
     """
     made = compile_image(plan, target(plan, arch))
     made_from = key(plan, arch)
-    keep(file_name(made_from), _cubin_file.encode(made, made_from))
+    keep(file_name(made_from), cubin_file.encode(made, made_from))
     return made
 
 
 def _prepare_folder(place: str) -> None:
     """Check the folder, making it if the folders that exist above it are trusted."""
     try:
-        _trusted.check_folder(place)
+        trusted.check_folder(place)
     except FileNotFoundError:
-        _trusted.make_folder(place)
-        _trusted.check_folder(place)
+        trusted.make_folder(place)
+        trusted.check_folder(place)
 
 
 def _not_kept(reason: str, place: Path | None = None) -> None:
@@ -204,6 +204,15 @@ def require_compiler(plan: Any) -> None:
         )
 
 
+def kernel_of(plan: Any) -> Any:
+    """The CuTeDSL kernel of a configuration; imports CuTeDSL."""
+    module, name = plan.kernel.split(":")
+    kernel_class: Any = getattr(importlib.import_module(module), name)
+    # A kernel holds its plan. Those that inherit the plan's class instead take its fields.
+    inherits = dataclasses.is_dataclass(kernel_class)
+    return kernel_class(**dataclasses.asdict(plan)) if inherits else kernel_class(plan)
+
+
 def compile_image(plan: Any, arch: str) -> Image:
     """Compile a configuration; needs no GPU.
 
@@ -213,8 +222,7 @@ def compile_image(plan: Any, arch: str) -> Image:
     require_compiler(plan)
     _compilations.of_this_process().add(type(plan).__name__)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
-    module, name = plan.kernel.split(":")
-    kernel = getattr(importlib.import_module(module), name)(**dataclasses.asdict(plan))
+    kernel = kernel_of(plan)
     with tempfile.TemporaryDirectory() as room:
         made = kernel.compile(f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {room}")
         found = re.search(r"\.entry (\w+)\(", made.__ptx__)

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import nvvm
 
-from dsv4.cute import _ptx as ptx
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
+from dsv4.cute.device import ptx
+from dsv4.cute.grouped_problem import MOST_EXPERTS
 
 Value = Any
 _BISECTIONS = MOST_EXPERTS.bit_length()

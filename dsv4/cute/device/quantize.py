@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
-from dsv4.cute import _ptx as ptx
+from dsv4.cute.device import ptx
 
 Value = Any
 _MAGNITUDES = 0x7FFF7FFF
@@ -70,8 +70,8 @@ def coded(words: Sequence[Value], scale: Value) -> Value:
     """
     most = words[0] & Uint32(_MAGNITUDES)
     for word in words[1:]:
-        most = ptx.larger_halves(most, word & Uint32(_MAGNITUDES))
-    most = ptx.larger_halves(most, Uint32(cute.arch.shuffle_sync_bfly(most, 1)))
+        most = ptx.max_u16x2(most, word & Uint32(_MAGNITUDES))
+    most = ptx.max_u16x2(most, Uint32(cute.arch.shuffle_sync_bfly(most, 1)))
     # As integers NaN is above infinity, and that above every number.
     peak = cutlass.max(most << Uint32(16), most & Uint32(0x7FFF0000))
     byte, *divisor = _block_scale(peak, scale)

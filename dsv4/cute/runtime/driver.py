@@ -347,34 +347,33 @@ class Launch:
         self._name, self._matrices = kernel.image.name, tuple(matrices)
         self._described: tuple[int, ...] = ()
         self._buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
-        self._first, self._write = len(described) + len(before), addresses.pack_into
+        first = len(described) + len(before)
+        self._write = functools.partial(addresses.pack_into, self._buffer, first)
         self._config, pointers = kernel.config(blocks), kinds.pointers(self._buffer)
-        self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
-        self._start = launcher()
+        arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
+        self._start = functools.partial(launcher(), *arguments)
 
     def begin_late(self) -> None:
         """Let no block begin before the kernel in front has ended."""
         self._config.attribute_count = 1
 
-    def __call__(self, stream: int, x: int, *addresses: int) -> None:
+    def __call__(
+        self, stream: int, pointers: Sequence[int], described: tuple[int, ...] = ()
+    ) -> None:
         """Launch on a stream of the GPU that the kernel was made ready on, the current one.
 
         Args:
             stream: The driver's handle.
-            x: Where X begins.
-            *addresses: Of what else tensor copies read, and then of all operands that the kernel
-                is given the address of, in its order.
+            pointers: Addresses that the kernel is given, in its order (``KernelAbi.pointers``).
+            described: Addresses of what TMA copies read, in the order of ``matrices``.
         """
-        if self._matrices:
-            others = len(self._matrices) - 1
-            described, addresses = (x, *addresses[:others]), addresses[others:]
-            if self._described != described:
-                maps = b"".join(map(tensor_map, described, self._matrices))
-                ctypes.memmove(self._buffer, maps, len(maps))
-                self._described = described
-        self._write(self._buffer, self._first, *addresses)
+        if described and self._described != described:
+            maps = b"".join(map(tensor_map, described, self._matrices))
+            ctypes.memmove(self._buffer, maps, len(maps))
+            self._described = described
+        self._write(*pointers)
         self._config.stream = stream
-        status = self._start(*self._arguments)
+        status = self._start()
         if status:
             check(status, f"launching {self._name}")
         recorder = current_recorder()

@@ -1,0 +1,262 @@
+"""Record the machine code of CuTeDSL kernels, or tell which kernels differ from a record.
+
+``python tools/kernel_code.py write FILE`` compiles a sample of configurations of every kernel and
+writes a hash of each one's machine code. ``python tools/kernel_code.py compare FILE`` compiles the
+same configurations again and lists those whose code differs; it exits with 1 if there are any.
+``--only TEXT`` (repeatable) restricts either command to requests that contain the text.
+
+A refactoring of kernels should leave every hash as it was. The hash covers the instructions, the
+registers, the layout of the parameters and the static shared memory; the names of kernels and of
+plans do not enter it. A configuration is recorded as the request that chooses it (a matrix, a
+number of tokens, ...), so that fields of plans and modules can be renamed between two runs.
+
+The sample holds every pair of values of two fields of a kernel's plan, as the tests do
+(``tests/covering.py``). Needs nvidia-cutlass-dsl, no GPU; takes 3 to 5 minutes of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dsv4.cute import attention, grouped_gemm
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
+from dsv4.cute.sm90.many_fp8_plan import fp8_plan
+from dsv4.cute.sm90.plans import Product, choose, token_counts
+from dsv4.cute.sm100 import grouped_plan as sm100_grouped
+from dsv4.cute.sm100 import plans as sm100_dense
+from tests.covering import covering
+
+Request = tuple[Any, ...]  # the chooser's name in ``CHOOSERS``, the architecture, its arguments
+
+_BOTH = (False, True)
+# N, K and groups of DeepSeek-V4's matrices, Pro then Flash.
+_MATRICES = (
+    (65536, 1536, 1),
+    (7168, 16384, 1),
+    (6144, 7168, 1),
+    (7168, 3072, 1),
+    (2048, 7168, 1),
+    (16384, 4096, 16),
+    (8192, 1536, 1),
+    (32768, 1024, 1),
+    (4096, 8192, 1),
+    (4096, 4096, 1),
+    (4096, 2048, 1),
+    (1536, 4096, 1),
+    (8192, 4096, 8),
+    (8192, 1024, 1),
+)
+_INTERLEAVED = ((6144, 7168, 1), (4096, 4096, 1))  # fused gate and up projections
+# Experts, intermediate and hidden size: Pro's, Flash's, and an eighth of Pro's experts.
+_ROUTED = ((384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168))
+_MOST_ROWS = 6 * 32768
+_ALL = 10  # kernels with so few plans are compiled in all of them
+_NO_BITS = 8  # ELF section type without contents
+_HASHED = (b".text", b".nv.info", b".nv.constant0", b".nv.shared")
+
+
+def _gemm(arch: str, matrix: list[int], kind: list[bool], tokens: int) -> Any:
+    return choose(Product(*matrix, *kind), tokens, arch)
+
+
+def _gemm_fp8(arch: str, matrix: list[int], float32_out: bool, tokens: int, folded: bool) -> Any:
+    return fp8_plan(Product(*matrix, float32_out, False), tokens, folded)
+
+
+def _grouped(arch: str, experts: list[Any], rows: int) -> Any:
+    return choose_grouped(Experts(*experts), rows, arch)
+
+
+def _grouped_share(arch: str, experts: list[Any], number: int) -> Any:
+    return grouped_gemm.plans(Experts(*experts), _MOST_ROWS, arch)[number]
+
+
+def _attention(arch: str, number: int) -> Any:
+    return attention.plans()[number]
+
+
+def _indexer(arch: str, number: int) -> Any:
+    return index_scores_plan.plans()[number]
+
+
+def _sm100_gemm(arch: str, kind: list[bool], number: int) -> Any:
+    return sm100_dense.candidates(sm100_dense.Product(65536, 2048, 1, *kind))[number]
+
+
+def _sm100_grouped(arch: str, experts: list[Any], number: int) -> Any:
+    return sm100_grouped.candidates(Experts(*experts))[number]
+
+
+CHOOSERS = {
+    "gemm": _gemm,
+    "gemm_fp8": _gemm_fp8,
+    "grouped": _grouped,
+    "grouped_share": _grouped_share,
+    "attention": _attention,
+    "indexer": _indexer,
+    "sm100_gemm": _sm100_gemm,
+    "sm100_grouped": _sm100_grouped,
+}
+
+
+def plan_of(request: Request) -> Any:
+    """The plan that a request chooses; None if there is none."""
+    chooser, arch, *arguments = request
+    return CHOOSERS[chooser](arch, *arguments)
+
+
+def _experts(experts: int, inner: int, hidden: int) -> Iterator[tuple[Any, ...]]:
+    """Fields of ``Experts`` for every kind of result of both GEMMs of routed experts."""
+    for float32_out, scaled, weighted in itertools.product(_BOTH, repeat=3):
+        if not weighted:
+            yield hidden, inner, experts, float32_out, scaled
+        yield 2 * inner, hidden, experts, float32_out, scaled, True, weighted
+        for swizzled in () if float32_out else _BOTH:
+            yield 2 * inner, hidden, experts, False, scaled, True, weighted, True, swizzled
+
+
+def _dense_requests() -> Iterator[Request]:
+    kinds = [*itertools.product(_BOTH, repeat=2)]
+    for matrix, kind, tokens in itertools.product(_MATRICES, kinds, token_counts(8192)):
+        yield "gemm", "sm_90a", matrix, kind, tokens
+    for matrix, kind in itertools.product(_INTERLEAVED, kinds):
+        for tokens in (1, 16, 32, 64, 256, 512, 4096):
+            yield "gemm", "sm_90a", matrix, (*kind, True), tokens
+    for matrix, kind, tokens in itertools.product(_MATRICES, kinds, (1, 16)):
+        yield "gemm", "sm_100a", matrix, kind, tokens
+    for matrix, kind, tokens in itertools.product(_INTERLEAVED, kinds, (1, 16)):
+        yield "gemm", "sm_100a", matrix, (*kind, True), tokens
+    for matrix, float32_out, folded in itertools.product(_MATRICES, _BOTH, _BOTH):
+        for tokens in token_counts(8192):
+            yield "gemm_fp8", "sm_90a", matrix, float32_out, tokens, folded
+
+
+def _grouped_requests() -> Iterator[Request]:
+    for sizes in _ROUTED:
+        for experts in _experts(*sizes):
+            for rows in (1, 2 * sizes[0], 8 * sizes[0], 384, 3072, 24576, 196608):
+                yield "grouped", "sm_90a", experts, rows
+            for number in range(len(grouped_gemm.plans(Experts(*experts), _MOST_ROWS, "sm_90a"))):
+                yield "grouped_share", "sm_90a", experts, number
+            for rows in (1, 2 * sizes[0], 8 * sizes[0]):
+                yield "grouped", "sm_100a", experts, rows
+
+
+def _other_requests() -> Iterator[Request]:
+    for number in range(len(attention.plans())):
+        yield "attention", "sm_90a", number
+    for number in range(len(index_scores_plan.plans())):
+        yield "indexer", "sm_90a", number
+    for kind in itertools.product(_BOTH, repeat=2):
+        for number in range(
+            len(sm100_dense.candidates(sm100_dense.Product(65536, 2048, 1, *kind)))
+        ):
+            yield "sm100_gemm", "sm_100a", kind, number
+    for experts in _experts(*_ROUTED[0]):
+        wanted = Experts(*experts)
+        if wanted.row_scaled:
+            for number in range(len(sm100_grouped.candidates(wanted))):
+                yield "sm100_grouped", "sm_100a", experts, number
+
+
+def sample() -> list[Request]:
+    """Requests of a sample of plans that holds every pair of values of two fields of a plan."""
+    first: dict[tuple[str, str], dict[Any, Request]] = {}
+    for request in itertools.chain(_dense_requests(), _grouped_requests(), _other_requests()):
+        plan = plan_of(request)
+        if plan is not None:
+            kind = type(plan).__module__ + type(plan).__name__, request[1]
+            first.setdefault(kind, {}).setdefault(plan, request)
+    chosen = []
+    for requests in first.values():
+        chosen += (
+            requests.values()
+            if len(requests) <= _ALL
+            else map(requests.__getitem__, covering(requests))
+        )
+    return chosen
+
+
+def sections(cubin: bytes) -> Iterator[tuple[bytes, bytes | int]]:
+    """Names of ELF sections without the kernel's, and their contents, or the size if none."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    start = headers[names][4]
+    for name, kind, _, _, offset, length in headers:
+        whole = cubin[start + name : cubin.index(b"\0", start + name)]
+        contents = length if kind == _NO_BITS else cubin[offset : offset + length]
+        yield whole.split(b".kernel_")[0], contents
+
+
+def code_hash(cubin: bytes) -> str:
+    """Hash of the machine code, parameters and resources of a compiled kernel, without its name."""
+    kept = [(name, data) for name, data in sections(cubin) if name in _HASHED]
+    assert any(name == b".text" for name, _ in kept)
+    return hashlib.sha256(repr(kept).encode()).hexdigest()[:24]
+
+
+def compiled_hash(request: Request) -> str:
+    """``code_hash`` and launch of the kernel that a request chooses, compiled now."""
+    plan = plan_of(request)
+    if plan is None:
+        return "no plan"
+    image = cubin_cache.compile_image(plan, cubin_cache.target(plan, request[1]))
+    launch = f"{image.threads} threads, {image.cluster} CTAs, {image.shared_bytes} bytes"
+    return f"{code_hash(image.cubin)}, {launch}"
+
+
+def _write(file: Path, only: list[str]) -> int:
+    found = {}
+    for request in sample():
+        name = json.dumps(request)
+        if not only or any(text in name for text in only):
+            found[name] = compiled_hash(request)
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{len(found)} kernels written to {file}")
+    return 0
+
+
+def _compare(file: Path, only: list[str]) -> int:
+    recorded = json.loads(file.read_text())
+    names = [name for name in recorded if not only or any(text in name for text in only)]
+    different = 0
+    for name in names:
+        found = compiled_hash(json.loads(name))
+        if found != recorded[name]:
+            different += 1
+            print(f"differs: {name}: {recorded[name]} -> {found}", flush=True)
+    print(f"{len(names) - different} of {len(names)} kernels have the recorded machine code")
+    return 1 if different else 0
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("write", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    command = _write if arguments.command == "write" else _compare
+    result = command(arguments.file, arguments.only)
+    print(f"{time.perf_counter() - begin:.0f} s")
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
