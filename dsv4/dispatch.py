@@ -36,12 +36,13 @@ class Call(NamedTuple):
 
     Attributes:
         op: Name of the operator.
-        args: The operator's arguments in schema order, without ``backend``.
+        args: The operator's arguments by name, without ``backend``: the ``NamedTuple`` beside its
+            public function, e.g. ``dsv4.ops.gemm.GemmArgs``.
         device: Device of the first tensor argument.
     """
 
     op: str
-    args: tuple[Any, ...]
+    args: Any
     device: torch.device
 
     @property
@@ -58,7 +59,7 @@ class Implementation:
         op: Name of the operator.
         name: What the user writes as ``backend=``.
         target: ``"module:function"``, imported when first run. The function takes the operator's
-            schema arguments without ``backend``.
+            arguments as one record (``Call.args``), and ``out`` where the operator has it.
         supports: Returns None when it can run the call, otherwise the reason in words.
         yields: Returns None when no later row is faster, otherwise the reason in words.
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
@@ -371,17 +372,20 @@ def _warn_unproven(op: str, name: str, capability: tuple[int, int] | None) -> No
     )
 
 
-def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
-    """Run an operator; ``args`` are its schema arguments, the last of them ``backend``.
+def run(op: str, args: Any, backend: str = AUTO, out: torch.Tensor | None = None) -> Any:
+    """Run an operator.
 
-    ``out`` is where the result goes, for operators that can be told (``_library.define_out``).
+    Args:
+        op: Its name.
+        args: Its arguments, see ``Call.args``.
+        backend: Name of an implementation, or ``"auto"``.
+        out: Takes the first result, for operators that can be told (``_library.define_out``).
     """
-    rest, backend = tuple(args[:-1]), args[-1]
-    call = Call(op, rest, _device(rest))
+    call = Call(op, args, _device(args))
     if _explaining.get():
         raise _Explained(call, requested_backend(backend))
     implementation = _load(choose(call, backend).target)
-    return implementation(*rest) if out is None else implementation(*rest, out=out)
+    return implementation(args) if out is None else implementation(args, out=out)
 
 
 def is_free(backend: str) -> bool:
@@ -390,9 +394,9 @@ def is_free(backend: str) -> bool:
     return not (chosen or _explaining.get())
 
 
-def implementation(op: str, args: Sequence[Any]) -> Callable[..., Any]:
-    """What ``"auto"`` gives a call to; ``args`` are without ``backend``."""
-    return _load(choose(Call(op, tuple(args), _device(args))).target)
+def implementation(op: str, args: Any) -> Callable[..., Any]:
+    """What ``"auto"`` gives a call to; ``args`` as in ``Call``."""
+    return _load(choose(Call(op, args, _device(args))).target)
 
 
 def wait_of(call: Call) -> str | None:
@@ -402,13 +406,13 @@ def wait_of(call: Call) -> str | None:
     return f"{call.op} runs as {row.name!r} ({found.reason})" if row.waits else None
 
 
-def first(op: str, args: Sequence[Any]) -> Any:
+def first(op: str, args: Any) -> Any:
     """Run the implementation that ``"auto"`` takes, whatever was asked for by name.
 
-    For implementations that are made of other operators; ``args`` are without ``backend``.
+    For implementations that are made of other operators; ``args`` as in ``Call``.
     """
-    call = Call(op, tuple(args), _device(args))
-    return _load(_first(implementations(op), call, AUTO).target)(*args)
+    call = Call(op, args, _device(args))
+    return _load(_first(implementations(op), call, AUTO).target)(args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -429,7 +433,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def arguments(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     """The operator call that a public function would make; runs nothing.
 
-    Its ``args`` are what every implementation of the operator takes.
+    Its ``args`` is what every implementation of the operator takes.
 
     Args:
         op: A public function of ``dsv4.ops``, e.g. ``dsv4.ops.gemm``.

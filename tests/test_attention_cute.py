@@ -27,7 +27,7 @@ from dsv4.cute.sm90.attention_plan import (
     splits,
     tiles,
 )
-from dsv4.ops.attention import sparse_attention
+from dsv4.ops.attention import SparseAttentionArgs, sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 from dsv4.testing.strategies import normal, seeds, strided
@@ -490,8 +490,9 @@ def objection(
     q = torch.empty(tokens, heads, size[0], dtype=BF16)
     slots = torch.empty(tokens, 3, dtype=torch.int64)
     pool, others = (data, page, "fp8"), torch.empty(tokens, 3, dtype=torch.int64)
-    args = (q, *pool, slots, *pool, others, torch.empty(heads), size[1], scale)
-    args += (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
+    tables = (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
+    sink = torch.empty(heads)
+    args = SparseAttentionArgs(q, *pool, slots, *pool, others, sink, size[1], scale, *tables)
     return cute_attention(dispatch.Call("sparse_attention", args, CUDA))
 
 

@@ -46,11 +46,11 @@ def _damaged(op: str):
     target = dispatch._load(dispatch.implementations(op)[-1].target)
 
     arguments = getattr(torch.ops.dsv4, op).default._schema.arguments
-    changed = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    changed = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
 
-    def run(*args):
-        result = target(*args)
-        tensor = args[changed[0]] if result is None else result
+    def run(args):
+        result = target(args)
+        tensor = getattr(args, changed[0]) if result is None else result
         tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
         flat = tensor.view(-1)
         if tensor.dtype.is_floating_point and tensor.element_size() > 1:
@@ -190,9 +190,9 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
 def test_a_wrong_state_is_found(channel: int, register, capsys):
     target = dispatch._load(dispatch.implementations("compressor_update")[-1].target)
 
-    def run(*args):
-        result = target(*args)
-        args[3][:, 0, channel] *= 1.001
+    def run(args):
+        result = target(args)
+        args.state[:, 0, channel] *= 1.001
         return result
 
     register("compressor_update", run)
@@ -205,8 +205,8 @@ def test_a_wrong_state_is_found(channel: int, register, capsys):
 def test_every_output_is_checked(op: str, index: int, register):
     target = dispatch._load(dispatch.implementations(op)[-1].target)
 
-    def run(*args):
-        result = list(target(*args))
+    def run(args):
+        result = list(target(args))
         result[index] = result[index].roll(1, -1)
         return tuple(result)
 

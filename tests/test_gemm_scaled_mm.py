@@ -121,7 +121,7 @@ def run(x, weight, input_scale=None, groups=1, out_dtype=torch.float32):
     )
     on_gpu = call._replace(device=torch.device("cuda", 0))
     assert _support.scaled_mm(on_gpu) is None
-    return blas.gemm(*call.args)
+    return blas.gemm(call.args)
 
 
 @pytest.fixture(autouse=True)

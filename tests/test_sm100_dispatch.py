@@ -20,9 +20,12 @@ from dsv4.cute.sm90.grouped_plan import Experts
 from dsv4.cute.sm100 import _maps, grouped_plan
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
-from dsv4.ops.gemm import gemm
-from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.gemm import GemmArgs, gemm
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
 from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
     grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
@@ -230,10 +233,10 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
     quantize_x = gemm_nvfp4.quantized
     monkeypatch.setattr(gemm_nvfp4, "quantized", quantized)
     scale = torch.tensor([1.0, 2.0])
-    out = gemm_nvfp4.gemm(
+    out = gemm_nvfp4.gemm(GemmArgs(
         x, weight.codes, weight.scales, scale, (144, 256), "nvfp4", SWIZZLED, "nvfp4",
         input_scale, 1, torch.bfloat16,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert (out.shape, out.dtype) == ((tokens, rows), torch.bfloat16)
     plan = choose(Product(rows, columns, 1, False), tokens)
     [(x_codes, x_scales, token_scale)] = seen
@@ -262,10 +265,10 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
 
 def test_no_tokens_is_no_launch(driver):
     weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
-    out = gemm_nvfp4.gemm_swiglu(
+    out = gemm_nvfp4.gemm_swiglu(GemmSwigluArgs(
         torch.zeros(0, 64).bfloat16(), weight.codes, weight.scales, weight.global_scale, (),
         "nvfp4", SWIZZLED, "nvfp4", None, 10.0, torch.float32,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert (out.shape, driver.launches) == ((0, 16), [])
 
 
@@ -308,13 +311,15 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     given_ = (q.codes if given_codes else x, *stored, *of_x)
     row_weight, result_scale = torch.ones(tokens, dtype=torch.bfloat16), torch.ones(experts)
     if kind == "product":
-        out = [grouped_nvfp4.grouped_gemm(*given_, torch.float32)]
+        out = [grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*given_, torch.float32, False))]
     elif kind == "SwiGLU":
-        out = [grouped_nvfp4.grouped_gemm_swiglu(*given_, None, None, torch.bfloat16)]
+        args = GroupedGemmSwigluArgs(*given_, None, None, torch.bfloat16)
+        out = [grouped_nvfp4.grouped_gemm_swiglu(args)]
     else:
         function = grouped_nvfp4.grouped_gemm_swiglu_quantize
         layout = SWIZZLED_EXPERTS if kind == "swizzled" else LINEAR
-        out = function(*given_, 10.0, row_weight, result_scale, layout)
+        rest = (10.0, row_weight, result_scale, layout)
+        out = function(GroupedGemmSwigluQuantizeArgs(*given_, *rest))
     wide = rows if kind == "product" else rows // 2
     swiglu, codes = kind != "product", kind in ("codes", "swizzled")
     # 300 rows of 5 experts: 7 tiles of 128, whatever the offsets.
@@ -357,8 +362,8 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         (0, stored_at[2], [256, 300], [256], [128, plan.own_tokens], [1, 1], (0, 3, promote, 0)),
     ]
     grouped_driver.launches.clear()
-    nothing = (given_[0][:0], *given_[1:])
-    assert grouped_nvfp4.grouped_gemm(*nothing, torch.float32).shape == (0, rows)
+    nothing = GroupedGemmArgs(given_[0][:0], *given_[1:], torch.float32, False)
+    assert grouped_nvfp4.grouped_gemm(nothing).shape == (0, rows)
     assert grouped_driver.launches == []
 
 
