@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _support, dispatch
+from dsv4 import device as machine
+from dsv4 import dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
@@ -352,7 +353,7 @@ class _Recorder(TorchDispatchMode):
         call = dispatch.Call(op, given, _GPU)
         objections = {}
         for row in dispatch.implementations(op):
-            why = row.objection(call, dispatch.AUTO)
+            why = row.unsupported_reason(call, dispatch.AUTO)
             if why is None:
                 break
             objections[row.name] = why
@@ -430,18 +431,16 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
         (_launch, "multiprocessors", lambda device: target.sms),
-        (_support, "_capability", lambda device: capability),
         (dispatch, "_device", lambda args: _GPU),
         (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
         (cute_indexer, "choose", lambda *args: None),
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:
-        undo.callback(_support.forget_devices)
+        undo.enter_context(machine.pretend(capability=capability, sms=target.sms))
         for owner, name, value in replaced:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        _support.forget_devices()
         undo.callback(setattr, driver, "_active", driver._active)
         device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), found)
         driver.set_active(device)

@@ -70,7 +70,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     load = dispatch._load
 
     def add(op: str, function, name: str = "wrong") -> None:
-        row = dispatch.Implementation(op, name, f"{name}:{op}", lambda call: None)
+        row = dispatch.Implementation(op, name, f"{name}:{op}")
         monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
         monkeypatch.setattr(
             dispatch, "_load", lambda target: function if target == row.target else load(target)

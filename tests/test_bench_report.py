@@ -63,7 +63,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     load = dispatch._load
 
     def add(op: str, function) -> None:
-        row = dispatch.Implementation(op, "wrong", f"wrong:{op}", lambda call: None)
+        row = dispatch.Implementation(op, "wrong", f"wrong:{op}")
         monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
         monkeypatch.setattr(
             dispatch, "_load", lambda target: function if target == row.target else load(target)

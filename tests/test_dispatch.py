@@ -23,25 +23,20 @@ X = torch.ones(2, 4)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """rms_norm with a picky first implementation and the reference behind it."""
 
-    def picky(call: dispatch.Call) -> str | None:
-        width = call.args.x.shape[-1]
-        return None if width % 8 == 0 else f"width is {width}, wanted a multiple of 8"
-
-    rows = (Implementation("rms_norm", "picky", "tests.test_dispatch:marked", picky),)
+    rows = (Implementation("rms_norm", "picky", f"{__name__}:marked", f"{__name__}:picky"),)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", rows + dispatch.IMPLEMENTATIONS)
     for cached in (dispatch.implementations, dispatch.operators):
         cached.cache_clear()
         monkeypatch.setattr(dispatch, cached.__name__, cached.__wrapped__)
-    monkeypatch.setattr(dispatch, "_load", lambda target: _resolve(target))
 
 
-def _resolve(target: str):
-    if target == "tests.test_dispatch:marked":
-        return lambda args: torch.full_like(args.x, 42.0)
-    return dispatch_load(target)
+def marked(args: RmsNormArgs) -> torch.Tensor:
+    return torch.full_like(args.x, 42.0)
 
 
-dispatch_load = dispatch._load
+def picky(call: dispatch.Call) -> str | None:
+    width = call.args.x.shape[-1]
+    return None if width % 8 == 0 else f"width is {width}, wanted a multiple of 8"
 
 
 def test_every_operator_has_a_reference_and_implementations_with_its_arguments() -> None:

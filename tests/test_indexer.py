@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dsv4._support import interpret_triton
+from dsv4.device import interpret_triton
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.ops.indexer import (

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _recorder, _support, _tape, dispatch, layers, use_backend
+from dsv4 import _recorder, _tape, dispatch, layers, use_backend
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.device import interpret_triton
 from dsv4.layers import DeepseekV4DecoderLayer, DeepseekV4SparseMoeBlock, _layer_plan
 from dsv4.layers._joint import JointWeight
 from dsv4.layers.norm import DeepseekV4RMSNorm
@@ -232,7 +233,7 @@ def test_kernels_are_launched_again(monkeypatch) -> None:
     """In Triton's interpreter: launches of kernels, and operators that the reference runs."""
     pytest.importorskip("triton")
     monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
-    with switch() as made, _support.interpret_triton():
+    with switch() as made, interpret_triton():
         twins = Twins(tiny(CSA), made)
         twins.warm()
         twins.same_caches()

@@ -96,7 +96,7 @@ def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["reference", "triton", "cute", "blas", "bench", "ops"])
+@pytest.mark.parametrize("folder", ["reference", "triton", "cute", "blas", "bench", "ops", "."])
 def test_nothing_reads_arguments_by_position(folder: str) -> None:
     files = (PACKAGE / folder).glob("*.py" if folder == "." else "**/*.py")
     wrong = []

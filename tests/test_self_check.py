@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import _support, dispatch, self_check
+from dsv4 import device, dispatch, self_check
 from dsv4.cute import _images
 from dsv4.formats import FP8_BLOCK, LINEAR, NVFP4, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import gemm
@@ -42,7 +42,7 @@ def kernel(monkeypatch):
             calls.append(args)
             return implement(args)
 
-        row = dispatch.Implementation("gemm", "fake", "fake:gemm", lambda call: None, proven=proven)
+        row = dispatch.Implementation("gemm", "fake", "fake:gemm", proven=proven)
         rows, load = dispatch.implementations, dispatch._load
         monkeypatch.setattr(
             dispatch,
@@ -236,6 +236,6 @@ def test_no_row_of_blackwell_is_taken_unseen():
             assert row.proven == {(9, 0)}
 
 
-def test_capability_is_asked_in_one_place(monkeypatch):
-    monkeypatch.setattr(_support, "_capability", lambda device: (7, 5))
-    assert dispatch.Call("gemm", (), torch.device("cuda", 0)).capability == (7, 5)
+def test_capability_is_asked_in_one_place():
+    with device.pretend(capability=(7, 5)):
+        assert dispatch.Call("gemm", (), torch.device("cuda", 0)).capability == (7, 5)

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dsv4 import _support, dispatch, self_check
+from dsv4 import device as machine
+from dsv4 import dispatch, self_check
 from dsv4.bench import moe_cases
 from dsv4.bench.problem import Draw
 from dsv4.config import ModelConfig
@@ -33,10 +34,16 @@ from dsv4.ops.grouped_gemm import (
 from dsv4.ops.quantize import quantize
 
 
+@pytest.fixture(autouse=True)
+def packages():
+    """Every package is installed, and a GPU is what a test says."""
+    with machine.pretend(packages=True):
+        yield
+
+
 def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns=512, **how):
     """The call of a product as if its tensors were on a GPU of that capability."""
-    monkeypatch.setattr(_support, "_capability", lambda device: capability)
-    monkeypatch.setattr(_support, "_has", lambda package: True)
+    machine.MACHINE.pretend(capability=capability)
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
     shape = (3, columns) if "groups" not in how else (3, how["groups"], columns)
@@ -53,8 +60,7 @@ def call_of_experts(
     capability, monkeypatch, op=grouped_gemm, layout=SWIZZLED, sizes=(3, 96, 256), **how
 ):
     """The same of a product of sorted rows; ``quantized`` rows, or ``activation``."""
-    monkeypatch.setattr(_support, "_capability", lambda device: capability)
-    monkeypatch.setattr(_support, "_has", lambda package: True)
+    machine.MACHINE.pretend(capability=capability)
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(sizes), NVFP4, scaling="weight").with_layout(layout)
     x, offsets = torch.randn(5, sizes[2]).bfloat16(), torch.tensor([0, *range(1, sizes[0] + 1)])
@@ -94,19 +100,17 @@ def test_auto_takes_it_for_experts(capability, op, quantized, monkeypatch):
     ids=str,
 )
 def test_experts_it_cannot_multiply(capability, how, said, monkeypatch):
-    assert said in objection(call_of_experts(capability, monkeypatch, **how))
+    assert said in unsupported_reason(call_of_experts(capability, monkeypatch, **how))
 
 
 def test_experts_in_fragments_go_to_the_kernel_for_few_rows(monkeypatch):
     call = call_of_experts((10, 0), monkeypatch, layout=FRAGMENTS, quantized=True)
-    _support.forget_devices()
     assert dispatch.choose(call).name == "cute"
-    _support.forget_devices()
 
 
-def objection(call):
+def unsupported_reason(call):
     row = next(row for row in dispatch.implementations(call.op) if row.name == "tcgen05")
-    return row.supports(call)
+    return row.unsupported_reason(call)
 
 
 @pytest.mark.parametrize("op", [gemm, gemm_swiglu], ids=["gemm", "gemm_swiglu"])
@@ -130,7 +134,7 @@ def test_auto_takes_it_on_blackwell(capability, op, monkeypatch):
 def test_elsewhere_it_says_why(capability, said, monkeypatch):
     """And something else runs: the reference does for any weight."""
     call = call_of(capability, monkeypatch)
-    assert objection(call).startswith(said)
+    assert unsupported_reason(call).startswith(said)
     assert dispatch.choose(call).name == "reference"
     with pytest.raises(NotImplementedError, match=r"tcgen05: .*"):
         dispatch.choose(call, "tcgen05")
@@ -149,11 +153,11 @@ def test_elsewhere_it_says_why(capability, said, monkeypatch):
     ids=str,
 )
 def test_a_product_it_cannot_do(how, said, monkeypatch):
-    assert said in objection(call_of((10, 0), monkeypatch, **how))
+    assert said in unsupported_reason(call_of((10, 0), monkeypatch, **how))
 
 
 def test_groups_it_can_do(monkeypatch):
-    assert objection(call_of((10, 3), monkeypatch, rows=512, groups=4)) is None
+    assert unsupported_reason(call_of((10, 3), monkeypatch, rows=512, groups=4)) is None
 
 
 class Driver:

@@ -26,6 +26,7 @@ from dsv4.cute.sm90.attention_plan import (
     narrow,
     tiles,
 )
+from dsv4.device import sms
 from dsv4.ops.attention import SparseAttentionArgs
 
 # Parameters of the kernels, in their order; before the first's come three without any content.
@@ -181,9 +182,8 @@ def _with_room(plan: NarrowPlan, widths: tuple[int, int], clusters: int, device:
     return narrow(widths, room or NARROW_CLUSTERS[:1])
 
 
-@functools.cache
 def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return sms(torch.device("cuda", device))
 
 
 def plans() -> list[Plan]:

@@ -46,9 +46,8 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     weight = operand(args.codes, args.scales, args.format, args.layout, compute)
     row = None
     if args.global_scale is not None:
-        row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[0]).to(
-            compute
-        )
+        row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[0])
+        row = row.to(compute)
     if args.groups == 1:
         return product(args.x, weight, row, args.activation, args.input_scale).to(args.out_dtype)
     rows = args.codes.shape[0] // args.groups

@@ -29,8 +29,9 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     """
     bounds = _bounds(args.offsets, args.x.shape[0])
     x = _values(args.x, args.x_scales, args.out_dtype)
+    high = args.weight.shape[1]
     if out is None:
-        out = x.new_empty((x.shape[0], args.weight.shape[1]), dtype=args.out_dtype)
+        out = x.new_empty((x.shape[0], high), dtype=args.out_dtype)
     out.zero_()
     compute = compute_dtype(x)
     for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -44,9 +45,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
             )
         row = None
         if args.global_scale is not None:
-            row = formats.expand_segments(
-                args.global_scale[expert], args.segments, args.weight.shape[1]
-            )
+            row = formats.expand_segments(args.global_scale[expert], args.segments, high)
             row = row.to(compute)
         scale = None if args.input_scale is None else args.input_scale[expert : expert + 1]
         of_rows = None if args.row_scale is None else args.row_scale[start:end]
