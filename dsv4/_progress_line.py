@@ -5,42 +5,80 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Count(Protocol):
+    """Counts what is ready, and how many there will be."""
+
+    def expect(self, more: int) -> None:
+        """So many more are to come."""
+
+    def advance(self) -> None:
+        """One more is ready."""
 
 
 @contextmanager
-def progress(total: int | None, shown: bool, what: str = "kernels") -> Iterator[Callable[[], None]]:
-    """Give a function to call after each kernel.
+def progress(shown: bool, what: str = "kernels") -> Iterator[Count]:
+    """Give what is told of each kernel.
 
     Args:
-        total: How many there are; None: it is not known.
         shown: Whether to show anything.
         what: Name of what is counted.
     """
-    if not shown or total == 0:
-        yield lambda: None
+    if not shown:
+        yield _Silent()
     elif importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda: bar.advance(task)
+            yield _Bar(bar, what)
     else:
-        line = Line(total, what)
+        line = Line(what)
         try:
-            yield line.advance
+            yield line
         finally:
             line.end()
+
+
+class _Silent:
+    def expect(self, more: int) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+
+class _Bar:
+    """A bar of rich, once there is something to count."""
+
+    def __init__(self, bar: Any, what: str) -> None:
+        self.bar, self.what, self.total = bar, what, 0
+        self.task: Any = None
+
+    def expect(self, more: int) -> None:
+        self.total += more
+        if self.task is not None:
+            self.bar.update(self.task, total=self.total)
+        elif self.total:
+            self.task = self.bar.add_task(self.what, total=self.total)
+
+    def advance(self) -> None:
+        self.bar.advance(self.task)
 
 
 class Line:
     """Counts on a terminal in one line that is written over; elsewhere in one line at the end."""
 
-    def __init__(self, total: int | None, what: str = "kernels") -> None:
-        self.total, self.what, self.done, self.start = total, what, 0, time.perf_counter()
+    def __init__(self, what: str = "kernels") -> None:
+        self.total, self.what, self.done, self.start = 0, what, 0, time.perf_counter()
         self.terminal = sys.stderr.isatty()
+
+    def expect(self, more: int) -> None:
+        self.total += more
 
     def advance(self) -> None:
         self.done += 1
@@ -48,10 +86,10 @@ class Line:
             self._write("\r", "")
 
     def end(self) -> None:
-        self._write("\r" if self.terminal else "", "\n")
+        if self.total:
+            self._write("\r" if self.terminal else "", "\n")
 
     def _write(self, before: str, after: str) -> None:
         seconds = time.perf_counter() - self.start
-        of = "" if self.total is None else f" of {self.total}"
-        sys.stderr.write(f"{before}{self.what} {self.done}{of}, {seconds:.1f} s{after}")
+        sys.stderr.write(f"{before}{self.what} {self.done} of {self.total}, {seconds:.1f} s{after}")
         sys.stderr.flush()

@@ -53,7 +53,7 @@ _ALIASES = frozenset({_aten.alias.default, _aten.detach.default, _aten._unsafe_v
 # give a view are noted where they copy.
 REPEATED: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.mm.default: torch.mm,
-    _aten.mm.dtype: lambda x, y, dtype: torch.mm(x, y, out_dtype=dtype),
+    _aten.mm.dtype: lambda x, y, out_dtype: torch.mm(x, y, out_dtype=out_dtype),
     _aten.bmm.default: torch.bmm,
     _aten.linear.default: lambda *args: F.linear(*args),
     _aten.mul.Tensor: torch.mul,

@@ -43,7 +43,6 @@ from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 from dsv4.serving.prompts import BUCKETS
 
-_PADDED = (BUCKETS[0], BUCKETS[-1])  # tokens of the smallest and largest captured prompt step
 _PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
@@ -162,7 +161,7 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     for count in beyond:
         some = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
         shapes += [StepShape(n, count, context) for n in some]
-    padded = [power for power in powers if _PADDED[0] <= power <= _PADDED[-1]]
+    padded = [bucket for bucket in BUCKETS if bucket <= max_tokens]
     shapes += [StepShape(n, m, context) for n in padded for m in _PADDED_SEQUENCES]
     for narrow in _contexts(context):
         shapes += [StepShape(n, n, narrow) for n in powers]

@@ -356,7 +356,17 @@ def _tensor(view: View, whole: View) -> Build:
     turned = replace(whole, shape=whole.shape[::-1], strides=whole.strides[::-1])
     if len(whole.shape) == 2 and view == turned:
         return lambda slots: slots[slot].t()
+    shape = view.shape
+    if view.dtype == whole.dtype and not view.place.offset and _contiguous(view, whole):
+        return lambda slots: slots[slot].view(shape)
     return view
+
+
+def _contiguous(*views: View) -> bool:
+    """Whether all are whole and contiguous, and of as many elements."""
+    made = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
+    same = all(one.stride() == view.strides for one, view in zip(made, views, strict=True))
+    return same and len({one.numel() for one in made}) == 1
 
 
 def _addresses(places: Sequence[Place | None]) -> Callable[[Sequence[int]], Sequence[int]]:

@@ -47,12 +47,13 @@ class Versions:
 
 def compiler() -> str | None:
     """Version of the installed CuTeDSL, None if it is not installed."""
-    if importlib.util.find_spec("cutlass") is None:
-        return None
-    try:
-        return importlib.metadata.version(CUTEDSL)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return None if importlib.util.find_spec("cutlass") is None else _compiler_version()
+
+
+@functools.cache
+def _compiler_version() -> str:
+    """Read from files once: the key of each kernel has it."""
+    return _version(CUTEDSL) or "unknown"
 
 
 def _version(package: str) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dsv4 import _bundle, _compile, _steps
+from dsv4 import _bundle, _compile, _compile_pool, _steps
 from dsv4._compile import Outcome
-from dsv4._compile_jobs import CuteJob, KernelJob, TritonJob
+from dsv4._compile_jobs import CuteJob, KernelJob
 from dsv4._kernel_calls import every_call, kernel_plans
 from dsv4._listing import Listing
 from dsv4._progress_line import progress as progress_line
@@ -151,11 +152,10 @@ def warmup(
         return Warmup(0, 0, time.perf_counter() - start)
     if bundle is not None:
         _bundle.use(bundle, chosen)
-    done, outcome = compile_model(model, chosen, max_tokens, gpu, progress, workers)
+    ready = None if gpu is None else functools.partial(_load, gpu)
+    done, outcome = compile_model(model, chosen, max_tokens, gpu, progress, workers, ready=ready)
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
-    if gpu is not None:
-        _load(outcome.jobs, gpu)
     return replace(done, seconds=time.perf_counter() - start)
 
 
@@ -183,6 +183,7 @@ def compile_model(
     workers: int | None = None,
     *,
     use_list: bool = True,
+    ready: Callable[[KernelJob], None] | None = None,
 ) -> tuple[Warmup, Outcome]:
     """What ``warmup`` does without loading the kernels; see there.
 
@@ -195,28 +196,35 @@ def compile_model(
         workers: See there.
         use_list: Whether a list of Triton kernels that was kept will do. Their files are then not
             among those of the outcome.
+        ready: Called with each kernel of which there is a file, while others are compiled.
     """
     start = time.perf_counter()
-    plans = kernel_plans(every_call(model, arch), max_tokens, arch)
-    jobs: list[KernelJob] = [CuteJob(plan, arch) for plan in plans]
     listing, skipped = _listing(model, arch, max_tokens, gpu)
-    steps = _steps.Steps()
-    if listing is not None:
-        steps, skipped = _listed(listing, use_list, workers)
-    jobs += [TritonJob(request) for request in steps.requests.values()]
-    with progress_line(len(jobs), progress) as advance:
-        outcome = _compile.compile_all(jobs, advance, workers)
-    if listing is not None and steps.requests and not outcome.failed:
-        listing.keep(steps)
-        outcome.lists.append(listing.encode(steps))
+    stored = listing.stored() if listing is not None and use_list else None
+    with (
+        _compile_pool.Pool(workers, arch) as pool,
+        progress_line(progress) as count,
+    ):
+        work = _compile.Compilation(pool, count, ready)
+        if listing is not None and stored is None:
+            work.find(listing)  # begins before plans are made, which takes a second
+        plans = kernel_plans(every_call(model, arch), max_tokens, arch)
+        work.add(CuteJob(plan, arch) for plan in plans)
+        work.finish()
+    outcome, steps = work.outcome, stored or _steps.Steps()
+    if listing is not None and stored is None:
+        steps, skipped = _found(work)
+        if steps.requests and not outcome.failed:
+            listing.keep(steps)
+            outcome.lists.append(listing.encode(steps))
     new = [job for job in outcome.jobs if job.key in outcome.compiled]
-    count = sum(isinstance(job, CuteJob) for job in new)
+    number = sum(isinstance(job, CuteJob) for job in new)
     operators = tuple(
         Operator(name, implementation, tuple(sorted(ran.kernels)), tuple(ran.objections.items()))
         for (name, implementation), ran in steps.ran.items()
     )
     seconds = time.perf_counter() - start
-    sizes = (len(plans), count, seconds, len(steps.requests) + len(steps.known), len(new) - count)
+    sizes = (len(plans), number, seconds, len(steps.requests) + len(steps.known), len(new) - number)
     return Warmup(*sizes, outcome.failed, operators, skipped), outcome
 
 
@@ -234,27 +242,21 @@ def _listing(
     return Listing(Recipe.of(model), target, max_tokens), ""
 
 
-def _listed(listing: Listing, use_list: bool, workers: int | None) -> tuple[_steps.Steps, str]:
+def _found(work: _compile.Compilation) -> tuple[_steps.Steps, str]:
     """The list, or why it could not be made: then kernels are compiled at their first launch."""
-    stored = listing.stored() if use_list else None
-    if stored is not None:
-        return stored, ""
     try:
-        where = (listing.recipe, listing.target, listing.max_tokens)
-        return _compile.find_steps(*where, workers), ""
+        return work.steps(), ""
     except RuntimeError as error:
         _log.warning("Triton kernels are compiled at their first launch: %s", error)
         return _steps.Steps(), str(error).partition("\n")[0]
 
 
-def _load(jobs: Sequence[KernelJob], gpu: torch.device) -> None:
-    """Load compiled kernels, so that their first launch does not."""
-    for job in jobs:
-        if isinstance(job, CuteJob):
-            cute_gemm.warmup([job.plan], gpu)
-    requests = [job.request for job in jobs if isinstance(job, TritonJob)]
-    if requests:
-        importlib.import_module("dsv4.triton._images").load(requests, gpu)
+def _load(gpu: torch.device, job: KernelJob) -> None:
+    """Load a compiled kernel, so that its first launch does not."""
+    if isinstance(job, CuteJob):
+        cute_gemm.warmup([job.plan], gpu)
+    else:
+        importlib.import_module("dsv4.triton._images").load_stored(job.request, gpu)
 
 
 def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) -> Any:

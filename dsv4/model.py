@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     from dsv4.checkpoint import LoadReport
 
 
+def _embedding(rows: int, columns: int) -> nn.Embedding:
+    """An embedding; on the meta device without random numbers, which import torch's compiler."""
+    if torch.get_default_device().type != "meta":
+        return nn.Embedding(rows, columns)
+    return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
+
+
 class DeepseekV4Model(nn.Module):
     """Embedding, layers, head collapse and final norm (specification, section 2)."""
 
@@ -43,7 +50,7 @@ class DeepseekV4Model(nn.Module):
         super().__init__()
         self.config = ModelConfig.of(config)
         config = self.config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DeepseekV4DecoderLayer(config, i) for i in range(config.num_hidden_layers)
         )

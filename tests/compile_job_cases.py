@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 
 from dsv4._bundle import Compiled
@@ -62,6 +63,8 @@ class Seeing:
 
         return {
             "process": os.getpid(),
+            "parent": os.getppid(),
+            "threads": threading.active_count(),
             "path": sys.path,
             "interpreted": "TRITON_INTERPRET" in os.environ,
             "devices": os.environ["CUDA_VISIBLE_DEVICES"],

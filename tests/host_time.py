@@ -35,6 +35,7 @@ from dsv4 import device as machine
 from dsv4.cute import _driver
 from dsv4.cute._architectures import HOPPER
 from dsv4.cute._driver import Image, Kernel
+from dsv4.layers import _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans
 from dsv4.triton import _launch, _launcher
@@ -191,7 +192,7 @@ def main() -> None:
         cache.lengths.zero_()
 
     with mocked() as cuda:
-        for _ in range(4):  # compile, record, replay
+        for _ in range(6):  # compile, record operators and then layers, replay
             step()
         cuda.launches = cuda.by_triton = 0
         step()
@@ -200,6 +201,7 @@ def main() -> None:
         if given.count:
             found["calls_per_layer"] = round(_calls(step) / given.layers)
             found["plans"] = dict(collections.Counter(kind for _, kind in plan_kinds()))
+            found["layer_plans"] = dict(collections.Counter(layer_plan_kinds(model)))
         else:
             best = min(_seconds(step) for _ in range(given.steps))
             found["us_per_launch"] = round(1e6 * best / found["launches"], 2)
@@ -226,7 +228,9 @@ def _time_operators(step: Callable[[], None]) -> None:
     calls: list[tuple[Any, ...]] = []
     call, worth, run = _plans.PLANS.call, _plans.is_worth_it, JITFunction.run
     _plans.PLANS.call = lambda *one: (calls.append(one), call(*one))[1]  # type: ignore[method-assign]
+    is_plain, _layer_plan._is_plain = _layer_plan._is_plain, lambda call: False
     step()
+    _layer_plan._is_plain = is_plain
     del _plans.PLANS.call
     table: dict[str, list[tuple[float, float]]] = {}
     for function, args, kwargs in calls:
@@ -273,6 +277,16 @@ def plan_kinds() -> list[tuple[str, str]]:
         for (arguments, *_), plans in _plans.PLANS._plans.items()
         for p in plans
     )
+
+
+def layer_plan_kinds(model: DeepseekV4ForCausalLM) -> list[str]:
+    """Kind of every plan of a layer."""
+    return [
+        type(plan.again).__name__
+        for layer in model.model.layers
+        for plans in layer.__dict__["_plans"].plans.values()
+        for plan in plans
+    ]
 
 
 def _profile(step: Callable[[], None]) -> None:

@@ -67,6 +67,51 @@ class Driver:
         return 0
 
 
+class Contexts(Driver):
+    """Two GPUs that nothing has used, and the context that is current."""
+
+    def __init__(self, current=None):
+        super().__init__()
+        self.current, self.asked = current, []
+
+    def cuCtxGetCurrent(self, found):  # noqa: N802
+        found._obj.value = self.current
+        return 0
+
+    def cuDeviceGet(self, handle, device):  # noqa: N802
+        handle._obj.value = 10 + device
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, found, handle):  # noqa: N802
+        found._obj.value = 100 + handle.value
+        return 0
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.current = context.value
+        return 0
+
+    def cuOccupancyMaxActiveClusters(self, count, kernel, config):  # noqa: N802
+        if self.current is None:
+            return 201  # invalid device context
+        self.asked.append(self.current)
+        return super().cuOccupancyMaxActiveClusters(count, kernel, config)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_kernel_is_made_ready_on_a_gpu_that_nothing_has_used(index, monkeypatch):
+    found = Contexts()
+    monkeypatch.setattr(_driver, "_driver", lambda: found)
+    assert Kernel(Image(b"", "k", 32, 1, 0)).prepare(index) == 132
+    assert found.asked == [110 + index]
+
+
+def test_a_context_that_is_current_stays(monkeypatch):
+    found = Contexts(current=7)
+    monkeypatch.setattr(_driver, "_driver", lambda: found)
+    Kernel(Image(b"", "k", 32, 1, 0)).prepare(0)
+    assert found.asked == [7]
+
+
 def one_share(wanted, tokens, arch=HOPPER):
     plan = grouped_plan.choose(wanted, tokens, arch)
     return () if plan is None else (Share(plan, 0, EVERY),)

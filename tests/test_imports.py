@@ -46,6 +46,21 @@ print(model.generate([[1, 2, 3]], 2, stop_ids=[])[0].__len__())
     assert run(code) == "2\n"
 
 
+def test_a_model_without_weights_needs_no_compiler_of_torch() -> None:
+    """Its import takes 2 to 4 s, which every start would wait for."""
+    code = """
+import sys, torch, dsv4
+from dsv4._kernel_calls import every_call, kernel_plans
+from dsv4._recipe import Recipe
+with torch.device("meta"):
+    model = dsv4.DeepseekV4ForCausalLM(dsv4.ModelConfig.tiny())
+Recipe.of(model.config)
+kernel_plans(every_call(model.config), 64)
+print("torch._dynamo" in sys.modules, model.model.embed_tokens.weight.requires_grad)
+"""
+    assert run(code) == "False True\n"
+
+
 def test_optional_parts_say_what_is_missing() -> None:
     code = """
 import dsv4.integrations.transformers as t

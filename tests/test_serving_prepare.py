@@ -19,7 +19,7 @@ from dsv4 import debug
 from dsv4._warmup import Warmup
 from dsv4.layers import quantize_
 from dsv4.sampling import Sampler
-from dsv4.serving import Runner, SamplingOptions, _setup, kept_runner, prepare, release
+from dsv4.serving import Runner, SamplingOptions, _setup, kept_runner, prepare, prompts, release
 from dsv4.serving._capture import CaptureError
 from dsv4.serving.graphs import Graphs, default_buckets
 from dsv4.serving.kept_runner import KeptRunner, Room
@@ -77,7 +77,10 @@ def test_what_cannot_be_prepared_is_refused(arguments: Any, error: Any, message:
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_the_first_call_captures_nothing(gpu: ToyModel, sequences: int) -> None:
+def test_the_first_call_captures_nothing(
+    gpu: ToyModel, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "BUCKETS", (32, 64, 512))
     steps: list[int] = []
     forward = gpu.model.forward
 
@@ -96,10 +99,10 @@ def test_the_first_call_captures_nothing(gpu: ToyModel, sequences: int) -> None:
     assert_empty(runner)
     for sampler in (None, Sampler(0.7), Sampler(0.7, 0.9)):
         for length in (1, 33, 600):
-            prompts = [[length % 100 + i] * length for i in range(sequences)]
-            found = gpu.generate(prompts, 6, sampler=sampler, stop_ids=())
+            texts = [[length % 100 + i] * length for i in range(sequences)]
+            found = gpu.generate(texts, 6, sampler=sampler, stop_ids=())
             if sampler is None:
-                assert found == [plain_text(gpu, prompt, GREEDY, 0) for prompt in prompts]
+                assert found == [plain_text(gpu, prompt, GREEDY, 0) for prompt in texts]
     assert runner_of(gpu) is runner
     assert runner.captures == captures
 

@@ -182,7 +182,7 @@ def test_inputs_say_where_each_token_belongs(
 @pytest.mark.parametrize(
     ("max_chunk", "captured", "reserved", "wanted"),
     [
-        (2048, True, None, (32, 64, 128, 256, 512)),
+        (2048, True, None, (32, 64, 128, 256, 512, 768, 1024, 1536)),
         (200, True, None, (32, 64, 128, 200)),
         (20, True, None, (20,)),
         (2048, True, 100, (32, 64, 100)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import dsv4
-from dsv4 import _compile, _kernel_calls, _steps, layers
+from dsv4 import _compile_pool, _kernel_calls, _steps, layers
+from dsv4._bundle import Compiled
+from dsv4._compile_jobs import CuteJob, FindJob, TritonJob
 from dsv4._recipe import Recipe
 from dsv4._warmup import Operator
 from dsv4.formats import FRAGMENTS, SWIZZLED
@@ -163,23 +166,23 @@ class TestWarmup:
     def nothing_is_compiled(self, monkeypatch, tmp_path):
         monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
 
-        def nothing(jobs, advance, workers=None):
-            for _ in jobs:
-                advance()
-            return _compile.Outcome(jobs, compiled={job.key: b"code" for job in jobs[-1:]})
-
-        monkeypatch.setattr(_compile, "compile_all", nothing)
         monkeypatch.setattr(_steps, "impossible", lambda: None)
+        monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
+        monkeypatch.setattr(CuteJob, "stored", lambda self: b"code")
+        monkeypatch.setattr(TritonJob, "stored", lambda job: b"code" if job.key < b"2" else None)
+        monkeypatch.setattr(TritonJob, "name", "a kernel")
+        monkeypatch.setattr(TritonJob, "file_name", "a kernel")
+        monkeypatch.setattr(TritonJob, "run", lambda job: Compiled(job.key, job.name, b"code"))
 
-        def steps(recipe, target, max_tokens, workers=None):
+        def steps(self):
             ran = {
                 ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
                 ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
             }
-            requests = {bytes([i]): SimpleNamespace(key=bytes([i]), name="k") for i in range(3)}
+            requests = {key: SimpleNamespace(key=key, name="k") for key in (b"0", b"1", b"2")}
             return _steps.Steps(ran, requests)
 
-        monkeypatch.setattr(_compile, "find_steps", steps)
+        monkeypatch.setattr(FindJob, "run", steps)
 
     def test_it_says_what_runs_and_what_has_no_kernel(self, capsys):
         done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_100a", progress=False)
@@ -201,10 +204,14 @@ class TestWarmup:
         def fails(*args):
             raise RuntimeError("no meta kernel\ndetails")
 
-        monkeypatch.setattr(_compile, "find_steps", fails)
+        monkeypatch.setattr(FindJob, "run", fails)
         done = dsv4.warmup(dsv4.ModelConfig.tiny(), arch="sm_100a", progress=False)
-        assert (done.triton, done.skipped) == (0, "no meta kernel")
-        assert "compiled at their first launch: no meta kernel" in caplog.text
+        assert (done.triton, done.operators) == (0, ())
+        assert re.fullmatch(
+            r"the list of Triton kernels of \d+ steps failed: RuntimeError: no meta kernel",
+            done.skipped,
+        )
+        assert "compiled at their first launch: the list" in caplog.text
 
     def test_a_layer_has_no_steps(self):
         layer = layers.Linear(64, 32)

@@ -230,6 +230,33 @@ def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeyp
         assert b"dsv4/triton" not in part, "a path of this machine"
 
 
+def test_keys_do_not_depend_on_what_was_hashed_before():
+    """Triton 3.6 hashes a kernel otherwise if a function that it calls was hashed before."""
+    script = """
+        from triton.backends.compiler import GPUTarget
+        from dsv4.triton._images import request_of
+        from dsv4.triton.norm import _rms_norm_kernel as kernel
+        from dsv4.triton.swiglu import _swiglu_kernel as other
+
+        def key(of):
+            fields = ({"x": "*bf16"}, {}, {}, {"num_warps": 4}, GPUTarget("cuda", 90, 32))
+            return request_of(of.kernel, *fields).key
+
+        first = key(kernel)
+        assert first != key(other)
+        kernel.kernel.hash = "the hash of another order"
+        assert key(kernel) == first
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_slices_of_a_router_s_logits_are_not_taken_for_the_logits(worker):
     """On the meta device every address is 0, so equal addresses mean nothing."""
     recipe = Recipe.of(dsv4.ModelConfig.flash())
@@ -241,6 +268,25 @@ def test_slices_of_a_router_s_logits_are_not_taken_for_the_logits(worker):
             constants = {names[place]: value for (place,), value in request.constants.items()}
             found.add((constants["SPLITS"] > 1, constants["STORED"]))
     assert found == {(True, False)}
+
+
+# Warms up where nothing has used CUDA; the GPU that is not the current one, too, if there is one.
+FRESH = """
+import torch, dsv4
+config = dsv4.ModelConfig.tiny(hidden_size=128, q_lora_rank=64, moe_intermediate_size=64)
+for device in ("cuda", torch.cuda.device_count() - 1):
+    done = dsv4.warmup(config, device, max_tokens=64, progress=False)
+    assert done.kernels and done.triton and not done.failed, done
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_that_has_not_used_cuda_is_warmed_up(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {_images.CACHE_VARIABLE: str(tmp_path / "kernels")}
+    command = [sys.executable, "-c", FRESH]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.gpu

@@ -240,7 +240,8 @@ def test_kernels_of_experts_are_compiled_too(compiled):
     dense, grouped = (kernel_plans(found(config), 64) for found in (products, grouped_products))
     assert grouped
     assert done.kernels == len(dense) + len(grouped)
-    assert compiled == [(plan, "sm_90a") for plan in [*dense, *grouped]]
+    assert len(compiled) == done.kernels
+    assert set(compiled) == {(plan, "sm_90a") for plan in [*dense, *grouped]}
 
 
 HEADS = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
@@ -305,7 +306,7 @@ class TestAttention:
         done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)
         dense = kernel_plans([*products(config), *grouped_products(config)], 64)
         assert done.kernels == done.compiled == len(dense) + 17
-        assert [plan for plan, _ in compiled][-17:] == cute_attention.plans()
+        assert {plan for plan, _ in compiled} == {*dense, *cute_attention.plans()}
 
 
 def _plain_names(model):
@@ -542,7 +543,8 @@ class TestProgress:
         assert printed.count("\n") == 1
 
     def test_a_line_on_a_terminal(self, capsys):
-        line = _progress_line.Line(2)
+        line = _progress_line.Line()
+        line.expect(2)
         line.terminal = True
         line.advance()
         line.advance()

@@ -94,6 +94,24 @@ def no_attributes() -> ctypes.Array[_Attribute]:
     return (_Attribute * 0)()
 
 
+def need_context(device: int) -> None:
+    """Make a GPU's context current if this thread has none, as before anything has used the GPU.
+
+    Args:
+        device: Index of the current CUDA device.
+
+    Raises:
+        RuntimeError: if the driver refuses.
+    """
+    driver, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    check(driver.cuCtxGetCurrent(ctypes.byref(context)), "the current context")
+    if context.value is not None:
+        return
+    check(driver.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"device {device}")
+    check(driver.cuCtxSetCurrent(context), f"the context of device {device}")
+
+
 def check(status: int, what: str) -> None:
     """Raise RuntimeError, with the driver's text, unless ``status`` is 0."""
     if status:
@@ -228,6 +246,7 @@ class Kernel:
         return found
 
     def _prepare(self, device: int) -> int:
+        need_context(device)
         driver, name = _driver(), self.image.name
         handle, count = ctypes.c_int(), ctypes.c_int()
         check(driver.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")

@@ -44,7 +44,10 @@ from dsv4.ops._guards import Guards, guards_of
 
 _ATTRIBUTE = "_plans"
 _MOST, _MOST_OF_KEY = 64, 4  # keys of a layer: steps of 1 to 64 tokens; plans of each
-_PATIENCE, _LONGEST = 4, 256  # failures in a row before calls go without a look, and at most how many
+_PATIENCE, _LONGEST = (
+    4,
+    256,
+)  # failures in a row before calls go without a look, and at most how many
 _ATTEMPTS = 4  # recordings of a call that compiled something
 _OPTIONS = frozenset({"position_embeddings", "position_ids", "attention_mask", "past_key_values"})
 
@@ -276,8 +279,10 @@ def run(
         options: See there.
     """
     step = options.get("past_key_values")
+    if torch.compiler.is_compiling() or not isinstance(step, CacheStep):
+        return function(streams, input_ids, options)
     call = _Call(function, streams, input_ids, options)
-    if not isinstance(step, CacheStep) or not _is_plain(call):
+    if not _is_plain(call):
         return call()
     plans = layer.__dict__.get(_ATTRIBUTE)
     if plans is None or plans.owner is None or plans.owner() is not layer:
@@ -289,8 +294,7 @@ def _is_plain(call: _Call) -> bool:
     """Whether nothing but the layer's result is wanted, of few tokens on a GPU."""
     streams, options = call.streams, call.options
     return (
-        not torch.compiler.is_compiling()
-        and type(streams) is torch.Tensor
+        type(streams) is torch.Tensor
         and streams.dim() == 4
         and streams.shape[0] == 1
         and streams.numel() > 0
@@ -331,7 +335,11 @@ def _arguments(
     formats = _add_cache(tensors, cache)
     tensors += shared
     tensors += weights
-    modes = _plans._is_grad_enabled(), _plans._interpreting(), torch.is_autocast_enabled(streams.device.type)
+    modes = (
+        _plans._is_grad_enabled(),
+        _plans._interpreting(),
+        torch.is_autocast_enabled(streams.device.type),
+    )
     key = (streams.shape, batch.starts.shape, ids is None, *twice, *modes, *formats)
     return key, tensors
 

@@ -290,7 +290,7 @@ def prepare(
     greedy or with a temperature and ``top_p``. ``dsv4.load`` calls it; ``dsv4.warmup`` should have
     compiled the kernels. A runner that is kept already is replaced.
 
-    It captures decode steps and steps of up to 512 prompt tokens, and runs one of 4096 tokens. No
+    It captures decode steps and steps of up to 1536 prompt tokens, and runs one of 4096 tokens. No
     sequence stays in the cache.
 
     The GPU holds, until ``release``, the cache (for one sequence of 8192 tokens 0.16 GB in Flash

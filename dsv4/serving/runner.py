@@ -99,7 +99,7 @@ class Runner:
             buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
                 4 and multiples of 8 in captured steps, no padding in eager ones.
             prompt_buckets: Numbers of prompt tokens per step, which fewer are padded to; a step
-                of more, or of more than 64 prompts, is eager. None: 32, 64, 128, 256 and 512 in
+                of more, or of more than 64 prompts, is eager. None: eight, from 32 to 1536, in
                 captured steps and with ``deterministic``, no padding in eager ones. Empty: prompts
                 are processed eagerly.
             capture: Whether steps are CUDA graphs; None: on a CUDA device, unless the model

@@ -5,8 +5,8 @@ the folder of compiled kernels holds is verified and handed to Triton, which loa
 as if it had compiled it; another one is compiled and kept. Triton's own cache stays behind it.
 
 A ``Request`` is all that a specialisation is compiled from, without tensors and without a GPU, so
-that another process can compile it. Its key covers the source of the kernel and of the functions it
-calls (Triton's own hash), the types and constants of its arguments, options, GPU architecture,
+that another process can compile it. Its key covers the name of the kernel and the sources of all
+Triton kernels of this package, the types and constants of its arguments, options, GPU architecture,
 Triton's version and the environment variables that change what Triton compiles.
 """
 
@@ -19,8 +19,9 @@ import importlib
 import json
 import os
 import tempfile
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from triton.compiler import compile as triton_compile
 from triton.runtime.jit import JITFunction
 
 from dsv4 import _compilations, _sealed_file
+from dsv4._versions import digest
 from dsv4.cute import _images
 
 _MAGIC = b"dsv4tri\n"
@@ -93,9 +95,21 @@ def _key(kernel: Any, *fields: Any) -> bytes:
     *types, options, where = fields
     known = {name: value for name, value in options.items() if name != "extern_libs"}
     libraries = [name for name, _ in options.get("extern_libs") or ()]
-    source = [_FORMAT, triton.__version__, kernel.cache_key, environment()]
+    source = [_FORMAT, triton.__version__, _source_key(kernel), environment()]
     text = [*source, *map(_text, types), _text(known), libraries, where]
     return hashlib.sha256(repr(text).encode()).digest()
+
+
+def _source_key(kernel: Any) -> Any:
+    """What a kernel's code depends on, the same in every process.
+
+    Not Triton's own ``cache_key``: in Triton 3.6 that depends on which kernels were hashed before,
+    because it leaves out the constants of functions that were not, so kernels compiled in a worker
+    process were not found by the process that launched them.
+    """
+    if kernel.fn.__module__.startswith("dsv4.triton."):
+        return (kernel.fn.__module__, kernel.fn.__qualname__, digest(("triton",)))
+    return kernel.cache_key
 
 
 def _text(value: Any) -> Any:
@@ -105,7 +119,7 @@ def _text(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_text(part) for part in value]
     if hasattr(value, "cache_key"):  # a function as a constant
-        return value.cache_key
+        return repr(_source_key(value))
     assert " at 0x" not in repr(value), f"{value!r} is another text in every process"
     return repr(value)
 
@@ -196,21 +210,57 @@ def _loaded() -> dict[tuple[int, bytes], CompiledKernel]:
     return {}
 
 
-def load(requests: Iterable[Request], device: torch.device) -> None:
-    """Load kernels of the store on a GPU, so that their first launch does not.
+def load_stored(request: Request, device: torch.device) -> None:
+    """Load a kernel of the store on a GPU, so that its first launch does not.
 
-    What the store does not have is left out.
+    One that the store does not have is left out.
 
     Raises:
         RuntimeError: if the driver refuses.
     """
-    with torch.cuda.device(device):
-        for request in requests:
-            place = (device.index, request.key)
-            found = None if place in _loaded() else stored(request)
-            if found is not None:
-                found._init_handles()
-                _loaded()[place] = found
+    place = (device.index, request.key)
+    found = None if place in _loaded() else stored(request)
+    if found is not None:
+        with torch.cuda.device(device):
+            load(found)
+        _loaded()[place] = found
+
+
+def load(kernel: CompiledKernel) -> None:
+    """Load a kernel on the current GPU, without a launcher until Triton launches it.
+
+    Triton 3.6 compiles C for each, for a tenth of a second and more.
+    """
+    if kernel.module is not None:
+        return
+    active = triton.runtime.driver.active
+    with _LOADING:  # another thread would take the replacement for the original
+        own, made = vars(active), active.launcher_cls
+        had = "launcher_cls" in own
+        active.launcher_cls = functools.partial(LateLauncher, made)
+        try:
+            kernel._init_handles()
+        finally:
+            if had:
+                active.launcher_cls = made
+            else:
+                del active.launcher_cls
+
+
+_LOADING = threading.Lock()
+
+
+class LateLauncher:
+    """Triton's launcher of a kernel, made when it is first used."""
+
+    def __init__(self, make: Callable[..., Any], source: Any, metadata: Any) -> None:
+        self._make = functools.cache(functools.partial(make, source, metadata))
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make()(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
 
 
 def stored(request: Request) -> CompiledKernel | None:

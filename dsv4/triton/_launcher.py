@@ -2,9 +2,9 @@
 
 ``JITFunction.run`` binds arguments, computes a cache key from strings and calls a generic launcher:
 tens of microseconds of host time. ``@fast_launch`` puts a cache in front of it. The first call of
-a specialisation goes through Triton, which compiles, loads and launches; what it returns says which
-function was loaded and how its parameters are laid out. Later calls of the same specialisation
-write the parameters and call ``cuLaunchKernelEx``.
+a specialisation asks Triton to compile and load it; what that returns says which function was
+loaded and how its parameters are laid out. A launch writes the parameters and calls
+``cuLaunchKernelEx``. Triton's own launcher is not even made: Triton 3.6 compiles C for each.
 
 Triton's own path runs whenever something else might be wanted of the call: tensors that are not on
 the current GPU, the interpreter, a replaced ``JITFunction.run``, launch hooks of a profiler, and
@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from dsv4._recorder import current_recorder
 from dsv4.cute import _driver
 from dsv4.cute._launch import current_device, stream_of
-from dsv4.triton._images import keep_images
+from dsv4.triton._images import keep_images, load
 
 _ALIGNMENT = 16  # bytes of a pointer, and the divisor of an integer, that Triton specialises on
 _MOST = 1024  # specialisations of a kernel that are kept
@@ -266,7 +267,7 @@ class FastKernel:
         )
         launch = layout.launches.get(key, _NEW)
         if launch is _NEW:
-            return self._learn(layout, key, grid, args, options)
+            launch = self._learned(layout, key, grid, args, options)
         if launch is None:
             return self._by_triton(grid, args, options)
         passed = launch.passed(scalars)
@@ -284,14 +285,12 @@ class FastKernel:
         """Says whether launches may leave out Triton."""
         return nobody_watches
 
-    def _by_triton(
-        self, grid: Any, args: Sequence[Any], options: dict[str, Any], *, is_new: bool = False
-    ) -> Any:
+    def _by_triton(self, grid: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         recorder = current_recorder()
         if recorder is None:
             return self.kernel[grid](*args, **options)
         if self._is_jit:
-            recorder.refuse(f"{self.kernel.__name__} was launched by Triton", is_new=is_new)
+            recorder.refuse(f"{self.kernel.__name__} was launched by Triton")
         else:
             recorder.launched(self, None, grid, (), args, options)
         with recorder.paused():
@@ -306,15 +305,22 @@ class FastKernel:
         understood = layout.places["tensor"] and scalars <= _RUNTIME and not named
         return _keep(self._layouts, types, layout if understood else None)
 
-    def _learn(
+    def _learned(
         self, layout: Layout, key: Any, grid: Any, args: Sequence[Any], options: dict[str, Any]
-    ) -> Any:
-        """Launch through Triton, and keep what it compiled."""
-        compiled = self._by_triton(grid, args, options, is_new=True)
-        if compiled is not None and 0 not in grid:
-            function = describe(self.kernel, layout, compiled)
-            _keep(layout.launches, key, None if function is None else Launch(function))
-        return compiled
+    ) -> Launch | None:
+        """What launches a new specialisation, which is compiled and loaded; None: only Triton."""
+        recorder = current_recorder()
+        if recorder is None:
+            compiled = self.kernel.run(*args, grid=grid, warmup=True, **options)
+        else:
+            recorder.refuse(f"{self.kernel.__name__} was compiled", is_new=True)
+            with recorder.paused():
+                compiled = self.kernel.run(*args, grid=grid, warmup=True, **options)
+        if not isinstance(compiled, CompiledKernel):  # a hook took it, or it compiles elsewhere
+            return None
+        load(compiled)
+        function = describe(self.kernel, layout, compiled)
+        return _keep(layout.launches, key, None if function is None else Launch(function))
 
 
 def _keep(cache: dict[Any, Any], key: Any, value: Any) -> Any:

@@ -3,7 +3,7 @@
 ``python -m tests.traps [9 ...]`` makes each of them in a copy and watches the named test fail. A
 number is that of a known pitfall (specification, section 15). "HF" are mistakes of the drop-in for
 transformers; "files" are mistakes with files that are replaced, or come from elsewhere; "load" are
-mistakes of packing while a checkpoint is read; P1 to P3 are mistakes of plans, tapes and launches;
+mistakes of packing while a checkpoint is read; P1 to P4 are mistakes of plans, tapes and launches;
 "start" are mistakes of what is compiled ahead.
 """
 
@@ -17,6 +17,7 @@ from .dropin import MUTANTS as _DROPIN
 from .files import MUTANTS as _FILES
 from .kernels import MUTANTS as _KERNELS
 from .launching import MUTANTS as _LAUNCHING
+from .layering import MUTANTS as _LAYERING
 from .loading import MUTANTS as _LOADING
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
@@ -38,6 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_CHECKPOINTS,
     *_FILES,
     *_LAUNCHING,
+    *_LAYERING,
     *_LOADING,
     *_STARTING,
 )

@@ -216,7 +216,7 @@ MUTANTS = (
         "pitfall 10",
         "logits in the model's dtype",
         LAYERS + "router.py",
-        "return torch.promote_types(x.dtype, torch.float32)",
+        "return wider(x.dtype, torch.float32)",
         "return x.dtype",
         "tests/test_numerics_difference.py::test_routing_logits_are_rounded_by_transformers_only",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-BUNDLE, STEPS, POOL = "dsv4/_bundle.py", "dsv4/_steps.py", "dsv4/_compile_pool.py"
+BUNDLE, STEPS, POOL = "dsv4/_bundle.py", "dsv4/_steps.py", "dsv4/_compile_forks.py"
 BUNDLES = "tests/test_bundle.py::"
 WARM = "tests/test_warm_kernels.py::"
 POOLS = "tests/test_compile_pool.py::"
