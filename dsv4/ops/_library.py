@@ -105,6 +105,7 @@ def _observer() -> Callable[[], bool]:
 
 is_watched = _watcher()
 unobserved = _observer()
+_new_tuple: Any = tuple.__new__  # makes a record of its fields; ``_make`` takes twice as long
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
@@ -250,11 +251,14 @@ class Operation:
 
     def run_with(self, implementation: Callable[..., Any], flat: Sequence[Any]) -> Any:
         """Run a given implementation; ``flat`` as in ``run``."""
-        args = self.arguments(flat)
-        self.check_values(args)
-        if not self.has_out:
-            return implementation(args)
-        return self._others(implementation(args, out=flat[-2]))
+        if self.has_out:
+            args = _new_tuple(self.record, flat[:-2])
+            self.check_values(args)
+            return self._others(implementation(args, out=flat[-2]))
+        args = _new_tuple(self.record, flat[:-1])
+        if self.check is not None:
+            self.check_values(args)
+        return implementation(args)
 
     def implementation(self, flat: Sequence[Any]) -> Callable[..., Any]:
         """What ``"auto"`` chooses; ``flat`` as in ``run``."""
@@ -262,7 +266,7 @@ class Operation:
 
     def arguments(self, flat: Sequence[Any]) -> Any:
         """The record; ``flat`` as in ``run``."""
-        return self.record._make(flat[:-2] if self.has_out else flat[:-1])
+        return _new_tuple(self.record, flat[:-2] if self.has_out else flat[:-1])
 
     def check_values(self, args: Any) -> None:
         """Raise where values on the CPU are out of range; ``args`` is a ``record``."""

@@ -98,7 +98,7 @@ def gemm(
         ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    input_scale = check_product(
+    input_scale = check_gemm(
         "gemm", x, weight, activation, input_scale, out_dtype, groups=groups
     )
     flat = _flat(x, groups)
@@ -107,7 +107,7 @@ def gemm(
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
-def check_product(
+def check_gemm(
     op: str,
     x: torch.Tensor,
     weight: QuantizedTensor,

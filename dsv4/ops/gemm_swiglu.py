@@ -11,7 +11,7 @@ import torch
 from dsv4.formats import QuantizedTensor
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.gemm import check_product
+from dsv4.ops.gemm import check_gemm
 
 
 class GemmSwigluArgs(NamedTuple):
@@ -84,7 +84,7 @@ def gemm_swiglu(
         ValueError: as ``gemm``, and if the weight has an odd number of rows or ``limit`` is not
             above 0.
     """
-    input_scale = check_product("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
+    input_scale = check_gemm("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
     _check_swiglu(weight, limit)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     args = GemmSwigluArgs(
