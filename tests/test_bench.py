@@ -265,10 +265,14 @@ def test_bad_commands_say_what_to_write(arguments: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
-def test_an_explicit_backend_that_objects_is_an_error(monkeypatch, register, capsys):
+def never(call):
+    return "it is not Tuesday"
+
+
+def test_an_explicit_backend_that_cannot_run_is_an_error(monkeypatch, register, capsys):
     register("rms_norm", None, "picky")
     rows = dispatch.IMPLEMENTATIONS
-    picky = dataclasses.replace(rows[0], supports=lambda call: "it is not Tuesday")
+    picky = dataclasses.replace(rows[0], supports=f"{__name__}:never")
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (picky, *rows[1:]))
     dispatch.implementations.cache_clear()
     assert main(["run", "rms_norm", "--backend", "picky"]) == 1

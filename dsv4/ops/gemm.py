@@ -98,9 +98,7 @@ def gemm(
         ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    input_scale = check_gemm(
-        "gemm", x, weight, activation, input_scale, out_dtype, groups=groups
-    )
+    input_scale = check_gemm("gemm", x, weight, activation, input_scale, out_dtype, groups=groups)
     flat = _flat(x, groups)
     dtype = x.dtype if out_dtype is None else out_dtype
     out = _gemm(_record(flat, weight, activation, input_scale, groups, dtype), backend)
