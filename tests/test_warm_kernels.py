@@ -74,9 +74,9 @@ def step(draw):
     """A step with any number of tokens and sequences, of any cache."""
     tokens = draw(st.one_of(st.integers(1, 64), st.integers(1, MOST)))
     sequences = draw(st.one_of(st.just(1), st.just(tokens), st.integers(1, min(tokens, 1024))))
-    if 32 <= tokens <= 512:
+    if 32 <= tokens <= 1536:
         sequences = draw(st.one_of(st.just(sequences), st.integers(1, 64)))  # some of padding
-    context = draw(st.integers(64, 65536))
+    context = draw(st.one_of(st.integers(64, 65536), st.integers(64, 1 << 20)))
     return StepShape(tokens, sequences, context, draw(st.sampled_from((None, "plain"))))
 
 
@@ -91,6 +91,7 @@ if NIGHTLY:
 @example(shape=StepShape(21, 1, 1024))
 @example(shape=StepShape(4096, 1, 65536))
 @example(shape=StepShape(32, 64, 1024))
+@example(shape=StepShape(1, 1, 131104))  # an odd number of pages
 @example(shape=StepShape(8000, 1, 50176, "plain"))  # scored in parts of an odd number of tokens
 @settings(deadline=None)
 def test_any_step_launches_what_was_found(arch, preset, activation, shape, found):

@@ -189,7 +189,9 @@ def _score_tokens(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "capacity", "k", "page_size", "table_stride"])
+@triton.jit(
+    do_not_specialize=["tokens", "capacity", "k", "page_size", "table_stride", "maxima_stride"]
+)
 def score_kernel(
     q,
     q_scales,
@@ -350,7 +352,7 @@ def _store_block(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["capacity", "k", "table_stride"])
+@triton.jit(do_not_specialize=["capacity", "k", "table_stride", "maxima_stride"])
 def score_pages_kernel(
     q,
     q_scales,
