@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsv4 import _config_fields as fields
 from dsv4._config_fields import FIXED, OPTIONAL, REQUIRED, is_integer, is_number
 from dsv4._json_file import show
-
-if TYPE_CHECKING:
-    from dsv4.config import ModelConfig, RopeParameters
 
 SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
@@ -357,71 +354,80 @@ def _yarn_extras(table: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _common(config: ModelConfig) -> dict[str, Any]:
-    values = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)}
-    if isinstance(config.eos_token_id, tuple):
-        values["eos_token_id"] = list(config.eos_token_id)
+def _common(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: config[name] for name in (*REQUIRED, *OPTIONAL)}
+    if isinstance(config["eos_token_id"], tuple):
+        values["eos_token_id"] = list(config["eos_token_id"])
     fixed = ("model_type", "scoring_func", "norm_topk_prob", "hidden_act", "attention_bias")
     values.update({name: FIXED[name][0] for name in (*fixed, "tie_word_embeddings")})
     values["architectures"] = ["DeepseekV4ForCausalLM"]
-    values["rope_theta"] = config.rope_main.theta
-    values["compress_rope_theta"] = config.rope_compress.theta
+    values["rope_theta"] = config["rope_main"]["theta"]
+    values["compress_rope_theta"] = config["rope_compress"]["theta"]
     return values
 
 
-def _yarn_dict(rope: RopeParameters, key: str) -> dict[str, Any]:
-    if rope.factor is None:
+def _yarn_dict(rope: Mapping[str, Any], key: str) -> dict[str, Any]:
+    if rope["factor"] is None:
         return {key: "default"}
-    return {key: "yarn", **{theirs: getattr(rope, ours) for theirs, ours in _YARN.items()}}
+    return {key: "yarn", **{theirs: rope[ours] for theirs, ours in _YARN.items()}}
 
 
-def deepseek_style(config: ModelConfig) -> dict[str, Any]:
+def deepseek_style(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as DeepSeek and NVIDIA name them; see ``ModelConfig.to_dict``.
 
     ``compress_ratios`` knows the rates 0, 4 and 128 and ``num_hash_layers`` only a prefix, so a
     schedule outside these also gets transformers' fields.
+
+    Args:
+        config: Fields of a ModelConfig; its ropes as tables, its rates by layer type.
     """
-    values = _common(config)
-    by_type = {SLIDING: 0, CSA: config.compress_rates.csa, HCA: config.compress_rates.hca}
-    values["compress_ratios"] = [by_type[t] for t in config.layer_types]
-    values["compress_ratios"] += [0] * config.num_nextn_predict_layers
-    hashed = config.mlp_layer_types.count("hash_moe")
-    if all(kind == "hash_moe" for kind in config.mlp_layer_types[:hashed]):
+    values, rates_by_type = _common(config), config["compress_rates"]
+    by_type = {SLIDING: 0, **rates_by_type}
+    values["compress_ratios"] = [by_type[t] for t in config["layer_types"]]
+    values["compress_ratios"] += [0] * config["num_nextn_predict_layers"]
+    routers = list(config["mlp_layer_types"])
+    hashed = routers.count("hash_moe")
+    if all(kind == "hash_moe" for kind in routers[:hashed]):
         values["num_hash_layers"] = hashed
     else:
-        values["mlp_layer_types"] = list(config.mlp_layer_types)
-    if (config.compress_rates.csa, config.compress_rates.hca) != (4, 128):
-        values["compress_rates"] = dict(config.compress_rates)
-    scaled = config.rope_compress.factor is not None
-    values["rope_scaling"] = _yarn_dict(config.rope_compress, "type") if scaled else None
-    values["qk_rope_head_dim"] = config.qk_rope_head_dim
+        values["mlp_layer_types"] = routers
+    if rates_by_type != {CSA: 4, HCA: 128}:
+        values["compress_rates"] = dict(rates_by_type)
+    rope = config["rope_compress"]
+    values["rope_scaling"] = None if rope["factor"] is None else _yarn_dict(rope, "type")
+    values["qk_rope_head_dim"] = config["qk_rope_head_dim"]
     values["topk_method"] = "noaux_tc"
     values["torch_dtype"] = "bfloat16"
     return values
 
 
-def transformers_style(config: ModelConfig) -> dict[str, Any]:
-    """Fields as transformers names them; see ``ModelConfig.to_transformers_dict``."""
-    values = _common(config)
-    partial = config.qk_rope_head_dim / config.head_dim
-    if int(config.head_dim * partial) != config.qk_rope_head_dim:
+def transformers_style(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as transformers names them; see ``ModelConfig.to_transformers_dict``.
+
+    Args:
+        config: As in ``deepseek_style``.
+    """
+    values, rope = _common(config), config["rope_compress"]
+    head_dim, rotated = config["head_dim"], config["qk_rope_head_dim"]
+    partial = rotated / head_dim
+    if int(head_dim * partial) != rotated:
         partial = math.nextafter(partial, 1.0)  # transformers truncates the product
     main = {
         "rope_type": "default",
-        "rope_theta": config.rope_main.theta,
+        "rope_theta": config["rope_main"]["theta"],
         "partial_rotary_factor": partial,
     }
     compress = {
-        **_yarn_dict(config.rope_compress, "rope_type"),
-        "rope_theta": config.rope_compress.theta,
+        **_yarn_dict(rope, "rope_type"),
+        "rope_theta": rope["theta"],
         "partial_rotary_factor": partial,
     }
-    if config.rope_compress.factor is not None:
+    if rope["factor"] is not None:
         compress["attention_factor"] = 1.0
     values.update(
-        layer_types=list(config.layer_types),
-        mlp_layer_types=list(config.mlp_layer_types),
-        compress_rates=dict(config.compress_rates),
+        layer_types=list(config["layer_types"]),
+        mlp_layer_types=list(config["mlp_layer_types"]),
+        compress_rates=dict(config["compress_rates"]),
         rope_parameters={"main": main, "compress": compress},
         partial_rotary_factor=partial,
         dtype="bfloat16",

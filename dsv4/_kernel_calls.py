@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4 import _support, fragments
+from dsv4 import fragments
 from dsv4.config import ModelConfig
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
@@ -19,6 +19,7 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
+from dsv4.cute.supports import packed_layout_of
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.integrations._swap import OutputHead
 from dsv4.layers._pooling import PoolingModule
@@ -159,7 +160,7 @@ def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
     """The layout of a packed layer; of another one that which it would be packed to."""
     if layer.layout != LINEAR:
         return layer.layout
-    return _support.packed_layout_of(arch, layer.activation)
+    return packed_layout_of(arch, layer.activation)
 
 
 def products(model: Any, arch: str = HOPPER) -> list[Product]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4 import _steps, _support
+from dsv4 import _steps
 from dsv4.config import ModelConfig
+from dsv4.cute.supports import packed_layout_of
 from dsv4.formats import FP8_BLOCK, NVFP4
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
@@ -43,7 +44,7 @@ class Weight:
     def declare(self, layer: Linear | DeepseekV4Experts, arch: str) -> None:
         """Give a layer on the meta device such weights; NVFP4 as ``pack_`` leaves them."""
         if self.format == NVFP4.name:
-            _steps.declare_packed(layer, _support.packed_layout_of(arch, layer.activation))
+            _steps.declare_packed(layer, packed_layout_of(arch, layer.activation))
         elif isinstance(layer, Linear):
             layer.to_format(self.format, scale_dtype=self.scale_dtype)
         elif self.format is not None:

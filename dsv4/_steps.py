@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _support, dispatch
+from dsv4 import device as machine
+from dsv4 import dispatch
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
@@ -30,6 +31,14 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.ops._library import OPERATIONS
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
+)
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 from dsv4.serving.prompts import BUCKETS
@@ -39,6 +48,8 @@ _NARROWEST = 64  # tokens of the smallest cache that is looked at
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
 _PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 _PACKING = "fragments"
+_GROUPED_RECORDS = (GroupedGemmArgs, GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs)
+_GEMM_RECORDS = (GemmArgs, GemmSwigluArgs, *_GROUPED_RECORDS)
 _GPU = torch.device("cuda", 0)
 
 
@@ -332,17 +343,16 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, func: Any, args: tuple[Any, ...]) -> None:
-        op, rest = func._opname, args[:-1]
-        if op.endswith("_out"):
-            op, rest = op.removesuffix("_out"), rest[:-1]
-        key = repr((op, [_described(arg) for arg in rest]))
+        operation = OPERATIONS[func._opname]
+        op, given = operation.op, operation.arguments(args)
+        key = repr((op, [_described(arg) for arg in given]))
         if key in self.seen:
             return
         self.seen.add(key)
-        call = dispatch.Call(op, rest, _GPU)
+        call = dispatch.Call(op, given, _GPU)
         objections = {}
         for row in dispatch.implementations(op):
-            why = row.objection(call, dispatch.AUTO)
+            why = row.unsupported_reason(call, dispatch.AUTO)
             if why is None:
                 break
             objections[row.name] = why
@@ -351,41 +361,37 @@ class _Recorder(TorchDispatchMode):
         self.names.clear()
         with self:
             if row.name in ("cute", "tcgen05"):
-                names = [argument.name for argument in func._schema.arguments]
-                self._before_product(row, dict(zip(names, args, strict=True)))
+                if isinstance(given, _GEMM_RECORDS):
+                    self._before_gemm(row, given)
                 if op == "indexer_select":  # Triton has a part in it
-                    dispatch.first(op, rest)
+                    dispatch.first(op, given)
             elif row.name != "reference":
-                dispatch.first(op, rest)
+                dispatch.first(op, given)
                 if op == "moe_gather_quantize":  # and with the scales of calibrated experts
-                    x, rows, offsets, _, layout = rest
-                    scales = torch.empty(
-                        offsets.shape[0] - 1, dtype=torch.float32, device=offsets.device
-                    )
-                    dispatch.first(op, (x, rows, offsets, scales, layout))
+                    experts = given.offsets.shape[0] - 1
+                    scales = given.offsets.new_empty(experts, dtype=torch.float32)
+                    dispatch.first(op, given._replace(input_scale=scales))
         ran.kernels.update(self.names)
 
-    def _before_product(self, row: dispatch.Implementation, given: dict[str, Any]) -> None:
-        """What products do to their input: quantise it, with a scale per row and a calibrated one.
+    def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
+        """What GEMMs do to their input: quantise it, with a scale per row and a calibrated one.
 
-        Hopper's expand it again, and what comes quantised.
+        Hopper's dequantize it again, and what comes quantised.
         """
-        x, scales = given.get("x"), given.get("x_scales")
-        if x is None:
+        grouped = isinstance(args, _GROUPED_RECORDS)
+        if grouped and args.x_scales is not None and row.name == "cute":
+            block_values(args.x, args.x_scales, torch.bfloat16)
+        if args.activation != NVFP4.name:
             return
-        if scales is not None and row.name == "cute":
-            block_values(x, scales, torch.bfloat16)
-        if given.get("activation") != NVFP4.name:
-            return
-        experts = 1 if "offsets" not in given else given["offsets"].shape[0] - 1
-        for scale in (None, torch.empty(experts, dtype=torch.float32, device=x.device)):
+        experts = args.offsets.shape[0] - 1 if grouped else 1
+        for scale in (None, torch.empty(experts, dtype=torch.float32, device=args.x.device)):
             if row.name == "cute":
                 each = scale if scale is None else scale[:1]
-                bfloat16_operand(x, each)
-            elif "offsets" in given:
-                grouped_nvfp4.quantized((x, None, None, scale), given["offsets"])
+                bfloat16_operand(args.x, each)
+            elif grouped:
+                grouped_nvfp4.quantized((args.x, None, None, scale), args.offsets)
             else:
-                gemm_nvfp4.quantized(x, scale)
+                gemm_nvfp4.quantized(args.x, scale)
 
 
 def _described(arg: Any) -> Any:
@@ -424,18 +430,16 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
         (_launch, "multiprocessors", lambda device: target.sms),
-        (_support, "_capability", lambda device: capability),
         (dispatch, "_device", lambda args: _GPU),
         (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
         (cute_indexer, "choose", lambda *args: None),
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:
-        undo.callback(_support.forget_devices)
+        undo.enter_context(machine.pretend(capability=capability, sms=target.sms))
         for owner, name, value in replaced:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        _support.forget_devices()
         undo.callback(setattr, driver, "_active", driver._active)
         device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), found)
         driver.set_active(device)

@@ -23,6 +23,7 @@ from dsv4._progress_line import progress as progress_line
 from dsv4._recipe import Recipe
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
 
 
@@ -283,7 +284,7 @@ def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
         raise ValueError(f"warmup: arch is {arch!r}, wanted one of {wanted}")
     if gpu is None:
         return arch
-    found = ARCHITECTURES.get(torch.cuda.get_device_capability(gpu))
+    found = ARCHITECTURES.get(capability(gpu))
     if arch is not None and arch != found:
         raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {found or 'none'}")
     return found

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from dsv4.config import ModelConfig
 from dsv4.layer_cache import LayerCache
 from dsv4.page_tables import to_device
 
-if TYPE_CHECKING:
-    from dsv4.cache import PagedCache
+
+class Cache(Protocol):
+    """A cache as layers see it; ``dsv4.cache.PagedCache`` is one.
+
+    Attributes:
+        layers: What each layer wrote and reads.
+    """
+
+    layers: list[LayerCache]
+
+    def check_model(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the cache was made for such a model."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +94,7 @@ class CacheStep:
         batch: The new tokens; flat, so hidden states are ``[1, T, ...]``.
     """
 
-    cache: PagedCache
+    cache: Cache
     batch: Batch
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 

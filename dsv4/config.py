@@ -357,7 +357,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The config.json that DeepSeek or NVIDIA would write, without quantization_config."""
-        return _config_file.deepseek_style(self)
+        return _config_file.deepseek_style(self._plain())
 
     def to_transformers_dict(self) -> dict[str, Any]:
         """The config.json that transformers would write; ``DeepseekV4Config(**it)`` accepts it.
@@ -365,7 +365,14 @@ class ModelConfig:
         Except where ``swiglu_limit`` is None: transformers writes no clamp as infinity, which JSON
         does not have.
         """
-        return _config_file.transformers_style(self)
+        return _config_file.transformers_style(self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        """Fields as plain values: ropes as tables, rates by layer type."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("rope_main", "rope_compress"):
+            values[name] = dataclasses.asdict(values[name])
+        return {**values, "compress_rates": dict(self.compress_rates)}
 
     @property
     def total_layers(self) -> int:

@@ -1,9 +1,10 @@
 """Which implementation of an operator runs, and why.
 
 An implementation is data: a row of ``IMPLEMENTATIONS``. ``"auto"`` takes the first row of the
-operator, in table order, whose ``supports`` finds no objection and that yields to none that is
-faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment variable
-``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with its objection.
+operator, in table order, whose ``supports`` finds no reason against it and that no later one is
+faster than. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment
+variable ``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with the
+reason. What a row names is imported when it is first needed, so this module imports no backend.
 Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"`` takes it
 after a check on that GPU (``dsv4.self_check``); asked for by name it runs, with a warning.
 
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4 import _support, self_check
+from dsv4 import self_check
+from dsv4.device import capability
 
 AUTO = "auto"
 ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
@@ -36,18 +38,19 @@ class Call(NamedTuple):
 
     Attributes:
         op: Name of the operator.
-        args: The operator's arguments in schema order, without ``backend``.
+        args: The operator's arguments by name, without ``backend``: the ``NamedTuple`` beside its
+            public function, e.g. ``dsv4.ops.gemm.GemmArgs``.
         device: Device of the first tensor argument.
     """
 
     op: str
-    args: tuple[Any, ...]
+    args: Any
     device: torch.device
 
     @property
     def capability(self) -> tuple[int, int] | None:
         """CUDA compute capability of ``device``, or None when it is not a CUDA device."""
-        return _support._capability(self.device) if self.device.type == "cuda" else None
+        return capability(self.device) if self.device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,11 @@ class Implementation:
         op: Name of the operator.
         name: What the user writes as ``backend=``.
         target: ``"module:function"``, imported when first run. The function takes the operator's
-            schema arguments without ``backend``.
-        supports: Returns None when it can run the call, otherwise the reason in words.
-        yields: Returns None when no later row is faster, otherwise the reason in words.
+            arguments as one record (``Call.args``), and ``out`` where the operator has it.
+        supports: ``"module:function"``, which takes a ``Call`` and returns None when the
+            implementation can run it, otherwise the reason in words; None: it runs every call.
+        slower_than_later: ``"module:function"``, which returns None when no later row is faster,
+            otherwise the reason in words; None: none ever is.
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
@@ -69,8 +74,8 @@ class Implementation:
     op: str
     name: str
     target: str
-    supports: Callable[[Call], str | None]
-    yields: Callable[[Call], str | None] = lambda call: None
+    supports: str | None = None
+    slower_than_later: str | None = None
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
 
@@ -78,14 +83,20 @@ class Implementation:
         """Whether it was seen right on the GPU of a call."""
         return self.proven is None or call.capability is None or call.capability in self.proven
 
-    def objection(self, call: Call, requested: str) -> str | None:
-        """Why it is passed over: it cannot run the call, or ``"auto"`` knows a faster one."""
-        return self.supports(call) or (self.yields(call) if requested == AUTO else None)
+    def unsupported_reason(self, call: Call, requested: str | None = None) -> str | None:
+        """Why it cannot run a call, or None.
+
+        With ``requested`` ``"auto"`` also why it is not taken though it can: a later row is faster.
+        """
+        reason = None if self.supports is None else _reason(self.supports)(call)
+        if reason is None and requested == AUTO and self.slower_than_later is not None:
+            return _reason(self.slower_than_later)(call)
+        return reason
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found: every candidate in order with its objection, and the choice."""
+    """What ``explain`` found: every candidate in order, why it is not taken, and the choice."""
 
     op: str
     requested: str
@@ -110,135 +121,119 @@ class Explanation:
         return "\n".join(lines)
 
 
-Objection = Callable[[Call], "str | None"]
+_ON_HOPPER = frozenset({(9, 0)})
+_NOWHERE: frozenset[tuple[int, int]] = frozenset()
 
 
-def _anything(call: Call) -> str | None:
-    return None
-
-
-def _reference(row: str, *ops: str, waits: bool = False) -> tuple[Implementation, ...]:
+def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementation, ...]:
     return tuple(
-        Implementation(op, "reference", f"dsv4.reference.{row}:{op}", _anything, waits=waits)
+        Implementation(op, "reference", f"dsv4.reference.{module}:{op}", waits=waits) for op in ops
+    )
+
+
+def _triton(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
+    """Rows of operators of one module of kernels, with one function of ``triton.supports``."""
+    check = f"dsv4.triton.supports:{supports}"
+    return tuple(Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check) for op in ops)
+
+
+def _cute(
+    name: str,
+    module: str,
+    supports: str,
+    *ops: str,
+    slower_than_later: str | None = None,
+    proven: frozenset[tuple[int, int]] | None = None,
+) -> tuple[Implementation, ...]:
+    """The same of ``cute.supports``."""
+    slower = slower_than_later and f"dsv4.cute.supports:{slower_than_later}"
+    check = f"dsv4.cute.supports:{supports}"
+    return tuple(
+        Implementation(op, name, f"dsv4.cute.{module}:{op}", check, slower, proven=proven)
         for op in ops
     )
 
 
-def _triton(row: str, *ops: str, unless: Objection = _anything) -> tuple[Implementation, ...]:
-    def supports(call: Call) -> str | None:
-        return _support.triton(call.args, call.device) or unless(call)
-
-    return tuple(Implementation(op, "triton", f"dsv4.triton.{row}:{op}", supports) for op in ops)
-
-
-def _cute_grouped(
-    module: str, name: str, supports: Objection, *ops: str, proven: frozenset[tuple[int, int]]
-) -> tuple[Implementation, ...]:
-    return tuple(
-        Implementation(op, name, f"dsv4.cute.{module}:{op}", supports, proven=proven) for op in ops
-    )
-
-
-def _packed_triton(call: Call) -> str | None:
-    return _support.packed(call) or _support.triton(call.args, call.device)
-
-
-_ON_HOPPER = frozenset({(9, 0)})
-_NOWHERE: frozenset[tuple[int, int]] = frozenset()
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
-_NORM = ("rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize")
-_MOE = ("moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine")
+_HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
 _HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
-_KV_CACHE = ("write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv")
+_SLOTS = ("entry_slots", "prefix_slots", "window_slots")
 
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    *_triton(
-        "quantize",
-        "quantize_nvfp4",
-        "quantize_mxfp4",
-        "quantize_fp8_block",
-        unless=_support.quantized,
-    ),
-    *_triton("dequantize", "dequantize", unless=_support.quantized),
+    *_triton("quantize", "quantize_nvfp4", "quantize_nvfp4"),
+    *_triton("quantize", "quantize_blocks", "quantize_mxfp4", "quantize_fp8_block"),
+    *_triton("dequantize", "dequantize", "dequantize"),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
+    *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
+    *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER),
+    Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", "dsv4.triton.supports:packed_gemm"),
     Implementation(
-        "gemm", "tcgen05", "dsv4.cute.gemm_nvfp4:gemm", _support.tcgen05, proven=_NOWHERE
+        "gemm", "scaled_mm", "dsv4.blas.gemm:gemm", "dsv4.blas.supports:scaled_mm", proven=_NOWHERE
     ),
-    Implementation("gemm", "cute", "dsv4.cute.gemm:gemm", _support.cute_gemm, proven=_ON_HOPPER),
-    Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", _packed_triton),
-    Implementation("gemm", "scaled_mm", "dsv4.blas.gemm:gemm", _support.scaled_mm, proven=_NOWHERE),
-    *_triton("gemm_fp8", "gemm", unless=_support.fp8_gemm),
+    *_triton("gemm_fp8", "fp8_gemm", "gemm"),
     *_reference("gemm", "gemm"),
+    *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
+    *_cute("cute", "gemm", "gemm_swiglu", "gemm_swiglu", proven=_ON_HOPPER),
     Implementation(
         "gemm_swiglu",
-        "tcgen05",
-        "dsv4.cute.gemm_nvfp4:gemm_swiglu",
-        _support.tcgen05,
-        proven=_NOWHERE,
+        "parts",
+        "dsv4.triton.gemm_swiglu:gemm_swiglu",
+        "dsv4.triton.supports:parts",
     ),
-    Implementation(
-        "gemm_swiglu", "cute", "dsv4.cute.gemm:gemm_swiglu", _support.cute_gemm, proven=_ON_HOPPER
-    ),
-    Implementation("gemm_swiglu", "parts", "dsv4.triton.gemm_swiglu:gemm_swiglu", _support.parts),
     *_reference("gemm_swiglu", "gemm_swiglu"),
-    *_cute_grouped(
-        "grouped_nvfp4", "tcgen05", _support.tcgen05_grouped, *_GROUPED, proven=_NOWHERE
-    ),
-    *_cute_grouped("grouped_gemm", "cute", _support.cute_grouped, *_GROUPED, proven=_ON_HOPPER),
+    *_cute("tcgen05", "grouped_nvfp4", "tcgen05_grouped_gemm", *_GROUPED, proven=_NOWHERE),
+    *_cute("cute", "grouped_gemm", "grouped_gemm", *_GROUPED, proven=_ON_HOPPER),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
-    *_triton("norm", *_NORM, unless=_support.norm),
-    *_reference("norm", *_NORM),
-    *_triton("rope", "rope_tables", "rope", "rope_quantize", unless=_support.rope),
+    *_triton("norm", "rms_norm", "rms_norm", "rms_norm_pair"),
+    *_triton("norm", "head_norm_rope", "head_norm_rope_"),
+    *_triton("norm", "rms_norm_quantize", "rms_norm_quantize"),
+    *_reference("norm", "rms_norm", "rms_norm_pair", "head_norm_rope_", "rms_norm_quantize"),
+    *_triton("rope", "any_call", "rope_tables", "rope"),
+    *_triton("rope", "rope_quantize", "rope_quantize"),
     *_reference("rope", "rope_tables", "rope", "rope_quantize"),
-    *_triton("swiglu", "swiglu", "swiglu_quantize", unless=_support.swiglu),
+    *_triton("swiglu", "any_call", "swiglu"),
+    *_triton("swiglu", "swiglu_quantize", "swiglu_quantize"),
     *_reference("swiglu", "swiglu", "swiglu_quantize"),
-    *_triton("router", "route_topk", "route_hash", unless=_support.wide_result),
+    *_triton("router", "router", "route_topk", "route_hash"),
     *_reference("router", "route_topk", "route_hash"),
-    *_triton("moe", *_MOE, unless=_support.moe),
-    *_reference("moe", *_MOE),
-    *_triton(
-        "hyper_connection",
-        "hc_pre",
-        "hc_post",
-        "hc_head",
-        "hc_pre_norm",
-        "hc_post_pre_norm",
-        unless=_support.not_four_streams,
-    ),
+    *_triton("moe", "moe_sorting", "moe_permute"),
+    *_triton("moe", "any_call", "moe_gather"),
+    *_triton("moe", "moe_sorting", "moe_sort"),
+    *_triton("moe", "moe_gather_quantize", "moe_gather_quantize"),
+    *_triton("moe", "moe_combine", "moe_combine"),
     *_reference(
-        "hyper_connection", "hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm"
+        "moe", "moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine"
     ),
-    *_triton("hyper_connection", *_HYPER_QUANTIZE, unless=_support.hyper_quantize),
-    *_reference("hyper_connection", *_HYPER_QUANTIZE),
-    *_triton("compressor", "pool_windows"),
-    *_triton("compressor", "compressor_update", unless=_support.compressor_state),
-    *_triton("compressor", "compress_write", unless=_support.compress_write),
+    *_triton("hyper_connection", "hyper_connection", *_HYPER),
+    *_triton("hyper_connection", "hyper_connection_quantize", *_HYPER_QUANTIZE),
+    *_reference("hyper_connection", *_HYPER, *_HYPER_QUANTIZE),
+    *_triton("compressor", "any_call", "pool_windows"),
+    *_triton("compressor", "compressor_update", "compressor_update"),
+    *_triton("compressor", "compress_write", "compress_write"),
     *_reference("compressor", "pool_windows", "compressor_update", "compress_write"),
-    *_triton("indexer", "indexer_rotate_quantize", "indexer_queries"),
-    *_triton("indexer", "quantize_index_queries", unless=_support.index_queries),
-    Implementation(
+    *_triton("indexer", "any_call", "indexer_rotate_quantize", "indexer_queries"),
+    *_triton("indexer", "quantize_index_queries", "quantize_index_queries"),
+    *_cute(
+        "cute",
+        "indexer",
         "indexer_select",
-        "cute",
-        "dsv4.cute.indexer:indexer_select",
-        _support.cute_indexer,
-        _support.only_triton,
+        "indexer_select",
+        slower_than_later="indexer_select_is_slower",
     ),
-    *_triton("indexer", "indexer_select", unless=_support.index_pages),
-    *_reference("indexer", "indexer_rotate_quantize", "indexer_queries", "indexer_select"),
-    *_reference("indexer", "quantize_index_queries"),
-    Implementation(
-        "sparse_attention",
-        "cute",
-        "dsv4.cute.attention:sparse_attention",
-        _support.cute_attention,
-    ),
-    *_triton("attention", "sparse_attention", unless=_support.attention),
+    *_triton("indexer", "indexer_select", "indexer_select"),
+    *_reference("indexer", "indexer_rotate_quantize", "indexer_queries"),
+    *_reference("indexer", "quantize_index_queries", "indexer_select"),
+    *_cute("cute", "attention", "sparse_attention", "sparse_attention"),
+    *_triton("attention", "sparse_attention", "sparse_attention"),
     *_reference("attention", "sparse_attention"),
-    *_triton("slots", "entry_slots", "prefix_slots", "window_slots"),
-    *_reference("slots", "entry_slots", "prefix_slots", "window_slots"),
-    *_triton("kv_cache", *_KV_CACHE, unless=_support.kv_pages),
-    *_reference("kv_cache", *_KV_CACHE),
+    *_triton("slots", "any_call", *_SLOTS),
+    *_reference("slots", *_SLOTS),
+    *_triton("kv_cache", "write_kv", "write_kv"),
+    *_triton("kv_cache", "read_kv", "read_kv"),
+    *_triton("kv_cache", "fake_quantize_kv", "fake_quantize_kv"),
+    *_triton("kv_cache", "norm_rope_write_kv", "norm_rope_write_kv"),
+    *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv"),
 )
 
 # What ``os.environ`` keeps its variables in, where there is such a thing, and the name there.
@@ -278,7 +273,18 @@ def operators() -> tuple[str, ...]:
 
 @functools.cache
 def _load(target: str) -> Callable[..., Any]:
-    module, function = target.split(":")
+    """An implementation, by ``"module:function"``."""
+    return _named(target)
+
+
+@functools.cache
+def _reason(check: str) -> Callable[[Call], str | None]:
+    """A function that says why a call is not supported, by ``"module:function"``."""
+    return _named(check)
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
     return getattr(importlib.import_module(module), function)
 
 
@@ -297,7 +303,7 @@ def requested_backend(backend: str = AUTO) -> str:
 def use_backend(name: str) -> Iterator[None]:
     """Ask for an implementation by name for every operator called inside the block.
 
-    An operator that has no such implementation, or whose implementation objects, raises.
+    An operator that has no such implementation, or whose implementation cannot run it, raises.
     """
     token = _override.set(name)
     try:
@@ -311,7 +317,8 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
 
     Raises:
         ValueError: if ``backend`` names no implementation of the operator.
-        NotImplementedError: if the named implementation, or every one, objects; with the reasons.
+        NotImplementedError: if the named implementation, or every one, cannot run it; with the
+            reasons.
     """
     requested = requested_backend(backend)
     rows = implementations(call.op)
@@ -333,7 +340,7 @@ def _first(rows: Sequence[Implementation], call: Call, requested: str) -> Implem
     """
     reasons = []
     for row in rows:
-        reason = row.objection(call, requested) or _unproven(row, call, requested)
+        reason = row.unsupported_reason(call, requested) or _unproven(row, call, requested)
         if reason is None:
             return row
         reasons.append(f"{row.name}: {reason}")
@@ -371,17 +378,20 @@ def _warn_unproven(op: str, name: str, capability: tuple[int, int] | None) -> No
     )
 
 
-def run(op: str, args: Sequence[Any], out: torch.Tensor | None = None) -> Any:
-    """Run an operator; ``args`` are its schema arguments, the last of them ``backend``.
+def run(op: str, args: Any, backend: str = AUTO, out: torch.Tensor | None = None) -> Any:
+    """Run an operator.
 
-    ``out`` is where the result goes, for operators that can be told (``_library.define_out``).
+    Args:
+        op: Its name.
+        args: Its arguments, see ``Call.args``.
+        backend: Name of an implementation, or ``"auto"``.
+        out: Takes the first result, for operators that can be told (``_library.define_out``).
     """
-    rest, backend = tuple(args[:-1]), args[-1]
-    call = Call(op, rest, _device(rest))
+    call = Call(op, args, _device(args))
     if _explaining.get():
         raise _Explained(call, requested_backend(backend))
     implementation = _load(choose(call, backend).target)
-    return implementation(*rest) if out is None else implementation(*rest, out=out)
+    return implementation(args) if out is None else implementation(args, out=out)
 
 
 def is_free(backend: str) -> bool:
@@ -390,9 +400,9 @@ def is_free(backend: str) -> bool:
     return not (chosen or _explaining.get())
 
 
-def implementation(op: str, args: Sequence[Any]) -> Callable[..., Any]:
-    """What ``"auto"`` gives a call to; ``args`` are without ``backend``."""
-    return _load(choose(Call(op, tuple(args), _device(args))).target)
+def implementation(op: str, args: Any) -> Callable[..., Any]:
+    """What ``"auto"`` gives a call to; ``args`` as in ``Call``."""
+    return _load(choose(Call(op, args, _device(args))).target)
 
 
 def wait_of(call: Call) -> str | None:
@@ -402,13 +412,13 @@ def wait_of(call: Call) -> str | None:
     return f"{call.op} runs as {row.name!r} ({found.reason})" if row.waits else None
 
 
-def first(op: str, args: Sequence[Any]) -> Any:
+def first(op: str, args: Any) -> Any:
     """Run the implementation that ``"auto"`` takes, whatever was asked for by name.
 
-    For implementations that are made of other operators; ``args`` are without ``backend``.
+    For implementations that are made of other operators; ``args`` as in ``Call``.
     """
-    call = Call(op, tuple(args), _device(args))
-    return _load(_first(implementations(op), call, AUTO).target)(*args)
+    call = Call(op, args, _device(args))
+    return _load(_first(implementations(op), call, AUTO).target)(args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -429,7 +439,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def arguments(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     """The operator call that a public function would make; runs nothing.
 
-    Its ``args`` are what every implementation of the operator takes.
+    Its ``args`` is what every implementation of the operator takes.
 
     Args:
         op: A public function of ``dsv4.ops``, e.g. ``dsv4.ops.gemm``.
@@ -455,7 +465,7 @@ def _caught(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _explanation(call: Call, requested: str) -> Explanation:
     candidates = tuple(
-        (row.name, row.objection(call, requested) or _known_wrong(row, call, requested))
+        (row.name, row.unsupported_reason(call, requested) or _known_wrong(row, call, requested))
         for row in implementations(call.op)
     )
     wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]

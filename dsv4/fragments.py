@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 
+from dsv4.device import no_triton
+
 ROWS, COLUMNS = 16, 64
 SCALE_BIAS = 0x7600
 PLACES = ((15, 8, 7, 6), (18, 11, 10, 9), (21, 14, 13, 12), (1, 0, 4, 3))
@@ -47,10 +49,10 @@ def by_kernel(tensor: torch.Tensor) -> bool:
 
     So it is wherever Triton runs, unless the reference was asked for by name.
     """
-    from dsv4 import _support, dispatch  # both know the layouts
+    from dsv4 import dispatch  # which knows the layouts
 
     asked = dispatch.requested_backend() == "reference"
-    return not asked and _support.triton((), tensor.device) is None
+    return not asked and no_triton(tensor.device) is None
 
 
 def pack(

@@ -128,37 +128,37 @@ def _keep(configuration: Configuration, reason: str | None) -> None:
 
 
 def unsupported(
-    op: str, name: str, args: Sequence[Any], implement: Implement, reference: Implement
+    op: str, name: str, args: Any, implement: Implement, reference: Implement
 ) -> str | None:
     """Why an implementation that was never seen right on a GPU is not used there, or None.
 
     The first call of a configuration checks it, which takes about as long as the reference.
 
     Args:
-        op: The operator; its first argument is the activations.
+        op: The operator, a GEMM; its activations are ``x``.
         name: Of the implementation.
-        args: Of the call, without ``backend``.
+        args: See ``dispatch.Call``.
         implement: Runs the implementation.
         reference: Runs the reference implementation.
     """
-    device = args[0].device
+    device = args.x.device
     configuration = Configuration(op, name, describe(args), gpu(device))
     if configuration not in verdicts().known and is_capturing(device):
         return _BEFORE_CAPTURE
     return verdicts().reason(configuration, lambda: check(args, implement, reference))
 
 
-def known(op: str, name: str, args: Sequence[Any]) -> str | None:
+def known(op: str, name: str, args: Any) -> str | None:
     """The reason of a red verdict that is there already; None for green or no verdict.
 
     Args:
         op: The operator.
         name: Of the implementation.
-        args: Of the call, without ``backend``.
+        args: See ``dispatch.Call``.
     """
-    if args[0].is_meta:
+    if args.x.is_meta:
         return None
-    return verdicts().known.get(Configuration(op, name, describe(args), gpu(args[0].device)))
+    return verdicts().known.get(Configuration(op, name, describe(args), gpu(args.x.device)))
 
 
 @functools.cache
@@ -176,10 +176,9 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def describe(args: Sequence[Any]) -> str:
+def describe(args: Any) -> str:
     """Text for a call's arguments: dtypes, shapes and values; tokens up to a power of two."""
-    x = args[0]
-    tokens = x.shape[0]
+    tokens = args.x.shape[0]
     rounded = 1 << max(0, tokens - 1).bit_length()
     return repr([_described(arg, tokens, rounded) for arg in args])
 
@@ -191,25 +190,25 @@ def _described(arg: Any, tokens: int, rounded: int) -> Any:
     return (str(arg.dtype), shape, arg.is_contiguous())
 
 
-def check(args: Sequence[Any], implement: Implement, reference: Implement) -> str | None:
+def check(args: Any, implement: Implement, reference: Implement) -> str | None:
     """Compare an implementation with the reference on random activations; what differs, or None.
 
     Args:
-        args: Of the call. The first is replaced by random values of its dtype and strides.
+        args: See ``dispatch.Call``. ``x`` is replaced by random values of its dtype and strides.
         implement: Runs the implementation.
         reference: Runs the reference implementation.
     """
-    drawn = (random_like(args[0]), *args[1:])
+    drawn = args._replace(x=random_like(args.x))
     with torch.no_grad():
         try:
-            actual = _tensors(implement(*drawn))
+            actual = _tensors(implement(drawn))
             if actual[0].is_cuda:
                 torch.cuda.synchronize(actual[0].device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        expected = _tensors(reference(*drawn))
+        expected = _tensors(reference(drawn))
         return _difference(actual, expected)
 
 

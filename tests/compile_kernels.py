@@ -25,9 +25,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4 import _support, dispatch, fragments
+from dsv4 import dispatch, fragments
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw
+from dsv4.device import interpret_triton
 from dsv4.triton import _launch
 from tests.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
@@ -97,7 +98,7 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
     _launch.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
         passed.clear()
-        with _support.interpret_triton():
+        with interpret_triton():
             _OTHERS.get(op, lambda: None)()
             _run(op, SIZES[:2])
             if quick:

@@ -10,7 +10,8 @@ import quick_interpreter
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from dsv4 import _support, dispatch
+from dsv4 import dispatch
+from dsv4.device import interpret_triton
 
 _HAS_GPU = torch.cuda.is_available()
 # Compute capability, 90 say, for which what the interpreter would run is compiled instead, and its
@@ -164,7 +165,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         pytest.importorskip("triton")
         if _HAS_GPU:
             pytest.skip("kernels are compiled in this process, not interpreted")
-        with _support.interpret_triton():
+        with interpret_triton():
             yield torch.device(place)
     elif place == "cuda" and not kernel and hasattr(request.module, "KERNELS"):
         with dispatch.use_backend("reference"):

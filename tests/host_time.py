@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4 import ModelConfig, _steps, _support, dispatch
+from dsv4 import ModelConfig, _steps, dispatch
+from dsv4 import device as machine
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel
@@ -108,8 +109,6 @@ def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and value of what is replaced while CPU tensors stand for those of an H100."""
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     yield dispatch, "_device", lambda args: GPU
-    yield _support, "_capability", lambda device: (9, 0)
-    yield _support, "_has", lambda package: True
     yield _launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}
     yield _launch, "capability", lambda tensor: (9, 0)
     yield _launch, "multiprocessors", lambda device: _PROCESSORS
@@ -141,11 +140,11 @@ def mocked() -> Iterator[MockDriver]:
     """CPU tensors are taken for tensors of an H100 inside; gives the driver that counts."""
     cuda = MockDriver()
     with contextlib.ExitStack() as undo:
-        undo.callback(_support.forget_devices)
+        facts = {"capability": (9, 0), "sms": _PROCESSORS, "packages": True}
+        undo.enter_context(machine.pretend(**facts))
         for owner, name, value in replacements(cuda):
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        _support.forget_devices()
         undo.callback(setattr, triton.runtime.driver, "_active", triton.runtime.driver._active)
         triton.runtime.driver.set_active(MockTritonDriver(cuda))
         yield cuda

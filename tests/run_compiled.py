@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from dsv4 import _support
+from dsv4.device import interpret_triton
 from dsv4.formats import LINEAR, SWIZZLED, SWIZZLED_EXPERTS
 from dsv4.ops.moe import moe_gather_quantize, moe_permute
 from dsv4.ops.norm import rms_norm_quantize
@@ -173,7 +173,7 @@ def main(arch: int, names: list[str]) -> int:
             _of_many()
         ran.clear()
         try:
-            with _support.interpret_triton():
+            with interpret_triton():
                 CASES[name]()
             found = "equal"
         except Exception as error:  # a case is told of, and the next is run

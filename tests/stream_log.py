@@ -38,9 +38,9 @@ def written_down(monkeypatch):
 
     run = dispatch.run
 
-    def record(op, args):
+    def record(op, args, *rest):
         found.append(f"{op} on {active[-1]}")
-        return run(op, args)
+        return run(op, args, *rest)
 
     monkeypatch.setattr(_beside, "possible", lambda x: True)
     monkeypatch.setattr(

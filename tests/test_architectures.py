@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4 import _support, dispatch, ops
+from dsv4 import device, dispatch, ops
 from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED
 from dsv4.ops.quantize import quantize
 
@@ -16,22 +16,17 @@ PACKED = WEIGHT.with_layout(FRAGMENTS)
 
 
 @pytest.fixture(autouse=True)
-def capability(monkeypatch):
+def capability():
     """Every GPU is a B200; a test can have another. Every package is installed."""
-    found = [B200]
-    monkeypatch.setattr(_support, "_capability", lambda device: found[0])
-    monkeypatch.setattr(_support, "_has", lambda package: True)
-    yield found
-    monkeypatch.undo()
-    _support.forget_devices()
+    with device.pretend(capability=B200, packages=True) as be:
+        yield lambda gpu: be(capability=gpu)
 
 
 def candidates(op, *args, **kwargs):
-    """The choice, and every implementation's objection, as if the tensors were on the GPU."""
-    _support.forget_devices()
+    """The choice, and why each implementation is passed over, as if tensors were on the GPU."""
     call = dispatch.arguments(op, *args, **kwargs)._replace(device=GPU)
     rows = dispatch.implementations(call.op)
-    found = {row.name: row.objection(call, dispatch.AUTO) for row in rows}
+    found = {row.name: row.unsupported_reason(call, dispatch.AUTO) for row in rows}
     return next(name for name, why in found.items() if why is None), found
 
 
@@ -57,13 +52,13 @@ def routed(rows):
 )
 @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
 def test_packed_weights(capability, gpu, tokens, chosen, activation):
-    capability[0] = gpu
+    capability(gpu)
     assert dense(tokens, activation=activation)[0] == chosen
 
 
 @pytest.mark.parametrize("gpu", [B200, B300])
 def test_many_tokens_are_refused_in_words(capability, gpu):
-    capability[0] = gpu
+    capability(gpu)
     why = dense(65)[1]["cute"]
     arch = "sm_100a" if gpu == B200 else "sm_103a"
     assert "wanted at most 64" in why
@@ -72,7 +67,7 @@ def test_many_tokens_are_refused_in_words(capability, gpu):
 
 @pytest.mark.parametrize("gpu", [THOR, RTX, (8, 9)])
 def test_other_gpus_are_refused_in_words(capability, gpu):
-    capability[0] = gpu
+    capability(gpu)
     found = ".".join(map(str, gpu))
     wanted = f"compute capability 9.0, 10.0, 10.3, the GPU has {found}"
     assert dense(1)[1]["cute"].endswith(wanted)
@@ -84,14 +79,14 @@ def test_other_gpus_are_refused_in_words(capability, gpu):
 @pytest.mark.parametrize("rows", [1, 6, 300])
 def test_routed_experts(capability, gpu, rows):
     """On Blackwell the kernel for few rows an expert, whatever their number."""
-    capability[0] = gpu
+    capability(gpu)
     assert routed(rows)[0] == "cute"
 
 
 @pytest.mark.parametrize("gpu", [B200, B300])
 @pytest.mark.parametrize(("tokens", "chosen"), [(64, "cute"), (65, "parts")])
 def test_swiglu(capability, gpu, tokens, chosen):
-    capability[0] = gpu
+    capability(gpu)
     x = torch.ones(tokens, 256).bfloat16()
     assert candidates(ops.gemm_swiglu, x, PACKED, 10.0)[0] == chosen
 
@@ -105,7 +100,7 @@ def test_swiglu(capability, gpu, tokens, chosen):
     ],
 )
 def test_weights_that_are_not_packed(capability, gpu, layout, chosen):
-    capability[0] = gpu
+    capability(gpu)
     weight = WEIGHT.with_layout(layout)
     assert dense(4, weight, activation="nvfp4")[0] == chosen
     assert dense(4, weight)[0] == "reference", "bfloat16 activations"

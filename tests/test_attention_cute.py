@@ -13,9 +13,10 @@ from attention_cases import angles, same_places, softmax, turned_back
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dsv4 import device as machine
 from dsv4 import dispatch
-from dsv4._support import cute_attention, forget_devices
 from dsv4.cute import attention as launcher
+from dsv4.cute import supports
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     COLUMN_CLUSTERS,
@@ -27,7 +28,7 @@ from dsv4.cute.sm90.attention_plan import (
     splits,
     tiles,
 )
-from dsv4.ops.attention import sparse_attention
+from dsv4.ops.attention import SparseAttentionArgs, sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 from dsv4.testing.strategies import normal, seeds, strided
@@ -475,7 +476,7 @@ def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
     launcher._with_room.cache_clear()
 
 
-def objection(
+def unsupported_reason(
     heads=64,
     tokens=4,
     page=64,
@@ -490,38 +491,31 @@ def objection(
     q = torch.empty(tokens, heads, size[0], dtype=BF16)
     slots = torch.empty(tokens, 3, dtype=torch.int64)
     pool, others = (data, page, "fp8"), torch.empty(tokens, 3, dtype=torch.int64)
-    args = (q, *pool, slots, *pool, others, torch.empty(heads), size[1], scale)
-    args += (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
-    return cute_attention(dispatch.Call("sparse_attention", args, CUDA))
+    tables = (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
+    sink = torch.empty(heads)
+    args = SparseAttentionArgs(q, *pool, slots, *pool, others, sink, size[1], scale, *tables)
+    return supports.sparse_attention(dispatch.Call("sparse_attention", args, CUDA))
 
 
 @pytest.fixture
-def pretended(monkeypatch):
+def pretended():
     """A GPU of any capability, and all packages."""
-    forget_devices()
-    monkeypatch.setattr("dsv4._support._has", lambda package: True)
-
-    def be(capability):
-        forget_devices()
-        monkeypatch.setattr("dsv4._support._capability", lambda device: capability)
-
-    yield be
-    monkeypatch.undo()
-    forget_devices()
+    with machine.pretend(packages=True) as be:
+        yield lambda capability: be(capability=capability)
 
 
 def test_what_it_does_not_run_is_said(pretended):
     pretended((9, 0))
-    assert objection() is None
-    assert objection(heads=1, page=2) is None
-    assert "wanted 512 and 64" in objection(size=(128, 64))
-    assert objection(turned=0) is None
-    assert "32 dims of the result are to be turned, wanted 64" in objection(turned=32)
-    assert "power of two" in objection(page=48)
-    assert "multiples of 16" in objection(offset=8)
-    assert "above 0" in objection(scale=-1.0)
+    assert unsupported_reason() is None
+    assert unsupported_reason(heads=1, page=2) is None
+    assert "wanted 512 and 64" in unsupported_reason(size=(128, 64))
+    assert unsupported_reason(turned=0) is None
+    assert "32 dims of the result are to be turned, wanted 64" in unsupported_reason(turned=32)
+    assert "power of two" in unsupported_reason(page=48)
+    assert "multiples of 16" in unsupported_reason(offset=8)
+    assert "above 0" in unsupported_reason(scale=-1.0)
     pretended((10, 0))
-    assert "Hopper" in objection()
+    assert "Hopper" in unsupported_reason()
 
 
 def test_compiles_without_spills_and_with_the_expected_products(tmp_path):

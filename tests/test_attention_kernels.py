@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from attention_cases import U, angles, same_places, softmax, turned_back
 
-from dsv4._support import interpret_triton
+from dsv4.device import interpret_triton
 from dsv4.dispatch import explain, use_backend
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv

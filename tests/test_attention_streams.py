@@ -96,9 +96,9 @@ def test_layers_share_what_a_step_has_one_of(monkeypatch):
     step, said = step_of(config, 9), []
     run = dispatch.run
 
-    def record(op, args):
+    def record(op, args, *rest):
         said.append(op)
-        return run(op, args)
+        return run(op, args, *rest)
 
     modules = [attention(config, index) for index in range(4)]
     monkeypatch.setattr(dispatch, "run", record)

@@ -46,11 +46,11 @@ def _damaged(op: str):
     target = dispatch._load(dispatch.implementations(op)[-1].target)
 
     arguments = getattr(torch.ops.dsv4, op).default._schema.arguments
-    changed = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    changed = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
 
-    def run(*args):
-        result = target(*args)
-        tensor = args[changed[0]] if result is None else result
+    def run(args):
+        result = target(args)
+        tensor = getattr(args, changed[0]) if result is None else result
         tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
         flat = tensor.view(-1)
         if tensor.dtype.is_floating_point and tensor.element_size() > 1:
@@ -70,7 +70,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     load = dispatch._load
 
     def add(op: str, function, name: str = "wrong") -> None:
-        row = dispatch.Implementation(op, name, f"{name}:{op}", lambda call: None)
+        row = dispatch.Implementation(op, name, f"{name}:{op}")
         monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
         monkeypatch.setattr(
             dispatch, "_load", lambda target: function if target == row.target else load(target)
@@ -190,9 +190,9 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
 def test_a_wrong_state_is_found(channel: int, register, capsys):
     target = dispatch._load(dispatch.implementations("compressor_update")[-1].target)
 
-    def run(*args):
-        result = target(*args)
-        args[3][:, 0, channel] *= 1.001
+    def run(args):
+        result = target(args)
+        args.state[:, 0, channel] *= 1.001
         return result
 
     register("compressor_update", run)
@@ -205,8 +205,8 @@ def test_a_wrong_state_is_found(channel: int, register, capsys):
 def test_every_output_is_checked(op: str, index: int, register):
     target = dispatch._load(dispatch.implementations(op)[-1].target)
 
-    def run(*args):
-        result = list(target(*args))
+    def run(args):
+        result = list(target(args))
         result[index] = result[index].roll(1, -1)
         return tuple(result)
 
@@ -265,10 +265,14 @@ def test_bad_commands_say_what_to_write(arguments: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
-def test_an_explicit_backend_that_objects_is_an_error(monkeypatch, register, capsys):
+def never(call):
+    return "it is not Tuesday"
+
+
+def test_an_explicit_backend_that_cannot_run_is_an_error(monkeypatch, register, capsys):
     register("rms_norm", None, "picky")
     rows = dispatch.IMPLEMENTATIONS
-    picky = dataclasses.replace(rows[0], supports=lambda call: "it is not Tuesday")
+    picky = dataclasses.replace(rows[0], supports=f"{__name__}:never")
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (picky, *rows[1:]))
     dispatch.implementations.cache_clear()
     assert main(["run", "rms_norm", "--backend", "picky"]) == 1

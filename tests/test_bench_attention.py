@@ -295,11 +295,11 @@ def test_flash_mla_is_given_the_same_entries(monkeypatch, prepare, tokens):
     monkeypatch.setattr(flash_mla, "_HEADS", (4,))
     problem = next(attention.attention("tiny", tokens)).build(Draw(0, CPU))
     found = _prepare.captured(problem)
-    call = prepare(Library(), *found.args)
+    call = prepare(Library(), found.args)
     still = dataclasses.replace(problem, kwargs={"scale": problem.kwargs["scale"]})
     torch.testing.assert_close(call(), still.run("reference")[0])
     with pytest.raises(ValueError, match=r"off by 1\.0e-01"):
-        prepare(Library(1.1), *found.args)
+        prepare(Library(1.1), found.args)
     monkeypatch.setattr(flash_mla, "_HEADS", (64,))
     with pytest.raises(ValueError, match="of 4 heads"):
-        prepare(Library(), *found.args)
+        prepare(Library(), found.args)

@@ -63,7 +63,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     load = dispatch._load
 
     def add(op: str, function) -> None:
-        row = dispatch.Implementation(op, "wrong", f"wrong:{op}", lambda call: None)
+        row = dispatch.Implementation(op, "wrong", f"wrong:{op}")
         monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
         monkeypatch.setattr(
             dispatch, "_load", lambda target: function if target == row.target else load(target)
@@ -260,7 +260,7 @@ class TestVerdict:
 
     def test_the_error_is_kept_in_units_of_its_budget(self, register, tmp_path: Path, capsys):
         load = dispatch._load(dispatch.implementations("swiglu")[-1].target)
-        register("swiglu", lambda *args: load(*args) * 1.1)
+        register("swiglu", lambda args: load(args) * 1.1)
         path = tmp_path / "x.json"
         assert main(["run", "swiglu", "--device", "cpu", "--json", str(path)]) == 2
         (row,) = results.read_json(str(path)).rows
@@ -322,7 +322,7 @@ class TestMainJob:
     def test_a_wrong_operator_is_found_by_generation(self, register, capsys):
         pytest.importorskip("transformers")
         target = dispatch._load(dispatch.implementations("rope")[-1].target)
-        register("rope", lambda x, cos, sin, inverse: target(x, cos, 1.001 * sin, inverse))
+        register("rope", lambda args: target(args._replace(sin=1.001 * args.sin)))
         assert [check.passed for check in main_job.generation(CPU)] == [False, False]
         assert capsys.readouterr().out.count("WRONG") == 2
 

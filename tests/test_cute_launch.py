@@ -27,6 +27,13 @@ from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
+)
 
 MAP = bytes(range(128))
 
@@ -146,10 +153,10 @@ def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segmen
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     block = torch.empty(rows, columns // 16, dtype=torch.uint8)
     scale = torch.ones(scales)
-    out = gemm.gemm(
+    out = gemm.gemm(GemmArgs(
         x, codes, block, scale, segments, "nvfp4", "fragments_16x64", "bf16", None, groups,
         torch.bfloat16,
-    )  # fmt: skip
+    ))  # fmt: skip
     addresses = [t.data_ptr() for t in (codes, block, scale, x)] + [0, out.data_ptr()]
     return plan, addresses, driver.launches
 
@@ -247,7 +254,7 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
     codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
     scales = torch.ones(8, 4).to(dtype)
     out = gemm.gemm(
-        x, codes, scales, None, (), "fp8_block", "linear", "nvfp4", None, 2, torch.float32
+        GemmArgs(x, codes, scales, None, (), "fp8_block", "linear", "nvfp4", None, 2, torch.float32)
     )
     assert (out.shape, out.dtype) == ((300, 2, 512), torch.float32)
     [(grid, threads, stream, values)] = driver.launches
@@ -301,10 +308,10 @@ def test_swiglu(driver, tokens, limit, told):
     few = isinstance(plan, SmallMPlan)
     driver.kinds, driver.launches = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS, []
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
-    out = gemm.gemm_swiglu(
+    out = gemm.gemm_swiglu(GemmSwigluArgs(
         x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,
         torch.bfloat16,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert out.shape == (tokens, 256)
     [(_, _, _, values)] = driver.launches
     assert values[-1] == (told,)
@@ -368,8 +375,13 @@ class Grouped:
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
-        last = [dtype or torch.bfloat16] if codes is None else codes
-        self.out = function(x, *parts, *named, *rest, *last)
+        if codes is not None:
+            record, last = GroupedGemmSwigluQuantizeArgs, codes
+        elif rest:
+            record, last = GroupedGemmSwigluArgs, [dtype or torch.bfloat16]
+        else:
+            record, last = GroupedGemmArgs, [dtype or torch.bfloat16, False]
+        self.out = function(record(x, *parts, *named, *rest, *last))
         names = [(OF_ANY_ROWS, OF_FEW_ROWS)[one] for one in few]
         return [
             (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
@@ -439,8 +451,8 @@ def test_settled_offsets(driver):
     """Said to the kernel for few rows, which alone asks for weights so early."""
     product, x = Grouped(HIDDEN, INNER), torch.empty(1, INNER).bfloat16()
 
-    def settled(*args):
-        return grouped_gemm.grouped_gemm(*args, True)
+    def settled(args):
+        return grouped_gemm.grouped_gemm(args._replace(settled=True))
 
     [(_, _, _, values)] = product(driver, settled, x)
     assert values["early"] == 1
@@ -452,7 +464,9 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
     """Each expert is one launch's. The first waits for the operands, the last fills spare rows."""
     monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
-    launches = product(driver, lambda *args: grouped_gemm.grouped_gemm(*args, settled), x)
+    launches = product(
+        driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=settled)), x
+    )
     told = [values for _, _, _, values in launches]
     assert len(told) == len(product.shares) > 1
     bounds = sorted((values.get("above", 0), values["most"]) for values in told)

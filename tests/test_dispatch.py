@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, get_type_hints
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import dispatch, ops
 from dsv4.dispatch import Implementation, explain, use_backend
+from dsv4.ops import _library
+from dsv4.ops.norm import RmsNormArgs
 
 X = torch.ones(2, 4)
 
@@ -21,25 +23,20 @@ X = torch.ones(2, 4)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """rms_norm with a picky first implementation and the reference behind it."""
 
-    def picky(call: dispatch.Call) -> str | None:
-        width = call.args[0].shape[-1]
-        return None if width % 8 == 0 else f"width is {width}, wanted a multiple of 8"
-
-    rows = (Implementation("rms_norm", "picky", "tests.test_dispatch:marked", picky),)
+    rows = (Implementation("rms_norm", "picky", f"{__name__}:marked", f"{__name__}:picky"),)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", rows + dispatch.IMPLEMENTATIONS)
     for cached in (dispatch.implementations, dispatch.operators):
         cached.cache_clear()
         monkeypatch.setattr(dispatch, cached.__name__, cached.__wrapped__)
-    monkeypatch.setattr(dispatch, "_load", lambda target: _resolve(target))
 
 
-def _resolve(target: str):
-    if target == "tests.test_dispatch:marked":
-        return lambda x, weight, eps: torch.full_like(x, 42.0)
-    return dispatch_load(target)
+def marked(args: RmsNormArgs) -> torch.Tensor:
+    return torch.full_like(args.x, 42.0)
 
 
-dispatch_load = dispatch._load
+def picky(call: dispatch.Call) -> str | None:
+    width = call.args.x.shape[-1]
+    return None if width % 8 == 0 else f"width is {width}, wanted a multiple of 8"
 
 
 def test_every_operator_has_a_reference_and_implementations_with_its_arguments() -> None:
@@ -48,13 +45,12 @@ def test_every_operator_has_a_reference_and_implementations_with_its_arguments()
     for op in dispatch.operators():
         rows = dispatch.implementations(op)
         assert rows[-1].name == "reference"
-        schema = getattr(torch.ops.dsv4, op).default._schema
-        wanted = [argument.name for argument in schema.arguments][:-1]
-        if hasattr(torch.ops.dsv4, f"{op}_out"):
-            wanted.append("out")
+        record = _library.OPERATIONS[op].record
+        wanted = ["args", "out"] if hasattr(torch.ops.dsv4, f"{op}_out") else ["args"]
         for row in rows:
-            found = inspect.signature(dispatch._load(row.target)).parameters
-            assert list(found) == wanted, (op, row.name)
+            function = dispatch._load(row.target)
+            assert list(inspect.signature(function).parameters) == wanted, (op, row.name)
+            assert get_type_hints(function)["args"] is record, (op, row.name)
 
 
 @pytest.mark.usefixtures("table")
@@ -105,9 +101,9 @@ def test_arguments_are_those_of_the_schema_and_nothing_runs(
     call = dispatch.arguments(ops.rms_norm, X, eps=0.25, backend="reference")
     assert call.op == "rms_norm"
     assert call.device == X.device
-    x, weight, eps = call.args
-    assert x.data_ptr() == X.data_ptr()
-    assert (weight, eps) == (None, 0.25)
+    assert isinstance(call.args, RmsNormArgs)
+    assert call.args.x.data_ptr() == X.data_ptr()
+    assert (call.args.weight, call.args.eps) == (None, 0.25)
     with pytest.raises(ValueError, match="called no dsv4 operator"):
         dispatch.arguments(torch.add, X, X)
 
@@ -115,7 +111,7 @@ def test_arguments_are_those_of_the_schema_and_nothing_runs(
 def test_arguments_are_what_an_implementation_takes() -> None:
     call = dispatch.arguments(ops.rms_norm, X)
     reference = dispatch.implementations(call.op)[-1]
-    assert torch.equal(dispatch._load(reference.target)(*call.args), ops.rms_norm(X))
+    assert torch.equal(dispatch._load(reference.target)(call.args), ops.rms_norm(X))
 
 
 def test_an_unknown_backend_is_named() -> None:
@@ -150,9 +146,9 @@ def given_eps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The values of eps that reached ``dispatch.run``."""
     seen, run = [], dispatch.run
 
-    def record(op, args, out=None):
-        seen.append(args[2])
-        return run(op, args, out)
+    def record(op, args, *rest):
+        seen.append(args.eps)
+        return run(op, args, *rest)
 
     monkeypatch.setattr(dispatch, "run", record)
     return seen

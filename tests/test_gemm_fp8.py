@@ -10,7 +10,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4 import _support, dispatch
+from dsv4 import device as machine
+from dsv4 import dispatch
+from dsv4.cute import supports
+from dsv4.device import interpret_triton
 from dsv4.formats import FP8_BLOCK, FRAGMENTS, NVFP4, QuantizedTensor
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
@@ -32,7 +35,7 @@ PUBLISHED = [(1536, 4096, 1), (32768, 1024, 1), (1024, 4096, 8), (4096, 8192, 1)
 @pytest.fixture(autouse=True)
 def no_cute(monkeypatch):
     """The CuTeDSL kernel is another file's."""
-    monkeypatch.setattr(_support, "_cute_fp8", lambda call: "another file's")
+    monkeypatch.setattr(supports, "_fp8_gemm", lambda args, device: "another file's")
 
 
 def weight_of(seed, rows, columns, device, dtype=torch.float32):
@@ -360,7 +363,7 @@ class TestDispatch:
         with pytest.raises(NotImplementedError, match=r"run on a CUDA GPU|is not installed"):
             gemm(x, weight, backend="triton")
         pytest.importorskip("triton")
-        with _support.interpret_triton():
+        with interpret_triton():
             cases = (
                 ((x, packed), "the weight is 'nvfp4', wanted 'fp8_block'"),
                 ((x, packed.with_layout(FRAGMENTS)), "the weight is 'nvfp4'"),
@@ -375,13 +378,12 @@ class TestDispatch:
             assert dispatch.explain(gemm, x, weight).chosen == "triton"
             assert dispatch.explain(gemm, x.float(), weight).chosen == "reference"
 
-    def test_gpus_without_e4m3_are_left_to_the_reference(self, monkeypatch):
+    def test_gpus_without_e4m3_are_left_to_the_reference(self):
         pytest.importorskip("triton")
         args = dispatch.arguments(gemm, bfloat16(0, (3, 128), "cpu"), weight_of(0, 32, 128, "cpu"))
         call = dispatch.Call("gemm", args.args, torch.device("cuda"))
         row = next(row for row in dispatch.implementations("gemm") if row.name == "triton")
-        monkeypatch.setattr(_support, "_capability", lambda device: (8, 6))
-        assert "8.9" in row.supports(call)
-        monkeypatch.setattr(_support, "_capability", lambda device: (8, 9))
-        assert row.supports(call) is None
-        _support.forget_devices()
+        with machine.pretend(capability=(8, 6)) as be:
+            assert "8.9" in row.unsupported_reason(call)
+            be(capability=(8, 9))
+            assert row.unsupported_reason(call) is None

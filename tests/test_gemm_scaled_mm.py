@@ -15,8 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import ScalingType, SwizzleType
 
-from dsv4 import _support, dispatch, formats, self_check
+from dsv4 import device, dispatch, formats, self_check
 from dsv4.blas import gemm as blas
+from dsv4.blas import supports
 from dsv4.elements import encode_e4m3
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.ops.gemm import gemm
@@ -120,19 +121,16 @@ def run(x, weight, input_scale=None, groups=1, out_dtype=torch.float32):
         out_dtype=out_dtype,
     )
     on_gpu = call._replace(device=torch.device("cuda", 0))
-    assert _support.scaled_mm(on_gpu) is None
-    return blas.gemm(*call.args)
+    assert supports.scaled_mm(on_gpu) is None
+    return blas.gemm(call.args)
 
 
 @pytest.fixture(autouse=True)
 def capability(monkeypatch):
     """Every GPU is a B200; a test can have another."""
-    found = [(10, 0)]
-    monkeypatch.setattr(_support, "_capability", lambda device: found[0])
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
-    _support.forget_devices()
-    yield found
-    _support.forget_devices()
+    with device.pretend(capability=(10, 0)) as be:
+        yield lambda capability: be(capability=capability)
 
 
 def weight_of(seed, rows, columns, cuts=()):
@@ -239,17 +237,17 @@ class TestDispatch:
     @pytest.mark.parametrize("gpu", [(10, 0), (10, 3)])
     @pytest.mark.parametrize("layout", [LINEAR, SWIZZLED])
     def test_auto_takes_it_on_blackwell(self, capability, gpu, layout):
-        capability[0] = gpu
+        capability(gpu)
         assert dispatch.choose(self.call(weight=weight_of(0, 32, 64).with_layout(layout))).name == (
             "scaled_mm"
         )
 
     @pytest.mark.parametrize("gpu", [(9, 0), (11, 0), (12, 0)])
     def test_other_gpus_have_the_reference(self, capability, gpu):
-        capability[0] = gpu
+        capability(gpu)
         call = self.call()
         found = ".".join(map(str, gpu))
-        assert _support.scaled_mm(call).endswith(f"10.0 and 10.3, not {found}")
+        assert supports.scaled_mm(call).endswith(f"10.0 and 10.3, not {found}")
         assert dispatch.choose(call).name == "reference"
 
     WIDE = QuantizedTensor(
@@ -280,8 +278,8 @@ class TestDispatch:
         ],
     )
     def test_it_says_why_not(self, changes, words):
-        assert words in _support.scaled_mm(self.call(**changes))
+        assert words in supports.scaled_mm(self.call(**changes))
 
     def test_the_cpu(self):
         call = dispatch.arguments(gemm, torch.ones(3, 64), weight_of(0, 32, 64), activation="nvfp4")
-        assert "the tensors are on cpu" in _support.scaled_mm(call)
+        assert "the tensors are on cpu" in supports.scaled_mm(call)

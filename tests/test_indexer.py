@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dsv4._support import interpret_triton
+from dsv4.device import interpret_triton
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.ops.indexer import (
     QUERY_FORMATS,
+    IndexerSelectArgs,
     indexer_queries,
     indexer_rotate_quantize,
     indexer_select,
@@ -846,7 +847,8 @@ def test_pitfall_21_selecting_all_still_scores(seed, visible):
     rest = (case.keys.data, 2, "plain", 0, case.table, case.sequence)
 
     def call(shown):
-        return reference.indexer_select(case.q, case.weights, *rest, shown, 3, None)
+        args = IndexerSelectArgs(case.q, case.weights, *rest, shown, 3, None)
+        return reference.indexer_select(args)
 
     trace = make_fx(call)(torch.full((3,), 2))
     case.visible.fill_(visible)

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dsv4 import _support
 from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, SLIDING
+from dsv4.device import interpret_triton
 from dsv4.layers import DeepseekV4DecoderLayer, _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans
@@ -129,7 +129,7 @@ def test_kernels_are_launched_again(monkeypatch) -> None:
     """In Triton's interpreter: launches of kernels, and operators that the reference runs."""
     pytest.importorskip("triton")
     monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
-    with switch() as made, _support.interpret_triton():
+    with switch() as made, interpret_triton():
         twins = Twins(tiny(CSA), made)
         twins.warm()
         twins.same_caches()

@@ -16,10 +16,12 @@ from load_cases import CONFIG, SIZES, experts_of, mixed, packable, same_values
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _support, layers
+from dsv4 import device as machine
+from dsv4 import layers
 from dsv4._checkpoint.packing import report_packing
 from dsv4.checkpoint import Checkpoint, fill, load, save
 from dsv4.config import SLIDING, ModelConfig
+from dsv4.cute import supports
 from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED
 from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.model import DeepseekV4ForCausalLM
@@ -38,8 +40,8 @@ def pretend_gpu(
     def reason(device: torch.device, dtype: torch.dtype, **options: bool) -> str | None:
         return experts if options["experts"] else linear
 
-    monkeypatch.setattr(_support, "no_packed_weights", reason)
-    monkeypatch.setattr(_support, "packed_layout", lambda device, activation: FRAGMENTS)
+    monkeypatch.setattr(supports, "no_packed_weights", reason)
+    monkeypatch.setattr(supports, "packed_layout", lambda device, activation: FRAGMENTS)
 
 
 def joint(module: Any) -> int | None:
@@ -205,14 +207,12 @@ class TestDefault:
             ((12, 0), torch.bfloat16, "the GPU has 12.0", None),
         ],
     )
-    def test_reasons(self, monkeypatch, capability, dtype, experts, linear):
-        monkeypatch.setattr(_support, "_capability", lambda device: capability)
-        monkeypatch.setattr(_support, "_has", lambda package: True)
-        for check in (_support._no_cute, _support._no_triton):
-            monkeypatch.setattr(_support, check.__name__, check.__wrapped__)
-        for wanted, of_experts in ((experts, True), (linear, False)):
-            found = _support.no_packed_weights(torch.device("cuda", 0), dtype, experts=of_experts)
-            assert (found is None) if wanted is None else (wanted in found)
+    def test_reasons(self, capability, dtype, experts, linear):
+        gpu = torch.device("cuda", 0)
+        with machine.pretend(capability=capability, packages=True):
+            for wanted, of_experts in ((experts, True), (linear, False)):
+                found = supports.no_packed_weights(gpu, dtype, experts=of_experts)
+                assert (found is None) if wanted is None else (wanted in found)
 
     @pytest.mark.parametrize(
         ("capability", "activation", "layout"),
@@ -224,9 +224,9 @@ class TestDefault:
             ((10, 3), "nvfp4", SWIZZLED),
         ],
     )
-    def test_layout_of_a_gpu(self, monkeypatch, capability, activation, layout):
-        monkeypatch.setattr(_support, "_capability", lambda device: capability)
-        assert _support.packed_layout(torch.device("cuda", 0), activation) == layout
+    def test_layout_of_a_gpu(self, capability, activation, layout):
+        with machine.pretend(capability=capability):
+            assert supports.packed_layout(torch.device("cuda", 0), activation) == layout
 
     def test_fill_keeps_the_layout_by_default(self, tmp_path, monkeypatch):
         source = saved(make_model(CONFIG), tmp_path, layout="deepseek")
@@ -330,7 +330,7 @@ class TestOnTheGpu:
         assert final >= own_bytes(model)
         assert peak - final <= layer, (peak, final, layer)
         device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
-        packed = _support.no_packed_weights(device, dtype, experts=True) is None
+        packed = supports.no_packed_weights(device, dtype, experts=True) is None
         for module in experts_of(model).values():
             assert (module.layout != LINEAR) == packed
             assert module.format == NVFP4 or not packed

@@ -85,9 +85,9 @@ class TestOnCpu:
         module, said = block("plain"), []
         run = dispatch.run
 
-        def record(op, args):
+        def record(op, args, *rest):
             said.append(op)
-            return run(op, args)
+            return run(op, args, *rest)
 
         monkeypatch.setattr(dispatch, "run", record)
         x, ids, weights = inputs(1, module, 3)[0][0], torch.zeros(3, 2).long(), torch.ones(3, 2)
@@ -265,9 +265,9 @@ class TestOrder:
         monkeypatch.setattr(moe, "_FILLING", 3)
         module, run, asked = block("packed"), dispatch.run, {}
 
-        def record(op, args):
+        def record(op, args, *rest):
             asked[op] = left()
-            return run(op, args)
+            return run(op, args, *rest)
 
         monkeypatch.setattr(dispatch, "run", record)
         (x,) = inputs(1, module, 3)

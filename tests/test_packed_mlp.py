@@ -130,7 +130,9 @@ class TestValues:
         monkeypatch.setattr(JointWeight, "part", lambda *_: pytest.fail("took a part"))
         monkeypatch.delattr("dsv4.layers.linear.cat_rows")
         monkeypatch.setattr(
-            dispatch, "run", lambda op, args, run=dispatch.run: (found.append(op), run(op, args))[1]
+            dispatch,
+            "run",
+            lambda op, *rest, run=dispatch.run: (found.append(op), run(op, *rest))[1],
         )
         mlp(normal(1, 3, 64).float())
         assert found == ["gemm_swiglu", "gemm"]

@@ -18,9 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _recorder, _support, _tape, dispatch, explain, ops, use_backend
+from dsv4 import _recorder, _tape, dispatch, explain, ops, use_backend
 from dsv4.bench.cases import MAKERS
 from dsv4.bench.problem import Draw
+from dsv4.device import interpret_triton
 from dsv4.ops import _guards, _library, _plans
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import strided
@@ -76,7 +77,7 @@ def test_replayed_launches_are_the_function(op: str, monkeypatch) -> None:
     """
     monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
     monkeypatch.setattr(importlib.import_module("dsv4.triton.moe"), "check_ids", lambda *_: None)
-    with planning() as cache, _support.interpret_triton():
+    with planning() as cache, interpret_triton():
         case = next(c for c in MAKERS[op](WIDE, 3) if chooses_triton(c))
         for seed in range(4):
             problem = case.build(Draw(seed, CPU))
@@ -220,7 +221,7 @@ def test_a_choice_by_name_is_heard(monkeypatch) -> None:
             ops.rms_norm(x)
         monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE)
         assert explain(ops.rms_norm, x).chosen == "reference"
-        with _support.interpret_triton():
+        with interpret_triton():
             assert explain(ops.rms_norm, x).chosen == "triton"
             ran.clear()
             ops.rms_norm(x)
@@ -384,7 +385,7 @@ def test_copies_of_strided_arguments_are_made_again(
     """Below autograd torch calls ``contiguous`` a view, also where it copies."""
     monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
     drawn = torch.Generator().manual_seed(0)
-    with planning() as cache, _support.interpret_triton():
+    with planning() as cache, interpret_triton():
         for _ in range(4):
             positions = torch.randint(0, 2**20, shape, generator=drawn)
             frequencies = torch.rand(32, generator=drawn)
@@ -402,7 +403,7 @@ def test_plans_keep_no_tensors() -> None:
     with planning():
         x = normal(0, 3, 64)
         warm(ops.rms_norm, x)
-        with _support.interpret_triton():
+        with interpret_triton():
             warm(ops.rms_norm, x)
         gone = weakref.ref(x)
         del x

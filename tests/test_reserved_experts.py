@@ -170,8 +170,8 @@ def places_of(experts):
     with pytest.MonkeyPatch.context() as patch:
         run = dispatch.run
 
-        def record(op, args, out=None):
-            result = run(op, args, out)
+        def record(op, *rest, **out):
+            result = run(op, *rest, **out)
             first = result[0] if isinstance(result, tuple) else result
             found[op] = first.data_ptr()
             return result

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import _support, dispatch, self_check
+from dsv4 import device, dispatch, self_check
 from dsv4.cute.runtime import cubin_cache
 from dsv4.formats import FP8_BLOCK, LINEAR, NVFP4, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import gemm
@@ -38,11 +38,11 @@ def kernel(monkeypatch):
     def install(implement, proven=frozenset()):
         calls = []
 
-        def counted(*args):
+        def counted(args):
             calls.append(args)
-            return implement(*args)
+            return implement(args)
 
-        row = dispatch.Implementation("gemm", "fake", "fake:gemm", lambda call: None, proven=proven)
+        row = dispatch.Implementation("gemm", "fake", "fake:gemm", proven=proven)
         rows, load = dispatch.implementations, dispatch._load
         monkeypatch.setattr(
             dispatch,
@@ -63,19 +63,19 @@ def operands(tokens=3, rows=32, columns=64, format=NVFP4):
     return torch.randn(tokens, columns).bfloat16(), weight
 
 
-def wrong(*args):
-    out = reference.gemm(*args)
+def wrong(args):
+    out = reference.gemm(args)
     out[-1] *= 1.1
     return out
 
 
-def with_nan(*args):
-    out = reference.gemm(*args)
+def with_nan(args):
+    out = reference.gemm(args)
     out[0, 0] = torch.nan
     return out
 
 
-def raising(*args):
+def raising(args):
     raise RuntimeError("CUDA error 700, illegal address")
 
 
@@ -85,8 +85,8 @@ def test_a_right_kernel_is_taken_after_one_check(kernel):
     for _ in range(3):
         assert torch.equal(gemm(x, weight), gemm(x, weight, backend="reference"))
     assert len(calls) == 4
-    assert not torch.equal(calls[0][0], x), "the check draws its own activations"
-    assert all(call[0] is x for call in calls[1:])
+    assert not torch.equal(calls[0].x, x), "the check draws its own activations"
+    assert all(call.x is x for call in calls[1:])
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_a_right_kernel_is_taken_after_one_check(kernel):
         (wrong, "a row is off by 0."),
         (with_nan, "1 of 96 values are finite here and not there"),
         (raising, "it raises RuntimeError: CUDA error 700, illegal address"),
-        (lambda *args: reference.gemm(*args).float(), "the result is torch.float32"),
-        (lambda *args: reference.gemm(*args)[:, :5], "wanted torch.bfloat16 [3, 32]"),
+        (lambda args: reference.gemm(args).float(), "the result is torch.float32"),
+        (lambda args: reference.gemm(args)[:, :5], "wanted torch.bfloat16 [3, 32]"),
     ],
 )
 def test_a_wrong_kernel_is_passed_over_and_that_is_said_once(kernel, implement, said, caplog):
@@ -138,7 +138,7 @@ def test_where_it_was_seen_right_nothing_is_checked(kernel):
     calls = kernel(wrong, proven=frozenset({CAPABILITY}))
     x, weight = operands()
     assert not torch.equal(gemm(x, weight), gemm(x, weight, backend="reference"))
-    assert calls[0][0] is x
+    assert calls[0].x is x
 
 
 def test_by_name_it_runs_with_a_warning(kernel):
@@ -149,7 +149,7 @@ def test_by_name_it_runs_with_a_warning(kernel):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gemm(x, weight, backend="fake")
-    assert [call[0] is x for call in calls] == [True, True]
+    assert [call.x is x for call in calls] == [True, True]
 
 
 def test_a_capture_takes_it_only_after_a_check(kernel, monkeypatch):
@@ -206,8 +206,8 @@ def test_codes_and_their_scales_are_compared(scale_layout, part):
         scale_layout=scale_layout,
     )
 
-    def implement(*args):
-        outputs = grouped_reference.grouped_gemm_swiglu_quantize(*args)
+    def implement(args):
+        outputs = grouped_reference.grouped_gemm_swiglu_quantize(args)
         if part is not None:
             bytes_ = outputs[part].view(torch.uint8)
             bytes_.flatten()[: bytes_.shape[-1]] ^= 0x33
@@ -219,7 +219,7 @@ def test_codes_and_their_scales_are_compared(scale_layout, part):
 
 
 def test_missing_memory_is_no_verdict(kernel, tmp_path):
-    def greedy(*args):
+    def greedy(args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     kernel(greedy)
@@ -236,6 +236,6 @@ def test_no_row_of_blackwell_is_taken_unseen():
             assert row.proven == {(9, 0)}
 
 
-def test_capability_is_asked_in_one_place(monkeypatch):
-    monkeypatch.setattr(_support, "_capability", lambda device: (7, 5))
-    assert dispatch.Call("gemm", (), torch.device("cuda", 0)).capability == (7, 5)
+def test_capability_is_asked_in_one_place():
+    with device.pretend(capability=(7, 5)):
+        assert dispatch.Call("gemm", (), torch.device("cuda", 0)).capability == (7, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from serving_cases import ToyModel, assert_empty, packed, plain_text, wide
 from taped import replayed
 
-from dsv4 import _support, dispatch, layers, ops
+from dsv4 import device, dispatch, layers, ops
 from dsv4.formats import SWIZZLED
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
@@ -27,15 +27,10 @@ LOGGER = "dsv4.serving._setup"
 
 
 @pytest.fixture
-def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+def capability() -> Iterator[Callable[[tuple[int, int]], None]]:
     """Every GPU is a Hopper; a test can have another. Every package is installed."""
-    found = [HOPPER]
-    monkeypatch.setattr(_support, "_capability", lambda device: found[0])
-    monkeypatch.setattr(_support, "_has", lambda package: True)
-    _support.forget_devices()
-    yield found
-    monkeypatch.undo()
-    _support.forget_devices()
+    with device.pretend(capability=HOPPER, packages=True) as be:
+        yield lambda gpu: be(capability=gpu)
 
 
 def why(model: DeepseekV4ForCausalLM) -> str | None:
@@ -45,8 +40,8 @@ def why(model: DeepseekV4ForCausalLM) -> str | None:
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 def test_a_packed_model_can_be_captured(capability: Any, numerics: str) -> None:
     model = packed(numerics)
-    for capability[0] in (HOPPER, B200, B300):
-        _support.forget_devices()
+    for gpu in (HOPPER, B200, B300):
+        capability(gpu)
         assert why(model) is None
     with dispatch.use_backend("reference"):  # while it is asked for, steps are eager anyway
         assert why(model) is None
@@ -57,8 +52,8 @@ def test_a_packed_model_can_be_captured(capability: Any, numerics: str) -> None:
 def test_packed_for_blackwell(capability: Any) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "o_lora_rank": 128}
     model = packed(layout=SWIZZLED, activation="nvfp4", q_lora_rank=128, **sizes)
-    for capability[0], can in ((B200, True), (B300, True), (HOPPER, False)):
-        _support.forget_devices()
+    for gpu, can in ((B200, True), (B300, True), (HOPPER, False)):
+        capability(gpu)
         assert (why(model) is None) == can
 
 
@@ -84,7 +79,7 @@ def test_one_layer_decides(capability: Any) -> None:
 
 @pytest.mark.parametrize("gpu", [THOR, RTX, (8, 9)])
 def test_other_gpus_have_no_kernel_for_experts(capability: Any, gpu: tuple[int, int]) -> None:
-    capability[0] = gpu
+    capability(gpu)
     assert f"the GPU has {gpu[0]}.{gpu[1]}" in str(why(packed()))
 
 
@@ -111,20 +106,25 @@ def test_what_is_asked_for_dispatch_is_what_the_layer_runs(
     ran: list[tuple[str, Any]] = []
     run = dispatch.run
 
-    def noting(op: str, args: Any, out: Any = None) -> Any:
+    def noting(op: str, args: Any, *rest: Any, **out: Any) -> Any:
         if op.startswith("grouped_gemm"):
-            ran.append((op, [getattr(a, "shape", a) for a in args[:9]]))
-        return run(op, args, out)
+            ran.append((op, described(args)))
+        return run(op, args, *rest, **out)
 
     ids = torch.arange(6).view(3, 2)
-    monkeypatch.setattr(_support, "_no_triton", lambda device: "the tensors are on the CPU")
-    monkeypatch.setattr(_support, "_no_cute", lambda device: "the tensors are on the CPU")
     x = torch.ones(3, 128, dtype=torch.bfloat16)
     monkeypatch.setattr(dispatch, "run", noting)
     experts(x, ids, torch.ones(3, 2))
     monkeypatch.setattr(dispatch, "run", run)
     asked = experts.products(3, torch.bfloat16)
-    assert ran == [(c.op, [getattr(a, "shape", a) for a in c.args[:9]]) for c in asked]
+    assert ran == [(call.op, described(call.args)) for call in asked]
+
+
+def described(args: Any) -> dict[str, Any]:
+    """Operands by name, up to the activation."""
+    fields = list(args._asdict().items())
+    names = [name for name, _ in fields]
+    return {n: getattr(a, "shape", a) for n, a in fields[: names.index("activation") + 1]}
 
 
 def test_an_implementation_that_waits_is_marked() -> None:

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dsv4 import _support, dispatch, self_check
+from dsv4 import device as machine
+from dsv4 import dispatch, self_check
 from dsv4.bench import moe_cases
 from dsv4.bench.problem import Draw
 from dsv4.config import ModelConfig
@@ -22,9 +23,12 @@ from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.cute.sm100 import _maps, grouped_plan
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
-from dsv4.ops.gemm import gemm
-from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.gemm import GemmArgs, gemm
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
 from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
     grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
@@ -32,10 +36,16 @@ from dsv4.ops.grouped_gemm import (
 from dsv4.ops.quantize import quantize
 
 
+@pytest.fixture(autouse=True)
+def packages():
+    """Every package is installed, and a GPU is what a test says."""
+    with machine.pretend(packages=True):
+        yield
+
+
 def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns=512, **how):
     """The call of a product as if its tensors were on a GPU of that capability."""
-    monkeypatch.setattr(_support, "_capability", lambda device: capability)
-    monkeypatch.setattr(_support, "_has", lambda package: True)
+    machine.MACHINE.pretend(capability=capability)
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
     shape = (3, columns) if "groups" not in how else (3, how["groups"], columns)
@@ -52,8 +62,7 @@ def call_of_experts(
     capability, monkeypatch, op=grouped_gemm, layout=SWIZZLED, sizes=(3, 96, 256), **how
 ):
     """The same of a product of sorted rows; ``quantized`` rows, or ``activation``."""
-    monkeypatch.setattr(_support, "_capability", lambda device: capability)
-    monkeypatch.setattr(_support, "_has", lambda package: True)
+    machine.MACHINE.pretend(capability=capability)
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(sizes), NVFP4, scaling="weight").with_layout(layout)
     x, offsets = torch.randn(5, sizes[2]).bfloat16(), torch.tensor([0, *range(1, sizes[0] + 1)])
@@ -93,19 +102,17 @@ def test_auto_takes_it_for_experts(capability, op, quantized, monkeypatch):
     ids=str,
 )
 def test_experts_it_cannot_multiply(capability, how, said, monkeypatch):
-    assert said in objection(call_of_experts(capability, monkeypatch, **how))
+    assert said in unsupported_reason(call_of_experts(capability, monkeypatch, **how))
 
 
 def test_experts_in_fragments_go_to_the_kernel_for_few_rows(monkeypatch):
     call = call_of_experts((10, 0), monkeypatch, layout=FRAGMENTS, quantized=True)
-    _support.forget_devices()
     assert dispatch.choose(call).name == "cute"
-    _support.forget_devices()
 
 
-def objection(call):
+def unsupported_reason(call):
     row = next(row for row in dispatch.implementations(call.op) if row.name == "tcgen05")
-    return row.supports(call)
+    return row.unsupported_reason(call)
 
 
 @pytest.mark.parametrize("op", [gemm, gemm_swiglu], ids=["gemm", "gemm_swiglu"])
@@ -129,7 +136,7 @@ def test_auto_takes_it_on_blackwell(capability, op, monkeypatch):
 def test_elsewhere_it_says_why(capability, said, monkeypatch):
     """And something else runs: the reference does for any weight."""
     call = call_of(capability, monkeypatch)
-    assert objection(call).startswith(said)
+    assert unsupported_reason(call).startswith(said)
     assert dispatch.choose(call).name == "reference"
     with pytest.raises(NotImplementedError, match=r"tcgen05: .*"):
         dispatch.choose(call, "tcgen05")
@@ -148,11 +155,11 @@ def test_elsewhere_it_says_why(capability, said, monkeypatch):
     ids=str,
 )
 def test_a_product_it_cannot_do(how, said, monkeypatch):
-    assert said in objection(call_of((10, 0), monkeypatch, **how))
+    assert said in unsupported_reason(call_of((10, 0), monkeypatch, **how))
 
 
 def test_groups_it_can_do(monkeypatch):
-    assert objection(call_of((10, 3), monkeypatch, rows=512, groups=4)) is None
+    assert unsupported_reason(call_of((10, 3), monkeypatch, rows=512, groups=4)) is None
 
 
 class Driver:
@@ -232,10 +239,10 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
     quantize_x = gemm_nvfp4.quantized
     monkeypatch.setattr(gemm_nvfp4, "quantized", quantized)
     scale = torch.tensor([1.0, 2.0])
-    out = gemm_nvfp4.gemm(
+    out = gemm_nvfp4.gemm(GemmArgs(
         x, weight.codes, weight.scales, scale, (144, 256), "nvfp4", SWIZZLED, "nvfp4",
         input_scale, 1, torch.bfloat16,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert (out.shape, out.dtype) == ((tokens, rows), torch.bfloat16)
     plan = choose(Product(rows, columns, 1, False), tokens)
     [(x_codes, x_scales, token_scale)] = seen
@@ -264,10 +271,10 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
 
 def test_no_tokens_is_no_launch(driver):
     weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
-    out = gemm_nvfp4.gemm_swiglu(
+    out = gemm_nvfp4.gemm_swiglu(GemmSwigluArgs(
         torch.zeros(0, 64).bfloat16(), weight.codes, weight.scales, weight.global_scale, (),
         "nvfp4", SWIZZLED, "nvfp4", None, 10.0, torch.float32,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert (out.shape, driver.launches) == ((0, 16), [])
 
 
@@ -310,13 +317,15 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
     given_ = (q.codes if given_codes else x, *stored, *of_x)
     row_weight, result_scale = torch.ones(tokens, dtype=torch.bfloat16), torch.ones(experts)
     if kind == "product":
-        out = [grouped_nvfp4.grouped_gemm(*given_, torch.float32)]
+        out = [grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*given_, torch.float32, False))]
     elif kind == "SwiGLU":
-        out = [grouped_nvfp4.grouped_gemm_swiglu(*given_, None, None, torch.bfloat16)]
+        args = GroupedGemmSwigluArgs(*given_, None, None, torch.bfloat16)
+        out = [grouped_nvfp4.grouped_gemm_swiglu(args)]
     else:
         function = grouped_nvfp4.grouped_gemm_swiglu_quantize
         layout = SWIZZLED_EXPERTS if kind == "swizzled" else LINEAR
-        out = function(*given_, 10.0, row_weight, result_scale, layout)
+        rest = (10.0, row_weight, result_scale, layout)
+        out = function(GroupedGemmSwigluQuantizeArgs(*given_, *rest))
     wide = rows if kind == "product" else rows // 2
     swiglu, codes = kind != "product", kind in ("codes", "swizzled")
     # 300 rows of 5 experts: 7 tiles of 128, whatever the offsets.
@@ -359,8 +368,8 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         (0, stored_at[2], [256, 300], [256], [128, plan.own_tokens], [1, 1], (0, 3, promote, 0)),
     ]
     grouped_driver.launches.clear()
-    nothing = (given_[0][:0], *given_[1:])
-    assert grouped_nvfp4.grouped_gemm(*nothing, torch.float32).shape == (0, rows)
+    nothing = GroupedGemmArgs(given_[0][:0], *given_[1:], torch.float32, False)
+    assert grouped_nvfp4.grouped_gemm(nothing).shape == (0, rows)
     assert grouped_driver.launches == []
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import dsv4
 from dsv4 import _compile_pool, _kernel_calls, _progress_line, _steps, _warmup, layers
+from dsv4 import device as machine
 from dsv4._kernel_calls import (
     Attention,
     Fp8Product,
@@ -82,12 +83,13 @@ def launched(model, monkeypatch, packed=FRAGMENTS):
         module = importlib.import_module(f"dsv4.ops.{name}")
         run, swiglu = getattr(module, f"_{name}"), name == "gemm_swiglu"
 
-        def record(x, codes, scales, scale, segments, format, layout, activation, *rest):
-            groups, out_dtype = (1 if swiglu else rest[1]), rest[2]
-            if layout == packed:
-                shape = (codes.shape[0], codes.shape[1] * 2, groups)
-                found.append(Product(*shape, activation, out_dtype, swiglu, layout))
-            return run(x, codes, scales, scale, segments, format, layout, activation, *rest)
+        def record(args, backend):
+            if args.layout == packed:
+                groups = 1 if swiglu else args.groups
+                shape = (args.codes.shape[0], args.codes.shape[1] * 2, groups)
+                kind = (args.activation, args.out_dtype, swiglu, args.layout)
+                found.append(Product(*shape, *kind))
+            return run(args, backend)
 
         monkeypatch.setattr(module, f"_{name}", record)
 
@@ -113,18 +115,16 @@ def launched_of_experts(model, top_k, monkeypatch):
     def recording(name):
         run = getattr(module, name)
 
-        def record(x, codes, scales, scale, segments, offsets, format, layout, activation, *rest):
-            _, *given, last, _ = rest
+        def record(args, *rest):
             swiglu, quantized = "swiglu" in name, "quantize" in name
-            experts, rows, half = codes.shape
-            scaled = activation == "nvfp4" or given[1] is not None
-            weighed = swiglu and given[3] is not None
-            float32 = not quantized and last == torch.float32
+            experts, rows, half = args.weight.shape
+            scaled = args.activation == "nvfp4" or args.row_scale is not None
+            weighed = swiglu and args.row_weight is not None
+            float32 = not quantized and args.out_dtype == torch.float32
             kind = (float32, scaled, swiglu, weighed, quantized)
-            found.append(GroupedProduct(Experts(rows, 2 * half, experts, *kind), top_k, layout))
-            return run(
-                x, codes, scales, scale, segments, offsets, format, layout, activation, *rest
-            )
+            sizes = Experts(rows, 2 * half, experts, *kind)
+            found.append(GroupedProduct(sizes, top_k, args.layout))
+            return run(args, *rest)
 
         monkeypatch.setattr(module, name, record)
 
@@ -349,10 +349,11 @@ def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
     module, found = importlib.import_module("dsv4.ops.gemm"), []
     run = module._gemm
 
-    def record(x, codes, scales, scale, segments, format, layout, activation, *rest):
-        assert format == "fp8_block"
-        found.append(Fp8Product(*codes.shape, rest[1], activation, rest[2], scales.dtype))
-        return run(x, codes, scales, scale, segments, format, layout, activation, *rest)
+    def record(args, backend):
+        assert args.format == "fp8_block"
+        kind = (args.groups, args.activation, args.out_dtype, args.scales.dtype)
+        found.append(Fp8Product(*args.codes.shape, *kind))
+        return run(args, backend)
 
     monkeypatch.setattr(module, "_gemm", record)
     run_everything(model)
@@ -487,17 +488,17 @@ class TestDevices:
         found = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(cute_gemm, "warmup", lambda plans, device: found.append(device))
-        return found
+        with machine.pretend(capability=(9, 0)):
+            yield found
 
     @pytest.mark.parametrize(("given", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0), (0, 0)])
     def test_kernels_are_loaded(self, given, index, loaded):
         done = dsv4.warmup(dsv4.ModelConfig.tiny(), given, progress=False)
         assert loaded == [torch.device("cuda", index)] * done.kernels
 
-    def test_another_gpu_has_no_kernels(self, loaded, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    def test_another_gpu_has_no_kernels(self, loaded):
+        machine.MACHINE.pretend(capability=(12, 0))
         done = dsv4.warmup(dsv4.ModelConfig.tiny())
         assert (done.kernels, done.compiled, loaded) == (0, 0, [])
         with pytest.raises(ValueError, match="arch is 'sm_90a', but cuda:1 wants none"):

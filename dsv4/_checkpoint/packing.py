@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dsv4 import _support
 from dsv4._checkpoint.mxfp4 import MODES
+from dsv4.cute import supports
 from dsv4.formats import FP8_BLOCK
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import PACKED_LAYOUTS, Linear
@@ -53,7 +53,7 @@ class PackChoice:
         """Whether NVFP4 experts on a device are packed."""
         if not self.enabled or self.layout is not None:
             return self.enabled
-        return _support.no_packed_weights(device, self.dtype, experts=True) is None
+        return supports.no_packed_weights(device, self.dtype, experts=True) is None
 
     def packer(self, model: nn.Module) -> Packer | None:
         """What packs the layers of a model; None if none is to be."""
@@ -65,10 +65,10 @@ class PackChoice:
             return self.layout
         experts = isinstance(layer, DeepseekV4Experts)
         device = layer.gate_up_proj.device if isinstance(layer, DeepseekV4Experts) else layer.device
-        reason = _support.no_packed_weights(device, self.dtype, experts=experts)
+        reason = supports.no_packed_weights(device, self.dtype, experts=experts)
         if reason is not None:
             raise ValueError(reason)
-        return _support.packed_layout(device, layer.activation)
+        return supports.packed_layout(device, layer.activation)
 
 
 def mxfp4_mode(mxfp4: str | None, choice: PackChoice, device: torch.device) -> str:

@@ -15,7 +15,7 @@ from dsv4.layers.pack import Packing
 
 if TYPE_CHECKING:
     from dsv4._checkpoint.filling import Filled
-    from dsv4.checkpoint import Checkpoint
+    from dsv4._checkpoint.opened import Checkpoint
 
 _logger = logging.getLogger("dsv4.checkpoint")
 

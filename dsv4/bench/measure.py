@@ -81,7 +81,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
 
     Raises:
         UsageError: if ``options.backend`` names no implementation of the operator, or one that
-            objects to the case; with its objection.
+            objects to the case; with the reason.
     """
     problem = case.build(Draw(options.seed, options.device))
     chosen, reason = _choice(problem, options.backend)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dsv4 import fragments, ops
-from dsv4._support import packed_layout_of
 from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
+from dsv4.cute.supports import packed_layout_of
 from dsv4.formats import SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor, swizzle_expert_scales
 
 

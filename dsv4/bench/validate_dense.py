@@ -207,7 +207,7 @@ def _times(matrix: _Matrix, kernel: Kernel, request: Request) -> dict[int, float
         options = {"activation": kernel.activation, "groups": matrix.groups}
         call = dispatch.arguments(gemm, x, weight, **options)
         row = next(r for r in dispatch.implementations("gemm") if r.name == kernel.backend)
-        if row.supports(call) is None:
+        if row.unsupported_reason(call) is None:
 
             def product(x: torch.Tensor = x, options: dict[str, Any] = options) -> torch.Tensor:
                 return gemm(x, weight, **options, backend=kernel.backend)

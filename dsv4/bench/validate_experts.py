@@ -117,7 +117,7 @@ class _Product:
             problem = _with(problem, 1, problem.args[1].with_layout(kernel.layout))
             call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
             row = next(r for r in dispatch.implementations(self.op) if r.name == kernel.backend)
-            if row.supports(call) is None:
+            if row.unsupported_reason(call) is None:
 
                 def product(problem: Problem = problem) -> object:
                     return problem.run(kernel.backend)

@@ -121,12 +121,12 @@ class Request:
             args: Its positional arguments.
             kwargs: Its keyword arguments, without ``backend``.
             layout: Of the weight.
-            refused: Objections are added to it.
+            refused: Reasons against others are added to it.
         """
         call = dispatch.arguments(function, *args, **kwargs)
         found = []
         for row in dispatch.implementations(call.op):
-            why = row.supports(call)
+            why = row.unsupported_reason(call)
             if why is not None:
                 kind = re.sub(r"\d+", "", why)
                 refused.setdefault(row.name, {}).setdefault(kind, why)

@@ -7,47 +7,37 @@ is one number for a whole matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
 from dsv4 import dispatch, formats
 from dsv4.formats import SWIZZLED, swizzle_scales
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.quantize import QuantizeNvfp4Args
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     Allocates the quantised activations and float32 results, and for a weight with linear scales a
     swizzled copy of them. Block scales must not have their sign bit set: the tensor cores take them
     as unsigned.
     """
-    assert global_scale is not None
-    tokens, rows = x.shape[0], codes.shape[0] // groups
-    alpha = formats.expand_segments(global_scale, segments, codes.shape[0]).reshape(groups, rows)
-    out = x.new_empty((tokens, groups, rows), dtype=out_dtype)
+    x, groups = args.x, args.groups
+    assert args.global_scale is not None
+    tokens, rows = x.shape[0], args.codes.shape[0] // groups
+    alpha = formats.expand_segments(args.global_scale, args.segments, groups * rows)
+    alpha = alpha.reshape(groups, rows)
+    out = x.new_empty((tokens, groups, rows), dtype=args.out_dtype)
     for g in range(groups if tokens else 0):
         part = slice(g * rows, (g + 1) * rows)
-        if layout == SWIZZLED:
-            block = scales.reshape(groups, -1)[g]
+        if args.layout == SWIZZLED:
+            block = args.scales.reshape(groups, -1)[g]
         else:
-            block = swizzle_scales(scales[part])
+            block = swizzle_scales(args.scales[part])
         group = x if groups == 1 else x[:, g]
-        out[:, g] = _product(group, codes[part], block, alpha[g], input_scale)
+        out[:, g] = _product(group, args.codes[part], block, alpha[g], args.input_scale)
     return out if x.dim() == 3 else out[:, 0]
 
 
@@ -60,7 +50,9 @@ def _product(
 ) -> torch.Tensor:
     """float32 ``[T, N]`` of ``x [T, K]``, codes ``[N, K/2]``, swizzled scales, alpha ``[N]``."""
     scaling = "token" if input_scale is None else "static"
-    left, left_scales, row = dispatch.first("quantize_nvfp4", (x, input_scale, scaling, SWIZZLED))
+    left, left_scales, row = dispatch.first(
+        "quantize_nvfp4", QuantizeNvfp4Args(x, input_scale, scaling, SWIZZLED)
+    )
     sums = functional.scaled_mm(
         left.view(torch.float4_e2m1fn_x2),
         codes.view(torch.float4_e2m1fn_x2).t(),

@@ -26,6 +26,8 @@ from dsv4.cute.sm90.attention_plan import (
     narrow,
     tiles,
 )
+from dsv4.device import sms
+from dsv4.ops.attention import SparseAttentionArgs
 
 # Parameters of the kernels, in their order; before the first's come three without any content.
 _ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
@@ -35,36 +37,25 @@ _CLUSTERS_PACKED = struct.Struct("@13q6if")
 _ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss14q9if"), struct.Struct("@6q2i")
 
 
-def sparse_attention(
-    q: torch.Tensor,
-    window: torch.Tensor,
-    window_page_size: int,
-    window_format: str,
-    window_slots: torch.Tensor,
-    compressed: torch.Tensor | None,
-    compressed_page_size: int,
-    compressed_format: str,
-    compressed_slots: torch.Tensor | None,
-    sink: torch.Tensor,
-    rope_dim: int,
-    scale: float,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> torch.Tensor:
+def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
+    q, compressed, compressed_page_size = args.q, args.compressed, args.compressed_page_size
+    compressed_slots, sink = args.compressed_slots, args.sink
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     if compressed is None or compressed_slots is None:
-        compressed, compressed_page_size = window, window_page_size
-        compressed_slots = window_slots[:, :0]
-    pools = (window, window_page_size, compressed, compressed_page_size)
-    slots = (window_slots.long().contiguous(), compressed_slots.long().contiguous())
+        compressed, compressed_page_size = args.window, args.window_page_size
+        compressed_slots = args.window_slots[:, :0]
+    pools = (args.window, args.window_page_size, compressed, compressed_page_size)
+    slots = (args.window_slots.long().contiguous(), compressed_slots.long().contiguous())
     # Kept until after the launch.
-    angles = [None if table is None else table.float().contiguous() for table in (cos, sin)]
+    angles = [
+        None if table is None else table.float().contiguous() for table in (args.cos, args.sin)
+    ]
     q, sink = aligned(q, q.shape[0])[0], sink.float().contiguous()
     with on(q.get_device()):
-        _attend(q, pools, slots, sink, scale, angles, out)
+        _attend(q, pools, slots, sink, args.scale, angles, out)
     return out
 
 
@@ -191,9 +182,8 @@ def _with_room(plan: NarrowPlan, widths: tuple[int, int], clusters: int, device:
     return narrow(widths, room or NARROW_CLUSTERS[:1])
 
 
-@functools.cache
 def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return sms(torch.device("cuda", device))
 
 
 def plans() -> list[Plan]:

@@ -28,6 +28,8 @@ from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.formats import FP8_BLOCK
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import bfloat16_operand
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
@@ -52,55 +54,34 @@ _Product = tuple[int, int, int, bool, bool, bool]  # a Product's fields, without
 _ROW_SCALED = 4
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     FP8 weights are ``gemm_fp8``'s. Nothing but the result is allocated for bfloat16 activations
     whose rows begin at multiples of 16 bytes and whose groups follow one another.
     """
-    if format == FP8_BLOCK.name:
-        return gemm_fp8.gemm(x, codes, scales, activation, input_scale, groups, out_dtype)
-    assert global_scale is not None
-    rows, half = codes.shape
-    product = (rows, 2 * half, groups, out_dtype == torch.float32, activation == "nvfp4", False)
+    x, groups = args.x, args.groups
+    if args.format == FP8_BLOCK.name:
+        return gemm_fp8.gemm(args)
+    assert args.global_scale is not None
+    rows, half = args.codes.shape
+    kind = (args.out_dtype == torch.float32, args.activation == "nvfp4", False)
+    product = (rows, 2 * half, groups, *kind)
     shape = (x.shape[0], rows) if groups == 1 else (x.shape[0], groups, rows // groups)
-    out = x.new_empty(shape, dtype=out_dtype)
-    weight = (codes, scales, global_scale)
-    return _product(product, x, weight, segments, input_scale, math.inf, out, shape[0])
+    out = x.new_empty(shape, dtype=args.out_dtype)
+    weight = (args.codes, args.scales, args.global_scale)
+    return _product(product, x, weight, args.segments, args.input_scale, math.inf, out, shape[0])
 
 
-def gemm_swiglu(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    limit: float | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
-    assert global_scale is not None
-    tokens, (rows, half) = x.shape[0], codes.shape
-    product = (rows, 2 * half, 1, out_dtype == torch.float32, activation == "nvfp4", True)
-    out = x.new_empty((tokens, rows // 2), dtype=out_dtype)
-    weight, bound = (codes, scales, global_scale), math.inf if limit is None else limit
-    return _product(product, x, weight, segments, input_scale, bound, out, tokens)
+    assert args.global_scale is not None
+    tokens, (rows, half) = args.x.shape[0], args.codes.shape
+    product = (rows, 2 * half, 1, args.out_dtype == torch.float32, args.activation == "nvfp4", True)
+    out = args.x.new_empty((tokens, rows // 2), dtype=args.out_dtype)
+    weight = (args.codes, args.scales, args.global_scale)
+    bound = math.inf if args.limit is None else args.limit
+    return _product(product, args.x, weight, args.segments, args.input_scale, bound, out, tokens)
 
 
 def _product(

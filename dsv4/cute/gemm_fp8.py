@@ -21,6 +21,7 @@ from dsv4.cute.runtime.launch import (
 )
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
 from dsv4.cute.sm90.plans import Product, token_counts
+from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
@@ -35,37 +36,30 @@ _BEFORE, _ADDRESSES, _AFTER = (
 )
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
     16 bytes and whose groups follow one another.
     """
+    x, codes, groups = args.x, args.codes, args.groups
     tokens, rows = x.shape[0], codes.shape[0]
-    out = x.new_empty((*x.shape[:-1], rows // groups), dtype=out_dtype)
+    out = x.new_empty((*x.shape[:-1], rows // groups), dtype=args.out_dtype)
     if not tokens:
         return out
     device = x.get_device()
     if current_device() != device:
         with torch.cuda.device(device):
-            return gemm(x, codes, scales, activation, input_scale, groups, out_dtype)
+            return gemm(args)
     row_scale = None
-    if activation == "nvfp4":
-        x, row_scale = bfloat16_operand(x, input_scale)
+    if args.activation == "nvfp4":
+        x, row_scale = bfloat16_operand(x, args.input_scale)
     x, _, token_stride = aligned(x, tokens)
-    form = (out_dtype == torch.float32, activation == "nvfp4")
+    form = (args.out_dtype == torch.float32, args.activation == "nvfp4")
     product = Product(rows, codes.shape[1], groups, *form)
-    folded = scales.dtype == torch.float8_e8m0fnu
+    folded = args.scales.dtype == torch.float8_e8m0fnu
     kind = (product, tokens, (token_stride, codes.stride(0)), folded, device)
-    operands = (x, codes, scales, row_scale, out)
+    operands = (x, codes, args.scales, row_scale, out)
     run_noted(functools.partial(_launch, kind), stream_of(device), operands)
     return out
 

@@ -22,6 +22,9 @@ from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box, DensePlan
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.formats import SWIZZLED
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.quantize import QuantizeNvfp4Args
 
 _SPAN = 2048  # tokens that come one after another before the next rows: X of them stays in cache
 
@@ -40,51 +43,29 @@ class _Prepared(NamedTuple):
     after: bytes
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     Allocates the quantised activations. Block scales must not have their sign bit set: the tensor
     cores take them as unsigned.
     """
-    assert global_scale is not None
-    product = Product(codes.shape[0], x.shape[-1], groups, out_dtype == torch.float32)
-    shape = (x.shape[0], *x.shape[1:-1], codes.shape[0] // groups)
-    weight = (codes, scales, global_scale, segments)
-    return _product(product, x, weight, input_scale, math.inf, x.new_empty(shape, dtype=out_dtype))
+    assert args.global_scale is not None
+    x, rows, groups = args.x, args.codes.shape[0], args.groups
+    product = Product(rows, x.shape[-1], groups, args.out_dtype == torch.float32)
+    weight = (args.codes, args.scales, args.global_scale, args.segments)
+    out = x.new_empty((x.shape[0], *x.shape[1:-1], rows // groups), dtype=args.out_dtype)
+    return _product(product, x, weight, args.input_scale, math.inf, out)
 
 
-def gemm_swiglu(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    limit: float | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
-    assert global_scale is not None
-    rows = codes.shape[0]
-    product = Product(rows, x.shape[-1], 1, out_dtype == torch.float32, swiglu=True)
-    out = x.new_empty((x.shape[0], rows // 2), dtype=out_dtype)
-    weight = (codes, scales, global_scale, segments)
-    return _product(product, x, weight, input_scale, math.inf if limit is None else limit, out)
+    assert args.global_scale is not None
+    rows = args.codes.shape[0]
+    product = Product(rows, args.x.shape[-1], 1, args.out_dtype == torch.float32, swiglu=True)
+    out = args.x.new_empty((args.x.shape[0], rows // 2), dtype=args.out_dtype)
+    weight = (args.codes, args.scales, args.global_scale, args.segments)
+    bound = math.inf if args.limit is None else args.limit
+    return _product(product, args.x, weight, args.input_scale, bound, out)
 
 
 def _product(
@@ -126,7 +107,7 @@ def quantized(
         x = x.transpose(0, 1)
         input_scale = None if input_scale is None else input_scale.expand(x.shape[0], 1)
     scaling = "token" if input_scale is None else "static"
-    found = dispatch.first("quantize_nvfp4", (x, input_scale, scaling, SWIZZLED))
+    found = dispatch.first("quantize_nvfp4", QuantizeNvfp4Args(x, input_scale, scaling, SWIZZLED))
     codes, scales, total = found
     return codes.contiguous(), scales.contiguous(), total.contiguous()
 

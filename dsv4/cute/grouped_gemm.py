@@ -28,7 +28,12 @@ from dsv4.cute.runtime.launch import (
 )
 from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan, Share, counts_tiles, shares
 from dsv4.formats import SWIZZLED_EXPERTS
-from dsv4.ops.grouped_gemm import empty_codes
+from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
+    empty_codes,
+)
 from dsv4.ops.quantize import bfloat16_operand, block_values
 
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
@@ -48,109 +53,69 @@ _ROW_SCALED = 4
 _NOTED = 1024
 
 
-def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    settled: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
     Nothing but the result, and at most 128 bytes for counters, is allocated for bfloat16
     activations whose rows begin at multiples of 16 bytes. Codes are expanded first.
     """
-    x = _values(x, x_scales)
-    (experts, rows, _), (tokens, columns) = weight.shape, x.shape
-    scaled = activation == "nvfp4" or row_scale is not None
-    kind = (out_dtype == torch.float32, scaled, False, False, False, False)
+    assert args.scales is not None
+    assert args.global_scale is not None
+    x = _values(args.x, args.x_scales)
+    (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
+    scaled = args.activation == "nvfp4" or args.row_scale is not None
+    kind = (args.out_dtype == torch.float32, scaled, False, False, False, False)
     wanted = (rows, columns, experts, *kind)
     if out is None:
-        out = x.new_empty((tokens, rows), dtype=out_dtype)
-    parts = (weight, scales, global_scale, offsets)
-    of_x = (input_scale, row_scale)
-    _product(wanted, x, parts, tuple(segments), of_x, None, math.inf, (out,), settled)
+        out = x.new_empty((tokens, rows), dtype=args.out_dtype)
+    parts = (args.weight, args.scales, args.global_scale, args.offsets)
+    of_x = (args.input_scale, args.row_scale)
+    _product(wanted, x, parts, tuple(args.segments), of_x, None, math.inf, (out,), args.settled)
     return out
 
 
 def grouped_gemm_swiglu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    limit: float | None,
-    row_weight: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None = None,
+    args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
-    x = _values(x, x_scales)
-    (experts, rows, _), (tokens, columns) = weight.shape, x.shape
-    scaled = activation == "nvfp4" or row_scale is not None
-    kind = (out_dtype == torch.float32, scaled, True, row_weight is not None)
+    assert args.scales is not None
+    assert args.global_scale is not None
+    x, row_weight = _values(args.x, args.x_scales), args.row_weight
+    (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
+    scaled = args.activation == "nvfp4" or args.row_scale is not None
+    kind = (args.out_dtype == torch.float32, scaled, True, row_weight is not None)
     wanted = (rows, columns, experts, *kind, False, False)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
     if out is None:
-        out = x.new_empty((tokens, rows // 2), dtype=out_dtype)
-    parts = (weight, scales, global_scale, offsets)
-    bound = math.inf if limit is None else limit
-    of_x = (input_scale, row_scale)
-    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, (out,))
+        out = x.new_empty((tokens, rows // 2), dtype=args.out_dtype)
+    parts = (args.weight, args.scales, args.global_scale, args.offsets)
+    bound = math.inf if args.limit is None else args.limit
+    of_x = (args.input_scale, args.row_scale)
+    _product(wanted, x, parts, tuple(args.segments), of_x, row_weight, bound, (out,))
     return out
 
 
 def grouped_gemm_swiglu_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    limit: float | None,
-    row_weight: torch.Tensor | None,
-    result_scale: torch.Tensor,
-    scale_layout: str,
+    args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
-    x = _values(x, x_scales)
-    experts, rows, _ = weight.shape
+    assert args.scales is not None
+    assert args.global_scale is not None
+    x, row_weight = _values(args.x, args.x_scales), args.row_weight
+    experts, rows, _ = args.weight.shape
     weighted = row_weight is not None
-    scaled = activation == "nvfp4" or row_scale is not None
-    kind = (False, scaled, True, weighted, True, scale_layout == SWIZZLED_EXPERTS)
+    scaled = args.activation == "nvfp4" or args.row_scale is not None
+    kind = (False, scaled, True, weighted, True, args.scale_layout == SWIZZLED_EXPERTS)
     wanted = (rows, x.shape[1], experts, *kind)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
-    out = empty_codes(x, weight, scale_layout)
-    parts = (weight, scales, global_scale, offsets)
-    bound = math.inf if limit is None else limit
-    results = (*out, result_scale.contiguous())
-    of_x = (input_scale, row_scale)
-    _product(wanted, x, parts, tuple(segments), of_x, row_weight, bound, results)
+    out = empty_codes(x, args.weight, args.scale_layout)
+    parts = (args.weight, args.scales, args.global_scale, args.offsets)
+    bound = math.inf if args.limit is None else args.limit
+    results = (*out, args.result_scale.contiguous())
+    of_x = (args.input_scale, args.row_scale)
+    _product(wanted, x, parts, tuple(args.segments), of_x, row_weight, bound, results)
     return out
 
 

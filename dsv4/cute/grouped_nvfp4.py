@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,13 @@ from dsv4.cute.sm100.dense_plan import Box
 from dsv4.cute.sm100.grouped_plan import GroupedPlan, choose
 from dsv4.cute.sm100.grouped_plan import plans as _plans
 from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
-from dsv4.ops.grouped_gemm import empty_codes
+from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
+    empty_codes,
+)
+from dsv4.ops.quantize import QuantizeNvfp4Args
 
 # Parameters of the kernel, in the order of ``GroupedKernel.kernel``: descriptions of the weights'
 # codes and scales and of the rows' codes, addresses of the other tensors, and the rest.
@@ -45,94 +50,59 @@ class _Prepared(NamedTuple):
     after: bytes
 
 
-def grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    settled: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
     Allocates the quantised rows, unless they are given so. Block scales of the weights must not
     have their sign bit set: the tensor cores take them as unsigned.
     """
-    wanted = _wanted(weight, out_dtype)
+    wanted = _wanted(args.weight, args.out_dtype)
     if out is None:
-        out = x.new_empty((x.shape[0], wanted.rows), dtype=out_dtype)
-    parts, of_x = (weight, scales, global_scale, offsets), (x, x_scales, row_scale, input_scale)
-    _product(wanted, of_x, parts, tuple(segments), None, math.inf, (out,))
+        out = args.x.new_empty((args.x.shape[0], wanted.rows), dtype=args.out_dtype)
+    assert args.scales is not None
+    assert args.global_scale is not None
+    parts = (args.weight, args.scales, args.global_scale, args.offsets)
+    of_x = (args.x, args.x_scales, args.row_scale, args.input_scale)
+    _product(wanted, of_x, parts, tuple(args.segments), None, math.inf, (out,))
     return out
 
 
 def grouped_gemm_swiglu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    limit: float | None,
-    row_weight: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None = None,
+    args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
-    wanted = _wanted(weight, out_dtype)._replace(swiglu=True, row_weighted=row_weight is not None)
+    wanted = _wanted(args.weight, args.out_dtype)._replace(
+        swiglu=True, row_weighted=args.row_weight is not None
+    )
     if out is None:
-        out = x.new_empty((x.shape[0], wanted.rows // 2), dtype=out_dtype)
-    parts, of_x = (weight, scales, global_scale, offsets), (x, x_scales, row_scale, input_scale)
-    bound = math.inf if limit is None else limit
-    _product(wanted, of_x, parts, tuple(segments), row_weight, bound, (out,))
+        out = args.x.new_empty((args.x.shape[0], wanted.rows // 2), dtype=args.out_dtype)
+    assert args.scales is not None
+    assert args.global_scale is not None
+    parts = (args.weight, args.scales, args.global_scale, args.offsets)
+    of_x = (args.x, args.x_scales, args.row_scale, args.input_scale)
+    bound = math.inf if args.limit is None else args.limit
+    _product(wanted, of_x, parts, tuple(args.segments), args.row_weight, bound, (out,))
     return out
 
 
 def grouped_gemm_swiglu_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    limit: float | None,
-    row_weight: torch.Tensor | None,
-    result_scale: torch.Tensor,
-    scale_layout: str,
+    args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
-    wanted = _wanted(weight, torch.bfloat16)._replace(
+    wanted = _wanted(args.weight, torch.bfloat16)._replace(
         swiglu=True,
-        row_weighted=row_weight is not None,
+        row_weighted=args.row_weight is not None,
         quantized_out=True,
-        swizzled_out=scale_layout == SWIZZLED_EXPERTS,
+        swizzled_out=args.scale_layout == SWIZZLED_EXPERTS,
     )
-    out = empty_codes(x, weight, scale_layout)
-    parts, of_x = (weight, scales, global_scale, offsets), (x, x_scales, row_scale, input_scale)
-    bound = math.inf if limit is None else limit
-    results = (*out, result_scale.contiguous())
-    _product(wanted, of_x, parts, tuple(segments), row_weight, bound, results)
+    out = empty_codes(args.x, args.weight, args.scale_layout)
+    assert args.scales is not None
+    assert args.global_scale is not None
+    parts = (args.weight, args.scales, args.global_scale, args.offsets)
+    of_x = (args.x, args.x_scales, args.row_scale, args.input_scale)
+    bound = math.inf if args.limit is None else args.limit
+    results = (*out, args.result_scale.contiguous())
+    _product(wanted, of_x, parts, tuple(args.segments), args.row_weight, bound, results)
     return out
 
 
@@ -187,7 +157,9 @@ def quantized(of_x: _OfX, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     if scales is None:
         each = None if input_scale is None else of_rows(input_scale, offsets, x.shape[0])
         scaling = "token" if each is None else "static"
-        x, scales, total = dispatch.first("quantize_nvfp4", (x, each, scaling, LINEAR))
+        x, scales, total = dispatch.first(
+            "quantize_nvfp4", QuantizeNvfp4Args(x, each, scaling, LINEAR)
+        )
     assert scales is not None
     assert total is not None
     return _aligned(x), _aligned(scales), total.contiguous()

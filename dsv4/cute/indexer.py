@@ -14,6 +14,7 @@ from dsv4.cute.runtime.driver import Parameters
 from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream_of
 from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
 from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
+from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
@@ -27,34 +28,27 @@ _LONG = 131072  # entries from which groups are the larger ones
 _PAIR = 128  # entries that are scored at a time
 
 
-def indexer_select(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    sequence_of_token: torch.Tensor,
-    visible: torch.Tensor,
-    top_k: int,
-    query_scales: torch.Tensor | None,
-) -> torch.Tensor:
+def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    keys = Keys(data, page_size, entry_format, page_table)
-    capacity, k = keys.capacity, min(top_k, keys.capacity)
-    integers = multiplies(q, weights, data, page_size, entry_format, query_scales, capacity)
+    q, visible = args.q, args.visible
+    keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
+    capacity, k = keys.capacity, min(args.top_k, keys.capacity)
+    integers = multiplies(
+        q, args.weights, args.data, args.page_size, args.entry_format, args.query_scales, capacity
+    )
     scorer = score if integers else launch_scores
     if not is_long(capacity, k):
-        rest = (keys, sequence_of_token, visible, top_k, scorer)
-        return select(q, query_scales, weights, *rest)
+        rest = (keys, args.sequence_of_token, visible, args.top_k, scorer)
+        return select(q, args.query_scales, args.weights, *rest)
     out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
     group = 0 if capacity <= _WHOLE else _GROUP if capacity < _LONG else 2 * _GROUP
     groups = _whole(-(-capacity // group)) if group else 0
     visible, row = visible.contiguous(), (_whole(capacity), group, groups)
-    parts = scored(q, query_scales, weights, keys, sequence_of_token, visible, k, *row, scorer)
+    parts = scored(
+        q, args.query_scales, args.weights, keys, args.sequence_of_token, visible, k, *row, scorer
+    )
     for part, scores, maxima in parts:
         choose(scores, maxima, visible[part], out[part], capacity, group)
     return out

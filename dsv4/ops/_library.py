@@ -1,5 +1,9 @@
 """The one place where operators are registered with torch, and called.
 
+The arguments of an operator are written once, as the fields of a ``NamedTuple`` beside its public
+function (``GemmArgs``). ``define`` makes the schema from their annotations. The shape function, the
+check of values and every implementation take the record, and so does ``dispatch.Call.args``.
+
 A call in plain eager mode runs the operator's body at once: torch's dispatcher would do nothing but
 convert twelve arguments there and back, which takes longer than some kernels run. Whenever anything
 might want to see the call or would change its arguments (``_observer``), the registered operator is
@@ -15,9 +19,11 @@ passes through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -35,6 +41,33 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "ScalarType": (torch.dtype,),
 }
+
+
+# Annotations of a record's fields that say more than their type.
+Written = Annotated[torch.Tensor, "written in place"]
+Symbolic = Annotated[int, "may be symbolic while torch.compile traces"]
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    Sequence[int]: "int[]",
+    str: "str",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+}
+
+A = TypeVar("A", bound=tuple[Any, ...])
+A_contra = TypeVar("A_contra", contravariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Call(Protocol[A_contra, R_co]):
+    """What calls an operator."""
+
+    def __call__(self, args: A_contra, backend: str, out: torch.Tensor | None = None) -> R_co:
+        """Call it; ``out`` takes the first result where the operator has that argument."""
+        ...
 
 
 def _watcher() -> Callable[[], bool]:
@@ -72,71 +105,106 @@ def _observer() -> Callable[[], bool]:
 
 is_watched = _watcher()
 unobserved = _observer()
+_new_tuple: Any = tuple.__new__  # makes a record of its fields; ``_make`` takes twice as long
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
 def define(
-    schema: str, fake: Callable[..., Any], values: Callable[..., None] | None = None
-) -> Callable[..., Any]:
-    """Register ``schema`` with the dispatcher as its body and ``fake`` as its shape function.
+    op: str,
+    record: type[A],
+    fake: Callable[[A], R],
+    check: Callable[[str, A], None] | None = None,
+) -> Call[A, R]:
+    """Register an operator with the dispatcher as its body and ``fake`` as its shape function.
 
     Args:
-        schema: As above.
-        fake: Takes what the operator takes.
-        values: Raises where values of arguments are out of range. It is given the operator's name,
-            and the arguments by name, when a call runs whose first tensor is on the CPU: elsewhere
-            it would wait for the device, and while torch traces there are no values.
+        op: Its name.
+        record: ``NamedTuple`` of its arguments; their annotations make the schema.
+        fake: Takes the record, returns results without contents; its return annotation makes the
+            schema's.
+        check: Raises where values of arguments are out of range. It is given the operator's name
+            and the record when a call runs whose first tensor is on the CPU: elsewhere it would
+            wait for the device, and while torch traces there are no values.
 
     Returns:
-        What calls it, with all arguments by position.
+        What calls it.
     """
-    name = schema.split("(", 1)[0]
-    assert schema.rstrip().split("->")[0].rstrip().endswith("str backend)"), schema
-    _LIBRARY.define(schema)
-    return _register(Operation(name, name, _by_name(schema, values)), fake)
+    _LIBRARY.define(f"{op}({_declared(record)}, str backend) -> {_results(fake)}")
+
+    def shapes(*args: Any) -> R:
+        return fake(record(*args[:-1]))
+
+    return _register(Operation(op, op, record, check), shapes)
 
 
 def define_out(
-    schema: str,
-    fake: Callable[..., Any] | None = None,
-    values: Callable[..., None] | None = None,
-) -> Callable[..., Any]:
-    """Register ``name_out``: the operator of ``schema`` with its first result in a given tensor.
+    op: str,
+    record: type[A],
+    fake: Callable[[A], Any],
+    check: Callable[[str, A], None] | None = None,
+) -> Call[A, Any]:
+    """Register ``op_out``: an operator with its first result in a given tensor.
 
     The schema has ``Tensor(a!) out`` before ``backend``, and no result but those after the first.
     The implementations are those of the operator itself, which take ``out``, and dispatch chooses
     among them as there.
 
     Args:
-        schema: What ``define`` got for the operator.
-        fake: Its shape function, where it has several results.
-        values: Its check of values.
+        op: Name of the operator.
+        record: As ``define`` got it, as the rest.
+        fake: Its shape function.
+        check: Its check of values.
     """
-    name, rest = schema.split("(", 1)
-    arguments, results = rest.split("str backend)")
-    others = ", ".join(["Tensor"] * results.count(","))
-    _LIBRARY.define(f"{name}_out({arguments}Tensor(a!) out, str backend) -> ({others})")
+    others = _results(fake).strip("()").split(", ")[1:]
+    results = f"({', '.join(others)})"
+    _LIBRARY.define(f"{op}_out({_declared(record)}, Tensor(a!) out, str backend) -> {results}")
 
     def shapes(*args: Any) -> Any:
-        return None if fake is None else fake(*args[:-2], args[-1])[1:]
+        return fake(record(*args[:-2]))[1:] if others else None
 
-    check = _by_name(schema, values)
-    return _register(Operation(f"{name}_out", name, check, True, bool(others)), shapes)
+    return _register(Operation(f"{op}_out", op, record, check, True, bool(others)), shapes)
 
 
-def _by_name(
-    schema: str, values: Callable[..., None] | None
-) -> Callable[[tuple[Any, ...]], None] | None:
-    """``values`` for the arguments of a call, which it wants by name, without ``backend``."""
-    if values is None:
-        return None
-    parsed = torch._C.parse_schema(schema)
-    names = [argument.name for argument in parsed.arguments][:-1]
+def as_record(record: type[A], args: Any, **changed: Any) -> A:
+    """Another operator's record, of the fields of the same name.
 
-    def check(args: tuple[Any, ...]) -> None:
-        values(parsed.name, **dict(zip(names, args, strict=False)))
+    Args:
+        record: ``NamedTuple`` to make.
+        args: ``NamedTuple`` that has its fields, but for those that are given.
+        **changed: Fields with other values.
+    """
+    names: tuple[str, ...] = record._fields  # type: ignore[attr-defined]
+    return record(*[changed[n] if n in changed else getattr(args, n) for n in names])
 
-    return check
+
+def _declared(record: type[Any]) -> str:
+    """Arguments of a schema, as the fields of a record declare them."""
+    letters = iter(string.ascii_lowercase)
+    hints = get_type_hints(record, include_extras=True)
+    return ", ".join(f"{_in_schema(kind, letters)} {name}" for name, kind in hints.items())
+
+
+def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
+    """The schema's type for an annotation; written tensors take the next letter."""
+    if annotation == Written:
+        return f"Tensor({next(letters)}!)"
+    if annotation == Symbolic:
+        return "SymInt"
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner, none = get_args(annotation)
+        assert none is type(None), annotation
+        return f"{_SCHEMA_TYPES[inner]}?"
+    return _SCHEMA_TYPES[annotation]
+
+
+def _results(fake: Callable[..., Any]) -> str:
+    """Results of a schema, as a shape function's return annotation declares them."""
+    found = get_type_hints(fake)["return"]
+    if found is type(None):
+        return "()"
+    if get_origin(found) is tuple:
+        return f"({', '.join(_SCHEMA_TYPES[kind] for kind in get_args(found))})"
+    return _SCHEMA_TYPES[found]
 
 
 @dataclass(frozen=True)
@@ -146,6 +214,7 @@ class Operation:
     Attributes:
         name: As registered.
         op: Whose implementations run it.
+        record: ``NamedTuple`` of its arguments, without ``out`` and ``backend``.
         check: Raises where values of arguments are out of range, on the CPU; or None.
         has_out: Whether the last argument before ``backend`` takes the first result.
         has_others: Whether there are results besides that one.
@@ -153,32 +222,56 @@ class Operation:
 
     name: str
     op: str
-    check: Callable[[tuple[Any, ...]], None] | None
+    record: type[Any]
+    check: Callable[[str, Any], None] | None
     has_out: bool = False
     has_others: bool = False
 
-    def run(self, args: tuple[Any, ...]) -> Any:
-        """Choose an implementation and run it; ``args`` are the registered operator's."""
+    def run(self, flat: Sequence[Any]) -> Any:
+        """Choose an implementation and run it.
+
+        Args:
+            flat: All arguments of the registered operator, as torch passes them.
+        """
+        out = flat[-2] if self.has_out else None
+        return self.run_record(self.arguments(flat), flat[-1], out)
+
+    def run_record(self, args: Any, backend: str, out: torch.Tensor | None = None) -> Any:
+        """Choose an implementation and run it.
+
+        Args:
+            args: A ``record``.
+            backend: Name of an implementation, or ``"auto"``.
+            out: Takes the first result, where ``has_out``.
+        """
         self.check_values(args)
         if not self.has_out:
-            return dispatch.run(self.op, args)
-        return self._others(dispatch.run(self.op, (*args[:-2], args[-1]), out=args[-2]))
+            return dispatch.run(self.op, args, backend)
+        return self._others(dispatch.run(self.op, args, backend, out=out))
 
-    def run_with(self, implementation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a given implementation."""
-        self.check_values(args)
-        if not self.has_out:
-            return implementation(*args[:-1])
-        return self._others(implementation(*args[:-2], out=args[-2]))
+    def run_with(self, implementation: Callable[..., Any], flat: Sequence[Any]) -> Any:
+        """Run a given implementation; ``flat`` as in ``run``."""
+        if self.has_out:
+            args = _new_tuple(self.record, flat[:-2])
+            self.check_values(args)
+            return self._others(implementation(args, out=flat[-2]))
+        args = _new_tuple(self.record, flat[:-1])
+        if self.check is not None:
+            self.check_values(args)
+        return implementation(args)
 
-    def implementation(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """What ``"auto"`` chooses."""
-        return dispatch.implementation(self.op, args[:-2] if self.has_out else args[:-1])
+    def implementation(self, flat: Sequence[Any]) -> Callable[..., Any]:
+        """What ``"auto"`` chooses; ``flat`` as in ``run``."""
+        return dispatch.implementation(self.op, self.arguments(flat))
 
-    def check_values(self, args: tuple[Any, ...]) -> None:
-        """Raise where values on the CPU are out of range."""
+    def arguments(self, flat: Sequence[Any]) -> Any:
+        """The record; ``flat`` as in ``run``."""
+        return _new_tuple(self.record, flat[:-2] if self.has_out else flat[:-1])
+
+    def check_values(self, args: Any) -> None:
+        """Raise where values on the CPU are out of range; ``args`` is a ``record``."""
         if self.check is not None and args[0].is_cpu:
-            self.check(args)
+            self.check(self.op, args)
 
     def _others(self, found: Any) -> Any:
         return found[1:] if self.has_others else None
@@ -187,41 +280,51 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def _register(operation: Operation, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     """What runs at once where the registered operator would do no more, else that operator."""
-    name, run = operation.name, operation.run
+    name, run = operation.name, operation.run_record
     OPERATIONS[name] = operation
 
-    def body(*args: Any) -> Any:
+    def body(*flat: Any) -> Any:
         if not _is_grad_enabled():
-            return run(args)
+            return operation.run(flat)
         # Without this the reference would build autograd's graph of its own intermediate tensors.
         with torch.no_grad():
-            return run(args)
+            return operation.run(flat)
 
     _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4::{name}", fake, lib=_LIBRARY)
     registered = getattr(torch.ops.dsv4, name).default
-    declared = [_in_python(str(argument.real_type)) for argument in registered._schema.arguments]
-    tensors = [i for i, types in enumerate(declared) if torch.Tensor in types]
+    schema_types = [str(argument.real_type) for argument in registered._schema.arguments]
+    declared = [_in_python(kind) for kind in schema_types[: len(operation.record._fields)]]
+    tensors = [i for i, kinds in enumerate(declared) if torch.Tensor in kinds]
     as_declared: set[tuple[type, ...]] = set()
 
-    def call(*args: Any) -> Any:
+    def call(args: Any, backend: str, out: torch.Tensor | None = None) -> Any:
         if torch.compiler.is_compiling() or not unobserved():
-            return registered(*args)
-        types = tuple(map(type, args))
-        if types not in as_declared:
-            if len(types) != len(declared) or any(map(_missing, types, declared)):
-                return registered(*args)
-            as_declared.add(types)
+            return through_torch(args, backend, out)
+        kinds = tuple(map(type, args))
+        if kinds not in as_declared:
+            if any(map(_missing, kinds, declared)):
+                return through_torch(args, backend, out)
+            as_declared.add(kinds)
+        if type(backend) is not str or (out is not None and type(out) not in _TYPES["Tensor"]):
+            return through_torch(args, backend, out)
         grad = _is_grad_enabled()
         for i in tensors:
             tensor = args[i]
             if tensor is not None and (
                 tensor.is_neg() or tensor.is_meta or (grad and tensor.requires_grad)
             ):
-                return registered(*args)
-        return run(args)
+                return through_torch(args, backend, out)
+        if out is not None and (out.is_neg() or (grad and out.requires_grad)):
+            return through_torch(args, backend, out)
+        return run(args, backend, out)
+
+    def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:
+        if operation.has_out:
+            return registered(*args, out, backend)
+        return registered(*args, backend)
 
     return call
 

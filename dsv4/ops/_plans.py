@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dsv4 import _support, dispatch
+from dsv4 import device, dispatch
 from dsv4._recorder import Recorder
 from dsv4._tape import ALIGNMENT, Build, Pick, Tape, builder, tape_of
 from dsv4.cute.runtime.launch import current_device, stream_of
@@ -46,7 +46,7 @@ _RUN = dispatch.run  # who replaces it wants to see calls
 
 _data_ptr = torch.Tensor.data_ptr
 _is_grad_enabled = torch.is_grad_enabled
-_interpreting = _support._interpreting.get
+_interpreting = device.is_interpreting
 
 
 @dataclass

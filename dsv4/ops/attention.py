@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -13,51 +13,56 @@ from dsv4.ops.kv_cache import check_pages
 from dsv4.pages import Pages
 
 
-def _fake(
-    q: torch.Tensor,
-    window: torch.Tensor,
-    window_page_size: int,
-    window_format: str,
-    window_slots: torch.Tensor,
-    compressed: torch.Tensor | None,
-    compressed_page_size: int,
-    compressed_format: str,
-    compressed_slots: torch.Tensor | None,
-    sink: torch.Tensor,
-    rope_dim: int,
-    scale: float,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    backend: str,
-) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+class SparseAttentionArgs(NamedTuple):
+    """Arguments of ``sparse_attention``: attention over the chosen entries of two paged caches.
+
+    Attributes:
+        q: ``[T, h, D]`` floating.
+        window: Pages' storage of raw entries.
+        window_page_size: Entries of such a page.
+        window_format: Their format.
+        window_slots: ``[T, Kw]`` int, ``page * page_size + entry``; negative: none.
+        compressed: Pages' storage of compressed entries, or None.
+        compressed_page_size: Entries of such a page.
+        compressed_format: Their format.
+        compressed_slots: ``[T, Kc]`` int likewise; None exactly if ``compressed`` is.
+        sink: ``[h]`` floating; -inf: no sink.
+        rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
+        scale: Factor on ``q . k``.
+        cos: ``[T, R/2]`` floating, turns the result back; None: no rotation.
+        sin: As ``cos``.
+    """
+
+    q: torch.Tensor
+    window: torch.Tensor
+    window_page_size: int
+    window_format: str
+    window_slots: torch.Tensor
+    compressed: torch.Tensor | None
+    compressed_page_size: int
+    compressed_format: str
+    compressed_slots: torch.Tensor | None
+    sink: torch.Tensor
+    rope_dim: int
+    scale: float
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
 
 
-def _check_slots(
-    op: str,
-    *,
-    window: torch.Tensor,
-    window_page_size: int,
-    window_slots: torch.Tensor,
-    compressed: torch.Tensor | None,
-    compressed_page_size: int,
-    compressed_slots: torch.Tensor | None,
-    **_: Any,
-) -> None:
-    _check.below(op, "window_slots", window_slots, window.shape[0] * window_page_size)
-    if compressed is not None and compressed_slots is not None:
-        room = compressed.shape[0] * compressed_page_size
-        _check.below(op, "compressed_slots", compressed_slots, room)
+def _fake(args: SparseAttentionArgs) -> torch.Tensor:
+    return torch.empty_like(args.q, memory_format=torch.contiguous_format)
 
 
-_sparse_attention = define(
-    "sparse_attention(Tensor q, Tensor window, int window_page_size, str window_format, "
-    "Tensor window_slots, Tensor? compressed, int compressed_page_size, str compressed_format, "
-    "Tensor? compressed_slots, Tensor sink, int rope_dim, float scale, Tensor? cos, Tensor? sin, "
-    "str backend) -> Tensor",
-    _fake,
-    _check_slots,
-)
+def _check_slots(op: str, args: SparseAttentionArgs) -> None:
+    _check.below(
+        op, "window_slots", args.window_slots, args.window.shape[0] * args.window_page_size
+    )
+    if args.compressed is not None and args.compressed_slots is not None:
+        room = args.compressed.shape[0] * args.compressed_page_size
+        _check.below(op, "compressed_slots", args.compressed_slots, room)
+
+
+_sparse_attention = define("sparse_attention", SparseAttentionArgs, _fake, _check_slots)
 
 
 @planned
@@ -129,20 +134,22 @@ def sparse_attention(
     _check.same_device(op, q=q, sink=sink)
     _check_tables(op, q, cos, sin)
     return _sparse_attention(
-        q,
-        window.data,
-        window.page_size,
-        window.entry_format,
-        window_slots,
-        None if compressed is None else compressed.data,
-        1 if compressed is None else compressed.page_size,
-        window.entry_format if compressed is None else compressed.entry_format,
-        compressed_slots,
-        sink,
-        window.rope_dim,
-        float(scale),
-        cos,
-        sin,
+        SparseAttentionArgs(
+            q,
+            window.data,
+            window.page_size,
+            window.entry_format,
+            window_slots,
+            None if compressed is None else compressed.data,
+            1 if compressed is None else compressed.page_size,
+            window.entry_format if compressed is None else compressed.entry_format,
+            compressed_slots,
+            sink,
+            window.rope_dim,
+            float(scale),
+            cos,
+            sin,
+        ),
         backend,
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops._library import define
+from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
 from dsv4.pages import PAGE_FORMATS, Pages
@@ -15,105 +15,136 @@ from dsv4.pages import PAGE_FORMATS, Pages
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def _pool_fake(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    previous_kv: torch.Tensor | None,
-    previous_score: torch.Tensor | None,
-    overlap: bool,
-    backend: str,
-) -> torch.Tensor:
-    wide = torch.float64 if torch.float64 in (kv.dtype, score.dtype) else torch.float32
-    width = kv.shape[3] // 2 if overlap else kv.shape[3]
-    return kv.new_empty((kv.shape[0], kv.shape[1], width), dtype=wide)
+class PoolWindowsArgs(NamedTuple):
+    """Arguments of ``pool_windows``: pooling of whole windows.
+
+    Attributes:
+        kv: ``[R, W, m, c*d]`` floating; c is 2 with overlap, else 1.
+        score: As ``kv``, ape added.
+        previous_kv: ``[R, m, d]``, of the window before the first; None: there is none.
+        previous_score: As ``previous_kv``.
+        overlap: Whether windows overlap.
+    """
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    previous_kv: torch.Tensor | None
+    previous_score: torch.Tensor | None
+    overlap: bool
 
 
-def _update_fake(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    overlap: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    bound = kv.shape[0] // ape.shape[0] + starts.shape[0]
-    width = kv.shape[1] // 2 if overlap else kv.shape[1]
+class CompressorUpdateArgs(NamedTuple):
+    """Arguments of ``compressor_update``: pooling of the next tokens of sequences.
+
+    Attributes:
+        kv: ``[T, c*d]`` floating; c is 2 with overlap, else 1.
+        score: ``[T, c*d]`` floating, without ape.
+        ape: ``[m, c*d]`` floating.
+        state: ``[S, slots, 2, c*d]`` float32 or float64.
+        cu_seqlens: ``[B + 1]`` int.
+        starts: ``[B]`` int.
+        sequences: ``[B]`` int, rows of the state; negative: padding.
+        overlap: Whether windows overlap.
+    """
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    ape: torch.Tensor
+    state: Written
+    cu_seqlens: torch.Tensor
+    starts: torch.Tensor
+    sequences: torch.Tensor
+    overlap: bool
+
+
+class CompressWriteArgs(NamedTuple):
+    """Arguments of ``compress_write``: compression of the next tokens of sequences into pages.
+
+    Attributes:
+        kv: ``[T, c*d]`` floating; c is 2 with overlap, else 1.
+        score: ``[T, c*d]`` floating, without ape.
+        ape: ``[m, c*d]`` floating.
+        state: ``[S, slots, 2, c*d]`` float32 or float64.
+        cu_seqlens: ``[B + 1]`` int.
+        starts: ``[B]`` int.
+        sequences: ``[B]`` int, rows of the state; negative: padding.
+        norm_weight: ``[d]`` floating.
+        inv_freq: float32 ``[R/2]``.
+        data: ``[pages, ...]``, the pages' storage.
+        page_size: Entries of a page.
+        entry_format: Of the pages, see ``dsv4.pages``.
+        head_dim: D, dims of an entry.
+        rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        overlap: Whether windows overlap.
+        eps: Added to mean squares.
+        rotate_quantize: Whether Hadamard transform and rounding to FP4 follow.
+        dtype: Of the entries before they are stored.
+        table_dtype: What cosines and sines are rounded to.
+    """
+
+    kv: torch.Tensor
+    score: torch.Tensor
+    ape: torch.Tensor
+    state: Written
+    cu_seqlens: torch.Tensor
+    starts: torch.Tensor
+    sequences: torch.Tensor
+    norm_weight: torch.Tensor
+    inv_freq: torch.Tensor
+    data: Written
+    page_size: int
+    entry_format: str
+    head_dim: int
+    rope_dim: int
+    page_table: torch.Tensor
+    overlap: bool
+    eps: float
+    rotate_quantize: bool
+    dtype: torch.dtype
+    table_dtype: torch.dtype
+
+
+def _pool_fake(args: PoolWindowsArgs) -> torch.Tensor:
+    wide = torch.float64 if torch.float64 in (args.kv.dtype, args.score.dtype) else torch.float32
+    width = args.kv.shape[3] // 2 if args.overlap else args.kv.shape[3]
+    return args.kv.new_empty((args.kv.shape[0], args.kv.shape[1], width), dtype=wide)
+
+
+def _update_fake(args: CompressorUpdateArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bound = args.kv.shape[0] // args.ape.shape[0] + args.starts.shape[0]
+    width = args.kv.shape[1] // 2 if args.overlap else args.kv.shape[1]
     return (
-        state.new_empty((bound, width)),
-        state.new_empty((bound,), dtype=torch.int64),
-        state.new_empty((bound,), dtype=torch.int64),
+        args.state.new_empty((bound, width)),
+        args.state.new_empty((bound,), dtype=torch.int64),
+        args.state.new_empty((bound,), dtype=torch.int64),
     )
 
 
-def _write_fake(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    norm_weight: torch.Tensor,
-    inv_freq: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    overlap: bool,
-    eps: float,
-    rotate_quantize: bool,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    backend: str,
-) -> None:
+def _write_fake(args: CompressWriteArgs) -> None:
     return None
 
 
-def _check_batch(
-    op: str,
-    *,
-    kv: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    **_: Any,
-) -> None:
-    _check.within(op, "cu_seqlens", cu_seqlens, kv.shape[0] + 1)
-    _check_sequences(op, cu_seqlens, sequences, state.shape[0])
-    backwards = _has_tokens(cu_seqlens, sequences) & (starts < 0)
-    _check.none_bad(op, "starts", starts, backwards, "from 0 on")
+def _check_batch(op: str, args: CompressorUpdateArgs | CompressWriteArgs) -> None:
+    _check.within(op, "cu_seqlens", args.cu_seqlens, args.kv.shape[0] + 1)
+    _check_sequences(op, args.cu_seqlens, args.sequences, args.state.shape[0])
+    backwards = _has_tokens(args.cu_seqlens, args.sequences) & (args.starts < 0)
+    _check.none_bad(op, "starts", args.starts, backwards, "from 0 on")
 
 
-def _check_batch_and_pages(
-    op: str,
-    *,
-    ape: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    page_table: torch.Tensor,
-    **rest: Any,
-) -> None:
-    batch = {"cu_seqlens": cu_seqlens, "starts": starts, "sequences": sequences}
-    _check_batch(op, **batch, **rest)
-    _check_sequences(op, cu_seqlens, sequences, page_table.shape[0])
+def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
+    data = args.data
+    _check_batch(op, args)
+    _check_sequences(op, args.cu_seqlens, args.sequences, args.page_table.shape[0])
     # Windows that close are entries ``first`` to ``last - 1`` of a sequence.
-    first = starts // ape.shape[0]
-    last = (starts + cu_seqlens.diff()) // ape.shape[0]
-    writes = _has_tokens(cu_seqlens, sequences) & (first < last)
+    first = args.starts // args.ape.shape[0]
+    last = (args.starts + args.cu_seqlens.diff()) // args.ape.shape[0]
+    writes = _has_tokens(args.cu_seqlens, args.sequences) & (first < last)
     if not bool(writes.any()):
         return
-    entry = page_size * torch.arange(page_table.shape[1], device=page_table.device)
-    holds = (entry + page_size > first.unsqueeze(1)) & (entry < last.unsqueeze(1))
-    pages = page_table[sequences.where(writes, 0)]
+    entry = args.page_size * torch.arange(args.page_table.shape[1], device=args.page_table.device)
+    holds = (entry + args.page_size > first.unsqueeze(1)) & (entry < last.unsqueeze(1))
+    pages = args.page_table[args.sequences.where(writes, 0)]
     past = writes.unsqueeze(1) & holds & (pages >= data.shape[0])
     _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
 
@@ -128,28 +159,9 @@ def _has_tokens(cu_seqlens: torch.Tensor, sequences: torch.Tensor) -> torch.Tens
     return (cu_seqlens.diff() > 0) & (sequences >= 0)
 
 
-_TOKENS = (
-    "Tensor kv, Tensor score, Tensor ape, Tensor(a!) state, Tensor cu_seqlens, Tensor starts, "
-    "Tensor sequences"
-)
-_pool_windows = define(
-    "pool_windows(Tensor kv, Tensor score, Tensor? previous_kv, Tensor? previous_score, "
-    "bool overlap, str backend) -> Tensor",
-    _pool_fake,
-)
-_compressor_update = define(
-    f"compressor_update({_TOKENS}, bool overlap, str backend) -> (Tensor, Tensor, Tensor)",
-    _update_fake,
-    _check_batch,
-)
-_compress_write = define(
-    f"compress_write({_TOKENS}, Tensor norm_weight, Tensor inv_freq, Tensor(b!) data, "
-    "int page_size, str entry_format, int head_dim, int rope_dim, Tensor page_table, "
-    "bool overlap, float eps, bool rotate_quantize, ScalarType dtype, ScalarType table_dtype, "
-    "str backend) -> ()",
-    _write_fake,
-    _check_batch_and_pages,
-)
+_pool_windows = define("pool_windows", PoolWindowsArgs, _pool_fake)
+_compressor_update = define("compressor_update", CompressorUpdateArgs, _update_fake, _check_batch)
+_compress_write = define("compress_write", CompressWriteArgs, _write_fake, _check_batch_and_pages)
 
 
 @planned
@@ -205,7 +217,7 @@ def pool_windows(
     _check.same_device(
         "pool_windows", kv=kv, score=score, previous_kv=previous_kv, previous_score=previous_score
     )
-    return _pool_windows(kv, score, previous_kv, previous_score, overlap, backend)
+    return _pool_windows(PoolWindowsArgs(kv, score, previous_kv, previous_score, overlap), backend)
 
 
 @planned
@@ -264,7 +276,7 @@ def compressor_update(
     op = "compressor_update"
     _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
     return _compressor_update(
-        kv, score, ape, state, cu_seqlens, starts, sequences, overlap, backend
+        CompressorUpdateArgs(kv, score, ape, state, cu_seqlens, starts, sequences, overlap), backend
     )
 
 
@@ -347,26 +359,28 @@ def compress_write(
         if value not in _ENTRY_FLOATS:
             raise TypeError(f"{op}: {name} is {value}, wanted bfloat16, float32 or float64")
     _compress_write(
-        kv,
-        score,
-        ape,
-        state,
-        cu_seqlens,
-        starts,
-        sequences,
-        norm_weight,
-        inv_freq,
-        pages.data,
-        pages.page_size,
-        pages.entry_format,
-        pages.head_dim,
-        pages.rope_dim,
-        page_table,
-        overlap,
-        eps,
-        rotate_quantize,
-        dtype,
-        table_dtype,
+        CompressWriteArgs(
+            kv,
+            score,
+            ape,
+            state,
+            cu_seqlens,
+            starts,
+            sequences,
+            norm_weight,
+            inv_freq,
+            pages.data,
+            pages.page_size,
+            pages.entry_format,
+            pages.head_dim,
+            pages.rope_dim,
+            page_table,
+            overlap,
+            eps,
+            rotate_quantize,
+            dtype,
+            table_dtype,
+        ),
         backend,
     )
 

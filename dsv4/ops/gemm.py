@@ -1,10 +1,10 @@
-"""Product of activations with a quantised weight."""
+"""GEMM of activations with a quantised weight."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -17,29 +17,43 @@ from dsv4.ops.quantize import positive
 ACTIVATIONS = ("bf16", "nvfp4")
 
 
-def _fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0] // groups), dtype=out_dtype)
+class GemmArgs(NamedTuple):
+    """Arguments of ``gemm``: GEMM of activations with a quantised weight.
+
+    Attributes:
+        x: ``[T, K]``, or ``[T, G, K]`` with G > 1 groups; bfloat16, float16, float32 or float64.
+        codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
+        scales: Block scales in the weight's layout.
+        global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
+        segments: Rows of each part of a fused weight; empty: one part.
+        format: Name of the weight's format.
+        layout: Of the weight's codes and block scales.
+        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
+        groups: G; the weight's rows are the groups' one after another.
+        out_dtype: Of the result, floating.
+    """
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None
+    segments: Sequence[int]
+    format: str
+    layout: str
+    activation: str
+    input_scale: torch.Tensor | None
+    groups: int
+    out_dtype: torch.dtype
 
 
-_gemm = define(
-    "gemm(Tensor x, Tensor codes, Tensor scales, Tensor? global_scale, int[] segments, "
-    "str format, str layout, str activation, Tensor? input_scale, int groups, "
-    "ScalarType out_dtype, str backend) -> Tensor",
-    _fake,
-)
+def _fake(args: GemmArgs) -> torch.Tensor:
+    return args.x.new_empty(
+        (*args.x.shape[:-1], args.codes.shape[0] // args.groups), dtype=args.out_dtype
+    )
+
+
+_gemm = define("gemm", GemmArgs, _fake)
 
 
 @planned
@@ -84,17 +98,14 @@ def gemm(
         ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    input_scale = check_product(
-        "gemm", x, weight, activation, input_scale, out_dtype, groups=groups
-    )
+    input_scale = check_gemm("gemm", x, weight, activation, input_scale, out_dtype, groups=groups)
     flat = _flat(x, groups)
     dtype = x.dtype if out_dtype is None else out_dtype
-    arguments = _arguments(flat, weight, activation, input_scale, groups, dtype)
-    out = _gemm(*arguments, backend)
+    out = _gemm(_record(flat, weight, activation, input_scale, groups, dtype), backend)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
-def check_product(
+def check_gemm(
     op: str,
     x: torch.Tensor,
     weight: QuantizedTensor,
@@ -121,16 +132,15 @@ def _flat(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
 
 
-def _arguments(
+def _record(
     x: torch.Tensor,
     weight: QuantizedTensor,
     activation: str,
     input_scale: torch.Tensor | None,
     groups: int,
     out_dtype: torch.dtype,
-) -> tuple[Any, ...]:
-    """The operator's, without ``backend``."""
-    return (
+) -> GemmArgs:
+    return GemmArgs(
         x,
         weight.codes,
         weight.scales,

@@ -1,41 +1,54 @@
-"""Product with a quantised gate and up projection, and the SwiGLU of it."""
+"""GEMM with a quantised gate and up projection, and the SwiGLU of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dsv4.formats import QuantizedTensor
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.gemm import check_product
+from dsv4.ops.gemm import check_gemm
 
 
-def _fake(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    limit: float | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], codes.shape[0] // 2), dtype=out_dtype)
+class GemmSwigluArgs(NamedTuple):
+    """Arguments of ``gemm_swiglu``: GEMM with a quantised gate and up weight, and SwiGLU.
+
+    Attributes:
+        x: ``[T, K]``, bfloat16, float16, float32 or float64.
+        codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
+        scales: Block scales in the weight's layout.
+        global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
+        segments: Rows of each part of a fused weight; empty: one part.
+        format: Name of the weight's format.
+        layout: Of the weight's codes and block scales.
+        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
+        limit: Clamp bound above 0, or None for no clamp.
+        out_dtype: Of the result, floating.
+    """
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None
+    segments: Sequence[int]
+    format: str
+    layout: str
+    activation: str
+    input_scale: torch.Tensor | None
+    limit: float | None
+    out_dtype: torch.dtype
 
 
-_gemm_swiglu = define(
-    "gemm_swiglu(Tensor x, Tensor codes, Tensor scales, Tensor? global_scale, int[] segments, "
-    "str format, str layout, str activation, Tensor? input_scale, float? limit, "
-    "ScalarType out_dtype, str backend) -> Tensor",
-    _fake,
-)
+def _fake(args: GemmSwigluArgs) -> torch.Tensor:
+    return args.x.new_empty((args.x.shape[0], args.codes.shape[0] // 2), dtype=args.out_dtype)
+
+
+_gemm_swiglu = define("gemm_swiglu", GemmSwigluArgs, _fake)
 
 
 @planned
@@ -71,10 +84,10 @@ def gemm_swiglu(
         ValueError: as ``gemm``, and if the weight has an odd number of rows or ``limit`` is not
             above 0.
     """
-    input_scale = check_product("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
+    input_scale = check_gemm("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
     _check_swiglu(weight, limit)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    arguments = (
+    args = GemmSwigluArgs(
         flat,
         weight.codes,
         weight.scales,
@@ -87,7 +100,7 @@ def gemm_swiglu(
         limit,
         x.dtype if out_dtype is None else out_dtype,
     )
-    out = _gemm_swiglu(*arguments, backend)
+    out = _gemm_swiglu(args, backend)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)
 
 

@@ -1,4 +1,4 @@
-"""Product of sorted rows with the weights of their experts, and the SwiGLU of it."""
+"""GEMM of sorted rows with the weights of their experts, and the SwiGLU of it."""
 
 from __future__ import annotations
 
@@ -17,67 +17,132 @@ from dsv4.ops.quantize import positive
 PLAIN = "plain"
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    settled: bool,
-    backend: str,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
+class GroupedGemmArgs(NamedTuple):
+    """Arguments of ``grouped_gemm``: GEMM of sorted rows with the weights of their experts.
+
+    Attributes:
+        x: ``[R, K]`` sorted rows, floating, or their NVFP4 codes ``[R, K/2]`` uint8.
+        weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
+        scales: Block scales of codes in the weight's layout, else None.
+        global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
+        segments: Rows of each part of a fused weight; empty: one part.
+        offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
+        format: Name of the weight's format, or ``"plain"``.
+        layout: Of the weight's codes and block scales.
+        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
+        x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
+        row_scale: float32 ``[R]``, global scale of each row of codes, else None.
+        out_dtype: Of the result, floating.
+        settled: Whether another GEMM already waited for the offsets.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    segments: Sequence[int]
+    offsets: torch.Tensor
+    format: str
+    layout: str
+    activation: str
+    input_scale: torch.Tensor | None
+    x_scales: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    out_dtype: torch.dtype
+    settled: bool
 
 
-def _fake_swiglu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    limit: float | None,
-    row_weight: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1] // 2), dtype=out_dtype)
+class GroupedGemmSwigluArgs(NamedTuple):
+    """Arguments of ``grouped_gemm_swiglu``: ``grouped_gemm``, and SwiGLU of the result.
+
+    Attributes:
+        x: ``[R, K]`` sorted rows, floating, or their NVFP4 codes ``[R, K/2]`` uint8.
+        weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
+        scales: Block scales of codes in the weight's layout, else None.
+        global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
+        segments: Rows of each part of a fused weight; empty: one part.
+        offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
+        format: Name of the weight's format, or ``"plain"``.
+        layout: Of the weight's codes and block scales.
+        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
+        x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
+        row_scale: float32 ``[R]``, global scale of each row of codes, else None.
+        limit: Clamp bound above 0, or None for no clamp.
+        row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
+        out_dtype: Of the result, floating.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    segments: Sequence[int]
+    offsets: torch.Tensor
+    format: str
+    layout: str
+    activation: str
+    input_scale: torch.Tensor | None
+    x_scales: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    limit: float | None
+    row_weight: torch.Tensor | None
+    out_dtype: torch.dtype
+
+
+class GroupedGemmSwigluQuantizeArgs(NamedTuple):
+    """Arguments of ``grouped_gemm_swiglu_quantize``: ``grouped_gemm_swiglu`` with an NVFP4 result.
+
+    Attributes:
+        x: ``[R, K]`` sorted rows, floating, or their NVFP4 codes ``[R, K/2]`` uint8.
+        weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
+        scales: Block scales of codes in the weight's layout, else None.
+        global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
+        segments: Rows of each part of a fused weight; empty: one part.
+        offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
+        format: Name of the weight's format, or ``"plain"``.
+        layout: Of the weight's codes and block scales.
+        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
+        x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
+        row_scale: float32 ``[R]``, global scale of each row of codes, else None.
+        limit: Clamp bound above 0, or None for no clamp.
+        row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
+        result_scale: float32 ``[E]``, static global scale of each expert's results.
+        scale_layout: Of the result's block scales.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    segments: Sequence[int]
+    offsets: torch.Tensor
+    format: str
+    layout: str
+    activation: str
+    input_scale: torch.Tensor | None
+    x_scales: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    limit: float | None
+    row_weight: torch.Tensor | None
+    result_scale: torch.Tensor
+    scale_layout: str
+
+
+def _fake(args: GroupedGemmArgs) -> torch.Tensor:
+    return args.x.new_empty((args.x.shape[0], args.weight.shape[1]), dtype=args.out_dtype)
+
+
+def _fake_swiglu(args: GroupedGemmSwigluArgs) -> torch.Tensor:
+    return args.x.new_empty((args.x.shape[0], args.weight.shape[1] // 2), dtype=args.out_dtype)
 
 
 def _fake_swiglu_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    offsets: torch.Tensor,
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    x_scales: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    limit: float | None,
-    row_weight: torch.Tensor | None,
-    result_scale: torch.Tensor,
-    scale_layout: str,
-    backend: str,
+    args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return empty_codes(x, weight, scale_layout)
+    return empty_codes(args.x, args.weight, args.scale_layout)
 
 
 def empty_codes(
@@ -102,32 +167,16 @@ def empty_codes(
     )
 
 
-_SCHEMA = (
-    "grouped_gemm(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, int[] segments, "
-    "Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "Tensor? x_scales, Tensor? row_scale, ScalarType out_dtype, bool settled, str backend) "
-    "-> Tensor"
-)
-_grouped_gemm = define(_SCHEMA, _fake)
-_grouped_gemm_out = define_out(_SCHEMA)
+_grouped_gemm = define("grouped_gemm", GroupedGemmArgs, _fake)
+_grouped_gemm_out = define_out("grouped_gemm", GroupedGemmArgs, _fake)
 
 
-_SCHEMA_SWIGLU = (
-    "grouped_gemm_swiglu(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
-    "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "Tensor? x_scales, Tensor? row_scale, float? limit, Tensor? row_weight, ScalarType out_dtype, "
-    "str backend) -> Tensor"
-)
-_grouped_gemm_swiglu = define(_SCHEMA_SWIGLU, _fake_swiglu)
-_grouped_gemm_swiglu_out = define_out(_SCHEMA_SWIGLU)
+_grouped_gemm_swiglu = define("grouped_gemm_swiglu", GroupedGemmSwigluArgs, _fake_swiglu)
+_grouped_gemm_swiglu_out = define_out("grouped_gemm_swiglu", GroupedGemmSwigluArgs, _fake_swiglu)
 
 
 _grouped_gemm_swiglu_quantize = define(
-    "grouped_gemm_swiglu_quantize(Tensor x, Tensor weight, Tensor? scales, Tensor? global_scale, "
-    "int[] segments, Tensor offsets, str format, str layout, str activation, Tensor? input_scale, "
-    "Tensor? x_scales, Tensor? row_scale, float? limit, Tensor? row_weight, Tensor result_scale, "
-    "str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_swiglu_quantize,
+    "grouped_gemm_swiglu_quantize", GroupedGemmSwigluQuantizeArgs, _fake_swiglu_quantize
 )
 
 
@@ -176,11 +225,26 @@ def grouped_gemm(
     """
     rows, out_dtype = _rows("grouped_gemm", x, activation, out_dtype)
     parts = _checked("grouped_gemm", rows, weight, offsets, activation, input_scale)
-    given = (rows.x, *parts, activation, input_scale, *rows[1:], out_dtype, settled)
+    args = GroupedGemmArgs(
+        rows.x,
+        parts.codes,
+        parts.scales,
+        parts.global_scale,
+        parts.segments,
+        offsets,
+        parts.format,
+        parts.layout,
+        activation,
+        input_scale,
+        rows.scales,
+        rows.row_scale,
+        out_dtype,
+        settled,
+    )
     if out is None:
-        return _grouped_gemm(*given, backend)
-    _check.result("grouped_gemm", out, (x.shape[0], parts[0].shape[1]), out_dtype, rows.x)
-    _grouped_gemm_out(*given, out, backend)
+        return _grouped_gemm(args, backend)
+    _check.result("grouped_gemm", out, (x.shape[0], parts.codes.shape[1]), out_dtype, rows.x)
+    _grouped_gemm_out(args, backend, out)
     return out
 
 
@@ -227,15 +291,31 @@ def grouped_gemm_swiglu(
     op = "grouped_gemm_swiglu"
     rows, out_dtype = _rows(op, x, activation, out_dtype)
     parts = _checked(op, rows, weight, offsets, activation, input_scale)
-    high = parts[0].shape[1]
+    high = parts.codes.shape[1]
     if high % 2:
         raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
     _check_swiglu(op, rows.x, limit, row_weight)
-    given = (rows.x, *parts, activation, input_scale, *rows[1:], limit, row_weight, out_dtype)
+    args = GroupedGemmSwigluArgs(
+        rows.x,
+        parts.codes,
+        parts.scales,
+        parts.global_scale,
+        parts.segments,
+        offsets,
+        parts.format,
+        parts.layout,
+        activation,
+        input_scale,
+        rows.scales,
+        rows.row_scale,
+        limit,
+        row_weight,
+        out_dtype,
+    )
     if out is None:
-        return _grouped_gemm_swiglu(*given, backend)
+        return _grouped_gemm_swiglu(args, backend)
     _check.result(op, out, (x.shape[0], high // 2), out_dtype, rows.x)
-    _grouped_gemm_swiglu_out(*given, out, backend)
+    _grouped_gemm_swiglu_out(args, backend, out)
     return out
 
 
@@ -291,32 +371,47 @@ def grouped_gemm_swiglu_quantize(
     op = "grouped_gemm_swiglu_quantize"
     rows, _ = _rows(op, x, activation, None)
     parts = _checked(op, rows, weight, offsets, activation, input_scale)
-    high = parts[0].shape[1]
+    high = parts.codes.shape[1]
     _check.one_of(op, "scale_layout", scale_layout, (LINEAR, SWIZZLED_EXPERTS))
     each = 32 if scale_layout == LINEAR else 128
     if high == 0 or high % each:
         raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {each}")
     _check_swiglu(op, rows.x, limit, row_weight)
     _check.dtype(op, "result_scale", result_scale, torch.float32)
-    _check.shape(op, "result_scale", result_scale, [parts[0].shape[0]])
+    _check.shape(op, "result_scale", result_scale, [parts.codes.shape[0]])
     _check.same_device(op, x=rows.x, result_scale=result_scale)
     positive(f"{op}: result_scale", result_scale)
-    given = (rows.x, *parts, activation, input_scale, *rows[1:], limit, row_weight)
-    codes, scales, total = _grouped_gemm_swiglu_quantize(
-        *given, result_scale, scale_layout, backend
+    args = GroupedGemmSwigluQuantizeArgs(
+        rows.x,
+        parts.codes,
+        parts.scales,
+        parts.global_scale,
+        parts.segments,
+        offsets,
+        parts.format,
+        parts.layout,
+        activation,
+        input_scale,
+        rows.scales,
+        rows.row_scale,
+        limit,
+        row_weight,
+        result_scale,
+        scale_layout,
     )
+    codes, scales, total = _grouped_gemm_swiglu_quantize(args, backend)
     return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
 
 
-_Parts = tuple[
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    list[int],
-    torch.Tensor,
-    str,
-    str,
-]
+class _Weight(NamedTuple):
+    """A weight as operators take it; see ``GroupedGemmArgs``."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    segments: list[int]
+    format: str
+    layout: str
 
 
 class _Rows(NamedTuple):
@@ -362,8 +457,8 @@ def _checked(
     offsets: torch.Tensor,
     activation: str,
     input_scale: torch.Tensor | None,
-) -> _Parts:
-    """Raise unless the operands fit; the weight in parts, with the offsets where operators do."""
+) -> _Weight:
+    """Raise unless the operands fit; the weight in parts."""
     _check.dtype(op, "offsets", offsets, torch.int32)
     x, shape = rows.x, _check_weight(op, weight)
     _check.shape(op, "x", x, [None, None])
@@ -371,18 +466,22 @@ def _checked(
     if not torch.compiler.is_compiling():
         check_columns(op, rows.columns, shape[2], activation)
     _check_input_scale(op, input_scale, activation, shape[0])
-    first, scales, global_scale, segments, name, layout = _flatten(weight)
-    _check.same_device(op, x=x, weight=first, offsets=offsets, input_scale=input_scale)
-    return first, scales, global_scale, segments, offsets, name, layout
+    parts = _flatten(weight)
+    _check.same_device(op, x=x, weight=parts.codes, offsets=offsets, input_scale=input_scale)
+    return parts
 
 
-def _flatten(
-    weight: QuantizedTensor | torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int], str, str]:
+def _flatten(weight: QuantizedTensor | torch.Tensor) -> _Weight:
     if isinstance(weight, torch.Tensor):
-        return weight, None, None, [], PLAIN, LINEAR
-    name, segments = weight.format.name, list(weight.segments)
-    return weight.codes, weight.scales, weight.global_scale, segments, name, weight.layout
+        return _Weight(weight, None, None, [], PLAIN, LINEAR)
+    return _Weight(
+        weight.codes,
+        weight.scales,
+        weight.global_scale,
+        list(weight.segments),
+        weight.format.name,
+        weight.layout,
+    )
 
 
 def _check_weight(op: str, weight: QuantizedTensor | torch.Tensor) -> tuple[int, ...]:

@@ -2,27 +2,204 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.quantize import fake_nvfp4, given_scale
+from dsv4.ops.quantize import empty_nvfp4, given_scale
 
 Pre = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+PreQuantized = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+PostPreQuantized = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
 
 
-def _fake_pre(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    backend: str,
-) -> Pre:
+class HcPreArgs(NamedTuple):
+    """Arguments of ``hc_pre``: collapse of the residual streams.
+
+    Attributes:
+        streams: ``[..., n, H]`` floating.
+        fn: ``[(2 + n) n, n H]`` floating.
+        scale: ``[3]`` floating.
+        base: ``[(2 + n) n]`` floating.
+        norm_eps: Added to mean squares.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations, at least 1.
+    """
+
+    streams: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+
+
+class HcPostArgs(NamedTuple):
+    """Arguments of ``hc_post``: writing a sublayer's output back to the streams.
+
+    Attributes:
+        y: ``[..., H]`` floating, output of the sublayer before.
+        streams: ``[..., n, H]`` floating.
+        post: ``[..., n]`` floating.
+        comb: ``[..., n, n]`` floating.
+    """
+
+    y: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+
+class HcPreNormArgs(NamedTuple):
+    """Arguments of ``hc_pre_norm``: ``hc_pre`` with the norm that follows.
+
+    Attributes:
+        streams: ``[..., n, H]`` floating.
+        fn: ``[(2 + n) n, n H]`` floating.
+        scale: ``[3]`` floating.
+        base: ``[(2 + n) n]`` floating.
+        norm_weight: ``[H]`` floating.
+        norm_eps: Added to mean squares.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations, at least 1.
+    """
+
+    streams: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_weight: torch.Tensor
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+
+
+class HcPostPreNormArgs(NamedTuple):
+    """Arguments of ``hc_post_pre_norm``: ``hc_post`` of one sublayer, ``hc_pre_norm`` of the next.
+
+    Attributes:
+        y: ``[..., H]`` floating, output of the sublayer before.
+        streams: ``[..., n, H]`` floating.
+        post: ``[..., n]`` floating.
+        comb: ``[..., n, n]`` floating.
+        fn: ``[(2 + n) n, n H]`` floating.
+        scale: ``[3]`` floating.
+        base: ``[(2 + n) n]`` floating.
+        norm_weight: ``[H]`` floating.
+        norm_eps: Added to mean squares.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations, at least 1.
+    """
+
+    y: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_weight: torch.Tensor
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+
+
+class HcPreNormQuantizeArgs(NamedTuple):
+    """Arguments of ``hc_pre_norm_quantize``: ``hc_pre_norm`` with an NVFP4 norm.
+
+    Attributes:
+        streams: ``[T, n, H]`` floating.
+        fn: ``[(2 + n) n, n H]`` floating.
+        scale: ``[3]`` floating.
+        base: ``[(2 + n) n]`` floating.
+        norm_weight: ``[H]`` floating.
+        global_scale: float32, static global scale of the codes; None: one per row.
+        norm_eps: Added to mean squares.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations, at least 1.
+        scaling: ``"token"`` or ``"static"``.
+    """
+
+    streams: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_weight: torch.Tensor
+    global_scale: torch.Tensor | None
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+    scaling: str
+
+
+class HcPostPreNormQuantizeArgs(NamedTuple):
+    """Arguments of ``hc_post_pre_norm_quantize``: ``hc_post_pre_norm`` with an NVFP4 norm.
+
+    Attributes:
+        y: ``[..., H]`` floating, output of the sublayer before.
+        streams: ``[..., n, H]`` floating.
+        post: ``[..., n]`` floating.
+        comb: ``[..., n, n]`` floating.
+        fn: ``[(2 + n) n, n H]`` floating.
+        scale: ``[3]`` floating.
+        base: ``[(2 + n) n]`` floating.
+        norm_weight: ``[H]`` floating.
+        global_scale: float32, static global scale of the codes; None: one per row.
+        norm_eps: Added to mean squares.
+        hc_eps: The Sinkhorn epsilon.
+        iterations: Column normalisations, at least 1.
+        scaling: ``"token"`` or ``"static"``.
+    """
+
+    y: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_weight: torch.Tensor
+    global_scale: torch.Tensor | None
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+    scaling: str
+
+
+class HcHeadArgs(NamedTuple):
+    """Arguments of ``hc_head``: collapse of the streams after the last layer.
+
+    Attributes:
+        streams: ``[..., n, H]`` floating.
+        fn: ``[n, n H]`` floating.
+        scale: ``[1]`` floating.
+        base: ``[n]`` floating.
+        norm_eps: Added to mean squares.
+        hc_eps: Added to the weights.
+    """
+
+    streams: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_eps: float
+    hc_eps: float
+
+
+def _fake_pre(args: HcPreArgs | HcPreNormArgs) -> Pre:
+    return _collapsed(args.streams)
+
+
+def _collapsed(streams: torch.Tensor) -> Pre:
     *lead, n, hidden = streams.shape
     wide = torch.float64 if streams.dtype == torch.float64 else torch.float32
     return (
@@ -32,134 +209,46 @@ def _fake_pre(
     )
 
 
-def _fake_post(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, backend: str
-) -> torch.Tensor:
-    return torch.empty_like(streams, memory_format=torch.contiguous_format)
-
-
-def _fake_pre_norm(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    backend: str,
-) -> Pre:
-    return _fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+def _fake_post(args: HcPostArgs) -> torch.Tensor:
+    return torch.empty_like(args.streams, memory_format=torch.contiguous_format)
 
 
 def _fake_post_pre_norm(
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    backend: str,
+    args: HcPostPreNormArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    mixed = torch.empty_like(streams, memory_format=torch.contiguous_format)
-    return mixed, *_fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+    mixed = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
+    return mixed, *_collapsed(args.streams)
 
 
-def _fake_pre_quantize(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    scaling: str,
-    backend: str,
-) -> tuple[torch.Tensor, ...]:
-    normed, *made = _fake_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
-    return normed, *fake_nvfp4(normed, global_scale, scaling, LINEAR, backend), *made
+def _fake_pre_quantize(args: HcPreNormQuantizeArgs) -> PreQuantized:
+    return _collapsed_quantized(args.streams, args.global_scale, args.scaling)
 
 
-def _fake_quantize(
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    scaling: str,
-    backend: str,
-) -> tuple[torch.Tensor, ...]:
-    mixed = torch.empty_like(streams, memory_format=torch.contiguous_format)
-    settings = (norm_eps, hc_eps, iterations, scaling, backend)
-    return mixed, *_fake_pre_quantize(
-        streams, fn, scale, base, norm_weight, global_scale, *settings
-    )
+def _collapsed_quantized(
+    streams: torch.Tensor, global_scale: torch.Tensor | None, scaling: str
+) -> PreQuantized:
+    normed, post, comb = _collapsed(streams)
+    return normed, *empty_nvfp4(normed, global_scale, scaling, LINEAR), post, comb
 
 
-def _fake_head(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    backend: str,
-) -> torch.Tensor:
-    return streams.new_empty([*streams.shape[:-2], streams.shape[-1]])
+def _fake_quantize(args: HcPostPreNormQuantizeArgs) -> PostPreQuantized:
+    mixed = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
+    return mixed, *_collapsed_quantized(args.streams, args.global_scale, args.scaling)
 
 
-_hc_pre = define(
-    "hc_pre(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float hc_eps, "
-    "int iterations, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_pre,
-)
-_hc_post = define(
-    "hc_post(Tensor y, Tensor streams, Tensor post, Tensor comb, str backend) -> Tensor",
-    _fake_post,
-)
-_hc_pre_norm = define(
-    "hc_pre_norm(Tensor streams, Tensor fn, Tensor scale, Tensor base, Tensor norm_weight, "
-    "float norm_eps, float hc_eps, int iterations, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_pre_norm,
-)
-_hc_post_pre_norm = define(
-    "hc_post_pre_norm(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, "
-    "Tensor scale, Tensor base, Tensor norm_weight, float norm_eps, float hc_eps, "
-    "int iterations, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_post_pre_norm,
-)
-_hc_pre_norm_quantize = define(
-    "hc_pre_norm_quantize(Tensor streams, Tensor fn, Tensor scale, Tensor base, "
-    "Tensor norm_weight, Tensor? global_scale, float norm_eps, float hc_eps, int iterations, "
-    "str scaling, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_pre_quantize,
-)
+def _fake_head(args: HcHeadArgs) -> torch.Tensor:
+    return args.streams.new_empty([*args.streams.shape[:-2], args.streams.shape[-1]])
+
+
+_hc_pre = define("hc_pre", HcPreArgs, _fake_pre)
+_hc_post = define("hc_post", HcPostArgs, _fake_post)
+_hc_pre_norm = define("hc_pre_norm", HcPreNormArgs, _fake_pre)
+_hc_post_pre_norm = define("hc_post_pre_norm", HcPostPreNormArgs, _fake_post_pre_norm)
+_hc_pre_norm_quantize = define("hc_pre_norm_quantize", HcPreNormQuantizeArgs, _fake_pre_quantize)
 _hc_post_pre_norm_quantize = define(
-    "hc_post_pre_norm_quantize(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, "
-    "Tensor scale, Tensor base, Tensor norm_weight, Tensor? global_scale, float norm_eps, "
-    "float hc_eps, int iterations, str scaling, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_quantize,
+    "hc_post_pre_norm_quantize", HcPostPreNormQuantizeArgs, _fake_quantize
 )
-_hc_head = define(
-    "hc_head(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float hc_eps, "
-    "str backend) -> Tensor",
-    _fake_head,
-)
+_hc_head = define("hc_head", HcHeadArgs, _fake_head)
 
 
 @planned
@@ -202,7 +291,7 @@ def hc_pre(
             device.
     """
     _check_pre("hc_pre", streams, fn, scale, base, iterations)
-    return _hc_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations, backend)
+    return _hc_pre(HcPreArgs(streams, fn, scale, base, norm_eps, hc_eps, iterations), backend)
 
 
 @planned
@@ -236,7 +325,7 @@ def hc_post(
         ValueError: if a shape does not fit or a tensor is on another device.
     """
     _check_post("hc_post", y, streams, post, comb)
-    return _hc_post(y, streams, post, comb, backend)
+    return _hc_post(HcPostArgs(y, streams, post, comb), backend)
 
 
 @planned
@@ -277,7 +366,7 @@ def hc_pre_norm(
     _check_pre("hc_pre_norm", streams, fn, scale, base, iterations)
     _check_norm("hc_pre_norm", streams, norm_weight)
     return _hc_pre_norm(
-        streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations, backend
+        HcPreNormArgs(streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations), backend
     )
 
 
@@ -328,16 +417,9 @@ def hc_pre_norm_quantize(
     _check_norm(op, streams, norm_weight)
     given = _check_quantize(op, streams, global_scale, scaling)
     normed, codes, scales, total, post, comb = _hc_pre_norm_quantize(
-        streams,
-        fn,
-        scale,
-        base,
-        norm_weight,
-        given,
-        norm_eps,
-        hc_eps,
-        iterations,
-        scaling,
+        HcPreNormQuantizeArgs(
+            streams, fn, scale, base, norm_weight, given, norm_eps, hc_eps, iterations, scaling
+        ),
         backend,
     )
     return normed, QuantizedTensor(codes, scales, total, NVFP4), post, comb
@@ -389,17 +471,9 @@ def hc_post_pre_norm(
     _check_pre(op, streams, fn, scale, base, iterations)
     _check_norm(op, streams, norm_weight)
     return _hc_post_pre_norm(
-        y,
-        streams,
-        post,
-        comb,
-        fn,
-        scale,
-        base,
-        norm_weight,
-        norm_eps,
-        hc_eps,
-        iterations,
+        HcPostPreNormArgs(
+            y, streams, post, comb, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations
+        ),
         backend,
     )
 
@@ -459,19 +533,21 @@ def hc_post_pre_norm_quantize(
     _check_norm(op, streams, norm_weight)
     given = _check_quantize(op, streams, global_scale, scaling)
     mixed, normed, codes, scales, total, post, comb = _hc_post_pre_norm_quantize(
-        y,
-        streams,
-        post,
-        comb,
-        fn,
-        scale,
-        base,
-        norm_weight,
-        given,
-        norm_eps,
-        hc_eps,
-        iterations,
-        scaling,
+        HcPostPreNormQuantizeArgs(
+            y,
+            streams,
+            post,
+            comb,
+            fn,
+            scale,
+            base,
+            norm_weight,
+            given,
+            norm_eps,
+            hc_eps,
+            iterations,
+            scaling,
+        ),
         backend,
     )
     return mixed, normed, QuantizedTensor(codes, scales, total, NVFP4), post, comb
@@ -514,7 +590,7 @@ def hc_head(
         _check.shape("hc_head", "fn", fn, [n, n * streams.shape[-1]])
         _check.shape("hc_head", "scale", scale, [1])
         _check.shape("hc_head", "base", base, [n])
-    return _hc_head(streams, fn, scale, base, norm_eps, hc_eps, backend)
+    return _hc_head(HcHeadArgs(streams, fn, scale, base, norm_eps, hc_eps), backend)
 
 
 def _check_pre(

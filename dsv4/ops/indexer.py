@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from dsv4.formats import LINEAR, MXFP4, QuantizedTensor
 from dsv4.ops import _check
-from dsv4.ops._library import define
+from dsv4.ops._library import Symbolic, define
 from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
 from dsv4.pages import FP4_GROUP, PAGE_FORMATS, Pages
@@ -16,87 +16,122 @@ from dsv4.pages import FP4_GROUP, PAGE_FORMATS, Pages
 QUERY_FORMATS = ("fp8", "mxfp4")
 
 
-def _rotate_fake(x: torch.Tensor, backend: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class IndexerRotateQuantizeArgs(NamedTuple):
+    """Arguments of ``indexer_rotate_quantize``: Hadamard transform and rounding to FP4.
+
+    Attributes:
+        x: ``[..., d]``, bfloat16, float32 or float64.
+    """
+
+    x: torch.Tensor
 
 
-def _queries_fake(
-    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool, backend: str
-) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+class IndexerQueriesArgs(NamedTuple):
+    """Arguments of ``indexer_queries``: rotation of index queries.
+
+    Attributes:
+        q: ``[T, h, d]`` floating.
+        cos: ``[T, R/2]``, floating, see ``rope_tables``.
+        sin: As ``cos``.
+        rotate_quantize: Whether Hadamard transform and rounding to FP4 follow.
+    """
+
+    q: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rotate_quantize: bool
+
+
+class QuantizeIndexQueriesArgs(NamedTuple):
+    """Arguments of ``quantize_index_queries``: index queries in 8 or 4 bits.
+
+    Attributes:
+        q: ``[T, h, d]`` floating.
+        cos: ``[T, R/2]``, floating, see ``rope_tables``.
+        sin: As ``cos``.
+        weights: ``[T, h]`` floating, of the heads.
+        rotate: Whether the Hadamard transform is made.
+        query_format: ``"fp8"`` or ``"mxfp4"``.
+        weight_scale: Multiplied into the weights.
+    """
+
+    q: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    weights: torch.Tensor
+    rotate: bool
+    query_format: str
+    weight_scale: float
+
+
+class IndexerSelectArgs(NamedTuple):
+    """Arguments of ``indexer_select``: top-k selection of index keys.
+
+    Attributes:
+        q: ``[T, h, d]`` floating or float8_e4m3fn, or MXFP4 codes ``[T, h, d/2]`` uint8.
+        weights: ``[T, h]`` floating.
+        data: ``[pages, ...]``, the pages' storage.
+        page_size: Entries of a page.
+        entry_format: Of the pages, see ``dsv4.pages``.
+        rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        sequence_of_token: ``[T]`` int, rows of the table.
+        visible: ``[T]`` int: entries ``0 .. visible - 1`` may be chosen.
+        top_k: Entries per token at most.
+        query_scales: float8_e8m0fnu ``[T, h, d/32]`` of MXFP4 queries, else None.
+    """
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    data: torch.Tensor
+    page_size: int
+    entry_format: str
+    rope_dim: int
+    page_table: torch.Tensor
+    sequence_of_token: torch.Tensor
+    visible: torch.Tensor
+    top_k: Symbolic
+    query_scales: torch.Tensor | None
+
+
+def _rotate_fake(args: IndexerRotateQuantizeArgs) -> torch.Tensor:
+    return torch.empty_like(args.x, memory_format=torch.contiguous_format)
+
+
+def _queries_fake(args: IndexerQueriesArgs) -> torch.Tensor:
+    return torch.empty_like(args.q, memory_format=torch.contiguous_format)
 
 
 def _quantize_fake(
-    q: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weights: torch.Tensor,
-    rotate: bool,
-    query_format: str,
-    weight_scale: float,
-    backend: str,
+    args: QuantizeIndexQueriesArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, heads, d = q.shape
-    wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    folded = weights.new_empty((tokens, heads), dtype=wide)
-    if query_format == "mxfp4":
-        codes = q.new_empty((tokens, heads, d // 2), dtype=torch.uint8)
+    tokens, heads, d = args.q.shape
+    wide = torch.float64 if args.weights.dtype == torch.float64 else torch.float32
+    folded = args.weights.new_empty((tokens, heads), dtype=wide)
+    if args.query_format == "mxfp4":
+        codes = args.q.new_empty((tokens, heads, d // 2), dtype=torch.uint8)
     else:
-        codes = q.new_empty((tokens, heads, d), dtype=torch.float8_e4m3fn)
-    groups = d // FP4_GROUP if query_format == "mxfp4" else 0
-    return codes, q.new_empty((tokens, heads, groups), dtype=torch.float8_e8m0fnu), folded
+        codes = args.q.new_empty((tokens, heads, d), dtype=torch.float8_e4m3fn)
+    groups = d // FP4_GROUP if args.query_format == "mxfp4" else 0
+    return codes, args.q.new_empty((tokens, heads, groups), dtype=torch.float8_e8m0fnu), folded
 
 
-def _select_fake(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    sequence_of_token: torch.Tensor,
-    visible: torch.Tensor,
-    top_k: int,
-    query_scales: torch.Tensor | None,
-    backend: str,
-) -> torch.Tensor:
-    k = torch.sym_min(top_k, page_table.shape[1] * page_size)
-    return q.new_empty((q.shape[0], k), dtype=torch.int64)
+def _select_fake(args: IndexerSelectArgs) -> torch.Tensor:
+    k = torch.sym_min(args.top_k, args.page_table.shape[1] * args.page_size)
+    return args.q.new_empty((args.q.shape[0], k), dtype=torch.int64)
 
 
-def _check_pages_of_rows(
-    op: str,
-    *,
-    data: torch.Tensor,
-    page_table: torch.Tensor,
-    sequence_of_token: torch.Tensor,
-    **_: Any,
-) -> None:
-    _check.below(op, "sequence_of_token", sequence_of_token, page_table.shape[0])
-    _check.below(op, "page_table", page_table, data.shape[0])
+def _check_pages_of_rows(op: str, args: IndexerSelectArgs) -> None:
+    _check.below(op, "sequence_of_token", args.sequence_of_token, args.page_table.shape[0])
+    _check.below(op, "page_table", args.page_table, args.data.shape[0])
 
 
 _indexer_rotate_quantize = define(
-    "indexer_rotate_quantize(Tensor x, str backend) -> Tensor", _rotate_fake
+    "indexer_rotate_quantize", IndexerRotateQuantizeArgs, _rotate_fake
 )
-_indexer_queries = define(
-    "indexer_queries(Tensor q, Tensor cos, Tensor sin, bool rotate_quantize, str backend) "
-    "-> Tensor",
-    _queries_fake,
-)
-_quantize_index_queries = define(
-    "quantize_index_queries(Tensor q, Tensor cos, Tensor sin, Tensor weights, bool rotate, "
-    "str query_format, float weight_scale, str backend) -> (Tensor, Tensor, Tensor)",
-    _quantize_fake,
-)
-_indexer_select = define(
-    "indexer_select(Tensor q, Tensor weights, Tensor data, int page_size, str entry_format, "
-    "int rope_dim, Tensor page_table, Tensor sequence_of_token, Tensor visible, SymInt top_k, "
-    "Tensor? query_scales, str backend) -> Tensor",
-    _select_fake,
-    _check_pages_of_rows,
-)
+_indexer_queries = define("indexer_queries", IndexerQueriesArgs, _queries_fake)
+_quantize_index_queries = define("quantize_index_queries", QuantizeIndexQueriesArgs, _quantize_fake)
+_indexer_select = define("indexer_select", IndexerSelectArgs, _select_fake, _check_pages_of_rows)
 
 
 @planned
@@ -124,7 +159,7 @@ def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.
     _check.dtype("indexer_rotate_quantize", "x", x, torch.bfloat16, torch.float32, torch.float64)
     _check.rows("indexer_rotate_quantize", "x", x)
     _check_power("indexer_rotate_quantize", "x", x.shape[-1])
-    return _indexer_rotate_quantize(x, backend)
+    return _indexer_rotate_quantize(IndexerRotateQuantizeArgs(x), backend)
 
 
 @planned
@@ -158,7 +193,7 @@ def indexer_queries(
             of at least 32, or the tensors are on different devices.
     """
     _check_queries("indexer_queries", q, cos, sin, rotate_quantize)
-    return _indexer_queries(q, cos, sin, rotate_quantize, backend)
+    return _indexer_queries(IndexerQueriesArgs(q, cos, sin, rotate_quantize), backend)
 
 
 @planned
@@ -213,7 +248,7 @@ def quantize_index_queries(
     if query_format == "mxfp4" and q.shape[-1] % FP4_GROUP:
         raise ValueError(f"{op}: q has {q.shape[-1]} dims, wanted a multiple of {FP4_GROUP}")
     codes, scales, folded = _quantize_index_queries(
-        q, cos, sin, weights, rotate, query_format, weight_scale, backend
+        QuantizeIndexQueriesArgs(q, cos, sin, weights, rotate, query_format, weight_scale), backend
     )
     if query_format == "fp8":
         return codes, folded
@@ -309,17 +344,19 @@ def indexer_select(
     _check.same_device(op, q=q, weights=weights, keys=keys.data, page_table=page_table)
     _check.same_device(op, q=q, sequence_of_token=sequence_of_token, visible=visible)
     return _indexer_select(
-        q,
-        weights,
-        keys.data,
-        keys.page_size,
-        keys.entry_format,
-        keys.rope_dim,
-        page_table,
-        sequence_of_token,
-        visible,
-        top_k,
-        scales,
+        IndexerSelectArgs(
+            q,
+            weights,
+            keys.data,
+            keys.page_size,
+            keys.entry_format,
+            keys.rope_dim,
+            page_table,
+            sequence_of_token,
+            visible,
+            top_k,
+            scales,
+        ),
         backend,
     )
 

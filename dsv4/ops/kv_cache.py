@@ -3,94 +3,133 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops._library import define
+from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
 from dsv4.pages import ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages, dims_multiple
 
 __all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "norm_rope_write_kv", "read_kv", "write_kv"]
 
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
-_PAGES = "int page_size, str entry_format, int head_dim, int rope_dim"
 
 
-def _write_fake(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-    backend: str,
-) -> None:
+class WriteKvArgs(NamedTuple):
+    """Arguments of ``write_kv``: storing of entries in their slots.
+
+    Attributes:
+        data: ``[pages, ...]``, the pages' storage.
+        page_size: Entries of a page.
+        entry_format: Of the pages, see ``dsv4.pages``.
+        head_dim: D, dims of an entry.
+        rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
+        entries: ``[M, D]``, bfloat16, float32 or float64.
+        slots: ``[M]`` int, ``page * page_size + entry``; negative: skip.
+    """
+
+    data: Written
+    page_size: int
+    entry_format: str
+    head_dim: int
+    rope_dim: int
+    entries: torch.Tensor
+    slots: torch.Tensor
+
+
+class ReadKvArgs(NamedTuple):
+    """Arguments of ``read_kv``: loading of entries.
+
+    Attributes:
+        data: ``[pages, ...]``, the pages' storage.
+        page_size: Entries of a page.
+        entry_format: Of the pages, see ``dsv4.pages``.
+        head_dim: D, dims of an entry.
+        rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
+        slots: ``[...]`` int, ``page * page_size + entry``; negative: zeros.
+        dtype: Of the result: bfloat16, float32 or float64.
+    """
+
+    data: torch.Tensor
+    page_size: int
+    entry_format: str
+    head_dim: int
+    rope_dim: int
+    slots: torch.Tensor
+    dtype: torch.dtype
+
+
+class FakeQuantizeKvArgs(NamedTuple):
+    """Arguments of ``fake_quantize_kv``: a round trip through ``"fp8"`` pages.
+
+    Attributes:
+        x: ``[..., D]``, bfloat16, float32 or float64.
+        rope_dim: Trailing dims left in bfloat16.
+    """
+
+    x: torch.Tensor
+    rope_dim: int
+
+
+class NormRopeWriteKvArgs(NamedTuple):
+    """Arguments of ``norm_rope_write_kv``: norm, rotation and storing of entries.
+
+    Attributes:
+        data: ``[pages, ...]``, the pages' storage.
+        page_size: Entries of a page.
+        entry_format: Of the pages, see ``dsv4.pages``.
+        head_dim: D, dims of an entry.
+        rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
+        kv: ``[T, D]``, bfloat16, float32 or float64.
+        weight: ``[D]`` floating, of the norm.
+        cos: ``[T, R/2]``, floating, see ``rope_tables``.
+        sin: As ``cos``.
+        slots: ``[T]`` int; negative: skip.
+        eps: Added to the mean square.
+    """
+
+    data: Written
+    page_size: int
+    entry_format: str
+    head_dim: int
+    rope_dim: int
+    kv: torch.Tensor
+    weight: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    eps: float
+
+
+def _write_fake(args: WriteKvArgs) -> None:
     return None
 
 
-def _read_fake(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return data.new_empty((*slots.shape, head_dim), dtype=dtype)
+def _read_fake(args: ReadKvArgs) -> torch.Tensor:
+    return args.data.new_empty((*args.slots.shape, args.head_dim), dtype=args.dtype)
 
 
-def _fake_quantize_fake(x: torch.Tensor, rope_dim: int, backend: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _fake_quantize_fake(args: FakeQuantizeKvArgs) -> torch.Tensor:
+    return torch.empty_like(args.x, memory_format=torch.contiguous_format)
 
 
-def _check_slots(
-    op: str, *, data: torch.Tensor, page_size: int, slots: torch.Tensor, **_: Any
-) -> None:
-    _check.below(op, "slots", slots, data.shape[0] * page_size)
+def _check_slots(op: str, args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs) -> None:
+    _check.below(op, "slots", args.slots, args.data.shape[0] * args.page_size)
 
 
-_write_kv = define(
-    f"write_kv(Tensor(a!) data, {_PAGES}, Tensor entries, Tensor slots, str backend) -> ()",
-    _write_fake,
-    _check_slots,
-)
-_read_kv = define(
-    f"read_kv(Tensor data, {_PAGES}, Tensor slots, ScalarType dtype, str backend) -> Tensor",
-    _read_fake,
-    _check_slots,
-)
-_fake_quantize_kv = define(
-    "fake_quantize_kv(Tensor x, int rope_dim, str backend) -> Tensor", _fake_quantize_fake
-)
+_write_kv = define("write_kv", WriteKvArgs, _write_fake, _check_slots)
+_read_kv = define("read_kv", ReadKvArgs, _read_fake, _check_slots)
+_fake_quantize_kv = define("fake_quantize_kv", FakeQuantizeKvArgs, _fake_quantize_fake)
 
 
-def _norm_rope_write_fake(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-    backend: str,
-) -> None:
+def _norm_rope_write_fake(args: NormRopeWriteKvArgs) -> None:
     return None
 
 
 _norm_rope_write_kv = define(
-    f"norm_rope_write_kv(Tensor(a!) data, {_PAGES}, Tensor kv, Tensor weight, Tensor cos, "
-    "Tensor sin, Tensor slots, float eps, str backend) -> ()",
-    _norm_rope_write_fake,
-    _check_slots,
+    "norm_rope_write_kv", NormRopeWriteKvArgs, _norm_rope_write_fake, _check_slots
 )
 
 
@@ -153,13 +192,15 @@ def write_kv(
     _check.shape("write_kv", "slots", slots, [entries.shape[0]])
     _check.same_device("write_kv", pages=pages.data, entries=entries, slots=slots)
     _write_kv(
-        pages.data,
-        pages.page_size,
-        pages.entry_format,
-        pages.head_dim,
-        pages.rope_dim,
-        entries,
-        slots,
+        WriteKvArgs(
+            pages.data,
+            pages.page_size,
+            pages.entry_format,
+            pages.head_dim,
+            pages.rope_dim,
+            entries,
+            slots,
+        ),
         backend,
     )
 
@@ -197,13 +238,15 @@ def read_kv(
     if dtype not in _ENTRY_FLOATS:
         raise TypeError(f"read_kv: dtype is {dtype}, wanted bfloat16, float32 or float64")
     return _read_kv(
-        pages.data,
-        pages.page_size,
-        pages.entry_format,
-        pages.head_dim,
-        pages.rope_dim,
-        slots,
-        dtype,
+        ReadKvArgs(
+            pages.data,
+            pages.page_size,
+            pages.entry_format,
+            pages.head_dim,
+            pages.rope_dim,
+            slots,
+            dtype,
+        ),
         backend,
     )
 
@@ -234,7 +277,7 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -
         raise ValueError(
             f"fake_quantize_kv: rope_dim is {rope_dim}, wanted 0 to {x.shape[-1]} (dims of x)"
         )
-    return _fake_quantize_kv(x, rope_dim, backend)
+    return _fake_quantize_kv(FakeQuantizeKvArgs(x, rope_dim), backend)
 
 
 @planned
@@ -290,16 +333,18 @@ def norm_rope_write_kv(
             f"{pages.head_dim} (dims of kv)"
         )
     _norm_rope_write_kv(
-        pages.data,
-        pages.page_size,
-        pages.entry_format,
-        pages.head_dim,
-        pages.rope_dim,
-        kv,
-        weight,
-        cos,
-        sin,
-        slots,
-        eps,
+        NormRopeWriteKvArgs(
+            pages.data,
+            pages.page_size,
+            pages.entry_format,
+            pages.head_dim,
+            pages.rope_dim,
+            kv,
+            weight,
+            cos,
+            sin,
+            slots,
+            eps,
+        ),
         backend,
     )

@@ -8,7 +8,7 @@ the grouped GEMM works on ``offsets[e]:offsets[e + 1]``, ``moe_combine`` brings 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -24,101 +24,155 @@ from dsv4.formats import (
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
 from dsv4.ops._plans import planned
-from dsv4.ops.quantize import fake_nvfp4, positive
+from dsv4.ops.quantize import empty_nvfp4, positive
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _fake_permute(
-    ids: torch.Tensor, num_experts: int, first_expert: int, num_local_experts: int, backend: str
-) -> Sorted:
+class MoePermuteArgs(NamedTuple):
+    """Arguments of ``moe_permute``: sorting of the chosen experts.
+
+    Attributes:
+        ids: ``[T, k]`` int32 or int64.
+        num_experts: Of the whole layer.
+        first_expert: First one held here.
+        num_local_experts: How many are held here.
+    """
+
+    ids: torch.Tensor
+    num_experts: int
+    first_expert: int
+    num_local_experts: int
+
+
+class MoeGatherArgs(NamedTuple):
+    """Arguments of ``moe_gather``: copying of tokens to their sorted rows.
+
+    Attributes:
+        x: ``[T, H]`` floating.
+        rows: int32 ``[T, k]``, sorted row of each slot.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+
+
+class MoeSortArgs(NamedTuple):
+    """Arguments of ``moe_sort``: ``moe_permute`` and ``moe_gather`` in one.
+
+    Attributes:
+        x: ``[T, H]`` floating.
+        ids: ``[T, k]`` int32 or int64.
+        weights: ``[T, k]`` floating.
+        num_experts: Of the whole layer.
+        first_expert: First one held here.
+        num_local_experts: How many are held here.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    num_experts: int
+    first_expert: int
+    num_local_experts: int
+
+
+class MoeGatherQuantizeArgs(NamedTuple):
+    """Arguments of ``moe_gather_quantize``: sorted rows in NVFP4.
+
+    Attributes:
+        x: ``[T, H]`` floating.
+        rows: int32 ``[T, k]``, sorted row of each slot.
+        offsets: int32 ``[E_local + 1]``, first row of each expert.
+        input_scale: float32 ``[E_local]``, static global scales; None: one per row.
+        layout: Of the block scales.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    input_scale: torch.Tensor | None
+    layout: str
+
+
+class MoeCombineArgs(NamedTuple):
+    """Arguments of ``moe_combine``: sum of each token's expert rows.
+
+    Attributes:
+        y: ``[T k, H]`` floating, in sorted order.
+        rows: int32 ``[T, k]``, sorted row of each slot.
+        offsets: int32 ``[E_local + 1]``, first row of each expert.
+        weights: ``[T, k]`` floating; None: the rows are weighted already.
+        shared: ``[T, H]`` floating, the shared expert's result, or None.
+        out_dtype: Of the result, floating.
+    """
+
+    y: torch.Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    shared: torch.Tensor | None
+    out_dtype: torch.dtype
+
+
+def _fake_permute(args: MoePermuteArgs) -> Sorted:
+    return _empty_permutation(args.ids, args.num_local_experts)
+
+
+def _empty_permutation(ids: torch.Tensor, experts: int) -> Sorted:
     order = ids.new_empty([ids.shape[0] * ids.shape[1]], dtype=torch.int32)
-    offsets = ids.new_empty([num_local_experts + 1], dtype=torch.int32)
+    offsets = ids.new_empty([experts + 1], dtype=torch.int32)
     return order, offsets, ids.new_empty(ids.shape, dtype=torch.int32)
 
 
-def _fake_gather(x: torch.Tensor, rows: torch.Tensor, backend: str) -> torch.Tensor:
+def _fake_gather(args: MoeGatherArgs) -> torch.Tensor:
+    return _empty_rows(args.x, args.rows)
+
+
+def _empty_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.new_empty([rows.shape[0] * rows.shape[1], x.shape[1]])
 
 
-def _fake_sort(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    num_experts: int,
-    first_expert: int,
-    num_local_experts: int,
-    backend: str,
-) -> Rows:
-    order, offsets, rows = _fake_permute(ids, num_experts, first_expert, num_local_experts, backend)
-    return _fake_gather(x, rows, backend), weights.new_empty(order.shape), offsets, rows
+def _fake_sort(args: MoeSortArgs) -> Rows:
+    order, offsets, rows = _empty_permutation(args.ids, args.num_local_experts)
+    return _empty_rows(args.x, rows), args.weights.new_empty(order.shape), offsets, rows
 
 
 def _fake_gather_quantize(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    input_scale: torch.Tensor | None,
-    layout: str,
-    backend: str,
+    args: MoeGatherQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    known = LINEAR if layout == SWIZZLED_EXPERTS else layout
-    gathered = _fake_gather(x, rows, backend)
-    codes, scales, total = fake_nvfp4(gathered, None, "token", known, backend)
-    if layout == SWIZZLED_EXPERTS:
-        tiles = expert_tiles(gathered.shape[0], offsets.shape[0] - 1)
+    known = LINEAR if args.layout == SWIZZLED_EXPERTS else args.layout
+    gathered = _empty_rows(args.x, args.rows)
+    codes, scales, total = empty_nvfp4(gathered, None, "token", known)
+    if args.layout == SWIZZLED_EXPERTS:
+        tiles = expert_tiles(gathered.shape[0], args.offsets.shape[0] - 1)
         scales = scales.new_empty((swizzled_size(128 * tiles, scales.shape[1]),))
     return codes, scales, total
 
 
-def _fake_combine(
-    y: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return y.new_empty([rows.shape[0], y.shape[1]], dtype=out_dtype)
+def _fake_combine(args: MoeCombineArgs) -> torch.Tensor:
+    return args.y.new_empty([args.rows.shape[0], args.y.shape[1]], dtype=args.out_dtype)
 
 
-def _check_permuted(op: str, *, rows: torch.Tensor, **_: Any) -> None:
-    _check.within(op, "rows", rows, rows.numel())
+def _check_permuted(op: str, args: MoeGatherArgs | MoeGatherQuantizeArgs | MoeCombineArgs) -> None:
+    _check.within(op, "rows", args.rows, args.rows.numel())
 
 
-def _check_sorted(op: str, *, rows: torch.Tensor, offsets: torch.Tensor, **_: Any) -> None:
-    _check_permuted(op, rows=rows)
-    _check.within(op, "offsets", offsets, rows.numel() + 1)
+def _check_sorted(op: str, args: MoeGatherQuantizeArgs | MoeCombineArgs) -> None:
+    _check_permuted(op, args)
+    _check.within(op, "offsets", args.offsets, args.rows.numel() + 1)
 
 
-_moe_permute = define(
-    "moe_permute(Tensor ids, int num_experts, int first_expert, int num_local_experts, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_permute,
-)
-_GATHER = "moe_gather(Tensor x, Tensor rows, str backend) -> Tensor"
-_moe_gather = define(_GATHER, _fake_gather, _check_permuted)
-_moe_gather_out = define_out(_GATHER, values=_check_permuted)
-_SORT = (
-    "moe_sort(Tensor x, Tensor ids, Tensor weights, int num_experts, int first_expert, "
-    "int num_local_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_moe_sort = define(_SORT, _fake_sort)
-_moe_sort_out = define_out(_SORT, _fake_sort)
+_moe_permute = define("moe_permute", MoePermuteArgs, _fake_permute)
+_moe_gather = define("moe_gather", MoeGatherArgs, _fake_gather, _check_permuted)
+_moe_gather_out = define_out("moe_gather", MoeGatherArgs, _fake_gather, _check_permuted)
+_moe_sort = define("moe_sort", MoeSortArgs, _fake_sort)
+_moe_sort_out = define_out("moe_sort", MoeSortArgs, _fake_sort)
 _moe_gather_quantize = define(
-    "moe_gather_quantize(Tensor x, Tensor rows, Tensor offsets, Tensor? input_scale, str layout, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_gather_quantize,
-    _check_sorted,
+    "moe_gather_quantize", MoeGatherQuantizeArgs, _fake_gather_quantize, _check_sorted
 )
-_moe_combine = define(
-    "moe_combine(Tensor y, Tensor rows, Tensor offsets, Tensor? weights, Tensor? shared, "
-    "ScalarType out_dtype, str backend) -> Tensor",
-    _fake_combine,
-    _check_sorted,
-)
+_moe_combine = define("moe_combine", MoeCombineArgs, _fake_combine, _check_sorted)
 
 
 @planned
@@ -157,7 +211,7 @@ def moe_permute(
             within the layer's, or (on the CPU) an id is out of range.
     """
     local = _check_ids("moe_permute", ids, num_experts, first_expert, num_local_experts)
-    return _moe_permute(ids, num_experts, first_expert, local, backend)
+    return _moe_permute(MoePermuteArgs(ids, num_experts, first_expert, local), backend)
 
 
 def _check_ids(
@@ -232,9 +286,9 @@ def moe_gather(
     _check_rows("moe_gather", rows, x.shape[0])
     _check.same_device("moe_gather", x=x, rows=rows)
     if out is None:
-        return _moe_gather(x, rows, backend)
+        return _moe_gather(MoeGatherArgs(x, rows), backend)
     _check.result("moe_gather", out, (rows.numel(), x.shape[1]), x.dtype, x)
-    _moe_gather_out(x, rows, out, backend)
+    _moe_gather_out(MoeGatherArgs(x, rows), backend, out)
     return out
 
 
@@ -283,11 +337,11 @@ def moe_sort(
     _check.floating(op, "weights", weights)
     _check.shape(op, "weights", weights, list(ids.shape))
     _check.same_device(op, x=x, ids=ids, weights=weights)
-    given = (x, ids, weights, num_experts, first_expert, local)
+    args = MoeSortArgs(x, ids, weights, num_experts, first_expert, local)
     if out is None:
-        return _moe_sort(*given, backend)
+        return _moe_sort(args, backend)
     _check.result(op, out, (ids.numel(), x.shape[1]), x.dtype, x)
-    return (out, *_moe_sort_out(*given, out, backend))
+    return (out, *_moe_sort_out(args, backend, out))
 
 
 @planned
@@ -340,7 +394,9 @@ def moe_gather_quantize(
         _check.dtype(op, "input_scale", input_scale, torch.float32)
         _check.shape(op, "input_scale", input_scale, [offsets.shape[0] - 1])
         positive(f"{op}: input_scale", input_scale)
-    codes, scales, total = _moe_gather_quantize(x, rows, offsets, input_scale, layout, backend)
+    codes, scales, total = _moe_gather_quantize(
+        MoeGatherQuantizeArgs(x, rows, offsets, input_scale, layout), backend
+    )
     return QuantizedTensor(codes, scales, total, NVFP4, layout)
 
 
@@ -394,7 +450,7 @@ def moe_combine(
     out_dtype = y.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"moe_combine: out_dtype is {out_dtype}, wanted a floating type")
-    return _moe_combine(y, rows, offsets, weights, shared, out_dtype, backend)
+    return _moe_combine(MoeCombineArgs(y, rows, offsets, weights, shared, out_dtype), backend)
 
 
 def _check_rows(op: str, rows: torch.Tensor, tokens: int | None) -> None:

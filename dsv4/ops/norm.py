@@ -2,66 +2,109 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
-from dsv4.ops._library import define
+from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
-from dsv4.ops.quantize import fake_nvfp4, given_scale
+from dsv4.ops.quantize import empty_nvfp4, given_scale
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor | None, eps: float, backend: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class RmsNormArgs(NamedTuple):
+    """Arguments of ``rms_norm``: RMS norm.
+
+    Attributes:
+        x: ``[..., D]`` floating.
+        weight: ``[D]`` floating, or None.
+        eps: Added to the mean square.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    eps: float
 
 
-def _fake_pair(
-    x: torch.Tensor,
-    first_weight: torch.Tensor,
-    second_weight: torch.Tensor,
-    eps: float,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class RmsNormPairArgs(NamedTuple):
+    """Arguments of ``rms_norm_pair``: RMS norms of both parts of a row.
+
+    Attributes:
+        x: ``[..., D1 + D2]`` floating.
+        first_weight: ``[D1]`` floating.
+        second_weight: ``[D2]`` floating.
+        eps: Added to the mean squares.
+    """
+
+    x: torch.Tensor
+    first_weight: torch.Tensor
+    second_weight: torch.Tensor
+    eps: float
+
+
+class HeadNormRopeArgs(NamedTuple):
+    """Arguments of ``head_norm_rope_``: norm and rotation of heads in place.
+
+    Attributes:
+        q: ``[T, h, D]`` floating, unit stride along D.
+        cos: ``[T, R/2]``, floating, see ``rope_tables``.
+        sin: As ``cos``.
+        eps: Added to the mean square.
+    """
+
+    q: Written
+    cos: torch.Tensor
+    sin: torch.Tensor
+    eps: float
+
+
+class RmsNormQuantizeArgs(NamedTuple):
+    """Arguments of ``rms_norm_quantize``: RMS norm, and the same in NVFP4.
+
+    Attributes:
+        x: ``[T, D]`` floating.
+        weight: ``[D]`` floating.
+        global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
+        eps: Added to the mean square.
+        scaling: ``"token"`` or ``"static"``.
+        layout: Of the block scales.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    global_scale: torch.Tensor | None
+    eps: float
+    scaling: str
+    layout: str
+
+
+def _fake(args: RmsNormArgs) -> torch.Tensor:
+    return torch.empty_like(args.x, memory_format=torch.contiguous_format)
+
+
+def _fake_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
     return (
-        x.new_empty((*x.shape[:-1], first_weight.shape[0])),
-        x.new_empty((*x.shape[:-1], second_weight.shape[0])),
+        args.x.new_empty((*args.x.shape[:-1], args.first_weight.shape[0])),
+        args.x.new_empty((*args.x.shape[:-1], args.second_weight.shape[0])),
     )
 
 
-def _fake_head(
-    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, backend: str
-) -> None:
+def _fake_head(args: HeadNormRopeArgs) -> None:
     return None
 
 
 def _fake_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    eps: float,
-    scaling: str,
-    layout: str,
-    backend: str,
+    args: RmsNormQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, *fake_nvfp4(x, global_scale, scaling, layout, backend)
+    y = torch.empty_like(args.x, memory_format=torch.contiguous_format)
+    return y, *empty_nvfp4(args.x, args.global_scale, args.scaling, args.layout)
 
 
-_rms_norm = define("rms_norm(Tensor x, Tensor? weight, float eps, str backend) -> Tensor", _fake)
-_rms_norm_pair = define(
-    "rms_norm_pair(Tensor x, Tensor first_weight, Tensor second_weight, float eps, str backend) "
-    "-> (Tensor, Tensor)",
-    _fake_pair,
-)
-_head_norm_rope_ = define(
-    "head_norm_rope_(Tensor(a!) q, Tensor cos, Tensor sin, float eps, str backend) -> ()",
-    _fake_head,
-)
-_rms_norm_quantize = define(
-    "rms_norm_quantize(Tensor x, Tensor weight, Tensor? global_scale, float eps, str scaling, "
-    "str layout, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_quantize,
-)
+_rms_norm = define("rms_norm", RmsNormArgs, _fake)
+_rms_norm_pair = define("rms_norm_pair", RmsNormPairArgs, _fake_pair)
+_head_norm_rope_ = define("head_norm_rope_", HeadNormRopeArgs, _fake_head)
+_rms_norm_quantize = define("rms_norm_quantize", RmsNormQuantizeArgs, _fake_quantize)
 
 
 @planned
@@ -97,7 +140,7 @@ def rms_norm(
         _check.floating("rms_norm", "weight", weight)
         _check.shape("rms_norm", "weight", weight, [x.shape[-1]])
         _check.same_device("rms_norm", x=x, weight=weight)
-    return _rms_norm(x, weight, eps, backend)
+    return _rms_norm(RmsNormArgs(x, weight, eps), backend)
 
 
 @planned
@@ -136,7 +179,7 @@ def rms_norm_pair(
     widths = first_weight.shape[0], second_weight.shape[0]
     if not torch.compiler.is_compiling() and x.shape[-1] != sum(widths):
         raise ValueError(f"{op}: x has {x.shape[-1]} columns, wanted {widths[0]} + {widths[1]}")
-    return _rms_norm_pair(x, first_weight, second_weight, eps, backend)
+    return _rms_norm_pair(RmsNormPairArgs(x, first_weight, second_weight, eps), backend)
 
 
 @planned
@@ -179,7 +222,7 @@ def head_norm_rope_(
             )
         if q.numel() and q.stride(2) != 1:
             raise ValueError(f"{op}: q has strides {list(q.stride())}, wanted 1 along the heads")
-    _head_norm_rope_(q, cos, sin, eps, backend)
+    _head_norm_rope_(HeadNormRopeArgs(q, cos, sin, eps), backend)
 
 
 @planned
@@ -225,5 +268,7 @@ def rms_norm_quantize(
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
         raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")
     scale = given_scale(op, x, global_scale, scaling)
-    y, codes, scales, total = _rms_norm_quantize(x, weight, scale, eps, scaling, layout, backend)
+    y, codes, scales, total = _rms_norm_quantize(
+        RmsNormQuantizeArgs(x, weight, scale, eps, scaling, layout), backend
+    )
     return y, QuantizedTensor(codes, scales, total, NVFP4, layout)

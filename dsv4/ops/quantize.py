@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,68 @@ from dsv4.scales import swizzled_size
 SCALINGS = ("static", "tensor", "token", "weight")
 
 
+class QuantizeNvfp4Args(NamedTuple):
+    """Arguments of ``quantize_nvfp4``: quantisation to NVFP4.
+
+    Attributes:
+        x: ``[*batch, N, K]`` floating, K a multiple of 16.
+        global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
+        scaling: One of ``SCALINGS``.
+        layout: Of the block scales.
+    """
+
+    x: torch.Tensor
+    global_scale: torch.Tensor | None
+    scaling: str
+    layout: str
+
+
+class QuantizeMxfp4Args(NamedTuple):
+    """Arguments of ``quantize_mxfp4``: quantisation to MXFP4.
+
+    Attributes:
+        x: ``[*batch, N, K]`` floating, K a multiple of 32.
+        layout: Of the block scales.
+    """
+
+    x: torch.Tensor
+    layout: str
+
+
+class QuantizeFp8BlockArgs(NamedTuple):
+    """Arguments of ``quantize_fp8_block``: quantisation to FP8 in 128 x 128 blocks.
+
+    Attributes:
+        x: ``[*batch, N, K]`` floating.
+        scale_dtype: float8_e8m0fnu or float32.
+    """
+
+    x: torch.Tensor
+    scale_dtype: torch.dtype
+
+
+class DequantizeArgs(NamedTuple):
+    """Arguments of ``dequantize``: dequantisation.
+
+    Attributes:
+        codes: ``[*batch, N, K]`` float8_e4m3fn, or ``[*batch, N, K/2]`` uint8.
+        scales: Block scales in the layout.
+        global_scale: float32 ``[*batch, G]``, or None where the format has none.
+        segments: Rows of each part of a fused matrix; empty: one part.
+        format: Name of the format.
+        layout: Of codes and block scales.
+        dtype: Of the result, floating.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None
+    segments: Sequence[int]
+    format: str
+    layout: str
+    dtype: torch.dtype
+
+
 def _fake_scales(x: torch.Tensor, width: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
     *batch, rows, columns = x.shape
     if layout == SWIZZLED:
@@ -39,10 +102,14 @@ def _fake_codes(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
 
 
-def fake_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str, backend: str
+def _fake_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return empty_nvfp4(args.x, args.global_scale, args.scaling, args.layout)
+
+
+def empty_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, block scales and global scale of ``x`` in NVFP4, their shapes and dtypes alone."""
+    """Codes, block scales and global scale of ``x`` in NVFP4, without contents."""
     scales = _fake_scales(x, 16, layout, torch.float8_e4m3fn)
     if global_scale is not None:
         return _fake_codes(x), scales, torch.empty_like(global_scale)
@@ -50,50 +117,28 @@ def fake_nvfp4(
     return _fake_codes(x), scales, x.new_empty((*x.shape[:-2], count), dtype=torch.float32)
 
 
-def _fake_mxfp4(x: torch.Tensor, layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake_codes(x), _fake_scales(x, 32, layout, torch.float8_e8m0fnu)
+def _fake_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_codes(args.x), _fake_scales(args.x, 32, args.layout, torch.float8_e8m0fnu)
 
 
-def _fake_fp8_block(
-    x: torch.Tensor, scale_dtype: torch.dtype, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    *batch, rows, columns = x.shape
+def _fake_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = args.x.new_empty(args.x.shape, dtype=torch.float8_e4m3fn)
+    *batch, rows, columns = args.x.shape
     tiles = (*batch, (rows + 127) // 128, (columns + 127) // 128)
-    return codes, x.new_empty(tiles, dtype=scale_dtype)
+    return codes, args.x.new_empty(tiles, dtype=args.scale_dtype)
 
 
-def _fake_dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    packing = 2 if format_named(format).packed else 1
-    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * packing), dtype=dtype)
+def _fake_dequantize(args: DequantizeArgs) -> torch.Tensor:
+    packing = 2 if format_named(args.format).packed else 1
+    return args.codes.new_empty(
+        (*args.codes.shape[:-1], args.codes.shape[-1] * packing), dtype=args.dtype
+    )
 
 
-_quantize_nvfp4 = define(
-    "quantize_nvfp4(Tensor x, Tensor? global_scale, str scaling, str layout, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
-    fake_nvfp4,
-)
-_quantize_mxfp4 = define(
-    "quantize_mxfp4(Tensor x, str layout, str backend) -> (Tensor, Tensor)", _fake_mxfp4
-)
-_quantize_fp8_block = define(
-    "quantize_fp8_block(Tensor x, ScalarType scale_dtype, str backend) -> (Tensor, Tensor)",
-    _fake_fp8_block,
-)
-_dequantize = define(
-    "dequantize(Tensor codes, Tensor scales, Tensor? global_scale, int[] segments, str format, "
-    "str layout, ScalarType dtype, str backend) -> Tensor",
-    _fake_dequantize,
-)
+_quantize_nvfp4 = define("quantize_nvfp4", QuantizeNvfp4Args, _fake_nvfp4)
+_quantize_mxfp4 = define("quantize_mxfp4", QuantizeMxfp4Args, _fake_mxfp4)
+_quantize_fp8_block = define("quantize_fp8_block", QuantizeFp8BlockArgs, _fake_fp8_block)
+_dequantize = define("dequantize", DequantizeArgs, _fake_dequantize)
 
 
 @planned
@@ -168,9 +213,11 @@ def quantize(
         return _to_fp8_block(x, scale_dtype or fmt.scale_dtypes[0], backend)
     if fmt == NVFP4:
         scale = given_scale("quantize", x, global_scale, scaling)
-        codes, scales, total = _quantize_nvfp4(x, scale, scaling, layout, backend)
+        codes, scales, total = _quantize_nvfp4(
+            QuantizeNvfp4Args(x, scale, scaling, layout), backend
+        )
         return QuantizedTensor(codes, scales, total, fmt, layout)
-    codes, scales = _quantize_mxfp4(x, layout, backend)
+    codes, scales = _quantize_mxfp4(QuantizeMxfp4Args(x, layout), backend)
     return QuantizedTensor(codes, scales, None, fmt, layout)
 
 
@@ -179,7 +226,7 @@ def _to_fp8_block(x: torch.Tensor, scale_dtype: torch.dtype, backend: str) -> Qu
         raise ValueError(
             f"quantize: scale_dtype is {scale_dtype}, wanted float8_e8m0fnu or float32"
         )
-    codes, scales = _quantize_fp8_block(x, scale_dtype, backend)
+    codes, scales = _quantize_fp8_block(QuantizeFp8BlockArgs(x, scale_dtype), backend)
     return QuantizedTensor(codes, scales, None, FP8_BLOCK)
 
 
@@ -303,12 +350,8 @@ def dequantize(
     if not torch.compiler.is_compiling():
         q.validate()
     return _dequantize(
-        q.codes,
-        q.scales,
-        q.global_scale,
-        list(q.segments),
-        q.format.name,
-        q.layout,
-        dtype,
+        DequantizeArgs(
+            q.codes, q.scales, q.global_scale, list(q.segments), q.format.name, q.layout, dtype
+        ),
         backend,
     )

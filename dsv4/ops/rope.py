@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,50 +10,82 @@ from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.quantize import fake_nvfp4, given_scale
+from dsv4.ops.quantize import empty_nvfp4, given_scale
 
 if TYPE_CHECKING:
     from dsv4.config import RopeParameters
 
 
-def _fake(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool, backend: str
-) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class RopeTablesArgs(NamedTuple):
+    """Arguments of ``rope_tables``: cosines and sines.
+
+    Attributes:
+        positions: ``[...]`` int32 or int64.
+        inv_freq: float32 ``[R/2]``.
+    """
+
+    positions: torch.Tensor
+    inv_freq: torch.Tensor
 
 
-def _fake_tables(
-    positions: torch.Tensor, inv_freq: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*positions.shape, inv_freq.shape[0])
-    return inv_freq.new_empty(shape), inv_freq.new_empty(shape)
+class RopeArgs(NamedTuple):
+    """Arguments of ``rope``: rotation of the last R dims.
+
+    Attributes:
+        x: ``[..., D]`` floating.
+        cos: ``[..., R/2]`` floating, broadcast against ``x``.
+        sin: As ``cos``.
+        inverse: Whether to rotate by the opposite angle.
+    """
+
+    x: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    inverse: bool
 
 
-def _fake_quantize(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    groups: int,
-    global_scale: torch.Tensor | None,
-    scaling: str,
-    layout: str,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, heads, dims = x.shape
-    grouped = x.new_empty((tokens, groups, heads * dims // groups))
-    return fake_nvfp4(grouped, global_scale, scaling, layout, backend)
+class RopeQuantizeArgs(NamedTuple):
+    """Arguments of ``rope_quantize``: rotation, then NVFP4 rows of joined heads.
+
+    Attributes:
+        x: ``[T, h, D]`` floating.
+        cos: ``[T, R/2]``, floating, see ``rope_tables``.
+        sin: As ``cos``.
+        inverse: Whether to rotate by the opposite angle.
+        groups: Rows per token.
+        global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
+        scaling: ``"token"`` or ``"static"``.
+        layout: Of the block scales.
+    """
+
+    x: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    inverse: bool
+    groups: int
+    global_scale: torch.Tensor | None
+    scaling: str
+    layout: str
 
 
-_rope_tables = define(
-    "rope_tables(Tensor positions, Tensor inv_freq, str backend) -> (Tensor, Tensor)", _fake_tables
-)
-_rope = define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, str backend) -> Tensor", _fake)
-_rope_quantize = define(
-    "rope_quantize(Tensor x, Tensor cos, Tensor sin, bool inverse, int groups, "
-    "Tensor? global_scale, str scaling, str layout, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_quantize,
-)
+def _fake(args: RopeArgs) -> torch.Tensor:
+    return torch.empty_like(args.x, memory_format=torch.contiguous_format)
+
+
+def _fake_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*args.positions.shape, args.inv_freq.shape[0])
+    return args.inv_freq.new_empty(shape), args.inv_freq.new_empty(shape)
+
+
+def _fake_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, heads, dims = args.x.shape
+    grouped = args.x.new_empty((tokens, args.groups, heads * dims // args.groups))
+    return empty_nvfp4(grouped, args.global_scale, args.scaling, args.layout)
+
+
+_rope_tables = define("rope_tables", RopeTablesArgs, _fake_tables)
+_rope = define("rope", RopeArgs, _fake)
+_rope_quantize = define("rope_quantize", RopeQuantizeArgs, _fake_quantize)
 
 
 @planned
@@ -93,7 +125,7 @@ def rope_tables(
         frequencies = torch.as_tensor(parameters.inv_freq(), dtype=torch.float32, device="cpu").to(
             positions.device
         )
-    return _rope_tables(positions, frequencies, backend)
+    return _rope_tables(RopeTablesArgs(positions, frequencies), backend)
 
 
 @planned
@@ -132,7 +164,7 @@ def rope(
         _check.floating("rope", name, tensor)
     if not torch.compiler.is_compiling():
         _check_tables(x, cos, sin)
-    return _rope(x, cos, sin, inverse, backend)
+    return _rope(RopeArgs(x, cos, sin, inverse), backend)
 
 
 @planned
@@ -186,7 +218,7 @@ def rope_quantize(
         _check_groups(x, cos, groups)
     scale = given_scale(op, x.new_empty((x.shape[0], groups, 0)), global_scale, scaling)
     codes, scales, total = _rope_quantize(
-        x, cos, sin, inverse, groups, scale, scaling, layout, backend
+        RopeQuantizeArgs(x, cos, sin, inverse, groups, scale, scaling, layout), backend
     )
     return QuantizedTensor(codes, scales, total, NVFP4, layout)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dsv4.ops import _check
@@ -9,6 +11,46 @@ from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class RouteTopkArgs(NamedTuple):
+    """Arguments of ``route_topk``: the learned router.
+
+    Attributes:
+        x: ``[T, H]`` floating.
+        weight: ``[E, H]`` floating.
+        bias: ``[E]`` floating, for the selection only; or None.
+        top_k: Experts per token.
+        scaling_factor: Multiplied into the weights.
+        logits_dtype: Of the logits, floating.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    top_k: int
+    scaling_factor: float
+    logits_dtype: torch.dtype
+
+
+class RouteHashArgs(NamedTuple):
+    """Arguments of ``route_hash``: the router of the hash layers.
+
+    Attributes:
+        x: ``[T, H]`` floating.
+        weight: ``[E, H]`` floating.
+        tid2eid: ``[V, k]`` int, experts of each token id.
+        input_ids: ``[T]`` int, token ids.
+        scaling_factor: Multiplied into the weights.
+        logits_dtype: Of the logits, floating.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    tid2eid: torch.Tensor
+    input_ids: torch.Tensor
+    scaling_factor: float
+    logits_dtype: torch.dtype
 
 
 def _outputs(
@@ -23,40 +65,16 @@ def _outputs(
     )
 
 
-def _fake_topk(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-    backend: str,
-) -> Routing:
-    return _outputs(x, weight, top_k, logits_dtype)
+def _fake_topk(args: RouteTopkArgs) -> Routing:
+    return _outputs(args.x, args.weight, args.top_k, args.logits_dtype)
 
 
-def _fake_hash(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    tid2eid: torch.Tensor,
-    input_ids: torch.Tensor,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-    backend: str,
-) -> Routing:
-    return _outputs(x, weight, tid2eid.shape[1], logits_dtype)
+def _fake_hash(args: RouteHashArgs) -> Routing:
+    return _outputs(args.x, args.weight, args.tid2eid.shape[1], args.logits_dtype)
 
 
-_route_topk = define(
-    "route_topk(Tensor x, Tensor weight, Tensor? bias, int top_k, float scaling_factor, "
-    "ScalarType logits_dtype, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_topk,
-)
-_route_hash = define(
-    "route_hash(Tensor x, Tensor weight, Tensor tid2eid, Tensor input_ids, float scaling_factor, "
-    "ScalarType logits_dtype, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_hash,
-)
+_route_topk = define("route_topk", RouteTopkArgs, _fake_topk)
+_route_hash = define("route_hash", RouteHashArgs, _fake_hash)
 
 
 @planned
@@ -107,7 +125,7 @@ def route_topk(
         _check.same_device("route_topk", x=x, bias=bias)
     if not 1 <= top_k <= experts:
         raise ValueError(f"route_topk: top_k is {top_k}, wanted 1 to {experts} (the experts)")
-    return _route_topk(x, weight, bias, top_k, scaling_factor, logits_dtype, backend)
+    return _route_topk(RouteTopkArgs(x, weight, bias, top_k, scaling_factor, logits_dtype), backend)
 
 
 @planned
@@ -155,7 +173,9 @@ def route_hash(
     _check.shape("route_hash", "tid2eid", tid2eid, [None, None])
     _check.shape("route_hash", "input_ids", input_ids, [x.shape[0]])
     _check.same_device("route_hash", x=x, tid2eid=tid2eid, input_ids=input_ids)
-    return _route_hash(x, weight, tid2eid, input_ids, scaling_factor, logits_dtype, backend)
+    return _route_hash(
+        RouteHashArgs(x, weight, tid2eid, input_ids, scaling_factor, logits_dtype), backend
+    )
 
 
 def _check_gate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -13,54 +13,76 @@ from dsv4.ops._plans import planned
 __all__ = ["entry_slots", "prefix_slots", "window_slots"]
 
 
-def _entry_fake(
-    page_table: torch.Tensor,
-    page_size: int,
-    sequences: torch.Tensor,
-    entries: torch.Tensor,
-    backend: str,
-) -> torch.Tensor:
-    return entries.new_empty(entries.shape, dtype=torch.int64)
+class EntrySlotsArgs(NamedTuple):
+    """Arguments of ``entry_slots``: slots of given entries.
+
+    Attributes:
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        page_size: Entries of a page.
+        sequences: ``[T]`` int, rows of the table; negative: none.
+        entries: ``[T]`` or ``[T, k]`` int, entries of the sequence.
+    """
+
+    page_table: torch.Tensor
+    page_size: int
+    sequences: torch.Tensor
+    entries: torch.Tensor
 
 
-def _prefix_fake(
-    page_table: torch.Tensor,
-    page_size: int,
-    sequences: torch.Tensor,
-    counts: torch.Tensor,
-    backend: str,
-) -> torch.Tensor:
-    shape = (counts.shape[0], page_table.shape[1] * page_size)
-    return counts.new_empty(shape, dtype=torch.int64)
+class PrefixSlotsArgs(NamedTuple):
+    """Arguments of ``prefix_slots``: slots of the first entries.
+
+    Attributes:
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        page_size: Entries of a page.
+        sequences: ``[T]`` int, rows of the table; negative: none.
+        counts: ``[T]`` int, entries of each token.
+    """
+
+    page_table: torch.Tensor
+    page_size: int
+    sequences: torch.Tensor
+    counts: torch.Tensor
 
 
-def _window_fake(
-    page_table: torch.Tensor,
-    page_size: int,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    window: int,
-    backend: str,
-) -> torch.Tensor:
-    return positions.new_empty((positions.shape[0], window), dtype=torch.int64)
+class WindowSlotsArgs(NamedTuple):
+    """Arguments of ``window_slots``: slots of the last positions.
+
+    Attributes:
+        page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
+        page_size: Entries of a page.
+        sequences: ``[T]`` int, rows of the table; negative: none.
+        positions: ``[T]`` int.
+        window: Positions per token.
+    """
+
+    page_table: torch.Tensor
+    page_size: int
+    sequences: torch.Tensor
+    positions: torch.Tensor
+    window: int
 
 
-def _check_rows(op: str, *, page_table: torch.Tensor, sequences: torch.Tensor, **_: Any) -> None:
-    _check.below(op, "sequences", sequences, page_table.shape[0])
+def _entry_fake(args: EntrySlotsArgs) -> torch.Tensor:
+    return args.entries.new_empty(args.entries.shape, dtype=torch.int64)
 
 
-_TABLE = "Tensor page_table, int page_size, Tensor sequences"
-_entry_slots = define(
-    f"entry_slots({_TABLE}, Tensor entries, str backend) -> Tensor", _entry_fake, _check_rows
-)
-_prefix_slots = define(
-    f"prefix_slots({_TABLE}, Tensor counts, str backend) -> Tensor", _prefix_fake, _check_rows
-)
-_window_slots = define(
-    f"window_slots({_TABLE}, Tensor positions, int window, str backend) -> Tensor",
-    _window_fake,
-    _check_rows,
-)
+def _prefix_fake(args: PrefixSlotsArgs) -> torch.Tensor:
+    shape = (args.counts.shape[0], args.page_table.shape[1] * args.page_size)
+    return args.counts.new_empty(shape, dtype=torch.int64)
+
+
+def _window_fake(args: WindowSlotsArgs) -> torch.Tensor:
+    return args.positions.new_empty((args.positions.shape[0], args.window), dtype=torch.int64)
+
+
+def _check_rows(op: str, args: EntrySlotsArgs | PrefixSlotsArgs | WindowSlotsArgs) -> None:
+    _check.below(op, "sequences", args.sequences, args.page_table.shape[0])
+
+
+_entry_slots = define("entry_slots", EntrySlotsArgs, _entry_fake, _check_rows)
+_prefix_slots = define("prefix_slots", PrefixSlotsArgs, _prefix_fake, _check_rows)
+_window_slots = define("window_slots", WindowSlotsArgs, _window_fake, _check_rows)
 
 
 @planned
@@ -96,7 +118,7 @@ def entry_slots(
         raise ValueError(
             f"entry_slots: entries has shape {list(entries.shape)}, wanted [T] or [T, k]"
         )
-    return _entry_slots(page_table, page_size, sequences, entries, backend)
+    return _entry_slots(EntrySlotsArgs(page_table, page_size, sequences, entries), backend)
 
 
 @planned
@@ -127,7 +149,7 @@ def prefix_slots(
     """
     _check_table("prefix_slots", page_table, page_size, sequences, counts=counts)
     _check.shape("prefix_slots", "counts", counts, [sequences.shape[0]])
-    return _prefix_slots(page_table, page_size, sequences, counts, backend)
+    return _prefix_slots(PrefixSlotsArgs(page_table, page_size, sequences, counts), backend)
 
 
 @planned
@@ -167,7 +189,9 @@ def window_slots(
     _check.shape("window_slots", "positions", positions, [sequences.shape[0]])
     if window < 1:
         raise ValueError(f"window_slots: window is {window}, wanted >= 1")
-    return _window_slots(page_table, page_size, sequences, positions, window, backend)
+    return _window_slots(
+        WindowSlotsArgs(page_table, page_size, sequences, positions, window), backend
+    )
 
 
 def _check_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -10,46 +11,64 @@ from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.quantize import fake_nvfp4, given_scale
+from dsv4.ops.quantize import empty_nvfp4, given_scale
 
 LAYOUTS = ("concatenated", "interleaved")
 
 
-def _fake(
-    gate_up: torch.Tensor,
-    limit: float | None,
-    layout: str,
-    row_weight: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return gate_up.new_empty([*gate_up.shape[:-1], gate_up.shape[-1] // 2], dtype=out_dtype)
+class SwigluArgs(NamedTuple):
+    """Arguments of ``swiglu``: SwiGLU.
+
+    Attributes:
+        gate_up: ``[..., 2 I]`` floating.
+        limit: Clamp bound above 0, or None for no clamp.
+        layout: ``"concatenated"`` or ``"interleaved"``.
+        row_weight: ``[...]`` floating, or None.
+        out_dtype: Of the result, floating.
+    """
+
+    gate_up: torch.Tensor
+    limit: float | None
+    layout: str
+    row_weight: torch.Tensor | None
+    out_dtype: torch.dtype
 
 
-def _fake_quantize(
-    gate_up: torch.Tensor,
-    limit: float | None,
-    layout: str,
-    row_weight: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    scaling: str,
-    scale_layout: str,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inner = gate_up.new_empty([*gate_up.shape[:-1], gate_up.shape[-1] // 2])
-    return fake_nvfp4(inner, global_scale, scaling, scale_layout, backend)
+class SwigluQuantizeArgs(NamedTuple):
+    """Arguments of ``swiglu_quantize``: ``swiglu`` with an NVFP4 result.
+
+    Attributes:
+        gate_up: ``[*batch, N, 2 I]`` floating.
+        limit: Clamp bound above 0, or None for no clamp.
+        layout: ``"concatenated"`` or ``"interleaved"``.
+        row_weight: ``[*batch, N]`` floating, or None.
+        global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
+        scaling: ``"token"`` or ``"static"``.
+        scale_layout: Of the block scales.
+    """
+
+    gate_up: torch.Tensor
+    limit: float | None
+    layout: str
+    row_weight: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    scaling: str
+    scale_layout: str
 
 
-_swiglu = define(
-    "swiglu(Tensor gate_up, float? limit, str layout, Tensor? row_weight, ScalarType out_dtype, "
-    "str backend) -> Tensor",
-    _fake,
-)
-_swiglu_quantize = define(
-    "swiglu_quantize(Tensor gate_up, float? limit, str layout, Tensor? row_weight, "
-    "Tensor? global_scale, str scaling, str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_quantize,
-)
+def _fake(args: SwigluArgs) -> torch.Tensor:
+    return args.gate_up.new_empty(
+        [*args.gate_up.shape[:-1], args.gate_up.shape[-1] // 2], dtype=args.out_dtype
+    )
+
+
+def _fake_quantize(args: SwigluQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inner = args.gate_up.new_empty([*args.gate_up.shape[:-1], args.gate_up.shape[-1] // 2])
+    return empty_nvfp4(inner, args.global_scale, args.scaling, args.scale_layout)
+
+
+_swiglu = define("swiglu", SwigluArgs, _fake)
+_swiglu_quantize = define("swiglu_quantize", SwigluQuantizeArgs, _fake_quantize)
 
 
 @planned
@@ -90,7 +109,7 @@ def swiglu(
     out_dtype = gate_up.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"swiglu: out_dtype is {out_dtype}, wanted a floating type of 16 bits up")
-    return _swiglu(gate_up, limit, layout, row_weight, out_dtype, backend)
+    return _swiglu(SwigluArgs(gate_up, limit, layout, row_weight, out_dtype), backend)
 
 
 @planned
@@ -138,7 +157,8 @@ def swiglu_quantize(
         )
     scale = given_scale(op, gate_up, global_scale, scaling)
     codes, scales, total = _swiglu_quantize(
-        gate_up, limit, layout, row_weight, scale, scaling, scale_layout, backend
+        SwigluQuantizeArgs(gate_up, limit, layout, row_weight, scale, scaling, scale_layout),
+        backend,
     )
     return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
 

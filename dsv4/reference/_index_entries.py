@@ -6,6 +6,7 @@ import torch
 
 from dsv4.elements import encode_e4m3
 from dsv4.formats import LINEAR, MXFP4
+from dsv4.ops.quantize import QuantizeMxfp4Args
 from dsv4.pages import IndexLayout
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference.quantize import operand, quantize_mxfp4
@@ -42,7 +43,7 @@ def encode_keys(x: torch.Tensor, layout: IndexLayout) -> torch.Tensor:
         codes, scales = quantize_fp8_rows(x)
         scales = scales.unsqueeze(-1)
     else:
-        codes, scales = quantize_mxfp4(x, LINEAR)
+        codes, scales = quantize_mxfp4(QuantizeMxfp4Args(x, LINEAR))
     return torch.cat((codes.view(torch.uint8), scales.contiguous().view(torch.uint8)), -1)
 
 

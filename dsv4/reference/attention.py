@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.ops.attention import SparseAttentionArgs
+from dsv4.ops.kv_cache import ReadKvArgs
+from dsv4.ops.rope import RopeArgs
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.kv_cache import read_kv
 from dsv4.reference.rope import rope
@@ -11,43 +14,36 @@ from dsv4.reference.rope import rope
 _WORK_BYTES = 64 << 20  # of gathered entries and of scores at a time
 
 
-def sparse_attention(
-    q: torch.Tensor,
-    window: torch.Tensor,
-    window_page_size: int,
-    window_format: str,
-    window_slots: torch.Tensor,
-    compressed: torch.Tensor | None,
-    compressed_page_size: int,
-    compressed_format: str,
-    compressed_slots: torch.Tensor | None,
-    sink: torch.Tensor,
-    rope_dim: int,
-    scale: float,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> torch.Tensor:
+def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
+    q = args.q
     tokens, heads, d = q.shape
     wide = compute_dtype(q)
-    pools = [(window, window_page_size, window_format, window_slots)]
-    if compressed is not None and compressed_slots is not None:
-        pools.append((compressed, compressed_page_size, compressed_format, compressed_slots))
+    pools = [(args.window, args.window_page_size, args.window_format, args.window_slots)]
+    if args.compressed is not None and args.compressed_slots is not None:
+        pools.append(
+            (
+                args.compressed,
+                args.compressed_page_size,
+                args.compressed_format,
+                args.compressed_slots,
+            )
+        )
     width = sum(slots.shape[1] for *_, slots in pools)
     step = max(1, _WORK_BYTES // (wide.itemsize * max(1, width) * max(d, heads)))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, tokens, step):
         part = slice(begin, begin + step)
         entries = [
-            read_kv(data, page_size, entry_format, d, rope_dim, slots[part], wide)
+            read_kv(ReadKvArgs(data, page_size, entry_format, d, args.rope_dim, slots[part], wide))
             for data, page_size, entry_format, slots in pools
         ]
         absent = torch.cat([slots[part] for *_, slots in pools], dim=1) < 0
         kv = torch.cat(entries, dim=1)
-        found = _attend(q[part].to(wide), kv, absent, sink.to(wide), scale)
-        if cos is not None and sin is not None:
-            turn = cos[part].to(wide).unsqueeze(1), sin[part].to(wide).unsqueeze(1)
-            found = rope(found, *turn, inverse=True)
+        found = _attend(q[part].to(wide), kv, absent, args.sink.to(wide), args.scale)
+        if args.cos is not None and args.sin is not None:
+            turn = args.cos[part].to(wide).unsqueeze(1), args.sin[part].to(wide).unsqueeze(1)
+            found = rope(RopeArgs(found, *turn, inverse=True))
         out[part] = found.to(q.dtype)
     return out
 

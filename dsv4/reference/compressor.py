@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.ops._library import as_record
+from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
+from dsv4.ops.indexer import IndexerRotateQuantizeArgs
+from dsv4.ops.kv_cache import WriteKvArgs
+from dsv4.ops.norm import RmsNormArgs
+from dsv4.ops.rope import RopeArgs, RopeTablesArgs
+from dsv4.ops.slots import EntrySlotsArgs
 from dsv4.pages import COMPACT_FORMATS
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._scatter import merge_skipped
@@ -18,19 +25,14 @@ from dsv4.reference.slots import entry_slots
 _ABSENT = float("-inf")
 
 
-def pool_windows(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    previous_kv: torch.Tensor | None,
-    previous_score: torch.Tensor | None,
-    overlap: bool,
-) -> torch.Tensor:
+def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
     """See ``dsv4.ops.compressor.pool_windows``."""
+    kv, score = args.kv, args.score
     wide = compute_dtype(kv, score)
     kv, score = kv.to(wide), score.to(wide)
-    if overlap:
-        kv = _with_window_before(kv, previous_kv, 0.0)
-        score = _with_window_before(score, previous_score, _ABSENT)
+    if args.overlap:
+        kv = _with_window_before(kv, args.previous_kv, 0.0)
+        score = _with_window_before(score, args.previous_score, _ABSENT)
     return _pool(kv, score)
 
 
@@ -80,29 +82,28 @@ class _Source:
 
 
 def compressor_update(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    overlap: bool,
+    args: CompressorUpdateArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor.compressor_update``."""
-    ratio, batch = ape.shape[0], starts.shape[0]
-    bound = kv.shape[0] // ratio + batch
+    ratio, batch = args.ape.shape[0], args.starts.shape[0]
+    bound = args.kv.shape[0] // ratio + batch
     if batch == 0:
-        none = torch.full((bound,), -1, dtype=torch.int64, device=kv.device)
-        return state.new_zeros(bound, kv.shape[-1] // (1 + overlap)), none, none.clone()
-    cu = cu_seqlens.to(torch.int64)
-    source = _source(kv, score, ape, state, cu, starts.to(torch.int64), sequences)
-    padding = (sequences < 0) | (cu.diff() <= 0)
+        none = torch.full((bound,), -1, dtype=torch.int64, device=args.kv.device)
+        return (
+            args.state.new_zeros(bound, args.kv.shape[-1] // (1 + args.overlap)),
+            none,
+            none.clone(),
+        )
+    cu = args.cu_seqlens.to(torch.int64)
+    source = _source(
+        args.kv, args.score, args.ape, args.state, cu, args.starts.to(torch.int64), args.sequences
+    )
+    padding = (args.sequences < 0) | (cu.diff() <= 0)
     b, window, used = _closed_windows(source, padding, bound)
-    pooled = _pool_rows(source, b, window, overlap).masked_fill(~used.unsqueeze(-1), 0)
-    _store_state(source, state, sequences, cu)
+    pooled = _pool_rows(source, b, window, args.overlap).masked_fill(~used.unsqueeze(-1), 0)
+    _store_state(source, args.state, args.sequences, cu)
     positions = torch.where(used, window * ratio, -1)
-    sequence = torch.where(used, sequences.to(torch.int64)[b], -1)
+    sequence = torch.where(used, args.sequences.to(torch.int64)[b], -1)
     return pooled, positions, sequence
 
 
@@ -186,39 +187,19 @@ def _store_state(
     state[place // source.slots, place % source.slots] = new
 
 
-def compress_write(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    norm_weight: torch.Tensor,
-    inv_freq: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    overlap: bool,
-    eps: float,
-    rotate_quantize: bool,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-) -> None:
+def compress_write(args: CompressWriteArgs) -> None:
     """See ``dsv4.ops.compressor.compress_write``."""
-    pooled, positions, sequence = compressor_update(
-        kv, score, ape, state, cu_seqlens, starts, sequences, overlap
-    )
-    normed = rms_norm(pooled.to(dtype), norm_weight, eps)
+    pooled, positions, sequence = compressor_update(as_record(CompressorUpdateArgs, args))
+    normed = rms_norm(RmsNormArgs(pooled.to(args.dtype), args.norm_weight, args.eps))
     # A row that is not used holds -1; a position below 0 has no table.
-    cos, sin = rope_tables(positions.clamp(min=0), inv_freq)
-    entries = rope(normed, cos.to(table_dtype), sin.to(table_dtype), False)
-    if rotate_quantize:
-        compact = entry_format in COMPACT_FORMATS
-        entries = rotated(entries) if compact else indexer_rotate_quantize(entries)
-    number = positions.div(ape.shape[0], rounding_mode="floor")
-    slots = entry_slots(page_table, page_size, sequence, number)
-    write_kv(data, page_size, entry_format, head_dim, rope_dim, entries, slots)
+    cos, sin = rope_tables(RopeTablesArgs(positions.clamp(min=0), args.inv_freq))
+    entries = rope(RopeArgs(normed, cos.to(args.table_dtype), sin.to(args.table_dtype), False))
+    if args.rotate_quantize:
+        compact = args.entry_format in COMPACT_FORMATS
+        if compact:
+            entries = rotated(entries)
+        else:
+            entries = indexer_rotate_quantize(IndexerRotateQuantizeArgs(entries))
+    number = positions.div(args.ape.shape[0], rounding_mode="floor")
+    slots = entry_slots(EntrySlotsArgs(args.page_table, args.page_size, sequence, number))
+    write_kv(as_record(WriteKvArgs, args, entries=entries, slots=slots))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from dsv4 import formats
+from dsv4.ops.gemm import GemmArgs
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import fake_quantized, operand
 
@@ -41,31 +40,20 @@ def product(
     return torch.where(finite, out, torch.nan)
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups."""
-    compute = compute_dtype(x)
-    weight = operand(codes, scales, format, layout, compute)
+    compute = compute_dtype(args.x)
+    weight = operand(args.codes, args.scales, args.format, args.layout, compute)
     row = None
-    if global_scale is not None:
-        row = formats.expand_segments(global_scale, segments, codes.shape[0]).to(compute)
-    if groups == 1:
-        return product(x, weight, row, activation, input_scale).to(out_dtype)
-    rows = codes.shape[0] // groups
+    if args.global_scale is not None:
+        row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[0])
+        row = row.to(compute)
+    if args.groups == 1:
+        return product(args.x, weight, row, args.activation, args.input_scale).to(args.out_dtype)
+    rows = args.codes.shape[0] // args.groups
     parts = []
-    for g in range(groups):
+    for g in range(args.groups):
         part = slice(g * rows, (g + 1) * rows)
         scale = None if row is None else row[part]
-        parts.append(product(x[:, g], weight[part], scale, activation, input_scale))
-    return torch.stack(parts, 1).to(out_dtype)
+        parts.append(product(args.x[:, g], weight[part], scale, args.activation, args.input_scale))
+    return torch.stack(parts, 1).to(args.out_dtype)

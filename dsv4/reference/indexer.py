@@ -5,6 +5,16 @@ from __future__ import annotations
 import torch
 
 from dsv4.formats import LINEAR
+from dsv4.ops._library import as_record
+from dsv4.ops.indexer import (
+    IndexerQueriesArgs,
+    IndexerRotateQuantizeArgs,
+    IndexerSelectArgs,
+    QuantizeIndexQueriesArgs,
+)
+from dsv4.ops.kv_cache import ReadKvArgs
+from dsv4.ops.quantize import QuantizeMxfp4Args
+from dsv4.ops.rope import RopeArgs
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._index_entries import decode_fp4_rows, quantize_fp8_rows
 from dsv4.reference._precision import compute_dtype
@@ -17,15 +27,15 @@ _FP4_MAX = 6.0
 _WORK_BYTES = 64 << 20  # of gathered keys and of per-head scores at a time
 
 
-def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
+def indexer_rotate_quantize(args: IndexerRotateQuantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
-    wide = compute_dtype(x)
-    groups = rotated(x).to(wide).unflatten(-1, (-1, _FP4_GROUP))
+    wide = compute_dtype(args.x)
+    groups = rotated(args.x).to(wide).unflatten(-1, (-1, _FP4_GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     exponent = ceil_log2(amax.clamp(_FP4_MAX * 2.0**-126) / _FP4_MAX)
     exponent = torch.where(amax.isfinite(), exponent, 0)
     value = _round_e2m1(groups * power_of_two(-exponent, wide)) * power_of_two(exponent, wide)
-    return value.masked_fill(~amax.isfinite(), float("nan")).flatten(-2).to(x.dtype)
+    return value.masked_fill(~amax.isfinite(), float("nan")).flatten(-2).to(args.x.dtype)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -51,71 +61,56 @@ def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.where(a < 2, fine, torch.where(a < 4, middle, coarse)).copysign(x)
 
 
-def indexer_queries(
-    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool
-) -> torch.Tensor:
+def indexer_queries(args: IndexerQueriesArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_queries``."""
-    turned = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2), False)
-    return indexer_rotate_quantize(turned) if rotate_quantize else turned
+    turned = rope(RopeArgs(args.q, args.cos.unsqueeze(-2), args.sin.unsqueeze(-2), False))
+    if not args.rotate_quantize:
+        return turned
+    return indexer_rotate_quantize(IndexerRotateQuantizeArgs(turned))
 
 
 def quantize_index_queries(
-    q: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weights: torch.Tensor,
-    rotate: bool,
-    query_format: str,
-    weight_scale: float,
+    args: QuantizeIndexQueriesArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.indexer.quantize_index_queries``."""
-    turned = rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2), False)
-    if rotate:
+    turned = rope(RopeArgs(args.q, args.cos.unsqueeze(-2), args.sin.unsqueeze(-2), False))
+    if args.rotate:
         turned = rotated(turned)
-    folded = weights.to(compute_dtype(weights)) * weight_scale
-    if query_format == "mxfp4":
-        return *quantize_mxfp4(turned, LINEAR), folded
+    folded = args.weights.to(compute_dtype(args.weights)) * args.weight_scale
+    if args.query_format == "mxfp4":
+        return *quantize_mxfp4(QuantizeMxfp4Args(turned, LINEAR)), folded
     codes, scale = quantize_fp8_rows(turned)
     return codes, torch.empty_like(codes[..., :0], dtype=torch.float8_e8m0fnu), folded * scale
 
 
-def indexer_select(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    sequence_of_token: torch.Tensor,
-    visible: torch.Tensor,
-    top_k: int,
-    query_scales: torch.Tensor | None,
-) -> torch.Tensor:
+def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    if query_scales is not None:
-        q = decode_fp4_rows(q, query_scales)
+    q = args.q
+    if args.query_scales is not None:
+        q = decode_fp4_rows(q, args.query_scales)
     tokens, heads, d = q.shape
-    capacity = page_table.shape[1] * page_size
-    k = min(top_k, capacity)
+    capacity = args.page_table.shape[1] * args.page_size
+    k = min(args.top_k, capacity)
     out = torch.empty(tokens, k, dtype=torch.int64, device=q.device)
     if tokens == 0 or k == 0:
         return out
-    wide = compute_dtype(q, weights)
+    wide = compute_dtype(q, args.weights)
     entry = torch.arange(capacity, device=q.device)
     step = max(1, _WORK_BYTES // (wide.itemsize * capacity * max(d, heads)))
     for begin in range(0, tokens, step):
         part = slice(begin, begin + step)
-        sequence = sequence_of_token[part].to(torch.int64).clamp(min=0)
-        pages = page_table[sequence].to(torch.int64).clamp(min=0)
-        slots = (pages * page_size).unsqueeze(-1) + torch.arange(page_size, device=q.device)
-        keys = read_kv(data, page_size, entry_format, d, rope_dim, slots.flatten(1), wide)
-        seen = entry < visible[part].unsqueeze(-1)
-        scores = _scores(q[part].to(wide), weights[part].to(wide), keys)
+        sequence = args.sequence_of_token[part].to(torch.int64).clamp(min=0)
+        pages = args.page_table[sequence].to(torch.int64).clamp(min=0)
+        slots = (pages * args.page_size).unsqueeze(-1) + torch.arange(
+            args.page_size, device=q.device
+        )
+        keys = read_kv(as_record(ReadKvArgs, args, head_dim=d, slots=slots.flatten(1), dtype=wide))
+        seen = entry < args.visible[part].unsqueeze(-1)
+        scores = _scores(q[part].to(wide), args.weights[part].to(wide), keys)
         scores = torch.where(seen, scores, -torch.inf)
         # A stable sort puts equal scores in index order, and NaN first.
         ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        ids = torch.where(ids < visible[part].unsqueeze(-1), ids, capacity).sort(-1).values
+        ids = torch.where(ids < args.visible[part].unsqueeze(-1), ids, capacity).sort(-1).values
         out[part] = torch.where(ids < capacity, ids, -1)
     return out
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dsv4.ops._library import as_record
+from dsv4.ops.kv_cache import FakeQuantizeKvArgs, NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
+from dsv4.ops.norm import RmsNormArgs
+from dsv4.ops.rope import RopeArgs
 from dsv4.pages import GROUP, EntryLayout, IndexLayout, entry_layout
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._index_entries import decode_keys, encode_keys
@@ -16,74 +20,50 @@ _NAN_BYTE = 255  # NaN as an E8M0 scale
 _NAN_CODE = 0x7F  # NaN as E4M3
 
 
-def write_kv(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def write_kv(args: WriteKvArgs) -> None:
     """See ``dsv4.ops.kv_cache.write_kv``."""
-    if entries.shape[0] == 0 or data.shape[0] == 0:
+    data = args.data
+    if args.entries.shape[0] == 0 or data.shape[0] == 0:
         return
-    if entry_format == "plain":
-        place, rows = merge_skipped(slots, entries.to(data.dtype), data[0, :1])
-        data[place // page_size, place % page_size] = rows
+    if args.entry_format == "plain":
+        place, rows = merge_skipped(args.slots, args.entries.to(data.dtype), data[0, :1])
+        data[place // args.page_size, place % args.page_size] = rows
         return
-    layout = entry_layout(entry_format, head_dim, rope_dim)
-    zero = torch.zeros(1, dtype=torch.int64, device=slots.device)
-    page, column = _bytes_of(layout, page_size, zero)
-    place, rows = merge_skipped(slots, _encode(entries, layout), data[page, column])
-    page, column = _bytes_of(layout, page_size, place)
+    layout = entry_layout(args.entry_format, args.head_dim, args.rope_dim)
+    zero = torch.zeros(1, dtype=torch.int64, device=args.slots.device)
+    page, column = _bytes_of(layout, args.page_size, zero)
+    place, rows = merge_skipped(args.slots, _encode(args.entries, layout), data[page, column])
+    page, column = _bytes_of(layout, args.page_size, place)
     data[page, column] = rows
 
 
-def read_kv(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def read_kv(args: ReadKvArgs) -> torch.Tensor:
     """See ``dsv4.ops.kv_cache.read_kv``."""
-    if data.shape[0] == 0 or slots.numel() == 0:
-        return torch.zeros(*slots.shape, head_dim, dtype=dtype, device=data.device)
-    place = slots.to(torch.int64).clamp(min=0)
-    if entry_format == "plain":
-        out = data[place // page_size, place % page_size].to(dtype)
+    if args.data.shape[0] == 0 or args.slots.numel() == 0:
+        return torch.zeros(
+            *args.slots.shape, args.head_dim, dtype=args.dtype, device=args.data.device
+        )
+    place = args.slots.to(torch.int64).clamp(min=0)
+    if args.entry_format == "plain":
+        out = args.data[place // args.page_size, place % args.page_size].to(args.dtype)
     else:
-        layout = entry_layout(entry_format, head_dim, rope_dim)
-        page, column = _bytes_of(layout, page_size, place)
-        out = _decode(data[page, column], layout).to(dtype)
-    return out.masked_fill((slots < 0).unsqueeze(-1), 0)
+        layout = entry_layout(args.entry_format, args.head_dim, args.rope_dim)
+        page, column = _bytes_of(layout, args.page_size, place)
+        out = _decode(args.data[page, column], layout).to(args.dtype)
+    return out.masked_fill((args.slots < 0).unsqueeze(-1), 0)
 
 
-def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
+def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
     """See ``dsv4.ops.kv_cache.fake_quantize_kv``."""
-    layout = EntryLayout(x.shape[-1], rope_dim)
-    return _decode(_encode(x, layout), layout).to(x.dtype)
+    layout = EntryLayout(args.x.shape[-1], args.rope_dim)
+    return _decode(_encode(args.x, layout), layout).to(args.x.dtype)
 
 
-def norm_rope_write_kv(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-) -> None:
+def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     """See ``dsv4.ops.kv_cache.norm_rope_write_kv``."""
-    entries = rope(rms_norm(kv, weight, eps), cos, sin, False)
-    write_kv(data, page_size, entry_format, head_dim, rope_dim, entries, slots)
+    normed = rms_norm(RmsNormArgs(args.kv, args.weight, args.eps))
+    entries = rope(RopeArgs(normed, args.cos, args.sin, False))
+    write_kv(as_record(WriteKvArgs, args, entries=entries))
 
 
 def _bytes_of(

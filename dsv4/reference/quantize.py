@@ -6,14 +6,18 @@ product with its reciprocal, which rounds differently from the CPU's division.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 from dsv4 import formats
 from dsv4.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
 from dsv4.formats import FORMATS, NVFP4
+from dsv4.ops.quantize import (
+    DequantizeArgs,
+    QuantizeFp8BlockArgs,
+    QuantizeMxfp4Args,
+    QuantizeNvfp4Args,
+)
 from dsv4.reference import fragments
 from dsv4.scales import e8m0_to_float, scales_to_float, swizzle_scales, unswizzle_scales
 
@@ -58,20 +62,19 @@ def _block_scale(amax: torch.Tensor, row: torch.Tensor, scaling: str) -> torch.T
     return encode_e4m3((amax / six) / row)
 
 
-def quantize_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
-    blocks, finite, amax = _blocks(x, 16)
-    global_scale = _global_scale(amax, global_scale, scaling)
-    row = global_scale.expand(x.shape[:-1])[..., None]
+    global_scale = args.global_scale
+    blocks, finite, amax = _blocks(args.x, 16)
+    global_scale = _global_scale(amax, global_scale, args.scaling)
+    row = global_scale.expand(args.x.shape[:-1])[..., None]
     usable = finite & torch.isfinite(row) & (row > 0)
-    scale = _block_scale(amax, row, scaling)
+    scale = _block_scale(amax, row, args.scaling)
     product = scale.to(torch.float32) * row
     codes = encode_e2m1(blocks / product[..., None])
     codes = torch.where((usable & (product > 0))[..., None], codes, 0)
     bits = torch.where(usable, scale.view(torch.uint8), _E4M3_NAN).view(torch.float8_e4m3fn)
-    if layout == formats.SWIZZLED:
+    if args.layout == formats.SWIZZLED:
         bits = swizzle_scales(bits)
     return pack(codes.flatten(-2)), bits, global_scale
 
@@ -84,32 +87,32 @@ def _power_of_two_scale(amax: torch.Tensor, element_max: float) -> torch.Tensor:
     return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 
 
-def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
-    blocks, finite, amax = _blocks(x, 32)
+    blocks, finite, amax = _blocks(args.x, 32)
     byte = _power_of_two_scale(amax, 6.0)
     scale = e8m0_to_float(formats.e8m0_from_bytes(byte))
     codes = torch.where(finite[..., None], encode_e2m1(blocks / scale[..., None]), 0)
     scales = formats.e8m0_from_bytes(torch.where(finite, byte, 255))
-    if layout == formats.SWIZZLED:
+    if args.layout == formats.SWIZZLED:
         scales = swizzle_scales(scales)
     return pack(codes.flatten(-2)), scales
 
 
-def quantize_fp8_block(
-    x: torch.Tensor, scale_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
-    *batch, rows, columns = x.shape
-    wide = x.to(torch.float32)
+    *batch, rows, columns = args.x.shape
+    wide = args.x.to(torch.float32)
     padded = F.pad(wide, (0, -columns % 128, 0, -rows % 128))
     tiles = padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)) if rows else None
     if tiles is None:
-        empty = torch.empty((*batch, 0, -(-columns // 128)), dtype=torch.uint8, device=x.device)
+        empty = torch.empty(
+            (*batch, 0, -(-columns // 128)), dtype=torch.uint8, device=args.x.device
+        )
         scales = empty.view(torch.float8_e8m0fnu)
-        return encode_e4m3(wide), scales if scale_dtype != torch.float32 else empty.float()
+        return encode_e4m3(wide), scales if args.scale_dtype != torch.float32 else empty.float()
     amax = torch.where(torch.isfinite(tiles), tiles.abs(), 0.0).amax((-3, -1))
-    if scale_dtype == torch.float32:
+    if args.scale_dtype == torch.float32:
         scales = (amax / _constant(448.0, amax)).clamp(min=_SMALLEST_NORMAL)
         scales = torch.where(amax == 0, 1.0, scales)
     else:
@@ -147,22 +150,14 @@ def operand(
     return (blocks * scales_to_float(scales).to(dtype)[..., None]).flatten(-2)
 
 
-def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def dequantize(args: DequantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.quantize.dequantize``."""
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    values = operand(codes, scales, format, layout, compute)
-    if global_scale is not None:
-        row = formats.expand_segments(global_scale, segments, codes.shape[-2])
+    compute = torch.float64 if args.dtype == torch.float64 else torch.float32
+    values = operand(args.codes, args.scales, args.format, args.layout, compute)
+    if args.global_scale is not None:
+        row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[-2])
         values = values * row.to(compute)[..., None]
-    return values.to(dtype)
+    return values.to(args.dtype)
 
 
 def fake_quantized(
@@ -173,6 +168,8 @@ def fake_quantized(
     Static with ``input_scale`` (``[1]`` or ``[R]``), else one dynamic global scale per row.
     """
     scaling = "token" if input_scale is None else "static"
-    codes, scales, global_scale = quantize_nvfp4(x, input_scale, scaling, formats.LINEAR)
+    codes, scales, global_scale = quantize_nvfp4(
+        QuantizeNvfp4Args(x, input_scale, scaling, formats.LINEAR)
+    )
     values = operand(codes, scales, NVFP4.name, formats.LINEAR, compute)
     return values, global_scale.expand(x.shape[0]).to(compute)

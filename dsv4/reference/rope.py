@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.ops.rope import RopeArgs, RopeQuantizeArgs, RopeTablesArgs
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import quantize_nvfp4
 
 
-def rope_tables(
-    positions: torch.Tensor, inv_freq: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.rope.rope_tables``."""
-    angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
+    angles = args.positions.to(torch.float32).unsqueeze(-1) * args.inv_freq
     return angles.cos(), angles.sin()
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
+def rope(args: RopeArgs) -> torch.Tensor:
     """See ``dsv4.ops.rope.rope``."""
+    x, cos, sin = args.x, args.cos, args.sin
     wide = compute_dtype(x, cos, sin)
     cos, sin = cos.to(wide), sin.to(wide)
-    if inverse:
+    if args.inverse:
         sin = -sin
     kept = x.shape[-1] - 2 * cos.shape[-1]
     even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
@@ -28,18 +29,9 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
     return torch.cat((x[..., :kept], turned.flatten(-2).to(x.dtype)), -1)
 
 
-def rope_quantize(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    groups: int,
-    global_scale: torch.Tensor | None,
-    scaling: str,
-    layout: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.rope.rope_quantize``."""
-    tokens, heads, dims = x.shape
-    turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse)
-    grouped = turned.reshape(tokens, groups, heads * dims // groups)
-    return quantize_nvfp4(grouped, global_scale, scaling, layout)
+    tokens, heads, dims = args.x.shape
+    turned = rope(RopeArgs(args.x, args.cos.unsqueeze(1), args.sin.unsqueeze(1), args.inverse))
+    grouped = turned.reshape(tokens, args.groups, heads * dims // args.groups)
+    return quantize_nvfp4(QuantizeNvfp4Args(grouped, args.global_scale, args.scaling, args.layout))

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.ops.router import check_ids
+from dsv4.ops.router import RouteHashArgs, RouteTopkArgs, check_ids
 from dsv4.reference._precision import compute_dtype
 
 # Keeps a row whose scores all underflow at 0 instead of 0/0 (pitfall 10).
 _SUM_FLOOR = 1e-20
 
 
-def route_topk(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route_topk(args: RouteTopkArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.router.route_topk``."""
-    logits = _logits(x, weight, logits_dtype)
-    scores = _sqrt_softplus(logits.to(compute_dtype(x)))
-    biased = scores if bias is None else scores + bias.to(scores.dtype)
+    logits = _logits(args.x, args.weight, args.logits_dtype)
+    scores = _sqrt_softplus(logits.to(compute_dtype(args.x)))
+    biased = scores if args.bias is None else scores + args.bias.to(scores.dtype)
     # A stable sort, because topk leaves the order of equal scores open.
-    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
-    weights = _weights(scores, ids, scaling_factor)
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, : args.top_k].contiguous()
+    weights = _weights(scores, ids, args.scaling_factor)
     return logits, _poison(weights, logits.isfinite().all(-1)), ids
 
 
-def route_hash(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    tid2eid: torch.Tensor,
-    input_ids: torch.Tensor,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route_hash(args: RouteHashArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.router.route_hash``."""
-    logits = _logits(x, weight, logits_dtype)
-    scores = _sqrt_softplus(logits.to(compute_dtype(x)))
-    ids, known = _look_up(tid2eid, input_ids, weight.shape[0])
-    weights = _weights(scores, ids, scaling_factor)
+    logits = _logits(args.x, args.weight, args.logits_dtype)
+    scores = _sqrt_softplus(logits.to(compute_dtype(args.x)))
+    ids, known = _look_up(args.tid2eid, args.input_ids, args.weight.shape[0])
+    weights = _weights(scores, ids, args.scaling_factor)
     return logits, _poison(weights, logits.isfinite().all(-1) & known), ids
 
 

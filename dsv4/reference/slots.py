@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import torch
 
+from dsv4.ops.slots import EntrySlotsArgs, PrefixSlotsArgs, WindowSlotsArgs
 
-def entry_slots(
-    page_table: torch.Tensor, page_size: int, sequences: torch.Tensor, entries: torch.Tensor
-) -> torch.Tensor:
+
+def entry_slots(args: EntrySlotsArgs) -> torch.Tensor:
     """See ``dsv4.ops.slots.entry_slots``."""
-    if entries.dim() == 2:
+    sequences = args.sequences
+    if args.entries.dim() == 2:
         sequences = sequences.unsqueeze(-1)
-    return _slots(page_table, page_size, sequences, entries)
+    return _slots(args.page_table, args.page_size, sequences, args.entries)
 
 
-def prefix_slots(
-    page_table: torch.Tensor, page_size: int, sequences: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
+def prefix_slots(args: PrefixSlotsArgs) -> torch.Tensor:
     """See ``dsv4.ops.slots.prefix_slots``."""
-    entry = torch.arange(page_table.shape[1] * page_size, device=counts.device)
-    shown = torch.where(entry < counts.unsqueeze(-1), entry, -1)
-    return _slots(page_table, page_size, sequences.unsqueeze(-1), shown)
+    entry = torch.arange(args.page_table.shape[1] * args.page_size, device=args.counts.device)
+    shown = torch.where(entry < args.counts.unsqueeze(-1), entry, -1)
+    return _slots(args.page_table, args.page_size, args.sequences.unsqueeze(-1), shown)
 
 
-def window_slots(
-    page_table: torch.Tensor,
-    page_size: int,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    window: int,
-) -> torch.Tensor:
+def window_slots(args: WindowSlotsArgs) -> torch.Tensor:
     """See ``dsv4.ops.slots.window_slots``."""
-    back = torch.arange(1 - window, 1, device=positions.device)
-    seen = positions.to(torch.int64).unsqueeze(-1) + back
-    ring = torch.where(seen < 0, -1, seen % max(1, page_table.shape[1] * page_size))
-    return _slots(page_table, page_size, sequences.unsqueeze(-1), ring)
+    back = torch.arange(1 - args.window, 1, device=args.positions.device)
+    seen = args.positions.to(torch.int64).unsqueeze(-1) + back
+    ring = torch.where(seen < 0, -1, seen % max(1, args.page_table.shape[1] * args.page_size))
+    return _slots(args.page_table, args.page_size, args.sequences.unsqueeze(-1), ring)
 
 
 def _slots(

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dsv4 import _support, dispatch
+from dsv4 import dispatch
+from dsv4._unsupported import float64_tensor
+from dsv4.device import no_triton
 from dsv4.page_tables import to_device
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.sampler import Parameters, Variant, greedy, sample
@@ -132,4 +134,4 @@ class RowState:
 def _kernels_run(logits: torch.Tensor) -> bool:
     """Whether Triton samples: as for an operator that has a kernel and a reference."""
     wanted = dispatch.requested_backend() in (dispatch.AUTO, "triton")
-    return wanted and _support.triton((logits,), logits.device) is None
+    return wanted and (no_triton(logits.device) or float64_tensor([logits])) is None

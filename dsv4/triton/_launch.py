@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
 
+from dsv4 import device as machine
 from dsv4.cute.runtime.launch import on as cuda_device
 
 _FEW_WARPS = 1024
@@ -33,7 +33,7 @@ def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:
     """
     if tensor.device.type != "cuda":
         return {"PDL": 0}
-    if _major(tensor.device) < 9:
+    if machine.capability(tensor.device)[0] < 9:
         return {"PDL": 0, "enable_fp_fusion": True}
     return {"PDL": 2 if few else 1, "launch_pdl": True, "enable_fp_fusion": True}
 
@@ -56,20 +56,12 @@ def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Compute capability of the tensor's GPU; None on the CPU."""
     if tensor.device.type != "cuda":
         return None
-    return torch.cuda.get_device_capability(tensor.device)
+    return machine.capability(tensor.device)
 
 
-@functools.cache
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 on the CPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return machine.sms(device)
 
 
 def power_of_two(value: int) -> int:

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._entries import page_stride
@@ -402,28 +403,16 @@ def _merge_kernel(
     tl.store(place, narrow(sums, out.dtype.element_ty), mask=column < D)
 
 
-def sparse_attention(
-    q: torch.Tensor,
-    window: torch.Tensor,
-    window_page_size: int,
-    window_format: str,
-    window_slots: torch.Tensor,
-    compressed: torch.Tensor | None,
-    compressed_page_size: int,
-    compressed_format: str,
-    compressed_slots: torch.Tensor | None,
-    sink: torch.Tensor,
-    rope_dim: int,
-    scale: float,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> torch.Tensor:
+def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
+    q, window_slots, compressed = args.q, args.window_slots, args.compressed
+    compressed_page_size, compressed_slots = args.compressed_page_size, args.compressed_slots
+    sink, cos, sin = args.sink, args.cos, args.sin
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     if compressed is None or compressed_slots is None:
-        compressed, compressed_page_size = window, window_page_size
+        compressed, compressed_page_size = args.window, args.window_page_size
         compressed_slots = window_slots[:, :0]
     if compressed_slots.dtype != window_slots.dtype:
         window_slots, compressed_slots = window_slots.long(), compressed_slots.long()
@@ -434,7 +423,7 @@ def sparse_attention(
     cos, sin = (sink if table is None else table.contiguous() for table in (cos, sin))
     tokens, heads, d = q.shape
     widths = (window_slots.shape[1], compressed_slots.shape[1])
-    rope = rope_dim if window_format == "fp8" else 0
+    rope = args.rope_dim if args.window_format == "fp8" else 0
     groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
     # Only Hopper's tensor cores are given tiles of 64 heads, and more than two groups.
     wide = groups > 2 and (_launch.capability(q) or (9, 0))[0] == 9
@@ -442,14 +431,14 @@ def sparse_attention(
     kept = (tokens, splits, heads) if splits > 1 else (0,)
     parts = torch.empty((*kept, d), dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
-    if window_format != "fp8" and shape.heads > 16:
+    if args.window_format != "fp8" and shape.heads > 16:
         # Entries go to both products as they are, and Triton 3.6 fails to ask for such ahead.
         shape = replace(shape, block=min(shape.block, 32), stages=1)
     with _launch.on(q):
         # Tiles of a token follow one another, so that all but the first find its entries in L2.
         _attend_kernel[(triton.cdiv(heads, shape.heads), tokens, splits)](
             q,
-            window,
+            args.window,
             window_slots,
             compressed,
             compressed_slots,
@@ -463,12 +452,12 @@ def sparse_attention(
             *widths,
             q.stride(0),
             q.stride(1),
-            page_stride(window),
+            page_stride(args.window),
             page_stride(compressed),
-            scale,
+            args.scale,
             heads,
             splits,
-            PAGE=window_page_size,
+            PAGE=args.window_page_size,
             SECOND_PAGE=compressed_page_size,
             NOPE=d - rope,
             ROPE=rope,

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops._library import as_record
+from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
 from dsv4.pages import COMPACT_FORMATS
 from dsv4.triton import _entries, _launch, _rows
 from dsv4.triton._angles import cos_sin
@@ -504,18 +506,12 @@ def _with_stride(x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
 
 
 def compressor_update(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    overlap: bool,
+    args: CompressorUpdateArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor.compressor_update``."""
-    ratio, batch = ape.shape[0], starts.shape[0]
-    rows, channels = kv.shape[0] // ratio + batch, kv.shape[1] // (1 + overlap)
+    kv = args.kv
+    ratio, batch = args.ape.shape[0], args.starts.shape[0]
+    rows, channels = kv.shape[0] // ratio + batch, kv.shape[1] // (1 + args.overlap)
     pooled = torch.empty((rows, channels), dtype=torch.float32, device=kv.device)
     positions = torch.empty(rows, dtype=torch.int64, device=kv.device)
     owners = torch.empty_like(positions)
@@ -526,15 +522,15 @@ def compressor_update(
     programs, several = batch * heads + (rows - batch) * tails, rows > batch
     with _launch.on(kv):
         _update_kernel[(programs,)](
-            tuple(part for x in (kv, score, ape) for part in _with_stride(x, ratio)),
-            (state, *state.stride()),
-            (cu_seqlens.contiguous(), starts.contiguous(), sequences.contiguous()),
+            tuple(part for x in (kv, args.score, args.ape) for part in _with_stride(x, ratio)),
+            (args.state, *args.state.stride()),
+            (args.cu_seqlens.contiguous(), args.starts.contiguous(), args.sequences.contiguous()),
             batch,
             (pooled, positions, owners),
             heads,
             tails,
             RATIO=ratio,
-            OVERLAP=overlap,
+            OVERLAP=args.overlap,
             CHANNELS=channels,
             SLOTS=_launch.power_of_two(ratio),
             HEAD_WIDTH=head,
@@ -623,60 +619,38 @@ def _slot(table, pages, number, PAGE_SIZE: tl.constexpr):
     return tl.where(inside, place * PAGE_SIZE + number % PAGE_SIZE, -1)
 
 
-def compress_write(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    starts: torch.Tensor,
-    sequences: torch.Tensor,
-    norm_weight: torch.Tensor,
-    inv_freq: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    overlap: bool,
-    eps: float,
-    rotate_quantize: bool,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-) -> None:
+def compress_write(args: CompressWriteArgs) -> None:
     """See ``dsv4.ops.compressor.compress_write``."""
-    if starts.shape[0] == 0:
+    if args.starts.shape[0] == 0:
         return
-    tensors = (kv, score, ape, state, cu_seqlens, starts, sequences)
-    pooled, positions, owners = compressor_update(*tensors, overlap)
-    table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    fp8 = entry_format == "fp8"
-    block = _entries.block(head_dim) if fp8 else _launch.power_of_two(head_dim)
+    pooled, positions, owners = compressor_update(as_record(CompressorUpdateArgs, args))
+    table = args.page_table if args.page_table.stride(1) == 1 else args.page_table.contiguous()
+    fp8 = args.entry_format == "fp8"
+    block = _entries.block(args.head_dim) if fp8 else _launch.power_of_two(args.head_dim)
     with _launch.on(pooled):
         _entry_kernel[(pooled.shape[0],)](
             pooled,
             positions,
             owners,
-            norm_weight.contiguous(),
-            inv_freq.contiguous(),
-            eps,
-            data,
-            _entries.page_stride(data),
+            args.norm_weight.contiguous(),
+            args.inv_freq.contiguous(),
+            args.eps,
+            args.data,
+            _entries.page_stride(args.data),
             table,
             table.stride(0),
-            table.shape[1] if data.shape[0] else 0,
-            RATIO=ape.shape[0],
-            DIM=head_dim,
-            NOPE=head_dim - rope_dim,
-            ROTATED=2 * inv_freq.shape[0],
+            table.shape[1] if args.data.shape[0] else 0,
+            RATIO=args.ape.shape[0],
+            DIM=args.head_dim,
+            NOPE=args.head_dim - args.rope_dim,
+            ROTATED=2 * args.inv_freq.shape[0],
             BLOCK=block,
-            PAGE_SIZE=page_size,
-            COMPACT=entry_format if entry_format in COMPACT_FORMATS else None,
-            CONVERT=conversion(data),
-            ROTATE_QUANTIZE=rotate_quantize,
-            DTYPE=_rows.TYPES[dtype],
-            TABLE=_rows.TYPES[table_dtype],
+            PAGE_SIZE=args.page_size,
+            COMPACT=args.entry_format if args.entry_format in COMPACT_FORMATS else None,
+            CONVERT=conversion(args.data),
+            ROTATE_QUANTIZE=args.rotate_quantize,
+            DTYPE=_rows.TYPES[args.dtype],
+            TABLE=_rows.TYPES[args.table_dtype],
             num_warps=min(16, max(1, block // 128)),
             **_launch.options(pooled),
         )
@@ -734,34 +708,29 @@ def _windows_kernel(
         _store_pooled(out + row * CHANNELS, values, slot, channel, CHANNELS)
 
 
-def pool_windows(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    previous_kv: torch.Tensor | None,
-    previous_score: torch.Tensor | None,
-    overlap: bool,
-) -> torch.Tensor:
+def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
     """See ``dsv4.ops.compressor.pool_windows``."""
+    kv = args.kv
     sequences, windows, ratio, columns = kv.shape
-    channels = columns // (1 + overlap)
+    channels = columns // (1 + args.overlap)
     out = torch.empty((sequences, windows, channels), dtype=torch.float32, device=kv.device)
     if out.numel() == 0:
         return out
     previous = None
-    if previous_kv is not None and previous_score is not None:
-        previous = previous_kv.contiguous(), previous_score.contiguous()
+    if args.previous_kv is not None and args.previous_score is not None:
+        previous = args.previous_kv.contiguous(), args.previous_score.contiguous()
     slots, rows = _launch.power_of_two(ratio), sequences * windows
     _, width, warps = _tiles(slots, channels, rows)
     slices = triton.cdiv(channels, width)
     with _launch.on(kv):
         _windows_kernel[(rows * slices,)](
-            (*_with_stride(kv, ratio), *_with_stride(score, ratio)),
+            (*_with_stride(kv, ratio), *_with_stride(args.score, ratio)),
             previous,
             out,
             windows,
             slices,
             RATIO=ratio,
-            OVERLAP=overlap,
+            OVERLAP=args.overlap,
             CHANNELS=channels,
             SLOTS=slots,
             WIDTH=width,

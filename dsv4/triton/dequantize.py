@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import formats
+from dsv4.ops.quantize import DequantizeArgs
 from dsv4.triton import _launch
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import e4m3_value, narrow, wait_for_inputs
@@ -116,19 +116,12 @@ def _decode_fp8_kernel(
     tl.store(out + place, values, mask=inside)
 
 
-def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def dequantize(args: DequantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.quantize.dequantize``."""
-    packing = 2 if formats.format_named(format).packed else 1
+    codes, scales, global_scale = args.codes, args.scales, args.global_scale
+    packing = 2 if formats.format_named(args.format).packed else 1
     shape = (*codes.shape[:-1], codes.shape[-1] * packing)
-    out = codes.new_empty(shape, dtype=dtype)
+    out = codes.new_empty(shape, dtype=args.dtype)
     if out.numel() == 0:
         return out
     codes, scales = codes.contiguous(), scales.contiguous()
@@ -137,10 +130,10 @@ def dequantize(
     if packing == 1:
         _launch_fp8(as_bytes(codes), scales, out, e8m0)
         return out
-    if segments:
+    if args.segments:
         assert global_scale is not None
-        global_scale = formats.expand_segments(global_scale, segments, codes.shape[-2])
-    _launch_unpack(codes, scales, global_scale, out, e8m0, layout == formats.SWIZZLED)
+        global_scale = formats.expand_segments(global_scale, args.segments, codes.shape[-2])
+    _launch_unpack(codes, scales, global_scale, out, e8m0, args.layout == formats.SWIZZLED)
     return out
 
 

@@ -5,13 +5,12 @@ For many tokens, where writing the expanded weight costs little beside the produ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from dsv4 import formats
+from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 from dsv4.triton import _launch
 from dsv4.triton._launcher import fast_launch
@@ -65,34 +64,22 @@ def expand(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     Allocates the expanded weight and the float32 sums.
     """
-    assert global_scale is not None
-    rows, columns = codes.shape[0], x.shape[-1]
-    alpha = formats.expand_segments(global_scale, segments, rows).reshape(groups, -1)
-    weight = expand(codes, scales).reshape(groups, rows // groups, columns)
-    tokens = x.reshape(x.shape[0], groups, columns)
+    assert args.global_scale is not None
+    rows, columns = args.codes.shape[0], args.x.shape[-1]
+    alpha = formats.expand_segments(args.global_scale, args.segments, rows).reshape(args.groups, -1)
+    weight = expand(args.codes, args.scales).reshape(args.groups, rows // args.groups, columns)
+    tokens = args.x.reshape(args.x.shape[0], args.groups, columns)
     finite = torch.isfinite(tokens).all(-1, keepdim=True)
-    if activation == "nvfp4":
-        tokens, row_scale = bfloat16_operand(tokens, input_scale)
+    if args.activation == "nvfp4":
+        tokens, row_scale = bfloat16_operand(tokens, args.input_scale)
         alpha = row_scale[..., None] * alpha
-    out = torch.where(finite, _product(tokens, weight) * alpha, torch.nan).to(out_dtype)
-    return out if x.dim() == 3 else out[:, 0]
+    out = torch.where(finite, _product(tokens, weight) * alpha, torch.nan).to(args.out_dtype)
+    return out if args.x.dim() == 3 else out[:, 0]
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

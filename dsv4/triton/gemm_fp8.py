@@ -10,7 +10,6 @@ it may overflow where a value of ``x`` passes 2^112.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 from dsv4.triton import _launch, _rows
 from dsv4.triton._launcher import fast_launch
@@ -259,32 +259,21 @@ def row_tiles(rows: int, groups: int, high: int) -> int:
     return triton.cdiv(rows, high) + (1 if groups > 1 and rows % high else 0)
 
 
-def gemm(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     Allocates float32 parts ``[S, T, G, N]`` where the columns are shared by S programs.
     """
-    rows, columns = codes.shape[0] // groups, codes.shape[1]
-    out = x.new_empty((*x.shape[:-1], rows), dtype=out_dtype)
+    x = args.x
+    rows, columns = args.codes.shape[0] // args.groups, args.codes.shape[1]
+    out = x.new_empty((*x.shape[:-1], rows), dtype=args.out_dtype)
     if out.numel() == 0 or columns == 0:
         return out.zero_()
     row_scale = None
-    if activation == "nvfp4":
-        x, row_scale = bfloat16_operand(x, input_scale)
+    if args.activation == "nvfp4":
+        x, row_scale = bfloat16_operand(x, args.input_scale)
     x = _aligned(x if x.dim() == 3 else x.unsqueeze(1))
-    _launch_product(x, _rows.as_rows(codes), scales.contiguous(), row_scale, out)
+    _launch_product(x, _rows.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
     return out
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from dsv4 import dispatch
+from dsv4.ops._library import as_record
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.swiglu import SwigluArgs
 
 
-def gemm_swiglu(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    limit: float | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``. Allocates the product in float32."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    weight = (codes, scales, global_scale, segments, format, layout)
-    gate_up = dispatch.first("gemm", (x, *weight, activation, input_scale, 1, wide))
-    return dispatch.first("swiglu", (gate_up, limit, "interleaved", None, out_dtype))
+    wide = torch.float64 if args.x.dtype == torch.float64 else torch.float32
+    gate_up = dispatch.first("gemm", as_record(GemmArgs, args, groups=1, out_dtype=wide))
+    return dispatch.first(
+        "swiglu", SwigluArgs(gate_up, args.limit, "interleaved", None, args.out_dtype)
+    )

@@ -16,6 +16,16 @@ import triton
 import triton.language as tl
 
 from dsv4.formats import LINEAR
+from dsv4.ops.hyper_connection import (
+    HcHeadArgs,
+    HcPostArgs,
+    HcPostPreNormArgs,
+    HcPostPreNormQuantizeArgs,
+    HcPreArgs,
+    HcPreNormArgs,
+    HcPreNormQuantizeArgs,
+)
+from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.triton import _launch, _mixing_product
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._mixing import (
@@ -81,14 +91,12 @@ def _post_kernel(
             tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
 
 
-def hc_post(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> torch.Tensor:
+def hc_post(args: HcPostArgs) -> torch.Tensor:
     """See ``dsv4.ops.hyper_connection.hc_post``."""
-    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    out = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    hidden = streams.shape[-1]
+    hidden = args.streams.shape[-1]
     tokens = out.numel() // (4 * hidden)
     # Small slices while there are few tokens, so that they spread over the GPU.
     block, warps = (256, 2) if tokens < 64 else (1024, 4)
@@ -97,10 +105,10 @@ def hc_post(
     few = _launch.are_few(tokens * slices, warps)
     with _launch.on(out):
         _post_kernel[(tokens * slices,)](
-            y.contiguous(),
-            streams.contiguous(),
-            post.contiguous(),
-            comb.contiguous(),
+            args.y.contiguous(),
+            args.streams.contiguous(),
+            args.post.contiguous(),
+            args.comb.contiguous(),
             out,
             hidden,
             slices,
@@ -366,50 +374,21 @@ def _pre(
     return out.view(*lead, x.shape[2]), post.view(*lead, 4), comb.view(*lead, 4, 4)
 
 
-def hc_pre(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def hc_pre(args: HcPreArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.hyper_connection.hc_pre``."""
-    return _collapse(streams, fn, scale, base, None, norm_eps, hc_eps, iterations)
+    return _pre_norm(args, None, None)
 
 
-def hc_pre_norm(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def hc_pre_norm(args: HcPreNormArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.hyper_connection.hc_pre_norm``."""
-    return _collapse(streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
+    return _pre_norm(args, args.norm_weight, None)
 
 
-def hc_pre_norm_quantize(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    scaling: str,
-) -> tuple[torch.Tensor, ...]:
+def hc_pre_norm_quantize(args: HcPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
     """See ``dsv4.ops.hyper_connection.hc_pre_norm_quantize``."""
-    out = _together(streams, global_scale, scaling)
-    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
-    normed, post, comb = _collapse(streams, *parameters, out)
-    return normed, *_codes(out, normed, global_scale, scaling), post, comb
+    out = _together(args.streams, args.global_scale, args.scaling)
+    normed, post, comb = _pre_norm(args, args.norm_weight, out)
+    return normed, *_codes(out, normed, args.global_scale, args.scaling), post, comb
 
 
 def _together(
@@ -427,107 +406,61 @@ def _codes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The norm in NVFP4, once it has been made."""
     if out is None:
-        return quantize_nvfp4(normed, global_scale, scaling, LINEAR)
+        return quantize_nvfp4(QuantizeNvfp4Args(normed, global_scale, scaling, LINEAR))
     return out.tensors if normed.shape[0] else out.without_rows()
 
 
-def _collapse(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    quantized: Output | None = None,
+def _pre_norm(
+    args: HcPreArgs | HcPreNormArgs | HcPreNormQuantizeArgs,
+    norm_weight: torch.Tensor | None,
+    quantized: Output | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    lead, x = streams.shape[:-2], _flat(streams)
-    fn, scale, base = _wide(fn, scale, base)
+    lead, x = args.streams.shape[:-2], _flat(args.streams)
+    fn, scale, base = _wide(args.fn, args.scale, args.base)
     parts = parts_of(x, fn) if x.numel() else None
-    settings = (norm_eps, hc_eps, iterations)
-    return _pre(parts, x, lead, scale, base, weight, *settings, quantized)
+    settings = (args.norm_eps, args.hc_eps, args.iterations)
+    return _pre(parts, x, lead, scale, base, norm_weight, *settings, quantized)
 
 
 def hc_post_pre_norm(
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
+    args: HcPostPreNormArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.hyper_connection.hc_post_pre_norm``."""
-    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
-    return _hand_over(y, streams, post, comb, *parameters, None)
+    return _post_pre_norm(args, None)
 
 
-def hc_post_pre_norm_quantize(
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    scaling: str,
-) -> tuple[torch.Tensor, ...]:
+def hc_post_pre_norm_quantize(args: HcPostPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
     """See ``dsv4.ops.hyper_connection.hc_post_pre_norm_quantize``."""
-    out = _together(streams, global_scale, scaling)
-    parameters = (fn, scale, base, norm_weight, norm_eps, hc_eps, iterations)
-    mixed, normed, post, comb = _hand_over(y, streams, post, comb, *parameters, out)
-    return mixed, normed, *_codes(out, normed, global_scale, scaling), post, comb
+    out = _together(args.streams, args.global_scale, args.scaling)
+    mixed, normed, post, comb = _post_pre_norm(args, out)
+    return mixed, normed, *_codes(out, normed, args.global_scale, args.scaling), post, comb
 
 
-def _hand_over(
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-    quantized: Output | None,
+def _post_pre_norm(
+    args: HcPostPreNormArgs | HcPostPreNormQuantizeArgs, quantized: Output | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    lead, x = streams.shape[:-2], _flat(streams)
-    fn, scale, base = _wide(fn, scale, base)
+    lead, x = args.streams.shape[:-2], _flat(args.streams)
+    fn, scale, base = _wide(args.fn, args.scale, args.base)
     parts, mixed = None, torch.empty_like(x)
     if 0 < x.shape[0] <= _mixing_product.FEW and x.numel():
-        parts, mixed = parts_of_few(x, fn, (y.contiguous(), post.contiguous(), comb.contiguous()))
+        before = (args.y.contiguous(), args.post.contiguous(), args.comb.contiguous())
+        parts, mixed = parts_of_few(x, fn, before)
     elif x.numel():
-        mixed = _flat(hc_post(y, streams, post, comb))
+        mixed = _flat(hc_post(HcPostArgs(args.y, args.streams, args.post, args.comb)))
         parts = parts_of(mixed, fn)
-    settings = (norm_eps, hc_eps, iterations)
-    made = _pre(parts, mixed, lead, scale, base, norm_weight, *settings, quantized)
-    return mixed.view(streams.shape), *made
+    settings = (args.norm_eps, args.hc_eps, args.iterations)
+    made = _pre(parts, mixed, lead, scale, base, args.norm_weight, *settings, quantized)
+    return mixed.view(args.streams.shape), *made
 
 
-def hc_head(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-) -> torch.Tensor:
+def hc_head(args: HcHeadArgs) -> torch.Tensor:
     """See ``dsv4.ops.hyper_connection.hc_head``."""
-    lead, x = streams.shape[:-2], _flat(streams)
+    fn, scale, base = args.fn, args.scale, args.base
+    lead, x = args.streams.shape[:-2], _flat(args.streams)
     if x.numel() == 0:
         return x.new_empty((*lead, x.shape[-1]))
     fn, scale, base = _wide(fn, scale, base)
     parts = parts_of(x, fn)
-    return _finish(parts, x, scale, base, None, None, norm_eps, hc_eps, 1).view(*lead, x.shape[2])
+    return _finish(parts, x, scale, base, None, None, args.norm_eps, args.hc_eps, 1).view(
+        *lead, x.shape[2]
+    )

@@ -14,6 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.indexer import (
+    IndexerQueriesArgs,
+    IndexerRotateQuantizeArgs,
+    IndexerSelectArgs,
+    QuantizeIndexQueriesArgs,
+)
 from dsv4.triton import _launch, _rows
 from dsv4.triton._hadamard import hadamard, hadamard_row, rotate_quantize, rotate_quantize_row
 from dsv4.triton._index_choice import select_kernel
@@ -249,37 +255,31 @@ def _store_mxfp4(
         tl.store(scales + row[:, None] * (D // 32) + group, bits, mask=mask)
 
 
-def indexer_rotate_quantize(x: torch.Tensor) -> torch.Tensor:
+def indexer_rotate_quantize(args: IndexerRotateQuantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
-    rows = _rows.as_rows(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = _rows.as_rows(args.x)
+    out = torch.empty_like(args.x, memory_format=torch.contiguous_format)
     _launch_queries(rows.unsqueeze(1), None, None, out, True)
     return out
 
 
-def indexer_queries(
-    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate_quantize: bool
-) -> torch.Tensor:
+def indexer_queries(args: IndexerQueriesArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_queries``."""
+    q = args.q
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch_queries(q, cos.contiguous(), sin.contiguous(), out, rotate_quantize)
+    _launch_queries(q, args.cos.contiguous(), args.sin.contiguous(), out, args.rotate_quantize)
     return out
 
 
 def quantize_index_queries(
-    q: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weights: torch.Tensor,
-    rotate: bool,
-    query_format: str,
-    weight_scale: float,
+    args: QuantizeIndexQueriesArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.indexer.quantize_index_queries``."""
+    q = args.q
     q = q if q.stride(-1) == 1 else q.contiguous()
     tokens, heads, d = q.shape
-    fp8 = query_format == "fp8"
+    fp8 = args.query_format == "fp8"
     codes = q.new_empty((tokens, heads, d if fp8 else d // 2), dtype=torch.uint8)
     scales = q.new_empty((tokens, heads, 0 if fp8 else d // 32), dtype=torch.uint8)
     folded = q.new_empty((tokens, heads), dtype=torch.float32)
@@ -288,22 +288,22 @@ def quantize_index_queries(
         with _launch.on(q):
             _codes_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
                 q,
-                cos.contiguous(),
-                sin.contiguous(),
-                weights.contiguous(),
+                args.cos.contiguous(),
+                args.sin.contiguous(),
+                args.weights.contiguous(),
                 codes,
                 scales,
                 folded,
                 tokens * heads,
                 q.stride(0),
                 q.stride(1),
-                cos.shape[1],
-                weight_scale,
+                args.cos.shape[1],
+                args.weight_scale,
                 HEADS=heads,
                 D=d,
-                HALF=cos.shape[1],
-                ROTATE=rotate,
-                FORMAT=query_format,
+                HALF=args.cos.shape[1],
+                ROTATE=args.rotate,
+                FORMAT=args.query_format,
                 CONVERT=conversion(q),
                 **tile,
                 **_without_contraction(q, few=True),
@@ -372,23 +372,11 @@ def _without_contraction(tensor: torch.Tensor, few: bool) -> dict[str, Any]:
     return {key: False if key == "enable_fp_fusion" else value for key, value in options.items()}
 
 
-def indexer_select(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    rope_dim: int,
-    page_table: torch.Tensor,
-    sequence_of_token: torch.Tensor,
-    visible: torch.Tensor,
-    top_k: int,
-    query_scales: torch.Tensor | None,
-) -> torch.Tensor:
+def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    keys = Keys(data, page_size, entry_format, page_table)
-    rest = (sequence_of_token, visible, top_k)
-    return select(q, query_scales, weights, keys, *rest, launch_scores)
+    keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
+    rest = (args.sequence_of_token, args.visible, args.top_k)
+    return select(args.q, args.query_scales, args.weights, keys, *rest, launch_scores)
 
 
 @dataclasses.dataclass(frozen=True)

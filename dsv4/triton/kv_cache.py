@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.kv_cache import FakeQuantizeKvArgs, NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
 from dsv4.triton import _entries, _launch, _rotation, _rows
 from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._entries import (
@@ -92,16 +93,9 @@ def _write_kernel(
         store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
 
 
-def write_kv(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    entries: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def write_kv(args: WriteKvArgs) -> None:
     """See ``dsv4.ops.kv_cache.write_kv``."""
+    data, entries = args.data, args.entries
     count = entries.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
@@ -113,13 +107,13 @@ def write_kv(
             _entries.page_stride(data),
             entries,
             entries.stride(0),
-            slots.contiguous(),
+            args.slots.contiguous(),
             count,
-            NOPE=head_dim - rope_dim,
-            ROPE=rope_dim,
-            PAGE_SIZE=page_size,
-            BLOCK=_entries.block(head_dim),
-            ROPE_BLOCK=_launch.power_of_two(rope_dim),
+            NOPE=args.head_dim - args.rope_dim,
+            ROPE=args.rope_dim,
+            PAGE_SIZE=args.page_size,
+            BLOCK=_entries.block(args.head_dim),
+            ROPE_BLOCK=_launch.power_of_two(args.rope_dim),
             **tile,
             **_launch.options(data, few=_are_few(count, tile)),
         )
@@ -158,20 +152,13 @@ def store_rows(out, first, count, values, columns):
     tl.store(place, stored, mask=(row < count) & (column < columns))
 
 
-def read_kv(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    slots: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def read_kv(args: ReadKvArgs) -> torch.Tensor:
     """See ``dsv4.ops.kv_cache.read_kv``."""
-    out = torch.empty((*slots.shape, head_dim), dtype=dtype, device=data.device)
+    data = args.data
+    out = torch.empty((*args.slots.shape, args.head_dim), dtype=args.dtype, device=data.device)
     if data.shape[0] == 0:
         return out.zero_()
-    count = slots.numel()
+    count = args.slots.numel()
     if count == 0:
         return out
     tile = _reading_tile(count)
@@ -179,13 +166,13 @@ def read_kv(
         _read_kernel[_programs(count, tile)](
             data,
             _entries.page_stride(data),
-            slots.contiguous(),
+            args.slots.contiguous(),
             out,
             count,
-            NOPE=head_dim - rope_dim,
-            ROPE=rope_dim,
-            PAGE_SIZE=page_size,
-            BLOCK=_entries.block(head_dim),
+            NOPE=args.head_dim - args.rope_dim,
+            ROPE=args.rope_dim,
+            PAGE_SIZE=args.page_size,
+            BLOCK=_entries.block(args.head_dim),
             **tile,
             **_launch.options(data, few=_are_few(count, tile)),
         )
@@ -216,8 +203,9 @@ def _round_trip_kernel(
         store_rows(out, first, count, values, NOPE + ROPE)
 
 
-def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
+def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
     """See ``dsv4.ops.kv_cache.fake_quantize_kv``."""
+    x = args.x
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
@@ -230,8 +218,8 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
             rows.stride(0),
             out,
             count,
-            NOPE=head_dim - rope_dim,
-            ROPE=rope_dim,
+            NOPE=head_dim - args.rope_dim,
+            ROPE=args.rope_dim,
             BLOCK=_entries.block(head_dim),
             **tile,
             **_launch.options(x, few=_are_few(count, tile)),
@@ -371,20 +359,10 @@ def _load_weight(weight, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return widen(tl.load(weight + column, mask=column < columns, other=0.0))
 
 
-def norm_rope_write_kv(
-    data: torch.Tensor,
-    page_size: int,
-    entry_format: str,
-    head_dim: int,
-    rope_dim: int,
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    eps: float,
-) -> None:
+def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     """See ``dsv4.ops.kv_cache.norm_rope_write_kv``."""
+    data, head_dim, kv = args.data, args.head_dim, args.kv
+    cos, sin = args.cos, args.sin
     count = kv.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
@@ -401,16 +379,16 @@ def norm_rope_write_kv(
                 _entries.page_stride(data),
                 kv,
                 kv.stride(0),
-                weight.contiguous(),
+                args.weight.contiguous(),
                 cos,
                 sin,
                 cos.stride(0),
-                slots.contiguous(),
+                args.slots.contiguous(),
                 count,
-                eps,
+                args.eps,
                 NOPE=head_dim - rotated,
                 ROPE=rotated,
-                PAGE_SIZE=page_size,
+                PAGE_SIZE=args.page_size,
                 SHARES=shares,
                 WHOLE=_entries.block(head_dim) // 8,
                 num_warps=1,
@@ -423,16 +401,16 @@ def norm_rope_write_kv(
             _entries.page_stride(data),
             kv,
             kv.stride(0),
-            weight.contiguous(),
+            args.weight.contiguous(),
             cos,
             sin,
             cos.stride(0),
-            slots.contiguous(),
+            args.slots.contiguous(),
             count,
-            eps,
+            args.eps,
             NOPE=head_dim - rotated,
             ROPE=rotated,
-            PAGE_SIZE=page_size,
+            PAGE_SIZE=args.page_size,
             BLOCK=_entries.block(head_dim),
             ROPE_BLOCK=_launch.power_of_two(rotated),
             **tile,

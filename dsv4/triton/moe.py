@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from dsv4 import formats
-from dsv4.ops.moe import check_ids
+from dsv4.ops.moe import (
+    MoeCombineArgs,
+    MoeGatherArgs,
+    MoeGatherQuantizeArgs,
+    MoePermuteArgs,
+    MoeSortArgs,
+    check_ids,
+)
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._launcher import fast_launch
@@ -177,12 +184,11 @@ def _scatter_kernel(
     tl.store(rows + slot, row, mask=slot < slots)
 
 
-def moe_permute(
-    ids: torch.Tensor, num_experts: int, first_expert: int, num_local_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_permute``."""
-    check_ids(ids, num_experts)
-    slots, experts = ids.numel(), num_local_experts
+    ids = args.ids
+    check_ids(ids, args.num_experts)
+    slots, experts = ids.numel(), args.num_local_experts
     order = ids.new_empty((slots,), dtype=torch.int32)
     offsets = ids.new_empty((experts + 1,), dtype=torch.int32)
     rows = ids.new_empty(ids.shape, dtype=torch.int32)
@@ -190,7 +196,7 @@ def moe_permute(
         return order, offsets.zero_(), rows
     ids = ids.contiguous()
     if slots > _COUNTED:
-        _permute_blocks(ids, order, offsets, rows, first_expert)
+        _permute_blocks(ids, order, offsets, rows, args.first_expert)
         return order, offsets, rows
     block = max(16, min(1024, _launch.power_of_two(slots)))
     with _launch.on(ids):
@@ -200,7 +206,7 @@ def moe_permute(
             offsets,
             rows,
             slots,
-            first_expert,
+            args.first_expert,
             EXPERTS=experts,
             QUERIES=_QUERIES,
             BLOCK=block,
@@ -285,13 +291,11 @@ def _warps(block: int) -> int:
     return max(1, block // 256)
 
 
-def moe_gather(
-    x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def moe_gather(args: MoeGatherArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.moe.moe_gather``."""
-    out = x.new_empty((rows.numel(), x.shape[1])) if out is None else out
+    out = args.x.new_empty((args.rows.numel(), args.x.shape[1])) if out is None else out
     if out.numel():
-        _gather(x, rows.contiguous(), out, None, None)
+        _gather(args.x, args.rows.contiguous(), out, None, None)
     return out
 
 
@@ -377,26 +381,23 @@ def _sort_kernel(
 
 
 def moe_sort(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    num_experts: int,
-    first_expert: int,
-    num_local_experts: int,
-    out: torch.Tensor | None = None,
+    args: MoeSortArgs, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_sort``."""
+    x, ids, weights = args.x, args.ids, args.weights
     slots, columns = ids.numel(), x.shape[1]
     out = x.new_empty((slots, columns)) if out is None else out
     row_weight = weights.new_empty((slots,))
     weights = weights.contiguous()
     if slots > _TOGETHER or out.numel() == 0:
-        _, offsets, rows = moe_permute(ids, num_experts, first_expert, num_local_experts)
+        _, offsets, rows = moe_permute(
+            MoePermuteArgs(ids, args.num_experts, args.first_expert, args.num_local_experts)
+        )
         if slots:
             _gather(x, rows, out, weights, row_weight)
         return out, row_weight, offsets, rows
-    check_ids(ids, num_experts)
-    offsets = ids.new_empty((num_local_experts + 1,), dtype=torch.int32)
+    check_ids(ids, args.num_experts)
+    offsets = ids.new_empty((args.num_local_experts + 1,), dtype=torch.int32)
     rows = ids.new_empty(ids.shape, dtype=torch.int32)
     source, (tokens, top_k) = _rows.as_rows(x), ids.shape
     block = min(256, _launch.power_of_two(columns))
@@ -404,7 +405,7 @@ def moe_sort(
     queries = _launch.power_of_two(max(top_k, _QUERIES))  # at least K, which the kernel counts on
     copying = tokens * chunks
     with _launch.on(x):
-        _sort_kernel[(copying + triton.cdiv(num_local_experts + 1, queries),)](
+        _sort_kernel[(copying + triton.cdiv(args.num_local_experts + 1, queries),)](
             source,
             ids.contiguous(),
             weights,
@@ -413,12 +414,12 @@ def moe_sort(
             offsets,
             rows,
             slots,
-            first_expert,
+            args.first_expert,
             source.stride(0),
             columns,
             chunks,
             copying,
-            EXPERTS=num_local_experts,
+            EXPERTS=args.num_local_experts,
             K=top_k,
             QUERIES=queries,
             SLOTS=max(16, _launch.power_of_two(slots)),
@@ -925,16 +926,13 @@ def _gather_tile(blocks: int, wide: int, programs: int, by_expert: bool) -> dict
 
 
 def moe_gather_quantize(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    input_scale: torch.Tensor | None,
-    layout: str,
+    args: MoeGatherQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_gather_quantize``."""
+    x, rows = args.x, args.rows
     columns = x.shape[1]
-    count, blocks, experts = rows.numel(), columns // 16, offsets.shape[0] - 1
-    swizzled, by_expert = layout != formats.LINEAR, layout == formats.SWIZZLED_EXPERTS
+    count, blocks, experts = rows.numel(), columns // 16, args.offsets.shape[0] - 1
+    swizzled, by_expert = args.layout != formats.LINEAR, args.layout == formats.SWIZZLED_EXPERTS
     wide = _nvfp4.scale_columns(blocks, swizzled)
     tiles = formats.expert_tiles(count, experts)
     padded = 128 * tiles if by_expert else _nvfp4.scale_rows(count, swizzled)
@@ -946,7 +944,7 @@ def moe_gather_quantize(
         return codes, scales, total
     source, rows = _rows.as_rows(x), rows.contiguous()
     top_k = rows.shape[1]
-    each = top_k if input_scale is None and x.shape[0] > _APART else 1
+    each = top_k if args.input_scale is None and x.shape[0] > _APART else 1
     tile = _gather_tile(blocks, wide, count // each, by_expert)
     warps, cleared = tile["num_warps"], _CLEARED
     programs = count // each
@@ -957,8 +955,8 @@ def moe_gather_quantize(
         _gather_quantize_kernel[(programs,)](
             source,
             rows,
-            offsets.contiguous(),
-            None if input_scale is None else input_scale.contiguous(),
+            args.offsets.contiguous(),
+            None if args.input_scale is None else args.input_scale.contiguous(),
             codes,
             scales.view(torch.uint8),
             total,
@@ -971,7 +969,7 @@ def moe_gather_quantize(
             K=top_k,
             SLOTS=each,
             EXPERTS=experts,
-            STATIC=input_scale is not None,
+            STATIC=args.input_scale is not None,
             SWIZZLED=swizzled,
             PADDED=by_expert,
             CLEARED=cleared,
@@ -1025,17 +1023,11 @@ def _combine_kernel(
         tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=inside)
 
 
-def moe_combine(
-    y: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
     """See ``dsv4.ops.moe.moe_combine``."""
-    (tokens, top_k), columns = rows.shape, y.shape[1]
-    out = y.new_empty((tokens, columns), dtype=out_dtype)
+    y, shared = args.y, args.shared
+    (tokens, top_k), columns = args.rows.shape, y.shape[1]
+    out = y.new_empty((tokens, columns), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
     y = _rows.as_rows(y)
@@ -1047,18 +1039,18 @@ def moe_combine(
     with _launch.on(y):
         _combine_kernel[(tokens * chunks,)](
             y,
-            rows.contiguous(),
-            offsets.contiguous(),
-            None if weights is None else weights.contiguous(),
+            args.rows.contiguous(),
+            args.offsets.contiguous(),
+            None if args.weights is None else args.weights.contiguous(),
             shared,
             out,
             y.stride(0),
             0 if shared is None else shared.stride(0),
             columns,
             chunks,
-            EXPERTS=offsets.shape[0] - 1,
+            EXPERTS=args.offsets.shape[0] - 1,
             K=top_k,
-            WEIGHTED=weights is not None,
+            WEIGHTED=args.weights is not None,
             SHARED=shared is not None,
             BLOCK=block,
             num_warps=_warps(block),

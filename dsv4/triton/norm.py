@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import formats
+from dsv4.ops.norm import HeadNormRopeArgs, RmsNormArgs, RmsNormPairArgs, RmsNormQuantizeArgs
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._launcher import fast_launch
@@ -135,8 +136,9 @@ def _rms_norm_kernel(
         _norm_rows(x, weight, out, stride, row, rows, columns, eps, WEIGHTED, BLOCK)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_norm(args: RmsNormArgs) -> torch.Tensor:
     """See ``dsv4.ops.norm.rms_norm``."""
+    x, weight = args.x, args.weight
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
@@ -155,7 +157,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
             rows.stride(0),
             count,
             columns,
-            eps,
+            args.eps,
             WEIGHTED=weight is not None,
             BLOCK=_launch.power_of_two(columns),
             **tile,
@@ -199,11 +201,10 @@ def _pair_kernel(
             )
 
 
-def rms_norm_pair(
-    x: torch.Tensor, first_weight: torch.Tensor, second_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.norm.rms_norm_pair``."""
-    widths = first_weight.shape[0], second_weight.shape[0]
+    x = args.x
+    widths = args.first_weight.shape[0], args.second_weight.shape[0]
     first, second = (x.new_empty((*x.shape[:-1], width)) for width in widths)
     rows = _rows.as_rows(x)
     if rows.shape[0] == 0 or x.shape[-1] == 0:
@@ -213,13 +214,13 @@ def rms_norm_pair(
     with _launch.on(x):
         _pair_kernel[(programs,)](
             rows,
-            first_weight.contiguous(),
-            second_weight.contiguous(),
+            args.first_weight.contiguous(),
+            args.second_weight.contiguous(),
             first,
             second,
             rows.stride(0),
             rows.shape[0],
-            eps,
+            args.eps,
             FIRST=widths[0],
             SECOND=widths[1],
             FIRST_BLOCK=_launch.power_of_two(widths[0]),
@@ -290,8 +291,9 @@ def _head_tile(count: int, width: int) -> dict[str, int]:
     }
 
 
-def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float) -> None:
+def head_norm_rope_(args: HeadNormRopeArgs) -> None:
     """See ``dsv4.ops.norm.head_norm_rope_``."""
+    q, cos, sin = args.q, args.cos, args.sin
     tokens, heads, columns = q.shape
     count, half = tokens * heads, cos.shape[-1]
     if q.numel() == 0:
@@ -311,7 +313,7 @@ def head_norm_rope_(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: 
             cos.stride(0),
             heads,
             count,
-            eps,
+            args.eps,
             KEPT=kept,
             HALF=half,
             BLOCK=_launch.power_of_two(max(2, columns + kept % 2)),
@@ -642,20 +644,16 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
 
 
 def rms_norm_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    eps: float,
-    scaling: str,
-    layout: str,
+    args: RmsNormQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.norm.rms_norm_quantize``."""
+    x = args.x
     rows, columns = x.shape
-    out = Output.empty(x, columns, global_scale, scaling, layout)
+    out = Output.empty(x, columns, args.global_scale, args.scaling, args.layout)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows == 0:
         return y, *out.without_rows()
-    swizzled = layout == formats.SWIZZLED
+    swizzled = args.layout == formats.SWIZZLED
     high = _nvfp4.scale_rows(rows, swizzled)
     wide = _nvfp4.scale_columns(columns // 16, swizzled)
     source = _rows.as_rows(x)
@@ -665,10 +663,10 @@ def rms_norm_quantize(
             out = replace(out, normed=True)
             _norm_quantize_few_kernel[out.grid](
                 source,
-                weight.contiguous(),
+                args.weight.contiguous(),
                 y,
                 source.stride(0),
-                eps,
+                args.eps,
                 *out.arguments,
                 COLUMNS=columns,
                 WHOLE=out.whole,
@@ -677,7 +675,7 @@ def rms_norm_quantize(
             return y, *out.tensors
         _norm_quantize_kernel[(high,)](
             source,
-            weight.contiguous(),
+            args.weight.contiguous(),
             out.source,
             y,
             out.codes,
@@ -685,7 +683,7 @@ def rms_norm_quantize(
             out.total,
             source.stride(0),
             rows,
-            eps,
+            args.eps,
             COLUMNS=columns,
             SCALE_COLUMNS=wide,
             TOKEN=out.source is None,

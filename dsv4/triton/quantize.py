@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import formats
+from dsv4.ops.quantize import QuantizeFp8BlockArgs, QuantizeMxfp4Args, QuantizeNvfp4Args
 from dsv4.triton import _launch, _rows
 from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._launcher import fast_launch
@@ -213,15 +214,14 @@ def _amax_kernel(
     tl.store(peaks + matrix * parts + tl.program_id(0), tl.max(peak, 0))
 
 
-def quantize_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
-    out = Output.empty(x, x.shape[-1], global_scale, scaling, layout)
+    x = args.x
+    out = Output.empty(x, x.shape[-1], args.global_scale, args.scaling, args.layout)
     if out.codes.numel() == 0:
         return out.without_rows()
     matrix = _rows.as_rows(x)
-    if global_scale is None and scaling != "token":
+    if args.global_scale is None and args.scaling != "token":
         out = replace(out, source=_partial_amax(matrix, matrix.shape[0] // x.shape[-2]))
     arguments = (matrix, matrix.stride(0), *out.arguments)
     with _launch.on(x):
@@ -351,15 +351,16 @@ def _mxfp4_few_kernel(
         store_scales(scales, bits, row, first, inside, scale_rows, scale_columns, SWIZZLED)
 
 
-def quantize_mxfp4(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
+    x = args.x
     *batch, rows, columns = x.shape
     codes = x.new_empty((*batch, rows, columns // 2), dtype=torch.uint8)
-    scales = empty_scales(x.shape, x, 32, layout, torch.float8_e8m0fnu)
+    scales = empty_scales(x.shape, x, 32, args.layout, torch.float8_e8m0fnu)
     if codes.numel() == 0:
         return codes, scales
     matrix = _rows.as_rows(x)
-    blocks, swizzled = columns // 32, layout == formats.SWIZZLED
+    blocks, swizzled = columns // 32, args.layout == formats.SWIZZLED
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
     sizes = (matrix.stride(0), rows, blocks, high, wide)
     many = are_many(rows)
@@ -466,26 +467,25 @@ def _fp8_block_kernel(
         tl.store(place, bits, mask=None if WHOLE else inside)
 
 
-def quantize_fp8_block(
-    x: torch.Tensor, scale_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.quantize.quantize``."""
+    x = args.x
     *batch, rows, columns = x.shape
     codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     tiles = (triton.cdiv(rows, 128), triton.cdiv(columns, 128))
-    scales = x.new_empty((*batch, *tiles), dtype=scale_dtype)
+    scales = x.new_empty((*batch, *tiles), dtype=args.scale_dtype)
     if codes.numel() == 0:
         return codes, scales
     matrix = _rows.as_rows(x)
     grid = (*tiles, matrix.shape[0] // rows)
     tall = min(128, _launch.power_of_two(rows))
-    most = 16 if scale_dtype == torch.float32 else 8
+    most = 16 if args.scale_dtype == torch.float32 else 8
     warps = min(most, max(1, tall // 2))
     with _launch.on(x):
         _fp8_block_kernel[grid](
             matrix,
             as_bytes(codes),
-            scales if scale_dtype == torch.float32 else as_bytes(scales),
+            scales if args.scale_dtype == torch.float32 else as_bytes(scales),
             matrix.stride(0),
             rows,
             columns,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.rope import RopeArgs, RopeQuantizeArgs, RopeTablesArgs
 from dsv4.triton import _launch, _rotation, _rows
 from dsv4.triton._angles import cos_sin
 from dsv4.triton._arrival import arrival, once_here
@@ -59,19 +60,18 @@ def _tables_kernel(
     tl.store(sin + place, s, mask=inside)
 
 
-def rope_tables(
-    positions: torch.Tensor, inv_freq: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.rope.rope_tables``."""
-    half = inv_freq.shape[0]
-    cos, sin = (inv_freq.new_empty((*positions.shape, half)) for _ in range(2))
+    positions = args.positions
+    half = args.inv_freq.shape[0]
+    cos, sin = (args.inv_freq.new_empty((*positions.shape, half)) for _ in range(2))
     if cos.numel() == 0:
         return cos, sin
     count = positions.numel()
     with _launch.on(positions):
         _tables_kernel[(triton.cdiv(count, _TABLE_ROWS),)](
             positions.contiguous(),
-            inv_freq.contiguous(),
+            args.inv_freq.contiguous(),
             cos,
             sin,
             count,
@@ -129,8 +129,9 @@ def _tile(rows: int) -> dict[str, int]:
     return {"ROWS": 1, "num_warps": 1} if rows <= 1024 else {"ROWS": 16, "num_warps": 4}
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
+def rope(args: RopeArgs) -> torch.Tensor:
     """See ``dsv4.ops.rope.rope``."""
+    x, cos, sin = args.x, args.cos, args.sin
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
@@ -151,7 +152,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -
             count,
             kept,
             half,
-            INVERSE=inverse,
+            INVERSE=args.inverse,
             KEPT=_launch.power_of_two(kept) if kept else 0,
             HALF=_launch.power_of_two(half),
             **tile,
@@ -440,30 +441,28 @@ def _rope_quantize_row_kernel(
         )
 
 
-def rope_quantize(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-    groups: int,
-    global_scale: torch.Tensor | None,
-    scaling: str,
-    layout: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.rope.rope_quantize``."""
-    tokens, heads, dims = x.shape
-    columns = heads * dims // groups
-    out = Output.empty(x.new_empty((tokens, groups, 0)), columns, global_scale, scaling, layout)
+    cos, sin = args.cos, args.sin
+    tokens, heads, dims = args.x.shape
+    columns = heads * dims // args.groups
+    out = Output.empty(
+        args.x.new_empty((tokens, args.groups, 0)),
+        columns,
+        args.global_scale,
+        args.scaling,
+        args.layout,
+    )
     if out.codes.numel() == 0:
         return out.without_rows()
     # Only where a chunk is no wider than a warp are there chunks without a turn.
     out = replace(out, by_warp=True)
-    rows = _rows.as_rows(x.reshape(tokens, heads * dims))
+    rows = _rows.as_rows(args.x.reshape(tokens, heads * dims))
     cos, sin, _ = _rotation.tables(rows, cos, sin)
     tables = (cos, sin, cos.stride(0))
-    options = {"DIM": dims, "KEPT": dims - 2 * cos.shape[1], "INVERSE": inverse}
+    options = {"DIM": dims, "KEPT": dims - 2 * cos.shape[1], "INVERSE": args.inverse}
     arguments = (rows, rows.stride(0), *tables, *out.arguments)
-    with _launch.on(x):
+    with _launch.on(args.x):
         if out.by_row:
             _rope_quantize_row_kernel[out.row_grid](
                 *arguments, **options, **out.row_options, maxnreg=_REGISTERS

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4.ops.router import check_ids
+from dsv4.ops.router import RouteHashArgs, RouteTopkArgs, check_ids
 from dsv4.triton import _launch, _rows
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
@@ -594,28 +594,25 @@ def _route(
     return logits, weights, ids
 
 
-def route_topk(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route_topk(args: RouteTopkArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.router.route_topk``."""
-    return _route(x, weight, bias, None, None, top_k, scaling_factor, logits_dtype)
+    return _route(
+        args.x,
+        args.weight,
+        args.bias,
+        None,
+        None,
+        args.top_k,
+        args.scaling_factor,
+        args.logits_dtype,
+    )
 
 
-def route_hash(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    tid2eid: torch.Tensor,
-    input_ids: torch.Tensor,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route_hash(args: RouteHashArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.router.route_hash``."""
-    check_ids(tid2eid, input_ids, weight.shape[0])
-    table, words = tid2eid.contiguous(), input_ids.contiguous()
-    top_k = tid2eid.shape[1]
-    return _route(x, weight, None, table, words, top_k, scaling_factor, logits_dtype)
+    check_ids(args.tid2eid, args.input_ids, args.weight.shape[0])
+    table, words = args.tid2eid.contiguous(), args.input_ids.contiguous()
+    top_k = args.tid2eid.shape[1]
+    return _route(
+        args.x, args.weight, None, table, words, top_k, args.scaling_factor, args.logits_dtype
+    )

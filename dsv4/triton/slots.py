@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.slots import EntrySlotsArgs, PrefixSlotsArgs, WindowSlotsArgs
 from dsv4.triton import _launch
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import once, wait_for_inputs
@@ -116,29 +117,25 @@ def _launch_slots(
     return out
 
 
-def entry_slots(
-    page_table: torch.Tensor, page_size: int, sequences: torch.Tensor, entries: torch.Tensor
-) -> torch.Tensor:
+def entry_slots(args: EntrySlotsArgs) -> torch.Tensor:
     """See ``dsv4.ops.slots.entry_slots``."""
-    shape = tuple(entries.shape)
-    return _launch_slots("entry", page_table, page_size, sequences, entries, shape)
+    shape = tuple(args.entries.shape)
+    return _launch_slots(
+        "entry", args.page_table, args.page_size, args.sequences, args.entries, shape
+    )
 
 
-def prefix_slots(
-    page_table: torch.Tensor, page_size: int, sequences: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
+def prefix_slots(args: PrefixSlotsArgs) -> torch.Tensor:
     """See ``dsv4.ops.slots.prefix_slots``."""
-    shape = (counts.shape[0], page_table.shape[1] * page_size)
-    return _launch_slots("prefix", page_table, page_size, sequences, counts, shape)
+    shape = (args.counts.shape[0], args.page_table.shape[1] * args.page_size)
+    return _launch_slots(
+        "prefix", args.page_table, args.page_size, args.sequences, args.counts, shape
+    )
 
 
-def window_slots(
-    page_table: torch.Tensor,
-    page_size: int,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    window: int,
-) -> torch.Tensor:
+def window_slots(args: WindowSlotsArgs) -> torch.Tensor:
     """See ``dsv4.ops.slots.window_slots``."""
-    shape = (positions.shape[0], window)
-    return _launch_slots("window", page_table, page_size, sequences, positions, shape)
+    shape = (args.positions.shape[0], args.window)
+    return _launch_slots(
+        "window", args.page_table, args.page_size, args.sequences, args.positions, shape
+    )

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.swiglu import SwigluArgs, SwigluQuantizeArgs
 from dsv4.triton import _launch, _rows
 from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._launcher import fast_launch
@@ -346,27 +347,21 @@ def _flat(weight: torch.Tensor | None) -> torch.Tensor | None:
     return None if weight is None else weight.reshape(-1).contiguous()
 
 
-def swiglu(
-    gate_up: torch.Tensor,
-    limit: float | None,
-    layout: str,
-    row_weight: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def swiglu(args: SwigluArgs) -> torch.Tensor:
     """See ``dsv4.ops.swiglu.swiglu``."""
-    half = gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], half), dtype=out_dtype)
+    half = args.gate_up.shape[-1] // 2
+    out = args.gate_up.new_empty((*args.gate_up.shape[:-1], half), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
-    x = _rows.as_rows(gate_up)
+    x = _rows.as_rows(args.gate_up)
     pieces = _launch.power_of_two(triton.cdiv(half, 8))
     tall, across = max(1, _PIECES // pieces), min(_PIECES, pieces)
-    bound, flags = _flags(limit, layout, row_weight)
+    bound, flags = _flags(args.limit, args.layout, args.row_weight)
     grid = triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across)
     with _launch.on(x):
         _swiglu_kernel[grid](
             x,
-            _flat(row_weight),
+            _flat(args.row_weight),
             out,
             x.stride(0),
             x.shape[0],
@@ -381,22 +376,20 @@ def swiglu(
     return out
 
 
-def swiglu_quantize(
-    gate_up: torch.Tensor,
-    limit: float | None,
-    layout: str,
-    row_weight: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    scaling: str,
-    scale_layout: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def swiglu_quantize(args: SwigluQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.swiglu.swiglu_quantize``."""
-    out = Output.empty(gate_up, gate_up.shape[-1] // 2, global_scale, scaling, scale_layout)
+    out = Output.empty(
+        args.gate_up,
+        args.gate_up.shape[-1] // 2,
+        args.global_scale,
+        args.scaling,
+        args.scale_layout,
+    )
     if out.codes.numel() == 0:
         return out.without_rows()
-    x = _rows.as_rows(gate_up)
-    bound, flags = _flags(limit, layout, row_weight)
-    arguments = (x, _flat(row_weight), x.stride(0), bound, *out.arguments)
+    x = _rows.as_rows(args.gate_up)
+    bound, flags = _flags(args.limit, args.layout, args.row_weight)
+    arguments = (x, _flat(args.row_weight), x.stride(0), bound, *out.arguments)
     with _launch.on(x):
         if out.by_row:
             constants = out.row_options

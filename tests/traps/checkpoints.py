@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "a DSpark head is taken for MTP layers",
-        "dsv4/checkpoint.py",
+        "dsv4/_checkpoint/opened.py",
         "return 0 if self.has_dspark else len(self._draft_layers())",
         "return len(self._draft_layers())",
         TESTS + "drafts.py::test_the_main_model_of_a_dspark_checkpoint_loads_and_it_is_said",

@@ -28,16 +28,16 @@ MUTANTS = (
         "pitfall 7",
         "comb not transposed",
         REFERENCE + "hyper_connection.py",
-        "comb.to(wide).transpose(-1, -2) @ streams.to(wide)",
-        "comb.to(wide) @ streams.to(wide)",
+        "args.comb.to(wide).transpose(-1, -2) @ args.streams.to(wide)",
+        "args.comb.to(wide) @ args.streams.to(wide)",
         POST_LOOPS,
     ),
     Mutant(
         "pitfall 7",
         "comb not transposed, seen at the layer",
         REFERENCE + "hyper_connection.py",
-        "comb.to(wide).transpose(-1, -2) @ streams.to(wide)",
-        "comb.to(wide) @ streams.to(wide)",
+        "args.comb.to(wide).transpose(-1, -2) @ args.streams.to(wide)",
+        "args.comb.to(wide) @ args.streams.to(wide)",
         TRANSPOSE,
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = (
         "pitfall 8",
         "no eps on pre",
         REFERENCE + "hyper_connection.py",
-        "torch.sigmoid(mixes[..., :n] * scale[0] + base[:n]) + hc_eps",
+        "torch.sigmoid(mixes[..., :n] * scale[0] + base[:n]) + args.hc_eps",
         "torch.sigmoid(mixes[..., :n] * scale[0] + base[:n])",
         LOOPS,
     ),
@@ -124,51 +124,52 @@ MUTANTS = (
         "pitfall 9",
         "gate clamped below as well",
         REFERENCE + "swiglu.py",
-        "gate.clamp(max=limit)",
-        "gate.clamp(-limit, limit)",
+        "gate.clamp(max=args.limit)",
+        "gate.clamp(-args.limit, args.limit)",
         SWIGLU,
     ),
     Mutant(
         "pitfall 9",
         "gate not clamped",
         REFERENCE + "swiglu.py",
-        "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
-        "up = up.clamp(-limit, limit)",
+        "gate, up = gate.clamp(max=args.limit), up.clamp(-args.limit, args.limit)",
+        "up = up.clamp(-args.limit, args.limit)",
         SWIGLU,
     ),
     Mutant(
         "pitfall 9",
         "up clamped above only",
         REFERENCE + "swiglu.py",
-        "up.clamp(-limit, limit)",
-        "up.clamp(max=limit)",
+        "up.clamp(-args.limit, args.limit)",
+        "up.clamp(max=args.limit)",
         SWIGLU,
     ),
     Mutant(
         "pitfall 9",
         "up not clamped",
         REFERENCE + "swiglu.py",
-        "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
-        "gate = gate.clamp(max=limit)",
+        "gate, up = gate.clamp(max=args.limit), up.clamp(-args.limit, args.limit)",
+        "gate = gate.clamp(max=args.limit)",
         SWIGLU,
     ),
     Mutant(
         "pitfall 9",
         "gate clamped after SiLU",
         REFERENCE + "swiglu.py",
-        "        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
+        "        gate, up = gate.clamp(max=args.limit), up.clamp(-args.limit, args.limit)\n"
         "    out = torch.nn.functional.silu(gate) * up",
-        "        up = up.clamp(-limit, limit)\n"
-        "    out = torch.nn.functional.silu(gate).clamp(max=limit) * up",
+        "        up = up.clamp(-args.limit, args.limit)\n"
+        "    out = torch.nn.functional.silu(gate).clamp(max=args.limit) * up",
         SWIGLU,
     ),
     Mutant(
         "pitfall 9",
         "the product is clamped instead",
         REFERENCE + "swiglu.py",
-        "        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
+        "        gate, up = gate.clamp(max=args.limit), up.clamp(-args.limit, args.limit)\n"
         "    out = torch.nn.functional.silu(gate) * up",
-        "        pass\n    out = (torch.nn.functional.silu(gate) * up).clamp(-limit, limit)",
+        "        pass\n"
+        "    out = (torch.nn.functional.silu(gate) * up).clamp(-args.limit, args.limit)",
         SWIGLU,
     ),
     Mutant(
@@ -237,7 +238,7 @@ MUTANTS = (
         "pitfall 11",
         "the bias does not take part in the choice",
         REFERENCE + "router.py",
-        "biased = scores if bias is None else scores + bias.to(scores.dtype)",
+        "biased = scores if args.bias is None else scores + args.bias.to(scores.dtype)",
         "biased = scores",
         ROUTER + "test_pitfall_11_against_the_formula",
     ),
@@ -245,24 +246,31 @@ MUTANTS = (
         "pitfall 11",
         "weights from biased scores",
         REFERENCE + "router.py",
-        TOPK_WEIGHTS,
-        TOPK_WEIGHTS.replace("(scores, ids", "(biased, ids"),
+        "    weights = _weights(scores, ids, args.scaling_factor)\n"
+        "    return logits, _poison(weights, logits.isfinite().all(-1)), ids",
+        "    weights = _weights(biased, ids, args.scaling_factor)\n"
+        "    return logits, _poison(weights, logits.isfinite().all(-1)), ids",
         ROUTER + "test_pitfall_11_against_the_formula",
     ),
     Mutant(
         "pitfall 12",
         "hash layers choose by score",
         REFERENCE + "router.py",
-        HASH_WEIGHTS,
-        "    ids = scores.topk(ids.shape[-1]).indices\n" + HASH_WEIGHTS,
+        "    weights = _weights(scores, ids, args.scaling_factor)\n"
+        "    return logits, _poison(weights, logits.isfinite().all(-1) & known), ids",
+        "    ids = scores.topk(ids.shape[-1]).indices\n"
+        "    weights = _weights(scores, ids, args.scaling_factor)\n"
+        "    return logits, _poison(weights, logits.isfinite().all(-1) & known), ids",
         ROUTER + "test_pitfall_12_the_choice_follows_the_ids_not_the_scores",
     ),
     Mutant(
         "pitfall 12",
         "hash layers weigh their experts equally",
         REFERENCE + "router.py",
-        HASH_WEIGHTS,
-        HASH_WEIGHTS.replace("(scores, ids", "(torch.ones_like(scores), ids"),
+        "    weights = _weights(scores, ids, args.scaling_factor)\n"
+        "    return logits, _poison(weights, logits.isfinite().all(-1) & known), ids",
+        "    weights = _weights(torch.ones_like(scores), ids, args.scaling_factor)\n"
+        "    return logits, _poison(weights, logits.isfinite().all(-1) & known), ids",
         ROUTER + "test_pitfall_12_experts_by_token_id_weights_by_score",
     ),
     Mutant(

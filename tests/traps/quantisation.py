@@ -215,24 +215,24 @@ MUTANTS = (
         "pitfall 28",
         "the largest global scale in the product",
         REFERENCE + "gemm.py",
-        "row = formats.expand_segments(global_scale, segments, codes.shape[0]).to(compute)",
-        "row = global_scale.amax().expand(codes.shape[0]).to(compute)",
+        "row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[0])",
+        "row = args.global_scale.amax().expand(args.codes.shape[0])",
         GEMM + "28_a_fused_matrix_keeps_both_global_scales",
     ),
     Mutant(
         "pitfall 28",
         "one global scale for gate and up",
         REFERENCE + "grouped_gemm.py",
-        "row = formats.expand_segments(global_scale[expert], segments, weight.shape[1])",
-        "row = global_scale[expert].amax().expand(weight.shape[1])",
+        "row = formats.expand_segments(args.global_scale[expert], args.segments, high)",
+        "row = args.global_scale[expert].amax().expand(high)",
         GROUPED + "test_pitfall_28_gate_and_up_keep_their_global_scales",
     ),
     Mutant(
         "pitfall 28",
         "every expert takes the global scales of the first",
         REFERENCE + "grouped_gemm.py",
-        "row = formats.expand_segments(global_scale[expert], segments, weight.shape[1])",
-        "row = formats.expand_segments(global_scale[0], segments, weight.shape[1])",
+        "row = formats.expand_segments(args.global_scale[expert], args.segments, high)",
+        "row = formats.expand_segments(args.global_scale[0], args.segments, high)",
         GROUPED + "test_equals_one_gemm_per_expert",
     ),
     Mutant(
@@ -247,24 +247,43 @@ MUTANTS = (
         "pitfall 29",
         "global scale folded into block scales in the product",
         REFERENCE + "gemm.py",
-        "    weight = operand(codes, scales, format, layout, compute)\n    row = None\n",
-        FOLD + "    weight = operand(codes, scales, format, layout, compute)\n    row = None\n",
+        "    weight = operand(args.codes, args.scales, args.format, args.layout, compute)\n"
+        "    row = None\n",
+        "    if args.global_scale is not None and args.scales.dtype == torch.float8_e4m3fn:\n"
+        "        fold = args.global_scale.amax()\n"
+        "        folded = (args.scales.float() * "
+        "fold).clamp(max=448).to(torch.float8_e4m3fn)\n"
+        "        args = args._replace(scales=folded, global_scale=args.global_scale / fold)\n"
+        "    weight = operand(args.codes, args.scales, args.format, args.layout, compute)\n"
+        "    row = None\n",
         GEMM + "29_the_global_scale_multiplies_the_sum",
     ),
     Mutant(
         "pitfall 29",
         "global scale folded into block scales in the experts' product",
         REFERENCE + "grouped_gemm.py",
-        "    bounds = _bounds(offsets, x.shape[0])\n",
-        FOLD + "    bounds = _bounds(offsets, x.shape[0])\n",
+        "    bounds = _bounds(args.offsets, args.x.shape[0])\n",
+        "    if args.global_scale is not None and args.scales.dtype == torch.float8_e4m3fn:\n"
+        "        fold = args.global_scale.amax()\n"
+        "        folded = (args.scales.float() * "
+        "fold).clamp(max=448).to(torch.float8_e4m3fn)\n"
+        "        args = args._replace(scales=folded, global_scale=args.global_scale / fold)\n"
+        "    bounds = _bounds(args.offsets, args.x.shape[0])\n",
         GROUPED + "test_within_the_budget_of_the_dense_product",
     ),
     Mutant(
         "pitfall 29",
         "global scale folded into block scales on dequantising",
         REFERENCE + "quantize.py",
-        "    values = operand(codes, scales, format, layout, compute)\n    if global_scale",
-        FOLD + "    values = operand(codes, scales, format, layout, compute)\n    if global_scale",
+        "    values = operand(args.codes, args.scales, args.format, args.layout, compute)\n"
+        "    if args.global_scale",
+        "    if args.global_scale is not None and args.scales.dtype == torch.float8_e4m3fn:\n"
+        "        fold = args.global_scale.amax()\n"
+        "        folded = (args.scales.float() * "
+        "fold).clamp(max=448).to(torch.float8_e4m3fn)\n"
+        "        args = args._replace(scales=folded, global_scale=args.global_scale / fold)\n"
+        "    values = operand(args.codes, args.scales, args.format, args.layout, compute)\n"
+        "    if args.global_scale",
         FORMAT_PITFALLS + "29_global_scale_is_not_folded_into_block_scales",
     ),
     Mutant(

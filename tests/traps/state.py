@@ -235,7 +235,7 @@ MUTANTS = (
         "pitfall 20",
         "slot -1 reads entry 0",
         REFERENCE + "kv_cache.py",
-        "return out.masked_fill((slots < 0).unsqueeze(-1), 0)",
+        "return out.masked_fill((args.slots < 0).unsqueeze(-1), 0)",
         "return out",
         KV + "20_slot_minus_one_changes_nothing",
     ),
@@ -267,18 +267,19 @@ MUTANTS = (
         "pitfall 21",
         "everything selected without scoring",
         REFERENCE + "indexer.py",
-        "    wide = compute_dtype(q, weights)\n",
-        "    wide = compute_dtype(q, weights)\n    if bool((visible <= k).all()):\n"
+        "    wide = compute_dtype(q, args.weights)\n",
+        "    wide = compute_dtype(q, args.weights)\n"
+        "    if bool((args.visible <= k).all()):\n"
         "        e = torch.arange(k, device=q.device)\n"
-        "        return torch.where(e < visible.unsqueeze(-1), e, -1)\n",
+        "        return torch.where(e < args.visible.unsqueeze(-1), e, -1)\n",
         INDEXER + "21_selecting_all_still_scores",
     ),
     Mutant(
         "pitfall 22",
         "at least one entry visible",
         REFERENCE + "indexer.py",
-        "ids = torch.where(ids < visible[part].unsqueeze(-1), ids, capacity)",
-        "ids = torch.where(ids < visible[part].clamp(min=1).unsqueeze(-1), ids, capacity)",
+        "ids = torch.where(ids < args.visible[part].unsqueeze(-1), ids, capacity)",
+        "ids = torch.where(ids < args.visible[part].clamp(min=1).unsqueeze(-1), ids, capacity)",
         INDEXER + "22_nothing_visible",
     ),
     Mutant(

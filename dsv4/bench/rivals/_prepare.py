@@ -55,7 +55,7 @@ def _refuse(reason: str) -> None:
 
 
 def captured(problem: Problem) -> dispatch.Call:
-    """The operator's schema arguments, with copies of its own of what it changes in place."""
+    """The operator's arguments, with copies of its own of what it changes in place."""
     own = problem.fresh()
     return dispatch.arguments(own.function, *own.args, **own.kwargs)
 
@@ -66,7 +66,7 @@ class FromLibrary:
 
     Attributes:
         module: What ``prepare`` needs, imported when a problem on a CUDA device first asks.
-        prepare: Takes the module and the operator's schema arguments; returns the call. It may
+        prepare: Takes the module and the operator's arguments; returns the call. It may
             raise what it cannot do, as may the first run of the call.
     """
 
@@ -82,7 +82,7 @@ class FromLibrary:
         library = _imported(self.module)
         if library is None:
             return None
-        return attempt(lambda: self.prepare(library, *found.args), f"{self.module}: {found.op}")
+        return attempt(lambda: self.prepare(library, found.args), f"{self.module}: {found.op}")
 
 
 def attempt(prepare: Callable[[], Call], what: str) -> Call | None:

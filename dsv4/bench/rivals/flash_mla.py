@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
+from dsv4.ops.attention import SparseAttentionArgs
 
 MODULE, NAME = "flash_mla", "FlashMLA (no rotation)"
 PROMPTS = "FlashMLA prefill (entries in bfloat16; no rotation)"
@@ -38,25 +39,27 @@ def _refuse(entry_format: str, heads: int) -> None:
         raise ValueError(f"entries are {entry_format!r} of {heads} heads")
 
 
-def _checked(call: Call, args: tuple[Any, ...]) -> Call:
-    wanted = torch.ops.dsv4.sparse_attention.default(*args[:12], None, None, "auto")
+def _checked(call: Call, args: SparseAttentionArgs) -> Call:
+    own = args._replace(cos=None, sin=None)
+    wanted = torch.ops.dsv4.sparse_attention.default(*own, "auto")
     error = float((call().float() - wanted.float()).norm() / wanted.float().norm())
     if not error <= _TOLERANCE:
         raise ValueError(f"off by {error:.1e}, left out")
     return call
 
 
-def _attention(library: Any, *args: Any) -> Call:
-    q, window, page, entry_format, slots, compressed, other_page, _, chosen, sink, *rest = args
-    rope_dim, scale = rest[0], rest[1]
-    _refuse(entry_format, q.shape[1])
+def _attention(library: Any, args: SparseAttentionArgs) -> Call:
+    q, sink, scale = args.q, args.sink, args.scale
+    _refuse(args.window_format, q.shape[1])
     plan, _ = library.get_mla_metadata()
     dims = q.shape[-1]
     extra: dict[str, Any] = {}
-    if compressed is not None:
-        extra["extra_k_cache"] = _cache(compressed, other_page, dims, rope_dim)
-        extra["extra_indices_in_kvcache"] = _indices(chosen)
-    queries, cache, indices = q.unsqueeze(1), _cache(window, page, dims, rope_dim), _indices(slots)
+    if args.compressed is not None and args.compressed_slots is not None:
+        pages = (args.compressed, args.compressed_page_size)
+        extra["extra_k_cache"] = _cache(*pages, dims, args.rope_dim)
+        extra["extra_indices_in_kvcache"] = _indices(args.compressed_slots)
+    cache = _cache(args.window, args.window_page_size, dims, args.rope_dim)
+    queries, indices = q.unsqueeze(1), _indices(args.window_slots)
 
     def call() -> torch.Tensor:
         out, _ = library.flash_mla_with_kvcache(
@@ -77,20 +80,20 @@ def _attention(library: Any, *args: Any) -> Call:
     return _checked(call, args)
 
 
-def _prompts(library: Any, *args: Any) -> Call:
-    q, window, page, entry_format, slots, compressed, other_page, _, chosen, sink, *rest = args
-    rope_dim, scale = rest[0], rest[1]
-    _refuse(entry_format, q.shape[1])
+def _prompts(library: Any, args: SparseAttentionArgs) -> Call:
+    q, sink, scale = args.q, args.sink, args.scale
+    _refuse(args.window_format, q.shape[1])
 
     def entries(data: torch.Tensor, size: int) -> torch.Tensor:
         every = torch.arange(data.shape[0] * size, device=q.device)
-        sizes = (size, entry_format, q.shape[-1], rope_dim)
+        sizes = (size, args.window_format, q.shape[-1], args.rope_dim)
         return torch.ops.dsv4.read_kv(data, *sizes, every, torch.bfloat16, "auto")
 
-    kv, named = entries(window, page), slots
-    if compressed is not None:
-        named = torch.cat([slots, torch.where(chosen < 0, chosen, chosen + kv.shape[0])], 1)
-        kv = torch.cat([kv, entries(compressed, other_page)])
+    kv, named = entries(args.window, args.window_page_size), args.window_slots
+    if args.compressed is not None and args.compressed_slots is not None:
+        chosen = args.compressed_slots
+        named = torch.cat([named, torch.where(chosen < 0, chosen, chosen + kv.shape[0])], 1)
+        kv = torch.cat([kv, entries(args.compressed, args.compressed_page_size)])
     kv, indices = kv.unsqueeze(1), _indices(named)
 
     def call() -> torch.Tensor:

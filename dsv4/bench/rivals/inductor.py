@@ -1,7 +1,7 @@
 """``torch.compile`` of the reference: what PyTorch makes of an operator's definition.
 
 An operator itself is opaque to the compiler, so its plain PyTorch implementation is compiled, on
-the operator's schema arguments. It is compiled whole: one graph without returns to Python. The
+the operator's arguments. It is compiled whole: one graph without returns to Python. The
 compiler divides approximately and drops a rounding between two steps that it joins, so up to two
 codes or scales in a hundred are not those of the operator.
 Operators whose time is a product with a quantised matrix are left out; their reference is no way to
@@ -58,10 +58,12 @@ def of_reference(backend: str) -> Rival:
 
     def rival(problem: Problem) -> Call | None:
         found = captured(problem)
-        if found.op == "sparse_attention" and found.args[0].shape[0] > _MOST_TOKENS:
+        if found.op == "sparse_attention" and found.args.q.shape[0] > _MOST_TOKENS:
             return None
         reference = dispatch._load(dispatch.implementations(found.op)[-1].target)
-        return attempt(lambda: compiled(reference, found.args, backend), f"{backend}: {found.op}")
+        return attempt(
+            lambda: compiled(reference, (found.args,), backend), f"{backend}: {found.op}"
+        )
 
     return rival
 

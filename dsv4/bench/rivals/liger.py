@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
+from dsv4.ops.hyper_connection import HcPostArgs, HcPostPreNormArgs, HcPreArgs, HcPreNormArgs
+from dsv4.ops.norm import RmsNormArgs
 
 NAME = "Liger"
 # By the dtype of the factor of the product.
@@ -30,25 +32,17 @@ Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 Fused = Callable[..., Call]
 
 
-def _reader(
-    library: Any,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> Read:
+def _reader(library: Any, args: HcPreArgs | HcPreNormArgs | HcPostPreNormArgs) -> Read:
     """Streams ``[T, n, H]`` to collapsed, post and comb, in three launches."""
     mhc = library.mhc
-    phi, bias = fn.t().contiguous(), base.float()
-    alphas = scale.float().unbind()
-    eps = {"pre_eps": hc_eps, "sinkhorn_eps": hc_eps}
+    phi, bias = args.fn.t().contiguous(), args.base.float()
+    alphas = args.scale.float().unbind()
+    eps = {"pre_eps": args.hc_eps, "sinkhorn_eps": args.hc_eps}
 
     def read(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mixes, _ = mhc.mhc_mm_norm_fwd(streams.flatten(1), phi, norm_eps)
+        mixes, _ = mhc.mhc_mm_norm_fwd(streams.flatten(1), phi, args.norm_eps)
         pre, post, comb = mhc.mhc_split_sinkhorn_fwd(
-            mixes, bias, *alphas, tmax=iterations, post_mult=2.0, **eps
+            mixes, bias, *alphas, tmax=args.iterations, post_mult=2.0, **eps
         )
         collapsed = torch.empty_like(streams[:, 0])
         return mhc.mhc_pre_fwd(streams, pre, out=collapsed), post, comb
@@ -56,92 +50,66 @@ def _reader(
     return read
 
 
-def _writer(
-    library: Any,
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-) -> Callable[[], torch.Tensor]:
-    turned = comb.transpose(-1, -2).contiguous()
+def _writer(library: Any, args: HcPostArgs | HcPostPreNormArgs) -> Callable[[], torch.Tensor]:
+    y, streams, post = args.y, args.streams, args.post
+    turned = args.comb.transpose(-1, -2).contiguous()
     write = library.mhc.mhc_post_res_fwd
     return lambda: write(streams, y, post, turned, out=torch.empty_like(streams))
 
 
-def _pre(library: Any, streams: torch.Tensor, fn: torch.Tensor, *rest: Any) -> Call:
-    read = _reader(library, fn, *rest)
-    return lambda: read(streams)
+def _pre(library: Any, args: HcPreArgs) -> Call:
+    read = _reader(library, args)
+    return lambda: read(args.streams)
 
 
-def _pre_norm(
-    library: Any,
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor,
-    norm_eps: float,
-    *rest: Any,
-) -> Call:
-    read = _reader(library, fn, scale, base, norm_eps, *rest)
+def _pre_norm(library: Any, args: HcPreNormArgs) -> Call:
+    read = _reader(library, args)
 
     def call() -> tuple[torch.Tensor, ...]:
-        collapsed, post, comb = read(streams)
-        return _norm(library, collapsed, weight, norm_eps)(), post, comb
+        collapsed, post, comb = read(args.streams)
+        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        return normed, post, comb
 
     return call
 
 
-def _post_pre_norm(
-    library: Any,
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor,
-    norm_eps: float,
-    *rest: Any,
-) -> Call:
-    write = _writer(library, y, streams, post, comb)
-    read = _reader(library, fn, scale, base, norm_eps, *rest)
+def _post_pre_norm(library: Any, args: HcPostPreNormArgs) -> Call:
+    write, read = _writer(library, args), _reader(library, args)
 
     def call() -> tuple[torch.Tensor, ...]:
         mixed = write()
         collapsed, *coefficients = read(mixed)
-        return mixed, _norm(library, collapsed, weight, norm_eps)(), *coefficients
+        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        return mixed, normed, *coefficients
 
     return call
 
 
-def _norm(library: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Call:
+def _norm(library: Any, args: RmsNormArgs) -> Call:
     # The casting of Gemma rounds once, at the end, as we do.
     forward = library.rms_norm.rms_norm_forward
-    return lambda: forward(x, weight, eps, 0.0, "gemma", None)[0]
+    return lambda: forward(args.x, args.weight, args.eps, 0.0, "gemma", None)[0]
 
 
-def _narrow(prepare: Fused, place: int) -> Fused:
-    """``prepare`` with the argument at ``place``, ``fn``, in bfloat16."""
+def _narrow(prepare: Fused) -> Fused:
+    """``prepare`` with ``fn`` in bfloat16."""
 
     @functools.wraps(prepare)
-    def narrowed(library: Any, *args: Any) -> Call:
-        fn = args[place].to(torch.bfloat16)
-        return prepare(library, *args[:place], fn, *args[place + 1 :])
+    def narrowed(library: Any, args: Any) -> Call:
+        return prepare(library, args._replace(fn=args.fn.to(torch.bfloat16)))
 
     return narrowed
 
 
-def _both(prepare: Fused, place: int) -> dict[str, Any]:
+def _both(prepare: Fused) -> dict[str, Any]:
     rival = functools.partial(FromLibrary, _MODULE)
-    return dict(zip(SLOW, (rival(prepare), rival(_narrow(prepare, place))), strict=True))
+    return dict(zip(SLOW, (rival(prepare), rival(_narrow(prepare))), strict=True))
 
 
 RIVALS: Table = {
-    "hc_pre": _both(_pre, 1),
+    "hc_pre": _both(_pre),
     "hc_post": {NAME: FromLibrary(_MODULE, _writer)},
-    "hc_pre_norm": _both(_pre_norm, 1),
-    "hc_post_pre_norm": _both(_post_pre_norm, 4),
+    "hc_pre_norm": _both(_pre_norm),
+    "hc_post_pre_norm": _both(_post_pre_norm),
     "rms_norm": {NAME: FromLibrary(_MODULE, _norm)},
 }

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dsv4 import ops
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
 from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, format_named
+from dsv4.ops.gemm import GemmArgs
 
 SLOW = ("QuACK (one global scale)", "Humming (one global scale)")
 _ROWS = 4  # of x, whose products are compared
@@ -62,48 +63,29 @@ def _dense(weight: QuantizedTensor, *, one_scale: bool = False) -> torch.Tensor:
     return _once(weight.codes, "dense of one scale" if first else "dense", make)
 
 
-def _cublas(
-    library: Any,
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: list[int],
-    format: str,
-    layout: str,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> Call:
-    known, parts = format_named(format), tuple(segments)
-    weight = _dense(QuantizedTensor(codes, scales, global_scale, known, layout, parts))
-    if groups == 1:
-        return lambda: F.linear(x, weight)
-    stacked = weight.view(groups, -1, weight.shape[-1]).transpose(1, 2)
-    return lambda: torch.bmm(x.transpose(0, 1), stacked)
+def _cublas(library: Any, args: GemmArgs) -> Call:
+    known, parts = format_named(args.format), tuple(args.segments)
+    weight = _dense(
+        QuantizedTensor(args.codes, args.scales, args.global_scale, known, args.layout, parts)
+    )
+    if args.groups == 1:
+        return lambda: F.linear(args.x, weight)
+    stacked = weight.view(args.groups, -1, weight.shape[-1]).transpose(1, 2)
+    return lambda: torch.bmm(args.x.transpose(0, 1), stacked)
 
 
 def _checked(make: Callable[[Any, QuantizedTensor], Callable[[torch.Tensor], Any]]) -> Any:
     """``prepare`` of a library whose ``make`` turns a weight into a function of x."""
 
-    def prepare(
-        library: Any,
-        x: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        segments: list[int],
-        format: str,
-        layout: str,
-        activation: str,
-        input_scale: torch.Tensor | None,
-        groups: int,
-        out_dtype: torch.dtype,
-    ) -> Call:
-        if format != NVFP4.name or activation != "bf16" or groups > 1 or x.dtype != out_dtype:
-            raise ValueError(f"{format}, {activation}, {groups} groups, {x.dtype} to {out_dtype}")
-        packed = QuantizedTensor(codes, scales, global_scale, NVFP4, layout, tuple(segments))
+    def prepare(library: Any, args: GemmArgs) -> Call:
+        x, format, activation, groups = args.x, args.format, args.activation, args.groups
+        dtypes = f"{x.dtype} to {args.out_dtype}"
+        plain = format == NVFP4.name and activation == "bf16" and groups == 1
+        if not plain or x.dtype != args.out_dtype:
+            raise ValueError(f"{format}, {activation}, {groups} groups, {dtypes}")
+        parts = tuple(args.segments)
+        codes, scales = args.codes, args.scales
+        packed = QuantizedTensor(codes, scales, args.global_scale, NVFP4, args.layout, parts)
         multiply = _once(codes, library.__name__, lambda: make(library, _linear(packed)))
         _compare(library.__name__, multiply(x), x, packed)
         return lambda: multiply(x)

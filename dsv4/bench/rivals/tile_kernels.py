@@ -16,13 +16,31 @@ which runs with PyTorch 2.11 and CUDA 13.0 though it asks for later ones:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Rival, Table
 from dsv4.formats import LINEAR, NVFP4
+from dsv4.ops.hyper_connection import (
+    HcHeadArgs,
+    HcPostArgs,
+    HcPostPreNormArgs,
+    HcPreArgs,
+    HcPreNormArgs,
+)
+from dsv4.ops.kv_cache import FakeQuantizeKvArgs
+from dsv4.ops.norm import HeadNormRopeArgs, RmsNormArgs
+from dsv4.ops.quantize import (
+    DequantizeArgs,
+    QuantizeFp8BlockArgs,
+    QuantizeMxfp4Args,
+    QuantizeNvfp4Args,
+)
+from dsv4.ops.rope import RopeArgs
+from dsv4.ops.router import RouteTopkArgs
+from dsv4.ops.swiglu import SwigluArgs
 
 _SPLITS = 16
 Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -41,15 +59,12 @@ def _partial_products(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Te
 
 def _reader(
     library: Any,
+    args: HcPreArgs | HcPreNormArgs | HcPostPreNormArgs,
     products: tuple[torch.Tensor, torch.Tensor],
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
 ) -> Read:
     """Streams ``[T, n, H]`` to collapsed, post and comb, in one launch after the product."""
-    fuse, eps = library.mhc.mhc_pre_big_fuse_fwd, (norm_eps, hc_eps, hc_eps)
+    fuse, eps = library.mhc.mhc_pre_big_fuse_fwd, (args.norm_eps, args.hc_eps, args.hc_eps)
+    scale, base, iterations = args.scale, args.base, args.iterations
 
     def read(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens, n, hidden = streams.shape
@@ -62,73 +77,45 @@ def _reader(
     return read
 
 
-def _pre(library: Any, streams: torch.Tensor, fn: torch.Tensor, *rest: Any) -> Call:
-    read = _reader(library, _partial_products(streams, fn), *rest)
-    return lambda: read(streams)
+def _pre(library: Any, args: HcPreArgs) -> Call:
+    read = _reader(library, args, _partial_products(args.streams, args.fn))
+    return lambda: read(args.streams)
 
 
-def _pre_norm(
-    library: Any,
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor,
-    norm_eps: float,
-    *rest: Any,
-) -> Call:
-    read = _reader(library, _partial_products(streams, fn), scale, base, norm_eps, *rest)
+def _pre_norm(library: Any, args: HcPreNormArgs) -> Call:
+    read = _reader(library, args, _partial_products(args.streams, args.fn))
 
     def call() -> tuple[torch.Tensor, ...]:
-        collapsed, post, comb = read(streams)
-        return _norm(library, collapsed, weight, norm_eps)(), post, comb
+        collapsed, post, comb = read(args.streams)
+        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        return normed, post, comb
 
     return call
 
 
-def _post_pre_norm(
-    library: Any,
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    weight: torch.Tensor,
-    norm_eps: float,
-    *rest: Any,
-) -> Call:
-    write = _post(library, y, streams, post, comb)
-    read = _reader(library, _partial_products(write(), fn), scale, base, norm_eps, *rest)
+def _post_pre_norm(library: Any, args: HcPostPreNormArgs) -> Call:
+    write = _post(library, args)
+    read = _reader(library, args, _partial_products(write(), args.fn))
 
     def call() -> tuple[torch.Tensor, ...]:
         mixed = write()
         collapsed, *coefficients = read(mixed)
-        return mixed, _norm(library, collapsed, weight, norm_eps)(), *coefficients
+        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        return mixed, normed, *coefficients
 
     return call
 
 
-def _post(
-    library: Any, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> Call:
-    args = (y[None], streams[None], post[None, ..., None], comb[None])
-    return lambda: library.mhc.mhc_post_fwd(*args)[0]
+def _post(library: Any, args: HcPostArgs | HcPostPreNormArgs) -> Call:
+    given = (args.y[None], args.streams[None], args.post[None, ..., None], args.comb[None])
+    return lambda: library.mhc.mhc_post_fwd(*given)[0]
 
 
-def _head(
-    library: Any,
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_eps: float,
-    hc_eps: float,
-) -> Call:
+def _head(library: Any, args: HcHeadArgs) -> Call:
     """Three launches: add the parts and normalise, the weights, the collapse."""
+    streams = args.streams
     mhc, (tokens, n, hidden) = library.mhc, streams.shape
-    parts, squares = (part.unsqueeze(2) for part in _partial_products(streams, fn))
+    parts, squares = (part.unsqueeze(2) for part in _partial_products(streams, args.fn))
 
     def call() -> torch.Tensor:
         product, mixes, weights = (
@@ -138,63 +125,46 @@ def _head(
         square = torch.empty(tokens, 1, device=streams.device)
         collapsed = streams.new_empty(tokens, hidden)
         mhc.mhc_reduce_partials_and_rmsnorm_fwd(
-            parts, squares, product, square, mixes, n * hidden, norm_eps, _SPLITS
+            parts, squares, product, square, mixes, n * hidden, args.norm_eps, _SPLITS
         )
-        mhc.mhc_head_compute_mix_fwd(mixes, scale, base, weights, hc_eps)
+        mhc.mhc_head_compute_mix_fwd(mixes, args.scale, args.base, weights, args.hc_eps)
         mhc.mhc_pre_apply_mix_fwd(streams, weights, collapsed)
         return collapsed
 
     return call
 
 
-def _nvfp4(
-    library: Any, x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
-) -> Call:
-    return lambda: library.quant.per_token_cast(x, "e2m1", 16, use_e4m3_sf=True)
+def _nvfp4(library: Any, args: QuantizeNvfp4Args) -> Call:
+    return lambda: library.quant.per_token_cast(args.x, "e2m1", 16, use_e4m3_sf=True)
 
 
-def _mxfp4(library: Any, x: torch.Tensor, layout: str) -> Call:
+def _mxfp4(library: Any, args: QuantizeMxfp4Args) -> Call:
     cast = library.quant.per_token_cast
-    return lambda: cast(x, "e2m1", 32, round_sf=True, use_packed_ue8m0=True)
+    return lambda: cast(args.x, "e2m1", 32, round_sf=True, use_packed_ue8m0=True)
 
 
-def _fp8_block(library: Any, x: torch.Tensor, scale_dtype: torch.dtype) -> Call:
-    powers = scale_dtype == torch.float8_e8m0fnu
-    return lambda: library.quant.per_block_cast(x, "e4m3", (128, 128), round_sf=powers)
+def _fp8_block(library: Any, args: QuantizeFp8BlockArgs) -> Call:
+    powers = args.scale_dtype == torch.float8_e8m0fnu
+    return lambda: library.quant.per_block_cast(args.x, "e4m3", (128, 128), round_sf=powers)
 
 
-def _dequantize(
-    library: Any,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    segments: Sequence[int],
-    format: str,
-    layout: str,
-    dtype: torch.dtype,
-) -> Call:
+def _dequantize(library: Any, args: DequantizeArgs) -> Call:
+    format, layout, dtype = args.format, args.layout, args.dtype
     names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
     if format != NVFP4.name or layout != LINEAR or dtype not in names:
         raise ValueError(f"{format}, {layout} to {dtype}")
-    pair = (codes.view(torch.int8), scales)
+    pair = (args.codes.view(torch.int8), args.scales)
     return lambda: library.quant.cast_back(pair, names[dtype], (1, 16))
 
 
-def _norm(library: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Call:
-    return lambda: library.quant.norm_forward(x, weight, eps)[0]
+def _norm(library: Any, args: RmsNormArgs) -> Call:
+    return lambda: library.quant.norm_forward(args.x, args.weight, args.eps)[0]
 
 
-def _swiglu(
-    library: Any,
-    x: torch.Tensor,
-    limit: float | None,
-    layout: str,
-    row_weight: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> Call:
-    if layout != "concatenated" or out_dtype != torch.bfloat16:
-        raise ValueError(f"{layout} to {out_dtype}")
-    weights = {"topk_weights": row_weight}
+def _swiglu(library: Any, args: SwigluArgs) -> Call:
+    if args.layout != "concatenated" or args.out_dtype != torch.bfloat16:
+        raise ValueError(f"{args.layout} to {args.out_dtype}")
+    x, limit, weights = args.gate_up, args.limit, {"topk_weights": args.row_weight}
     return lambda: library.quant.swiglu_forward(x, "bf16", clamp_value=limit, **weights)
 
 
@@ -213,23 +183,20 @@ def _rotation(
     return rotate
 
 
-def _rope(
-    library: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
-) -> Call:
-    rotate, own = _rotation(library, x, cos, sin, inverse), x.clone()
+def _rope(library: Any, args: RopeArgs) -> Call:
+    rotate, own = _rotation(library, args.x, args.cos, args.sin, args.inverse), args.x.clone()
     return lambda: rotate(own)
 
 
-def _head_norm_rope(
-    library: Any, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
-) -> Call:
-    rotate, norm = _rotation(library, q, cos, sin, False), _norm(library, q, None, eps)
+def _head_norm_rope(library: Any, args: HeadNormRopeArgs) -> Call:
+    rotate = _rotation(library, args.q, args.cos, args.sin, False)
+    norm = _norm(library, RmsNormArgs(args.q, None, args.eps))
     return lambda: rotate(norm())
 
 
-def _fake_quantize(library: Any, x: torch.Tensor, rope_dim: int) -> Call:
-    own = x.clone()
-    start = own[:, : x.shape[1] - rope_dim]
+def _fake_quantize(library: Any, args: FakeQuantizeKvArgs) -> Call:
+    own = args.x.clone()
+    start = own[:, : args.x.shape[1] - args.rope_dim]
 
     def call() -> torch.Tensor:
         library.quant.per_token_cast_and_cast_back(start, "e4m3", 64, round_sf=True)
@@ -238,20 +205,12 @@ def _fake_quantize(library: Any, x: torch.Tensor, rope_dim: int) -> Call:
     return call
 
 
-def _route(
-    library: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    scaling_factor: float,
-    logits_dtype: torch.dtype,
-) -> Call:
-    logits = torch.nn.functional.linear(x.float(), weight.float())
+def _route(library: Any, args: RouteTopkArgs) -> Call:
+    logits = torch.nn.functional.linear(args.x.float(), args.weight.float())
     gate = library.moe.moe_topk_gate_forward
 
     def call() -> tuple[torch.Tensor, ...]:
-        ids, weights = gate(logits, top_k, False, 0, scaling_factor, 0, bias=bias)
+        ids, weights = gate(logits, args.top_k, False, 0, args.scaling_factor, 0, bias=args.bias)
         return logits, weights, ids
 
     return call

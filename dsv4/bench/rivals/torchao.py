@@ -21,23 +21,24 @@ import torch
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
 from dsv4.bench.rivals.inductor import compiled
 from dsv4.formats import SWIZZLED
+from dsv4.ops.quantize import QuantizeMxfp4Args, QuantizeNvfp4Args
 
 NAME = "torchao (compiled)"
 _LARGEST = 448.0 * 6.0
 _MODULE = "torchao.prototype.mx_formats"
 
 
-def _nvfp4(
-    library: Any, x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
-) -> Call:
+def _nvfp4(library: Any, args: QuantizeNvfp4Args) -> Call:
     """One matrix, its global scale given or of all of it or of each row."""
+    x, scaling = args.x, args.scaling
     if x.ndim != 2 or scaling == "weight":
         raise ValueError(f"x has {x.ndim} axes, scaling is {scaling!r}")
-    if global_scale is not None:
+    if args.global_scale is not None:
         # One number, or one for each row.
-        scale = global_scale.view(()) if global_scale.numel() == 1 else global_scale.view(-1, 1)
-        return compiled(_given_scale(layout), (x, scale))
-    return compiled(_own_scale(scaling, layout), (x,))
+        shape = () if args.global_scale.numel() == 1 else (-1, 1)
+        scale = args.global_scale.view(shape)
+        return compiled(_given_scale(args.layout), (x, scale))
+    return compiled(_own_scale(scaling, args.layout), (x,))
 
 
 @functools.cache
@@ -64,8 +65,8 @@ def _own_scale(scaling: str, layout: str) -> Callable[..., Any]:
     return measure_and_quantize
 
 
-def _mxfp4(library: Any, x: torch.Tensor, layout: str) -> Call:
-    return compiled(_powers_of_two(layout), (x,))
+def _mxfp4(library: Any, args: QuantizeMxfp4Args) -> Call:
+    return compiled(_powers_of_two(args.layout), (args.x,))
 
 
 @functools.cache

@@ -1,0 +1,371 @@
+"""Why CuTeDSL kernels cannot run a call of an operator; each function returns None where they can.
+
+Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports CuTeDSL.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4._unsupported import (
+    gapped,
+    gemm_dtypes,
+    many_segments,
+    misaligned,
+    not_both_nvfp4,
+    not_in_fragments,
+    not_swizzled,
+    ragged_groups,
+)
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE
+from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
+from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
+from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
+from dsv4.cute.sm90.index_choice_plan import is_long
+from dsv4.cute.sm90.index_scores_plan import multiplies
+from dsv4.cute.sm90.many_fp8_plan import fp8_plan
+from dsv4.cute.sm90.plans import Product, choose
+from dsv4.cute.sm100.dense_plan import STEP
+from dsv4.device import cached, capability, dotted, has, no_triton
+from dsv4.dispatch import Call
+from dsv4.formats import FP8_BLOCK, FRAGMENTS, NVFP4, SWIZZLED
+from dsv4.ops.attention import SparseAttentionArgs
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.grouped_gemm import (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
+)
+from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.triton import supports as triton
+
+GroupedArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs
+
+MOST_FEW_TOKENS = 64  # tokens that the kernel for small M multiplies, 16 at a time
+
+
+def gemm(call: Call) -> str | None:
+    """For ``gemm``: weights in fragments, and on Hopper FP8 ones."""
+    args: GemmArgs = call.args
+    if args.format == FP8_BLOCK.name:
+        return _fp8_gemm(args, call.device)
+    return _packed_gemm(args, call.device, args.groups)
+
+
+def gemm_swiglu(call: Call) -> str | None:
+    """For ``gemm_swiglu``: weights in fragments."""
+    return _packed_gemm(call.args, call.device, 1)
+
+
+def _packed_gemm(args: GemmArgs | GemmSwigluArgs, device: torch.device, groups: int) -> str | None:
+    reason = _packed_sizes(
+        device,
+        args.layout,
+        args.x.dtype,
+        args.out_dtype,
+        len(args.segments),
+        args.codes.shape,
+        groups,
+        args.x.shape[0],
+    )
+    if reason is not None:
+        return reason
+    assert args.global_scale is not None
+    return gapped("global scales", args.global_scale) or misaligned(args.codes, args.scales)
+
+
+@cached
+def _packed_sizes(
+    device: torch.device,
+    layout: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    segments: int,
+    codes: torch.Size,
+    groups: int,
+    tokens: int,
+) -> str | None:
+    """The same of what does not change from call to call of a weight."""
+    elsewhere = not_in_fragments(layout) or gemm_dtypes(dtype, out_dtype) or no_cute(device)
+    reason = elsewhere or many_segments(segments)
+    if reason:
+        return reason
+    rows, columns = codes[0], 2 * codes[1]
+    if rows // 16 % groups:
+        return f"a group has {rows // groups} rows, wanted a multiple of 16"
+    arch = ARCHITECTURES[capability(device)]
+    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1), arch)
+    if plan is None:
+        return f"{columns} columns of 16 tokens do not fit a block's shared memory"
+    if isinstance(plan, SmallMPlan) and tokens > MOST_FEW_TOKENS:
+        return _many_tokens(arch, tokens, rows // groups, columns)
+    return None
+
+
+def _many_tokens(arch: str, tokens: int, rows: int, columns: int) -> str:
+    """What keeps the kernel for large M from a weight."""
+    if arch != HOPPER:
+        return (
+            f"there are {tokens} tokens, and the kernel multiplies {TOKENS} at a time, wanted "
+            f"at most {MOST_FEW_TOKENS}; that for more is Hopper's, whose wgmma {arch} lacks"
+        )
+    return (
+        f"there are {tokens} tokens, and of {rows} rows and {columns} columns the "
+        f"kernel multiplies {TOKENS} tokens at a time; that for more wants columns by 128 and, "
+        "of each of several groups, rows by 128 or 192"
+    )
+
+
+def _fp8_gemm(args: GemmArgs, device: torch.device) -> str | None:
+    codes, scales, groups = args.codes, args.scales, args.groups
+    elsewhere = gemm_dtypes(args.x.dtype, args.out_dtype) or not_hopper(device)
+    if elsewhere:
+        return elsewhere
+    sizes = Product(codes.shape[0], codes.shape[1], groups, False, False)
+    if fp8_plan(sizes, max(args.x.shape[0], 1), scales.dtype == torch.float8_e8m0fnu) is None:
+        return (
+            f"a group is {codes.shape[0] // groups} x {codes.shape[1]}, wanted multiples of "
+            "16 x 128, and of each of several groups rows by 128 or 192"
+        )
+    if codes.stride(0) % 16 or codes.stride(1) != 1 or codes.data_ptr() % 16:
+        return "rows of codes do not begin at multiples of 16 bytes"
+    return gapped("scales", scales)
+
+
+def grouped_gemm(call: Call) -> str | None:
+    """For ``grouped_gemm`` and what is made with it: weights in fragments."""
+    args: GroupedArgs = call.args
+    weight, scales, global_scale = args.weight, args.scales, args.global_scale
+    reason = _grouped_sizes(
+        call.device,
+        args.layout,
+        _rows_dtype(args),
+        _out_dtype(args),
+        len(args.segments),
+        weight.shape,
+        args.x.shape[0],
+    )
+    if reason is not None:
+        return reason
+    assert scales is not None
+    assert global_scale is not None
+    if not all(tensor.is_contiguous() for tensor in (weight, scales, global_scale)):
+        return "the weight or its scales are not contiguous"
+    return misaligned(weight, scales)
+
+
+@cached
+def _grouped_sizes(
+    device: torch.device,
+    layout: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    segments: int,
+    codes: torch.Size,
+    tokens: int,
+) -> str | None:
+    """The same of what does not change from call to call of a weight."""
+    elsewhere = not_in_fragments(layout) or gemm_dtypes(dtype, out_dtype) or no_cute(device)
+    reason = elsewhere or many_segments(segments)
+    if reason:
+        return reason
+    experts, rows, half = codes
+    sizes = Experts(rows, 2 * half, experts, out_dtype == torch.float32, False)
+    if choose_grouped(sizes, max(tokens, 1), ARCHITECTURES[capability(device)]) is None:
+        return (
+            f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_EXPERTS} and "
+            "a multiple of 128"
+        )
+    return None
+
+
+def _rows_dtype(args: GroupedArgs) -> torch.dtype:
+    """Of sorted rows; codes are dequantized to bfloat16."""
+    return args.x.dtype if args.x_scales is None else torch.bfloat16
+
+
+def _out_dtype(args: GroupedArgs) -> torch.dtype:
+    """Of the result; of one that is quantised, before that."""
+    if isinstance(args, GroupedGemmSwigluQuantizeArgs):
+        return _rows_dtype(args)
+    return args.out_dtype
+
+
+def tcgen05_gemm(call: Call) -> str | None:
+    """For ``gemm`` with both operands in NVFP4, on Blackwell."""
+    return _tcgen05(call.args, call.device, call.args.groups)
+
+
+def tcgen05_gemm_swiglu(call: Call) -> str | None:
+    """For ``gemm_swiglu`` with both operands in NVFP4, on Blackwell."""
+    return _tcgen05(call.args, call.device, 1)
+
+
+def _tcgen05(args: GemmArgs | GemmSwigluArgs, device: torch.device, groups: int) -> str | None:
+    elsewhere = (
+        not_both_nvfp4(args.format, args.activation)
+        or not_swizzled(args.layout)
+        or gemm_dtypes(args.x.dtype, args.out_dtype)
+        or not_blackwell(device)
+    )
+    if elsewhere:
+        return elsewhere
+    rows, columns = args.codes.shape[0] // groups, args.codes.shape[1] * 2
+    reason = many_segments(len(args.segments)) or ragged_groups(rows, columns)
+    if reason is None and groups > 1 and rows % 128:
+        reason = f"a group has {rows} rows, wanted a multiple of 128 of each of several"
+    return reason or _stored(args.codes, args.scales, args.global_scale)
+
+
+def tcgen05_grouped_gemm(call: Call) -> str | None:
+    """For ``grouped_gemm`` and what is made with it, both operands in NVFP4, on Blackwell."""
+    args: GroupedArgs = call.args
+    # Rows that come as codes are NVFP4, and their activation is called "bf16".
+    activation = args.activation if args.x_scales is None else NVFP4.name
+    elsewhere = (
+        not_both_nvfp4(args.format, activation)
+        or not_swizzled(args.layout)
+        or gemm_dtypes(_rows_dtype(args), _out_dtype(args))
+        or not_blackwell(call.device)
+        or many_segments(len(args.segments))
+    )
+    if elsewhere:
+        return elsewhere
+    experts, rows, half = args.weight.shape
+    if experts > MOST_EXPERTS or rows % 16 or half % (STEP // 2):
+        return (
+            f"there are {experts} experts of {rows} x {2 * half}, wanted at most {MOST_EXPERTS} of "
+            f"multiples of 16 x {STEP}"
+        )
+    return _stored(args.weight, args.scales, args.global_scale)
+
+
+def _stored(
+    codes: torch.Tensor, scales: torch.Tensor | None, global_scale: torch.Tensor | None
+) -> str | None:
+    """How an NVFP4 weight lies in memory."""
+    assert scales is not None
+    assert global_scale is not None
+    whole = gapped("codes, scales or global scales", codes, scales, global_scale)
+    return whole or misaligned(codes, scales)
+
+
+def indexer_select(call: Call) -> str | None:
+    """For ``indexer_select``, on Hopper."""
+    return triton.indexer_select(call) or not_hopper(call.device)
+
+
+def indexer_select_is_slower(call: Call) -> str | None:
+    """Why Triton's kernels of ``indexer_select`` are as fast or faster, or None."""
+    args: IndexerSelectArgs = call.args
+    capacity = args.page_table.shape[1] * args.page_size
+    integers = multiplies(
+        args.q,
+        args.weights,
+        args.data,
+        args.page_size,
+        args.entry_format,
+        args.query_scales,
+        capacity,
+    )
+    if integers or is_long(capacity, args.top_k):
+        return None
+    return (
+        "they score many MXFP4 keys and choose from long rows, wanted are for each of "
+        f"{args.q.shape[0]} tokens {args.top_k} of {capacity} {args.entry_format!r} keys"
+    )
+
+
+def sparse_attention(call: Call) -> str | None:
+    """For ``sparse_attention``, on Hopper."""
+    args: SparseAttentionArgs = call.args
+    elsewhere = triton.attention_sizes(call) or not_hopper(call.device)
+    if elsewhere:
+        return elsewhere
+    formats, dims = (args.window_format, args.compressed_format), args.q.shape[-1]
+    if formats != ("fp8", "fp8"):
+        return f"entries are {formats[0]!r} and {formats[1]!r}, wanted 'fp8'"
+    if (dims, args.rope_dim) != (DIMS, ROPE):
+        return f"heads have {dims} dims, {args.rope_dim} rotated, wanted {DIMS} and {ROPE}"
+    if not args.scale > 0:
+        return f"the scale is {args.scale}, wanted one above 0"
+    if args.cos is not None and 2 * args.cos.shape[1] != ROPE:
+        turned = 2 * args.cos.shape[1]
+        return f"{turned} dims of the result are to be turned, wanted {ROPE}"
+    for pool, size in triton.pools_of(args):
+        if size & (size - 1):
+            return f"a page has {size} entries, wanted a power of two"
+        if pool.data_ptr() % 16 or pool.stride(0) % 16:
+            return "pages do not begin at multiples of 16 bytes"
+    return None
+
+
+def _not_on_gpu(device: torch.device) -> str | None:
+    if not has("cutlass"):
+        return "the package nvidia-cutlass-dsl is not installed"
+    if device.type != "cuda":
+        return f"CuTeDSL kernels run on a CUDA GPU, the tensors are on {device}"
+    return None
+
+
+@cached
+def no_cute(device: torch.device) -> str | None:
+    """Why CuTeDSL kernels that several architectures share cannot run on a device, or None."""
+    elsewhere = _not_on_gpu(device)
+    if elsewhere is None and capability(device) not in ARCHITECTURES:
+        wanted = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+        return f"the kernels are for compute capability {wanted}, the GPU has {dotted(device)}"
+    return elsewhere
+
+
+@cached
+def not_hopper(device: torch.device) -> str | None:
+    """Why Hopper's CuTeDSL kernels cannot run on a device, or None."""
+    elsewhere = no_cute(device)
+    if elsewhere is None and capability(device) != (9, 0):
+        return f"the kernel is Hopper's, compute capability 9.0, the GPU has {dotted(device)}"
+    return elsewhere
+
+
+@cached
+def not_blackwell(device: torch.device) -> str | None:
+    """Why tcgen05 with NVFP4 operands is not asked of a device, or None."""
+    elsewhere = _not_on_gpu(device)
+    if elsewhere or capability(device) in BLACKWELL:
+        return elsewhere
+    found = f"the GPU has compute capability {dotted(device)}"
+    major, _ = capability(device)
+    if major == 12:
+        return f"{found}, which has no tensor memory and no tcgen05, wanted 10.0 or 10.3"
+    if major == 11:
+        return f"{found}, for which no kernel was compiled and inspected, wanted 10.0 or 10.3"
+    return f"{found}, and tcgen05 is of 10.0 and 10.3"
+
+
+def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str | None:
+    """Why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
+
+    Args:
+        device: Of the weights.
+        dtype: Of the inputs.
+        experts: Whether they are routed experts, for which only CuTeDSL kernels are.
+    """
+    if device.type != "cuda":
+        return f"kernels for packed weights run on a CUDA GPU, the tensors are on {device}"
+    if dtype != torch.bfloat16:
+        return f"kernels for packed weights take bfloat16, the model is {dtype}"
+    return no_cute(device) if experts else no_triton(device)
+
+
+def packed_layout(device: torch.device, activation: str) -> str:
+    """The layout that kernels for these activations want on a device."""
+    return packed_layout_of(ARCHITECTURES.get(capability(device)), activation)
+
+
+def packed_layout_of(arch: str | None, activation: str) -> str:
+    """The same for a value of ``ARCHITECTURES``, or None for another GPU."""
+    swizzled = arch not in (None, HOPPER) and activation == NVFP4.name
+    return SWIZZLED if swizzled else FRAGMENTS

@@ -1,0 +1,156 @@
+"""What this machine runs kernels on: capability and SMs of its GPUs, and which packages it has.
+
+Each fact is asked once and kept by ``MACHINE``, and so is every reason that follows from facts
+alone (``cached``). ``MACHINE.forget`` asks again; ``pretend`` lets tests, and lists of what another
+GPU would run, have another machine for a while.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST_CACHED = 1 << 16  # entries of a cache whose arguments are sizes
+
+
+@dataclass(frozen=True)
+class Pretended:
+    """Facts in place of those of the machine; None: as it is.
+
+    Attributes:
+        capability: Compute capability of every CUDA device.
+        sms: Streaming multiprocessors of every CUDA device.
+        packages: Whether every package is installed.
+    """
+
+    capability: tuple[int, int] | None = None
+    sms: int | None = None
+    packages: bool | None = None
+
+
+@dataclass(eq=False)
+class Machine:
+    """Facts of this process, all of them cached.
+
+    Attributes:
+        pretended: Facts that hold in place of the machine's.
+        caches: Of all functions whose results follow from facts.
+    """
+
+    pretended: Pretended = field(default_factory=Pretended)
+    caches: list[Any] = field(default_factory=list)
+
+    def cached(self, function: F) -> F:
+        """Decorator: keep results, which may depend on facts, until ``forget``."""
+        found = functools.lru_cache(maxsize=_MOST_CACHED)(function)
+        self.caches.append(found)
+        return found  # type: ignore[return-value]
+
+    def pretend(self, **facts: Any) -> None:
+        """Have other facts from now on; see ``Pretended``."""
+        self.pretended = replace(self.pretended, **facts)
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask for every fact again."""
+        for cache in self.caches:
+            cache.cache_clear()
+
+
+MACHINE = Machine()
+cached = MACHINE.cached
+
+
+@cached
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    pretended = MACHINE.pretended.capability
+    return torch.cuda.get_device_capability(device) if pretended is None else pretended
+
+
+@cached
+def sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 1 of another device."""
+    if device.type != "cuda":
+        return 1
+    pretended = MACHINE.pretended.sms
+    if pretended is not None:
+        return pretended
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cached
+def has(package: str) -> bool:
+    """Whether a package is installed; it is not imported."""
+    pretended = MACHINE.pretended.packages
+    return importlib.util.find_spec(package) is not None if pretended is None else pretended
+
+
+@contextmanager
+def pretend(**facts: Any) -> Iterator[Callable[..., None]]:
+    """Have other facts inside the block, in all threads.
+
+    Args:
+        **facts: Fields of ``Pretended``; others stay as they are.
+
+    Yields:
+        What changes facts further, until the block ends.
+    """
+    before = MACHINE.pretended
+    MACHINE.pretend(**facts)
+    try:
+        yield MACHINE.pretend
+    finally:
+        MACHINE.pretended = before
+        MACHINE.forget()
+
+
+_interpreting: ContextVar[bool] = ContextVar("dsv4_interpreting", default=False)
+is_interpreting = _interpreting.get
+
+
+@contextmanager
+def interpret_triton() -> Iterator[None]:
+    """Let Triton kernels run on the CPU, in Triton's interpreter: for tests, very slow.
+
+    The environment variable ``TRITON_INTERPRET=1`` has to be set before the first kernel is
+    imported; without it the calls inside the block fail.
+    """
+    token = _interpreting.set(True)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
+
+
+def no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    if _interpreting.get() and device.type == "cpu" and has("triton"):
+        return None
+    return _no_triton(device)
+
+
+@cached
+def _no_triton(device: torch.device) -> str | None:
+    if not has("triton"):
+        return "the package triton is not installed"
+    if device.type != "cuda":
+        return f"Triton kernels run on a CUDA GPU, the tensors are on {device}"
+    if capability(device) < (8, 0):
+        return f"Triton kernels need compute capability 8.0 or newer, the GPU has {dotted(device)}"
+    return None
+
+
+def dotted(device: torch.device) -> str:
+    """Compute capability of a CUDA device as text, e.g. ``"9.0"``."""
+    major, minor = capability(device)
+    return f"{major}.{minor}"

@@ -1,0 +1,316 @@
+"""Why Triton kernels cannot run a call of an operator; each function returns None where they can.
+
+Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4._unsupported import (
+    float64_result,
+    float64_tensor,
+    gapped_pages,
+    gemm_dtypes,
+    many,
+    no_e4m3,
+    not_in_fragments,
+    odd_dims,
+    wide_row,
+)
+from dsv4.device import is_interpreting, no_triton
+from dsv4.dispatch import Call
+from dsv4.formats import FP8_BLOCK, FRAGMENTS
+from dsv4.ops.attention import SparseAttentionArgs
+from dsv4.ops.compressor import CompressWriteArgs
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
+from dsv4.ops.quantize import DequantizeArgs
+from dsv4.ops.rope import RopeQuantizeArgs
+
+LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
+LARGEST_HEAD = 512  # dims of a head that a program holds
+MOST_EXPERTS = 4094  # experts that a kernel sorts by
+
+
+def any_call(call: Call) -> str | None:
+    """Reasons that hold for every operator: the device, and tensors in float64."""
+    return no_triton(call.device) or float64_tensor(call.args)
+
+
+def quantize_nvfp4(call: Call) -> str | None:
+    """For ``quantize_nvfp4``."""
+    return any_call(call) or _quantized(call, call.args.x)
+
+
+def _quantized(call: Call, x: torch.Tensor) -> str | None:
+    """For codes of NVFP4, made of rows that have as many columns as ``x`` or fewer."""
+    reason = no_e4m3(call.device)
+    if reason is None and call.args.scaling == "token":
+        reason = wide_row(x.shape[-1])
+    return reason or _many_matrices(x)
+
+
+def _many_matrices(x: torch.Tensor) -> str | None:
+    return many(x.shape[:-2].numel(), "matrices")
+
+
+def quantize_blocks(call: Call) -> str | None:
+    """For ``quantize_mxfp4`` and ``quantize_fp8_block``."""
+    return any_call(call) or no_e4m3(call.device) or _many_matrices(call.args.x)
+
+
+def dequantize(call: Call) -> str | None:
+    """For ``dequantize``."""
+    args: DequantizeArgs = call.args
+    reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
+    if reason is None and args.layout == FRAGMENTS:
+        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference takes apart"
+    return reason or _many_matrices(args.codes)
+
+
+def packed_gemm(call: Call) -> str | None:
+    """For ``gemm`` with an NVFP4 weight that is dequantized first."""
+    args: GemmArgs = call.args
+    wrong = not_in_fragments(args.layout) or gemm_dtypes(args.x.dtype, args.out_dtype)
+    return wrong or any_call(call)
+
+
+def fp8_gemm(call: Call) -> str | None:
+    """For ``gemm`` with an FP8 weight."""
+    args: GemmArgs = call.args
+    reason = any_call(call)
+    if reason is None and args.format != FP8_BLOCK.name:
+        reason = f"the weight is {args.format!r}, wanted {FP8_BLOCK.name!r}"
+    return (
+        reason
+        or gemm_dtypes(args.x.dtype, args.out_dtype)
+        or many(args.groups, "groups")
+        or no_e4m3(call.device)
+    )
+
+
+def parts(call: Call) -> str | None:
+    """For an operator whose parts are run one after another."""
+    if call.device.type == "cpu" and not is_interpreting():
+        return "on the CPU the reference does the same"
+    return None
+
+
+def rms_norm(call: Call) -> str | None:
+    """For ``rms_norm`` and ``rms_norm_pair``."""
+    return any_call(call) or wide_row(call.args.x.shape[-1])
+
+
+def head_norm_rope(call: Call) -> str | None:
+    """For ``head_norm_rope_``."""
+    return any_call(call) or wide_row(call.args.q.shape[-1])
+
+
+def rms_norm_quantize(call: Call) -> str | None:
+    """For ``rms_norm_quantize``."""
+    return rms_norm(call) or _quantized(call, call.args.x)
+
+
+def rope_quantize(call: Call) -> str | None:
+    """For ``rope_quantize``."""
+    args: RopeQuantizeArgs = call.args
+    tokens, heads, dims = args.x.shape
+    columns = heads * dims // args.groups
+    reason = any_call(call)
+    if reason is None and dims % 16:
+        reason = f"heads have {dims} dims, wanted a multiple of 16"
+    if reason is None and args.scaling == "token":
+        reason = wide_row(columns)
+    return reason or many(tokens, "tokens") or no_e4m3(call.device)
+
+
+def swiglu_quantize(call: Call) -> str | None:
+    """For ``swiglu_quantize``."""
+    return any_call(call) or _quantized(call, call.args.gate_up)
+
+
+def router(call: Call) -> str | None:
+    """For ``route_topk`` and ``route_hash``."""
+    return any_call(call) or float64_result(call.args.logits_dtype)
+
+
+def moe_sorting(call: Call) -> str | None:
+    """For ``moe_permute`` and ``moe_sort``."""
+    experts = call.args.num_local_experts
+    reason = any_call(call)
+    if reason is None and experts > MOST_EXPERTS:
+        reason = f"there are {experts} experts, and a kernel sorts at most {MOST_EXPERTS}"
+    return reason
+
+
+def moe_gather_quantize(call: Call) -> str | None:
+    """For ``moe_gather_quantize``."""
+    return any_call(call) or no_e4m3(call.device) or wide_row(call.args.x.shape[1])
+
+
+def moe_combine(call: Call) -> str | None:
+    """For ``moe_combine``."""
+    return any_call(call) or float64_result(call.args.out_dtype)
+
+
+def hyper_connection(call: Call) -> str | None:
+    """For hyper-connections without codes."""
+    return any_call(call) or _not_four_streams(call.args.streams)
+
+
+def _not_four_streams(streams: torch.Tensor) -> str | None:
+    if streams.shape[-2] != 4:
+        return f"there are {streams.shape[-2]} streams, the kernels mix 4"
+    return None
+
+
+def hyper_connection_quantize(call: Call) -> str | None:
+    """For hyper-connections that quantise."""
+    streams = call.args.streams
+    wide = any_call(call) or wide_row(streams.shape[-1])
+    return wide or _not_four_streams(streams) or no_e4m3(call.device)
+
+
+def compressor_update(call: Call) -> str | None:
+    """For ``compressor_update``."""
+    return any_call(call) or _wide_state(call.args.state)
+
+
+def _wide_state(state: torch.Tensor) -> str | None:
+    last = sum((n - 1) * step for n, step in zip(state.shape[1:], state.stride()[1:], strict=True))
+    if last >= 1 << 31:
+        return f"a row of the state spans {last + 1} numbers, wanted at most 2^31"
+    return None
+
+
+def compress_write(call: Call) -> str | None:
+    """For ``compress_write``."""
+    args: CompressWriteArgs = call.args
+    elsewhere = any_call(call)
+    if elsewhere:
+        return elsewhere
+    if torch.float64 in (args.dtype, args.table_dtype):
+        return "entries or tables are float64, which only the reference computes in"
+    reason = gapped_pages(args.data) or odd_dims(args.head_dim)
+    if reason is None and args.entry_format != "plain":
+        reason = no_e4m3(call.device)
+    if reason:
+        return reason
+    if args.entry_format == "fp8" and args.rotate_quantize:
+        return "rounding to FP4 before 'fp8' entries is left to the reference"
+    if args.entry_format == "index_fp8" and args.data.data_ptr() % 4:
+        return "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
+    return _wide_state(args.state)
+
+
+def quantize_index_queries(call: Call) -> str | None:
+    """For ``quantize_index_queries``, whatever the format."""
+    return any_call(call) or no_e4m3(call.device)
+
+
+def indexer_select(call: Call) -> str | None:
+    """For ``indexer_select``."""
+    args: IndexerSelectArgs = call.args
+    data, entry_format = args.data, args.entry_format
+    elsewhere = any_call(call)
+    if elsewhere:
+        return elsewhere
+    if entry_format == "fp8":
+        return "the keys are 'fp8' entries, which only the reference reads as index keys"
+    if entry_format == "index_fp8" and (data.stride(0) % 4 or data.data_ptr() % 4):
+        return "the pages do not begin at multiples of 4 bytes, where their scales need to be"
+    if entry_format == "index_fp8" or args.q.dtype == torch.float8_e4m3fn:
+        reason = no_e4m3(call.device)
+        if reason:
+            return reason
+    if LARGEST_SELECTION < args.top_k < args.page_table.shape[1] * args.page_size:
+        return f"top_k is {args.top_k}, and a kernel chooses at most {LARGEST_SELECTION}"
+    return None
+
+
+def pools_of(args: SparseAttentionArgs) -> list[tuple[torch.Tensor, int]]:
+    """Pages that attention reads, and entries of a page."""
+    pools = [(args.window, args.window_page_size)]
+    if args.compressed is not None:
+        pools.append((args.compressed, args.compressed_page_size))
+    return pools
+
+
+def sparse_attention(call: Call) -> str | None:
+    """For ``sparse_attention``."""
+    return any_call(call) or attention_sizes(call)
+
+
+def attention_sizes(call: Call) -> str | None:
+    """For ``sparse_attention``, by Triton or CuTeDSL."""
+    args: SparseAttentionArgs = call.args
+    q, window, dims = args.q, args.window, args.q.shape[-1]
+    reason = many(q.shape[0], "tokens")
+    if reason:
+        return reason
+    if dims > LARGEST_HEAD:
+        return f"heads have {dims} dims, and a kernel holds at most {LARGEST_HEAD}"
+    pools = pools_of(args)
+    dtypes = {pool.dtype for pool, _ in pools}
+    if args.window_format != args.compressed_format or len(dtypes) > 1:
+        return "the two caches are of different formats, and a kernel reads one"
+    if q.dtype != torch.bfloat16 or window.dtype not in (torch.bfloat16, torch.uint8):
+        return f"q is {q.dtype} and entries are {window.dtype}, wanted bfloat16 or 'fp8' entries"
+    for pool, size in pools:
+        reason = gapped_pages(pool)
+        if reason:
+            return reason
+        if pool.shape[0] * size >= 2**31:
+            return f"there are {pool.shape[0] * size} slots, wanted fewer than 2^31"
+    if args.cos is not None and dims % 2:
+        return f"heads have {dims} dims, of which pairs are turned, wanted an even number"
+    return _fp8_entries(call) if args.window_format == "fp8" else None
+
+
+def _fp8_entries(call: Call) -> str | None:
+    """For attention over ``"fp8"`` entries."""
+    args: SparseAttentionArgs = call.args
+    dims, rope_dim = args.q.shape[-1], args.rope_dim
+    misplaced = any(pool.data_ptr() % 8 for pool, _ in pools_of(args))
+    if (dims + rope_dim) % 8 or (dims - rope_dim) % 2 or misplaced:
+        return "entries do not begin at multiples of 8 bytes, where their scales need to be"
+    return no_e4m3(call.device)
+
+
+def write_kv(call: Call) -> str | None:
+    """For ``write_kv``."""
+    return any_call(call) or _pages(call)
+
+
+def read_kv(call: Call) -> str | None:
+    """For ``read_kv``."""
+    return any_call(call) or float64_result(call.args.dtype) or _pages(call)
+
+
+def fake_quantize_kv(call: Call) -> str | None:
+    """For ``fake_quantize_kv``."""
+    return any_call(call) or no_e4m3(call.device)
+
+
+def norm_rope_write_kv(call: Call) -> str | None:
+    """For ``norm_rope_write_kv``."""
+    args: NormRopeWriteKvArgs = call.args
+    reason = any_call(call) or _pages(call) or odd_dims(args.head_dim)
+    rotated = 2 * args.cos.shape[1]
+    if reason is None and args.entry_format != "plain" and args.rope_dim != rotated:
+        reason = f"the pages have {args.rope_dim} RoPE dims, cos and sin turn {rotated}"
+    return reason
+
+
+def _pages(call: Call) -> str | None:
+    """For pages that are read or written entry by entry."""
+    args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs = call.args
+    if args.entry_format.startswith("index_"):
+        return "compact index keys are written by 'compress_write' and read by 'indexer_select'"
+    reason = None if args.entry_format == "plain" else no_e4m3(call.device)
+    reason = reason or gapped_pages(args.data)
+    if reason is None and args.entry_format != "plain" and args.data.data_ptr() % 2:
+        reason = "the pages begin at an odd address"
+    return reason
