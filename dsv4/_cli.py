@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsv4._versions import Versions
+from dsv4.compilation.versions import Versions
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES
 
@@ -111,15 +111,15 @@ def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
 
 
 def _warmup(options: argparse.Namespace) -> int:
-    from dsv4 import _bundle, _steps
-    from dsv4._warmup import compile_model
+    from dsv4.compilation import bundle, steps
+    from dsv4.compilation.warmup import compile_model
 
-    reason = _steps.impossible()
+    reason = steps.impossible()
     if reason is not None:
         raise RuntimeError(f"Triton kernels cannot be compiled: {reason}")
     if options.out is not None and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out is {options.out!r}, and {Path(options.out).parent} is no folder")
-    images: list[_bundle.Compiled] = []
+    images: list[bundle.Compiled] = []
     failed: dict[str, str] = {}
     for name, config in configurations(options).items():
         done, outcome = compile_model(
@@ -141,8 +141,8 @@ def _warmup(options: argparse.Namespace) -> int:
     if failed:
         return 1
     if options.out is not None:
-        content = _bundle.encode(options.arch, images, Versions.current())
-        _bundle.write(options.out, content)
+        content = bundle.encode(options.arch, images, Versions.current())
+        bundle.write(options.out, content)
         if not options.quiet:
             count = len({image.key for image in images})
             print(f"{options.out}: {count} kernels, {len(content) / 1e6:.1f} MB")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from dsv4.device import capability
-from dsv4.formats import FRAGMENTS, NVFP4, SWIZZLED
+from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED
 
 LARGEST_ROW = 65536  # columns of a row that a program of a Triton kernel holds
 LARGEST_GRID = 65535  # programs along the second and third axis of a launch

@@ -244,7 +244,7 @@ def load(
             implements.
     """
     from dsv4 import serving
-    from dsv4._warmup import warm_loaded
+    from dsv4.compilation.warmup import warm_loaded
     from dsv4.model import DeepseekV4ForCausalLM
 
     dtype = as_dtype(dtype)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4 import _compilations
+from dsv4.compilation import counts as _compilations
 from dsv4.ops.moe import out_of_range
 
 # float4_e2m1fn_x2 has no NaN and no infinity, and torch cannot convert it.

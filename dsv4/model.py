@@ -20,8 +20,9 @@ from dsv4._requests import (
     checked_rows,
     checked_stops,
 )
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.page_tables import to_device
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers._module import wider
 from dsv4.layers.attention import following_positions
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
@@ -29,7 +30,6 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
-from dsv4.page_tables import to_device
 from dsv4.sampling import Sampler
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from dsv4 import _sealed_file
-from dsv4._versions import Versions
+from dsv4.compilation import sealed_file
+from dsv4.compilation.versions import Versions
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime import driver as cuda_driver
-from dsv4.elements import decode_e2m1
+from dsv4.quant.elements import decode_e2m1
 
 _MAGIC = b"dsv4chk\n"
 _SEED = 0
@@ -116,14 +116,14 @@ def verdicts() -> Verdicts:
 
 def _stored(configuration: Configuration) -> list[str | None] | None:
     def decode(file: bytes) -> list[str | None]:
-        return [json.loads(_sealed_file.decode(_MAGIC, configuration.key, file))["reason"]]
+        return [json.loads(sealed_file.decode(_MAGIC, configuration.key, file))["reason"]]
 
     return cubin_cache.find("", configuration.key, configuration.file_name, decode)
 
 
 def _keep(configuration: Configuration, reason: str | None) -> None:
     words = json.dumps({"reason": reason}).encode()
-    file = _sealed_file.encode(_MAGIC, configuration.key, words)
+    file = sealed_file.encode(_MAGIC, configuration.key, words)
     cubin_cache.keep(configuration.file_name, file)
 
 

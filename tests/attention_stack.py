@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers import DeepseekV4Attention
 from dsv4.testing.models import randomize_
 from dsv4.testing.strategies import normal

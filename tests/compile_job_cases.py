@@ -6,7 +6,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from dsv4._bundle import Compiled
+from dsv4.compilation.bundle import Compiled
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Compile every Triton kernel that the bench's cases launch, for a GPU that need not be there.
 
-And those of ``dsv4.fragments``, which is no operator.
+And those of ``dsv4.quant.fragments``, which is no operator.
 
     python -m tests.compile_kernels 90 [--quick] [OP ...]     (or 100; without TRITON_INTERPRET)
 
@@ -25,10 +25,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4 import dispatch, fragments
+from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw
 from dsv4.device import interpret_triton
+from dsv4.quant import fragments
 from dsv4.triton import _launch
 from tests.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from dsv4.formats import LINEAR, NVFP4
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import LINEAR, NVFP4
 from dsv4.testing.assertions import unit_roundoff
 
 

@@ -30,8 +30,9 @@ from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4 import ModelConfig, _steps, dispatch
+from dsv4 import ModelConfig, dispatch
 from dsv4 import device as machine
+from dsv4.compilation import steps as _steps
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel

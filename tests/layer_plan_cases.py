@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dsv4 import layers
-from dsv4.cache import PagedCache
 from dsv4.config import CSA, ModelConfig
+from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers import DeepseekV4DecoderLayer
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _plans

@@ -18,12 +18,12 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from dsv4.device import interpret_triton
-from dsv4.formats import LINEAR, SWIZZLED, SWIZZLED_EXPERTS
 from dsv4.ops.moe import moe_gather_quantize, moe_permute
 from dsv4.ops.norm import rms_norm_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.ops.rope import rope, rope_quantize
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
+from dsv4.quant.formats import LINEAR, SWIZZLED, SWIZZLED_EXPERTS
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import _launch, _nvfp4_tile, moe, norm

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsv4 import layers
-from dsv4.cache import CacheStep, LayerCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.formats import FRAGMENTS
+from dsv4.kv_cache.paged_cache import CacheStep, LayerCache
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant.formats import FRAGMENTS
 from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving.sampler import Parameters, Variant, sample
 from dsv4.testing.models import random_model

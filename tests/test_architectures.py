@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsv4 import device, dispatch, ops
-from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED
 
 GPU = torch.device("cuda", 0)
 HOPPER, B200, B300, THOR, RTX = (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)

@@ -7,8 +7,8 @@ import torch
 from stream_log import written_down
 
 from dsv4 import dispatch, layers
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers import _beside
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_

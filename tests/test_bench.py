@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import dispatch, fragments, ops
+from dsv4 import dispatch, ops
 from dsv4.bench import (
     budgets,
     check,
@@ -30,6 +30,7 @@ from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
+from dsv4.quant import fragments
 
 CPU = torch.device("cpu")
 OPERATORS = dispatch.operators()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4._config_file import SLIDING
 from dsv4.bench import attention, attention_layer, cli, environment, measure, results
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, Problem
 from dsv4.bench.rivals import _prepare, flash_mla, inductor, transformers_attention
 from dsv4.config import CSA, ModelConfig
+from dsv4.config.config_json import SLIDING
 
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, repeat=1)

@@ -30,9 +30,9 @@ from dsv4.bench import (
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 from dsv4.layers import DeepseekV4SparseMoeBlock
 from dsv4.ops import dequantize
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, repeat=1)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4 import _bundle, _sealed_file
-from dsv4._bundle import BundleError, Compiled
-from dsv4._versions import Versions
+from dsv4.compilation import bundle as _bundle
+from dsv4.compilation import sealed_file
+from dsv4.compilation.bundle import BundleError, Compiled
+from dsv4.compilation.versions import Versions
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.driver import Image
 
@@ -78,14 +79,14 @@ def test_half_a_bundle_and_a_longer_one(length, more):
 
 @given(st.binary(min_size=8, max_size=8), st.binary(min_size=32, max_size=32), st.binary())
 def test_sealed_files(magic, key, content):
-    file = _sealed_file.encode(magic, key, content)
-    assert _sealed_file.decode(magic, key, file) == content
+    file = sealed_file.encode(magic, key, content)
+    assert sealed_file.decode(magic, key, file) == content
     other = bytes(32) if key != bytes(32) else bytes([1]) * 32
     for wrong in (file[:-1], file + b"0", b"", file[:50] + bytes([file[50] ^ 1]) + file[51:]):
-        with pytest.raises(_sealed_file.DamagedError):
-            _sealed_file.decode(magic, key, wrong)
-    with pytest.raises(_sealed_file.DamagedError, match="made from something else"):
-        _sealed_file.decode(magic, other, file)
+        with pytest.raises(sealed_file.DamagedError):
+            sealed_file.decode(magic, key, wrong)
+    with pytest.raises(sealed_file.DamagedError, match="made from something else"):
+        sealed_file.decode(magic, other, file)
 
 
 class TestUse:
@@ -170,7 +171,7 @@ def test_cutedsl_kernels_come_from_it(tmp_path, monkeypatch):
 
 
 def test_versions_name_the_sources():
-    from dsv4 import _versions
+    from dsv4.compilation import versions as _versions
 
     assert len(_versions.sources()) == len(hashlib.sha256().hexdigest())
     assert len({_versions.digest((name,)) for name in ("cute", "triton")}) == 2

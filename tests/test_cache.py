@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.cache import Batch, LayerCache, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, LayerCache, PagedCache
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compressor_update
 from dsv4.ops.kv_cache import read_kv, write_kv

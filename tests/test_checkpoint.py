@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from dsv4._checkpoint.shards import DTYPES, read_header
 from dsv4.checkpoint import Checkpoint, load, save, write
 from dsv4.config import ModelConfig
-from dsv4.formats import NVFP4, QuantizedTensor
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant.formats import NVFP4, QuantizedTensor
 
 
 @given(st.data())

@@ -18,9 +18,8 @@ import torch
 from checkpoint_cases import SMALL, edit, make_model
 from safetensors.torch import save_file
 
-from dsv4 import _json_file
 from dsv4.checkpoint import Checkpoint, CheckpointError, MissingCheckpointError, load, save
-from dsv4.config import ModelConfig
+from dsv4.config import ModelConfig, json_file
 
 SECONDS = 5  # a bomb takes 20 s and more; the refusal takes milliseconds, but machines are shared
 BYTES = 200 << 20
@@ -152,7 +151,7 @@ def test_json_of_odd_size_or_depth(folder, file, case):
 def test_a_long_file_is_not_read(folder, file):
     with (folder / file).open("wb") as out:
         out.truncate(10 << 30)  # a hole, not on the disk
-    refused(folder, file, f"bytes, wanted at most {_json_file.MAX_BYTES}")
+    refused(folder, file, f"bytes, wanted at most {json_file.MAX_BYTES}")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
@@ -269,8 +268,8 @@ def test_the_bounds_have_room_for_the_published_checkpoints():
     ]
     index = {"weight_map": dict.fromkeys(names, "model-00064-of-00064.safetensors")}
     text = json.dumps(index, indent=2)
-    assert len(text) < _json_file.MAX_BYTES / 2
-    assert _json_file.parse(text, "index") == index
+    assert len(text) < json_file.MAX_BYTES / 2
+    assert json_file.parse(text, "index") == index
 
 
 def test_a_folder_that_is_not_there(tmp_path):

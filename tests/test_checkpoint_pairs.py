@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from dsv4._checkpoint.pairs import tie
 from dsv4.checkpoint import Checkpoint, load, save, write
-from dsv4.formats import NVFP4, QuantizedTensor
 from dsv4.layers import quantize_
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import NVFP4, QuantizedTensor
 
 E4M3 = torch.float8_e4m3fn
 

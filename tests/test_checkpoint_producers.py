@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4._checkpoint.shards import read_header
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, save, write
 from dsv4.config import ModelConfig
-from dsv4.formats import FP8_BLOCK, MXFP4, QuantizedTensor
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, QuantizedTensor
 
 
 def test_reciprocal_global_scales_are_inverted(tmp_path):

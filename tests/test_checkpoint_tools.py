@@ -13,8 +13,8 @@ import torch
 
 from dsv4._checkpoint import names
 from dsv4.checkpoint import CheckpointError, load
-from dsv4.formats import QuantizedTensor
 from dsv4.ops.quantize import dequantize
+from dsv4.quant.formats import QuantizedTensor
 
 FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
 TOOLS = sorted(path.name.removesuffix(".tar.xz") for path in FIXTURES.glob("*.tar.xz"))

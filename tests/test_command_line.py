@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 
 import dsv4
-from dsv4 import _bundle, _cli, _compile, _steps, _warmup
-from dsv4._bundle import Compiled
-from dsv4._versions import Versions
-from dsv4._warmup import Warmup
+from dsv4 import _cli
+from dsv4.compilation import bundle as _bundle
+from dsv4.compilation import compiler, steps
+from dsv4.compilation import warmup as _warmup
+from dsv4.compilation.bundle import Compiled
+from dsv4.compilation.versions import Versions
+from dsv4.compilation.warmup import Warmup
 from tools import kernels_wheel
 
 ARCH = "sm_90a"
@@ -32,12 +35,12 @@ def asked(monkeypatch):
 
     def compile_model(config, arch, max_tokens, progress, workers, use_list):
         found.append((config, arch, max_tokens, workers))
-        outcome = _compile.Outcome([], failed=dict(failed))
+        outcome = compiler.Outcome([], failed=dict(failed))
         monkeypatch.setattr(outcome, "images", lambda: IMAGES)
         return Warmup(3, 1, 2.0, 5, 4), outcome
 
     failed = {}
-    monkeypatch.setattr(_steps, "impossible", lambda: None)
+    monkeypatch.setattr(steps, "impossible", lambda: None)
     monkeypatch.setattr(_warmup, "compile_model", compile_model)
     found.append(failed)
     return found

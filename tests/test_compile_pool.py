@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4 import _bundle, _compile, _compile_forks, _compile_pool, _compile_worker
+from dsv4.compilation import bundle, compiler, worker
+from dsv4.compilation import forks as _compile_forks
+from dsv4.compilation import pool as _compile_pool
 from dsv4.cute.runtime import cubin_cache
 from tests.compile_job_cases import Doubled, Ending, Failing, Kernel, Printing, Seeing
 
@@ -176,12 +178,12 @@ def test_a_script_without_a_guard_runs_once(tmp_path):
 @given(st.binary(max_size=300), st.integers(0, 400))
 def test_half_a_message_is_none(content, length):
     stream = io.BytesIO()
-    _compile_worker.send(stream, content)
+    worker.send(stream, content)
     whole = stream.getvalue()
-    assert _compile_worker.receive(io.BytesIO(whole)) == content
+    assert worker.receive(io.BytesIO(whole)) == content
     if length < len(whole):
         with pytest.raises(EOFError):
-            _compile_worker.receive(io.BytesIO(whole[:length]))
+            worker.receive(io.BytesIO(whole[:length]))
 
 
 class TestCompileAll:
@@ -189,7 +191,7 @@ class TestCompileAll:
     def folder(self, tmp_path, monkeypatch):
         monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
         monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
-        monkeypatch.setattr(_bundle.active(), "fresh", {})
+        monkeypatch.setattr(bundle.active(), "fresh", {})
         return tmp_path / "kernels"
 
     @staticmethod
@@ -199,7 +201,7 @@ class TestCompileAll:
             count = SimpleNamespace(expected=0, done=0)
             count.expect = lambda more: setattr(count, "expected", count.expected + more)
             count.advance = lambda: setattr(count, "done", count.done + 1)
-            work = _compile.Compilation(pool, count, ready.append)
+            work = compiler.Compilation(pool, count, ready.append)
             work.add(jobs)
             work.finish()
         assert count.done == count.expected == len(work.outcome.jobs)
@@ -223,9 +225,9 @@ class TestCompileAll:
     def test_they_are_kept_on_disk(self, folder):
         self.compile_all([Kernel("a")])
         assert (folder / "a.kernel").read_bytes() == b"compiled " + Kernel("a").key
-        assert _bundle.active().fresh == {}
+        assert bundle.active().fresh == {}
 
     def test_without_a_folder_they_stay_in_memory(self, monkeypatch):
         monkeypatch.setattr(cubin_cache, "folder", lambda: None)
         self.compile_all([Kernel("a")])
-        assert _bundle.image("sm_90a", Kernel("a").key) == b"compiled " + Kernel("a").key
+        assert bundle.image("sm_90a", Kernel("a").key) == b"compiled " + Kernel("a").key

@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
+from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.indexer import indexer_rotate_quantize
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.rope import rope, rope_tables
 from dsv4.ops.slots import entry_slots
-from dsv4.pages import COMPACT_FORMATS
 from dsv4.reference import indexer
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
 from dsv4.testing.strategies import (

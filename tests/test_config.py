@@ -13,8 +13,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4._config_file import producer
 from dsv4.config import CSA, HCA, LAYER_TYPES, SLIDING, CompressRates, ModelConfig, RopeParameters
+from dsv4.config.config_json import producer
 
 PRESETS = {"tiny": ModelConfig.tiny(), "flash": ModelConfig.flash(), "pro": ModelConfig.pro()}
 

@@ -26,7 +26,6 @@ from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
-from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import (
@@ -34,6 +33,7 @@ from dsv4.ops.grouped_gemm import (
     GroupedGemmSwigluArgs,
     GroupedGemmSwigluQuantizeArgs,
 )
+from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS
 
 MAP = bytes(range(128))
 

@@ -22,7 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsv4 import dispatch
 from dsv4.cute import grouped_gemm as hopper
 from dsv4.cute import grouped_nvfp4 as blackwell
-from dsv4.formats import (
+from dsv4.ops.gemm import gemm
+from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu_quantize
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import (
     LINEAR,
     NVFP4,
     SWIZZLED,
@@ -34,9 +37,6 @@ from dsv4.formats import (
     swizzled_size,
     unswizzle_expert_scales,
 )
-from dsv4.ops.gemm import gemm
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu_quantize
-from dsv4.ops.quantize import dequantize, quantize
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 

@@ -14,11 +14,11 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_d
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4 import formats
-from dsv4.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
-from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor
 from dsv4.ops.quantize import dequantize, quantize
-from dsv4.scales import (
+from dsv4.quant import formats
+from dsv4.quant.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4, QuantizedTensor
+from dsv4.quant.scales import (
     e8m0_from_bytes,
     e8m0_to_float,
     scale_offset,

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4 import fragments
 from dsv4.config import ModelConfig
 from dsv4.dispatch import use_backend
-from dsv4.elements import decode_e2m1, unpack
-from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor, cat_rows
 from dsv4.layers import DeepseekV4Experts
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant import fragments
+from dsv4.quant.elements import decode_e2m1, unpack
+from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor, cat_rows
 from dsv4.reference import fragments as reference
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise

@@ -14,9 +14,9 @@ from dsv4 import device as machine
 from dsv4 import dispatch
 from dsv4.cute import supports
 from dsv4.device import interpret_triton
-from dsv4.formats import FP8_BLOCK, FRAGMENTS, NVFP4, QuantizedTensor
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
     assert_bitwise,

@@ -14,9 +14,9 @@ from dsv4 import dispatch
 from dsv4.cute import gemm_fp8
 from dsv4.cute.sm90.many_fp8_plan import BLOCK, candidates
 from dsv4.cute.sm90.plans import Product
-from dsv4.formats import FP8_BLOCK, QuantizedTensor
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import FP8_BLOCK, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure, assert_within_budget
 from tests.test_gemm_fp8 import SCALE_DTYPES, bfloat16, truth, weight_of

@@ -13,10 +13,10 @@ from dsv4 import dispatch
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan
 from dsv4.cute.sm90.many_plan import candidates as many_plan_candidates
-from dsv4.elements import encode_e4m3
-from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.elements import encode_e4m3
+from dsv4.quant.formats import FRAGMENTS, NVFP4, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
     assert_bitwise,

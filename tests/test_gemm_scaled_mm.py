@@ -15,13 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import ScalingType, SwizzleType
 
-from dsv4 import device, dispatch, formats, self_check
+from dsv4 import device, dispatch, self_check
 from dsv4.blas import gemm as blas
 from dsv4.blas import supports
-from dsv4.elements import encode_e4m3
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant import formats
+from dsv4.quant.elements import encode_e4m3
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
 

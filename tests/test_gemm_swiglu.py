@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4.bench.fused_judges import gemm_swiglu as judge
 from dsv4.bench.problem import Problem
-from dsv4.formats import FRAGMENTS, LINEAR
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import quantize
 from dsv4.ops.swiglu import swiglu
+from dsv4.quant.formats import FRAGMENTS, LINEAR
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 

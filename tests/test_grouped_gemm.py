@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4 import formats
-from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant import formats
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
     assert_bitwise,

@@ -50,8 +50,8 @@ def test_a_model_without_weights_needs_no_compiler_of_torch() -> None:
     """Its import takes 2 to 4 s, which every start would wait for."""
     code = """
 import sys, torch, dsv4
-from dsv4._kernel_calls import every_call, kernel_plans
-from dsv4._recipe import Recipe
+from dsv4.compilation.kernel_calls import every_call, kernel_plans
+from dsv4.compilation.recipe import Recipe
 with torch.device("meta"):
     model = dsv4.DeepseekV4ForCausalLM(dsv4.ModelConfig.tiny())
 Recipe.of(model.config)

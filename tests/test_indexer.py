@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsv4.device import interpret_triton
 from dsv4.dispatch import explain
-from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
+from dsv4.kv_cache.pages import COMPACT_FORMATS, IndexLayout
 from dsv4.ops.indexer import (
     QUERY_FORMATS,
     IndexerSelectArgs,
@@ -26,7 +26,7 @@ from dsv4.ops.indexer import (
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope
-from dsv4.pages import COMPACT_FORMATS, IndexLayout
+from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.reference import indexer as reference
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 from dsv4.testing.strategies import (

@@ -14,10 +14,10 @@ from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
 from dsv4.cute.sm90.index_scores_plan import multiplies, plans
 from dsv4.dispatch import explain
-from dsv4.formats import MXFP4, QuantizedTensor
+from dsv4.kv_cache.pages import IndexLayout
 from dsv4.ops.indexer import indexer_select
 from dsv4.ops.kv_cache import Pages
-from dsv4.pages import IndexLayout
+from dsv4.quant.formats import MXFP4, QuantizedTensor
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import generator, normal, seeds, small_integers
 from tests import ptx_machine

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import dispatch, layers, use_backend
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, SLIDING
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers import DeepseekV4DecoderLayer, DeepseekV4SparseMoeBlock, _layer_plan
 from dsv4.layers._joint import JointWeight
 from dsv4.layers.norm import DeepseekV4RMSNorm

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, SLIDING
 from dsv4.device import interpret_triton
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers import DeepseekV4DecoderLayer, _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans

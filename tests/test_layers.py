@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsv4 import layers
-from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.testing.configs import chunkings, tiny_configs
 from dsv4.testing.models import random_model, randomize_, transformers_twin

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4 import _warmup
+from dsv4.compilation import warmup
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.testing.models import random_model
 
@@ -28,7 +28,7 @@ def test_kernels_of_a_step_are_compiled_unless_refused(
     reserve: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, bool]] = []
-    monkeypatch.setattr(_warmup, "warm_loaded", lambda model, *rest: asked.append(rest))
+    monkeypatch.setattr(warmup, "warm_loaded", lambda model, *rest: asked.append(rest))
     dsv4.save(random_model(dsv4.ModelConfig.tiny(), 0), tmp_path / "model")
     dsv4.load(tmp_path / "model", reserve_tokens=reserve, progress=False)
     assert asked == [(most, False)]
@@ -37,9 +37,9 @@ def test_kernels_of_a_step_are_compiled_unless_refused(
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_warmup, "warmup", lambda *args, **kwargs: pytest.fail("it is called"))
+    monkeypatch.setattr(warmup, "warmup", lambda *args, **kwargs: pytest.fail("it is called"))
     model = random_model(dsv4.ModelConfig.tiny(), 0)
-    assert _warmup.warm_loaded(model, 7, progress=False) is None
+    assert warmup.warm_loaded(model, 7, progress=False) is None
 
 
 def test_a_model_loads_where_kernels_cannot_be_compiled(
@@ -49,7 +49,7 @@ def test_a_model_loads_where_kernels_cannot_be_compiled(
         assert (device, max_tokens, progress) == (GPU, 7, True)
         raise RuntimeError("nvidia-cutlass-dsl is not installed")
 
-    monkeypatch.setattr(_warmup, "warmup", fail)
+    monkeypatch.setattr(warmup, "warmup", fail)
     with caplog.at_level(logging.WARNING):
-        assert _warmup.warm_loaded(on_gpu(), 7, progress=True) is None
+        assert warmup.warm_loaded(on_gpu(), 7, progress=True) is None
     assert "at their first launch: nvidia-cutlass-dsl is not installed" in caplog.text

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from dsv4._checkpoint.mxfp4 import pair_to_nvfp4, to_mxfp4, to_nvfp4
 from dsv4.checkpoint import CheckpointError, load, save
-from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.layers import Linear
 from dsv4.ops.quantize import dequantize
+from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 

@@ -22,9 +22,9 @@ from dsv4._checkpoint.packing import report_packing
 from dsv4.checkpoint import Checkpoint, fill, load, save
 from dsv4.config import SLIDING, ModelConfig
 from dsv4.cute import supports
-from dsv4.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED
 from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 

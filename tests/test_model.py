@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.layers import quantize_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.sampling import Sampler

@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_scales, swizzled_size
 from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_scales, swizzled_size
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import (
     assert_bitwise,

@@ -17,7 +17,6 @@ from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, GroupedPlan, choose, shares
-from dsv4.formats import FRAGMENTS
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -27,6 +26,7 @@ from dsv4.ops.grouped_gemm import (
 )
 from dsv4.ops.moe import moe_sort
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import FRAGMENTS
 from dsv4.testing import strategies
 from dsv4.testing.assertions import (
     assert_bitwise,

@@ -16,16 +16,17 @@ from packed_cases import normal, raw, same_state
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import fragments, layers
+from dsv4 import layers
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, save
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor, cat_rows
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import quantize
 from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.quantize import dequantize
+from dsv4.quant import fragments
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor, cat_rows
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 from dsv4.testing.models import random_model, randomize_

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from dsv4 import dispatch, layers
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 from dsv4.layers._joint import JointWeight
 from dsv4.layers.observer import LARGEST
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.swiglu import swiglu
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_

@@ -13,8 +13,8 @@ from test_packed_layers import config_of, linear, random_bytes, routed, routing,
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, cat_rows
 from dsv4.layers.linear import fused_linear, joint_swiglu
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, cat_rows
 from dsv4.testing import strategies
 from dsv4.testing.models import random_model
 

@@ -12,10 +12,10 @@ from attention_stack import TYPES, Stack, shuffled, small, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import layer_cache
-from dsv4.cache import Batch, CacheFullError, LayerCache, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.pages import Pages
+from dsv4.kv_cache import layer_cache
+from dsv4.kv_cache.paged_cache import Batch, CacheFullError, LayerCache, PagedCache
+from dsv4.kv_cache.pages import Pages
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.configs import chunkings
 from dsv4.testing.models import random_model

@@ -11,8 +11,8 @@ import pytest
 import torch
 from attention_stack import Stack, shuffled, small, tokens
 
-from dsv4.cache import Batch, PagedCache
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, PagedCache
 from dsv4.testing.assertions import assert_bitwise
 
 SLOTS = 4

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.page_tables import PagePool, PageTable
+from dsv4.kv_cache.page_tables import PagePool, PageTable
 
 PAGE = 4  # entries
 ROWS = 3

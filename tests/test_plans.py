@@ -18,11 +18,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4 import _recorder, _tape, dispatch, explain, ops, use_backend
+from dsv4 import dispatch, explain, ops, use_backend
 from dsv4.bench.cases import MAKERS
 from dsv4.bench.problem import Draw
 from dsv4.device import interpret_triton
 from dsv4.ops import _guards, _library, _plans
+from dsv4.plans import recorder as _recorder
+from dsv4.plans import tape as _tape
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import strided
 from tests.test_captured_operators import CPU, WIDE, assert_follows, assert_same, called_again

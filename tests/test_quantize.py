@@ -14,10 +14,10 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dsv4 import formats
-from dsv4.elements import unpack
-from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant import formats
+from dsv4.quant.elements import unpack
+from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.testing import oracles, strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 

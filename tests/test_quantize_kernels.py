@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import formats
 from dsv4.dispatch import use_backend
-from dsv4.elements import encode_e2m1, pack
-from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4
 from dsv4.ops.norm import rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_quantize
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
+from dsv4.quant import formats
+from dsv4.quant.elements import encode_e2m1, pack
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dsv4 import layers
 from dsv4._checkpoint.slots import ExpertsSlot
 from dsv4.config import ModelConfig
-from dsv4.formats import FORMATS, SWIZZLED, QuantizedTensor, cat_rows
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import dequantize, gemm, quantize
+from dsv4.quant.formats import FORMATS, SWIZZLED, QuantizedTensor, cat_rows
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
 from dsv4.testing.models import dense_state_dict, random_model, randomize_, transformers_twin
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from dsv4 import dispatch, layers
 from dsv4.checkpoint import save
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS
 from dsv4.ops import quantize
 from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from dsv4.ops.moe import moe_gather, moe_permute
+from dsv4.quant.formats import FRAGMENTS
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model, randomize_

@@ -12,8 +12,8 @@ from serving_cases import ToyModel, assert_empty, packed, plain_text, wide
 from taped import replayed
 
 from dsv4 import device, dispatch, layers, ops
-from dsv4.formats import SWIZZLED
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant.formats import SWIZZLED
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving._capture import CaptureError, captured, obstacle
 from dsv4.serving._setup import resolve_capture

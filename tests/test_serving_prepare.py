@@ -16,7 +16,7 @@ from taped import replayed
 
 import dsv4
 from dsv4 import debug
-from dsv4._warmup import Warmup
+from dsv4.compilation.warmup import Warmup
 from dsv4.layers import quantize_
 from dsv4.sampling import Sampler
 from dsv4.serving import Runner, SamplingOptions, _setup, kept_runner, prepare, prompts, release
@@ -258,7 +258,7 @@ def test_load_prepares(
     prepared: Any, asked: bool, failed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed, calls = Warmup(1, 0, 0.0, failed=failed), list[Any]()
-    monkeypatch.setattr("dsv4._warmup.warm_loaded", lambda *args: warmed)
+    monkeypatch.setattr("dsv4.compilation.warmup.warm_loaded", lambda *args: warmed)
     monkeypatch.setattr("dsv4.serving.prepare", calls.append)
     dsv4.save(random_model(dsv4.ModelConfig.tiny(), 0), tmp_path / "model")
     model = dsv4.load(tmp_path / "model", prepare=prepared, progress=False)

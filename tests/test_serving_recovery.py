@@ -13,13 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from serving_cases import ToyModel, assert_empty, option_sets, plain_text
 
-import dsv4.cache
-import dsv4.page_tables
+import dsv4.kv_cache.page_tables
+import dsv4.kv_cache.paged_cache
 import dsv4.serving
 from dsv4.serving import Request, RequestError, Runner, SamplingOptions
 
 _SERVING = dsv4.serving.__file__.removesuffix("__init__.py")
-_INTERRUPTED = (dsv4.cache.__file__, dsv4.page_tables.__file__, _SERVING)
+_INTERRUPTED = (dsv4.kv_cache.paged_cache.__file__, dsv4.kv_cache.page_tables.__file__, _SERVING)
 _GREEDY = SamplingOptions(max_new_tokens=10, stop_ids=())
 
 

@@ -26,11 +26,11 @@ from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.dense_plan import DensePlan
 from dsv4.cute.sm100.plans import Product, candidates, choose, plans
-from dsv4.formats import NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import quantize
-from dsv4.scales import scale_offset
+from dsv4.quant.formats import NVFP4, SWIZZLED, QuantizedTensor
+from dsv4.quant.scales import scale_offset
 from tests import blackwell_emulator
 
 LAYOUTS = list(itertools.product(dense_plan.TOKEN_BLOCKS, (1, 2)))

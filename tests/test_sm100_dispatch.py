@@ -22,7 +22,6 @@ from dsv4.cute.runtime import launch
 from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.cute.sm100 import _maps, grouped_plan
 from dsv4.cute.sm100.plans import Product, choose
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import GemmArgs, gemm
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -34,6 +33,7 @@ from dsv4.ops.grouped_gemm import (
     grouped_gemm_swiglu_quantize,
 )
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
 
 
 @pytest.fixture(autouse=True)

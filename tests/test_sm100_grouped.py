@@ -22,19 +22,19 @@ from dsv4.cute import grouped_nvfp4
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.sm100 import dense_plan
 from dsv4.cute.sm100.grouped_plan import TURN_WARP, GroupedPlan, candidates, choose, plans
-from dsv4.formats import (
-    NVFP4,
-    SWIZZLED,
-    QuantizedTensor,
-    expert_tiles,
-    swizzle_expert_scales,
-)
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
 )
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import (
+    NVFP4,
+    SWIZZLED,
+    QuantizedTensor,
+    expert_tiles,
+    swizzle_expert_scales,
+)
 from tests import blackwell_emulator
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"

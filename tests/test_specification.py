@@ -10,7 +10,7 @@ from traps import MUTANTS
 
 from dsv4.bench.cases import matrices
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.scales import scale_offset
+from dsv4.quant.scales import scale_offset
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "specification.md").read_text()
 MODELS = {"Pro": ModelConfig.pro(), "Flash": ModelConfig.flash()}

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import dsv4
-from dsv4 import _compile_pool, _kernel_calls, _steps, layers
-from dsv4._bundle import Compiled
-from dsv4._compile_jobs import CuteJob, FindJob, TritonJob
-from dsv4._recipe import Recipe
-from dsv4._warmup import Operator
-from dsv4.formats import FRAGMENTS, SWIZZLED
+from dsv4 import layers
+from dsv4.compilation import kernel_calls, pool
+from dsv4.compilation import steps as _steps
+from dsv4.compilation.bundle import Compiled
+from dsv4.compilation.jobs import CuteJob, FindJob, TritonJob
+from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.warmup import Operator
+from dsv4.quant.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
 
 pytest.importorskip("triton")
@@ -28,7 +30,7 @@ SOURCE = """
 import json, sys
 from triton.runtime.jit import JITFunction
 from dsv4 import ModelConfig, _steps, device, dispatch
-from dsv4._recipe import Recipe
+from dsv4.compilation.recipe import Recipe
 from dsv4.triton import _images, _launch, moe
 
 def static(request):
@@ -167,7 +169,7 @@ class TestWarmup:
         monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
 
         monkeypatch.setattr(_steps, "impossible", lambda: None)
-        monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
+        monkeypatch.setattr(pool, "can_start", lambda: False)
         monkeypatch.setattr(CuteJob, "stored", lambda self: b"code")
         monkeypatch.setattr(TritonJob, "stored", lambda job: b"code" if job.key < b"2" else None)
         monkeypatch.setattr(TritonJob, "name", "a kernel")
@@ -228,8 +230,8 @@ class TestWarmup:
 
     def test_plans_are_those_of_the_architecture(self):
         config = dsv4.ModelConfig.tiny(hidden_size=128)
-        every = _kernel_calls.every_call(config)
+        every = kernel_calls.every_call(config)
         for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
-            kinds = {type(plan).__name__ for plan in _kernel_calls.kernel_plans(every, 8192, arch)}
+            kinds = {type(plan).__name__ for plan in kernel_calls.kernel_plans(every, 8192, arch)}
             assert ("ManyPlan" in kinds) == many
             assert "SmallMPlan" in kinds

@@ -14,14 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4 import batch as batch_module
-from dsv4 import cache as cache_module
-from dsv4 import step_record as record_module
-from dsv4.cache import Batch, PagedCache
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache import batch, step_record
+from dsv4.kv_cache import paged_cache as cache_module
+from dsv4.kv_cache.page_tables import PageTable
+from dsv4.kv_cache.paged_cache import Batch, PagedCache
 from dsv4.layers import _pooling, attention, decoder, indexer
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.page_tables import PageTable
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
 
@@ -87,8 +86,8 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (PagedCache, "_set_lengths"),
     (Batch, "__init__"),
     (cache_module, "to_device"),
-    (batch_module, "to_device"),
-    (record_module, "to_device"),
+    (batch, "to_device"),
+    (step_record, "to_device"),
     (torch.nn.Embedding, "forward"),
     (_pooling, "compress_write"),
     (attention, "norm_rope_write_kv"),

@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.formats import LINEAR, SWIZZLED
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
+from dsv4.quant.formats import LINEAR, SWIZZLED
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import (
     assert_bitwise,

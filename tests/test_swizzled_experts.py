@@ -25,13 +25,13 @@ from test_packed_experts import (
 )
 
 from dsv4 import dispatch
-from dsv4.formats import SWIZZLED
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
 )
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import SWIZZLED
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 

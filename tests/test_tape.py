@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4 import _recorder, _tape
+from dsv4.plans import recorder as _recorder
+from dsv4.plans import tape as _tape
 from dsv4.testing.assertions import assert_bitwise
 
 

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4 import layers
-from dsv4.cache import Batch, CacheStep
 from dsv4.config import ModelConfig
 from dsv4.integrations import _arguments, _swap
 from dsv4.integrations._arguments import WITHOUT_EFFECT
 from dsv4.integrations.transformers import PARTS, apply, paged_cache
+from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.testing.models import random_model, transformers_twin
 
 transformers = pytest.importorskip("transformers")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.cache import CacheFullError
 from dsv4.config import ModelConfig
 from dsv4.integrations.transformers import PARTS, apply, paged_cache
+from dsv4.kv_cache.paged_cache import CacheFullError
 from dsv4.testing.configs import chunkings, tiny_configs
 from dsv4.testing.models import random_model, transformers_twin
 

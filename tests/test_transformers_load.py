@@ -12,9 +12,9 @@ import torch
 
 from dsv4.checkpoint import CheckpointError, load, save
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS
 from dsv4.integrations.transformers import from_pretrained
 from dsv4.layers import DeepseekV4Attention, DeepseekV4Experts, Linear
+from dsv4.quant.formats import FRAGMENTS
 from dsv4.testing.models import random_model, transformers_twin
 
 pytest.importorskip("transformers")

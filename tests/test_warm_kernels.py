@@ -19,11 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4 import _compile_pool, _sealed_file, layers
-from dsv4._compile_jobs import FindJob, TritonJob
-from dsv4._listing import Listing
-from dsv4._recipe import Recipe, Weight
-from dsv4._steps import Ran, Steps, StepShape, Target, step_shapes
+from dsv4 import layers
+from dsv4.compilation import pool, sealed_file
+from dsv4.compilation.jobs import FindJob, TritonJob
+from dsv4.compilation.listing import Listing
+from dsv4.compilation.recipe import Recipe, Weight
+from dsv4.compilation.steps import Ran, Steps, StepShape, Target, step_shapes
 from dsv4.cute.runtime import cubin_cache
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
@@ -42,15 +43,15 @@ WHOLE = {
 @pytest.fixture(scope="module")
 def worker():
     """Does a job in another process."""
-    process = _compile_pool.start()
+    process = pool.start()
 
     def ask(job):
-        done = _compile_pool._ask(process, job)
+        done = pool._ask(process, job)
         assert not done.error, done.details
         return done.result
 
     yield ask
-    _compile_pool._end(process)
+    pool._end(process)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeyp
     assert TritonJob(request).stored() is None
     assert cubin_cache.keep(TritonJob(request).file_name, compiled.content)
     assert TritonJob(request).stored() == compiled.content
-    content = _sealed_file.decode(triton_images._MAGIC, request.key, compiled.content)
+    content = sealed_file.decode(triton_images._MAGIC, request.key, compiled.content)
     words, ptx, cubin = triton_images.parts_of(content)
     assert b".entry _slots_kernel(" in ptx
     for part in (words, ptx, cubin):

@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 import dsv4
-from dsv4 import _compile_pool, _kernel_calls, _progress_line, _steps, _warmup, layers
 from dsv4 import device as machine
-from dsv4._kernel_calls import (
+from dsv4 import layers
+from dsv4.compilation import kernel_calls as _kernel_calls
+from dsv4.compilation import pool, progress_line, steps
+from dsv4.compilation import warmup as _warmup
+from dsv4.compilation.kernel_calls import (
     Attention,
     Fp8Product,
     GroupedProduct,
@@ -35,8 +38,8 @@ from dsv4.cute.runtime.driver import Image
 from dsv4.cute.sm90 import index_scores_plan
 from dsv4.cute.sm100 import grouped_plan
 from dsv4.cute.sm100 import plans as blackwell
-from dsv4.formats import FRAGMENTS, SWIZZLED
 from dsv4.integrations._swap import OutputHead
+from dsv4.quant.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
 
 # Every matrix is a whole number of tiles.
@@ -65,7 +68,7 @@ def no_steps(monkeypatch):
 def compiled(monkeypatch):
     """Kernels are not compiled, but listed here."""
     made = []
-    monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
+    monkeypatch.setattr(pool, "can_start", lambda: False)
 
     def compile_image(plan, arch):
         made.append((plan, arch))
@@ -196,7 +199,7 @@ def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
 
 
 def test_of_blackwells_products_every_configuration_is_compiled():
-    config = _steps.of_each_kind(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
+    config = steps.of_each_kind(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
     dense = [p for p in products(config, "sm_103a") if p.layout == SWIZZLED]
     assert {p.groups for p in dense} == {1, config.o_groups}
     for p in dense:
@@ -543,7 +546,7 @@ class TestProgress:
         assert printed.count("\n") == 1
 
     def test_a_line_on_a_terminal(self, capsys):
-        line = _progress_line.Line()
+        line = progress_line.Line()
         line.expect(2)
         line.terminal = True
         line.advance()

@@ -16,7 +16,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from dsv4 import _bundle
+from dsv4.compilation import bundle as _bundle
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold
 _INIT = b'"""Compiled kernels of dsv4, which reads the files beside this one."""\n'
@@ -26,7 +26,7 @@ def make(folder: Path, paths: list[Path]) -> Path:
     """Write the wheel; returns where.
 
     Raises:
-        dsv4._bundle.BundleError: if a bundle cannot be used with the installed dsv4.
+        dsv4.compilation.bundle.BundleError: if a bundle cannot be used with the installed dsv4.
         ValueError: if there is no bundle, or two are for one architecture.
     """
     bundles = {path: _bundle.read(path) for path in paths}

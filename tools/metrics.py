@@ -173,7 +173,7 @@ def call_frames() -> dict[str, list[int]]:
     import torch
 
     from dsv4 import ops
-    from dsv4.pages import Pages
+    from dsv4.kv_cache.pages import Pages
 
     weight = ops.quantize(torch.randn(32, 64), scaling="weight")
     x = torch.randn(2, 64).bfloat16()

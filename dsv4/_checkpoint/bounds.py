@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
 from dsv4._checkpoint.shards import CheckpointError
-from dsv4._config_fields import INTEGERS
 from dsv4.config import ModelConfig
+from dsv4.config.fields import INTEGERS
 
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 _EXAMPLES = 5  # names that an error shows

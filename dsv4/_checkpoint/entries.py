@@ -25,7 +25,7 @@ import torch
 from dsv4._checkpoint import names
 from dsv4._checkpoint.problems import Problem, raise_all
 from dsv4._checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
-from dsv4.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
 
 _PLAIN = (
     torch.float64,

@@ -19,7 +19,7 @@ from dsv4._checkpoint.shards import (
     read_header,
 )
 from dsv4._checkpoint.transaction import CONFIG, INDEX, SINGLE, committed, is_plain_name
-from dsv4._json_file import JsonError, irregular, parse, read_bytes, show
+from dsv4.config.json_file import JsonError, irregular, parse, read_bytes, show
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

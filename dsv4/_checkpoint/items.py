@@ -10,7 +10,7 @@ from torch import nn
 
 from dsv4._checkpoint.mxfp4 import to_mxfp4
 from dsv4._checkpoint.slots import ExpertsSlot, slots_of
-from dsv4.formats import MXFP4, NVFP4, Format, QuantizedTensor
+from dsv4.quant.formats import MXFP4, NVFP4, Format, QuantizedTensor
 
 # One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.
 Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]

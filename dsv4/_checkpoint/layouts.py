@@ -33,7 +33,8 @@ import torch
 
 from dsv4._checkpoint import names
 from dsv4.config import ModelConfig
-from dsv4.formats import (
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import (
     FP8_BLOCK,
     MXFP4,
     NVFP4,
@@ -43,7 +44,6 @@ from dsv4.formats import (
     mxfp4_to_nvfp4,
     scales_to_float,
 )
-from dsv4.ops.quantize import dequantize, quantize
 
 Matrix = torch.Tensor | QuantizedTensor
 LAYOUTS = ("nvidia", "deepseek", "transformers", "compressed-tensors", "bf16")

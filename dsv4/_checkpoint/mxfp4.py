@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.formats import LINEAR, MXFP4, NVFP4, QuantizedTensor, cat_rows, mxfp4_to_nvfp4
+from dsv4.quant.formats import LINEAR, MXFP4, NVFP4, QuantizedTensor, cat_rows, mxfp4_to_nvfp4
 
 MODES = ("keep", "lossless", "nvfp4")
 _logger = logging.getLogger("dsv4.checkpoint")

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from dsv4 import _config_file
 from dsv4._checkpoint import bounds, names
 from dsv4._checkpoint.entries import group
 from dsv4._checkpoint.folder import open_folder
 from dsv4._checkpoint.items import Item
 from dsv4._checkpoint.shards import Shards, TensorInfo
-from dsv4.config import ModelConfig
-from dsv4.formats import QuantizedTensor
+from dsv4.config import ModelConfig, config_json
+from dsv4.quant.formats import QuantizedTensor
 
 
 class Checkpoint:
@@ -80,7 +79,7 @@ class Checkpoint:
         ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: every tensor says itself
         what it is.
         """
-        return _config_file.producer(self.values)
+        return config_json.producer(self.values)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,7 +11,7 @@ from dsv4._checkpoint import names
 from dsv4._checkpoint.entries import Entry
 from dsv4._checkpoint.mxfp4 import Conversion, to_nvfp4
 from dsv4._checkpoint.shards import CheckpointError
-from dsv4.formats import MXFP4, NVFP4, QuantizedTensor
+from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 
 Matrix = torch.Tensor | QuantizedTensor
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from dsv4._checkpoint.mxfp4 import MODES
 from dsv4.cute import supports
-from dsv4.formats import FP8_BLOCK
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import PACKED_LAYOUTS, Linear
 from dsv4.layers.pack import Packer, Packing
+from dsv4.quant.formats import FP8_BLOCK
 
 _logger = logging.getLogger("dsv4.checkpoint")
 # Of the weights of linear layers, those for which other kernels take the layout of the checkpoint.

@@ -17,8 +17,8 @@ import torch
 
 from dsv4._checkpoint import names
 from dsv4._checkpoint.layouts import Layout, Matrix
-from dsv4.formats import NVFP4, QuantizedTensor
 from dsv4.layers._module import quantize_pair
+from dsv4.quant.formats import NVFP4, QuantizedTensor
 
 _logger = logging.getLogger("dsv4.checkpoint")
 # Global scales further apart than this have no common one: E4M3 holds 2^-9 to 1.75 * 2^8.

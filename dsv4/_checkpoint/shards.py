@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsv4._json_file import irregular
+from dsv4.config.json_file import irregular
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -20,7 +20,7 @@ from dsv4._checkpoint.mxfp4 import pair_to_nvfp4
 from dsv4._checkpoint.options import Matrix, Options, narrowed
 from dsv4._checkpoint.problems import Problem
 from dsv4._checkpoint.shards import CheckpointError
-from dsv4.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4
+from dsv4.quant.formats import FP8_BLOCK, LINEAR, MXFP4, NVFP4
 
 Entries = Mapping[str, Entry]
 _Item = TypeVar("_Item")

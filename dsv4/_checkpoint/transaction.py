@@ -38,7 +38,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from dsv4._checkpoint.shards import CheckpointError
-from dsv4._json_file import JsonError, irregular, parse, read_bytes
+from dsv4.config.json_file import JsonError, irregular, parse, read_bytes
 
 try:
     import fcntl

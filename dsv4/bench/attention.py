@@ -34,7 +34,7 @@ from dsv4.bench.rivals import flash_mla
 from dsv4.bench.sequence_cases import angles
 from dsv4.bench.tables import plain, wrapped
 from dsv4.config import ModelConfig
-from dsv4.pages import Pages, entry_layout
+from dsv4.kv_cache.pages import Pages, entry_layout
 
 MOST_DECODED = 64  # more tokens are a prefill
 _PAGE = 64

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from dsv4 import dispatch
-from dsv4._config_file import SLIDING
 from dsv4.bench import timing
 from dsv4.bench.check import row_error
 from dsv4.bench.environment import Rates
@@ -33,11 +32,12 @@ from dsv4.bench.problem import Draw
 from dsv4.bench.results import Row
 from dsv4.bench.rivals import transformers_attention
 from dsv4.bench.rivals.transformers_attention import Step
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.config.config_json import SLIDING
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
+from dsv4.kv_cache.pages import entry_layout
 from dsv4.layers import DeepseekV4Attention, DeepseekV4RMSNorm, Linear, pack_
 from dsv4.layers.compressor import Selection
-from dsv4.pages import entry_layout
 
 KINDS = {"C4A": CSA, "C128A": HCA, "window": SLIDING}
 MOST_DECODED = 64

@@ -21,9 +21,9 @@ from dsv4.bench.check import (
 )
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
 from dsv4.dispatch import explain
-from dsv4.formats import FRAGMENTS, LINEAR, QuantizedTensor
+from dsv4.kv_cache.pages import Pages
 from dsv4.ops import dequantize, read_kv
-from dsv4.pages import Pages
+from dsv4.quant.formats import FRAGMENTS, LINEAR, QuantizedTensor
 from dsv4.testing.assertions import unit_roundoff
 
 _CHUNK = 64 << 20  # bytes of gathered entries at a time

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4 import fragments, ops
+from dsv4 import ops
 from dsv4.bench import budgets, fused_cases, fused_judges, moe_cases, sequence_cases
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
-from dsv4.formats import (
+from dsv4.quant import fragments
+from dsv4.quant.formats import (
     FP8_BLOCK,
     FRAGMENTS,
     NVFP4,

@@ -15,9 +15,9 @@ from dsv4.bench.check import Judge, bitwise
 from dsv4.bench.fused_judges import QUANTIZED, as_parts
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
-from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
+from dsv4.kv_cache.pages import Pages
 from dsv4.ops.indexer import QUERY_FORMATS
-from dsv4.pages import Pages
+from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS
 
 _EPS = {"eps": 1e-6}
 _PAGE = 64

@@ -18,7 +18,7 @@ from dsv4 import ops
 from dsv4.bench import budgets
 from dsv4.bench.check import FUNCTION, Judge, U, combine, compare, same, storing, sum_error
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
-from dsv4.pages import FP4_GROUP, Pages
+from dsv4.kv_cache.pages import FP4_GROUP, Pages
 from dsv4.testing.assertions import unit_roundoff
 
 

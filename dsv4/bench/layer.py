@@ -21,8 +21,8 @@ import torch
 from dsv4.bench.environment import Rates
 from dsv4.bench.problem import UsageError
 from dsv4.bench.results import Row
-from dsv4.cache import Batch, CacheStep, PagedCache
 from dsv4.config import CSA, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.decoder import DeepseekV4DecoderLayer
 from dsv4.layers.rotary import LABELS, DeepseekV4RotaryEmbedding
 

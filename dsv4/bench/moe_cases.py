@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from dsv4 import fragments, ops
+from dsv4 import ops
 from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.supports import packed_layout_of
-from dsv4.formats import SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor, swizzle_expert_scales
+from dsv4.quant import fragments
+from dsv4.quant.formats import SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor, swizzle_expert_scales
 
 
 def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:

@@ -12,8 +12,8 @@ from dsv4 import ops
 from dsv4.bench import budgets, check, fused_judges, moe_layer, moe_parts
 from dsv4.bench.moe_parts import Inputs, Layer
 from dsv4.bench.problem import Problem, Verdict
-from dsv4.formats import QuantizedTensor
 from dsv4.layers import DeepseekV4SparseMoeBlock
+from dsv4.quant.formats import QuantizedTensor
 
 _ROWS_CHECKED, _TOKENS_CHECKED = 8, 64
 

@@ -12,8 +12,8 @@ from dsv4 import ops
 from dsv4.bench import budgets, check, fused_judges
 from dsv4.bench.problem import Draw, Outputs, Problem, Verdict, nbytes
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, QuantizedTensor
 from dsv4.layers import DeepseekV4Experts, DeepseekV4MLP, DeepseekV4SparseMoeBlock, pack_
+from dsv4.quant.formats import FRAGMENTS, QuantizedTensor
 
 
 def build(

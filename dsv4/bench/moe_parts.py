@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4 import fragments, ops
+from dsv4 import ops
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, UsageError
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, NVFP4, QuantizedTensor
+from dsv4.quant import fragments
+from dsv4.quant.formats import FRAGMENTS, NVFP4, QuantizedTensor
 
 PARTS = ("gate_up", "down", "pair", "sort", "combine", "around", "block")
 _MOST_CALLS, _INPUT_BYTES = 8, 4 << 30  # of a graph

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from dsv4 import ops
-from dsv4.formats import LINEAR, QuantizedTensor
+from dsv4.quant.formats import LINEAR, QuantizedTensor
 from dsv4.reference.fragments import apart
 
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dsv4.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
-from dsv4.pages import Pages
+from dsv4.kv_cache.pages import Pages
+from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
 
 Outputs = tuple[torch.Tensor, ...]
 _WIDENED_DTYPES = ("dtype", "out_dtype", "logits_dtype")

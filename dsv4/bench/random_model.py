@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
 from dsv4.layers import DeepseekV4Experts, Linear, pack_
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
 from dsv4.testing.models import random_values
 
 WEIGHTS = ("random", "mxfp4-cast")

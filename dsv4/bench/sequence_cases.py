@@ -12,8 +12,8 @@ from dsv4.bench import budgets, fused_judges
 from dsv4.bench.check import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.pages import COMPACT_FORMATS, Pages, entry_layout
 from dsv4.ops.indexer import QUERY_FORMATS
-from dsv4.pages import COMPACT_FORMATS, Pages, entry_layout
 
 _PAGE = 64
 _SEQUENCES = 4  # at most: tokens share sequences, as in a prefill

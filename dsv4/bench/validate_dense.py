@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from dsv4 import dispatch, fragments
+from dsv4 import dispatch
 from dsv4.bench import timing
 from dsv4.bench.cases import PRESETS, matrices
 from dsv4.bench.check import U, storing, sum_error, worst
 from dsv4.bench.problem import Draw
 from dsv4.bench.validate_kernel import REFERENCE, Kernel, Refused, Request
-from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor
 from dsv4.ops.gemm import ACTIVATIONS, gemm
 from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant import fragments
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor
 
 EXTREMES = {"scales 448": 448.0, "scales 2^-9": 2.0**-9, "scales 0": 0.0}
 _SAMPLE = 64  # tokens of many that are compared with float64

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4 import dispatch, fragments
+from dsv4 import dispatch
 from dsv4.bench import timing
 from dsv4.bench.cases import MAKERS, PRESETS
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.bench.validate_kernel import REFERENCE, Kernel, Refused, Request
 from dsv4.config import ModelConfig
-from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor
+from dsv4.quant import fragments
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor
 
 # Operator and name of its case, which has another one with NVFP4 activations.
 CASES = {

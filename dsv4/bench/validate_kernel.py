@@ -13,7 +13,7 @@ import torch
 from dsv4 import dispatch
 from dsv4.bench import report
 from dsv4.bench.verdict import Check
-from dsv4.formats import LINEAR
+from dsv4.quant.formats import LINEAR
 
 HEADINGS = (
     *("matrix", "shape", "weight", "activation", "backend"),

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from dsv4.bench.environment import Rates
-from dsv4.cache import PagedCache
 from dsv4.config import CSA, ModelConfig
-from dsv4.layer_cache import BLOCK
+from dsv4.kv_cache.layer_cache import BLOCK
+from dsv4.kv_cache.paged_cache import PagedCache
+from dsv4.kv_cache.pages import entry_layout
 from dsv4.layers import DeepseekV4Experts, DeepseekV4SparseMoeBlock, Linear
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.pages import entry_layout
 
 INDEX_FORMAT = "index_mxfp4"
 _REPLAYS = 20

@@ -11,10 +11,11 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
-from dsv4 import dispatch, formats
-from dsv4.formats import SWIZZLED, swizzle_scales
+from dsv4 import dispatch
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.quant import formats
+from dsv4.quant.formats import SWIZZLED, swizzle_scales
 
 
 def gemm(args: GemmArgs) -> torch.Tensor:

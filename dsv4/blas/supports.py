@@ -11,8 +11,8 @@ from dsv4._unsupported import ONLY_REFERENCE, gapped, misaligned, ragged_groups
 from dsv4.cute.runtime.architectures import BLACKWELL
 from dsv4.device import capability, dotted
 from dsv4.dispatch import Call
-from dsv4.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 from dsv4.ops.gemm import GemmArgs
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 
 def scaled_mm(call: Call) -> str | None:

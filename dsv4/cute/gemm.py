@@ -27,10 +27,10 @@ from dsv4.cute.runtime.launch import (
 from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
 from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
-from dsv4.formats import FP8_BLOCK
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import bfloat16_operand
+from dsv4.quant.formats import FP8_BLOCK
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 

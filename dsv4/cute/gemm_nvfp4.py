@@ -21,10 +21,10 @@ from dsv4.cute.sm100 import plans as _plans
 from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box, DensePlan
 from dsv4.cute.sm100.plans import Product, choose
-from dsv4.formats import SWIZZLED
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.quant.formats import SWIZZLED
 
 _SPAN = 2048  # tokens that come one after another before the next rows: X of them stays in cache
 

@@ -27,7 +27,6 @@ from dsv4.cute.runtime.launch import (
     stream_of,
 )
 from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan, Share, counts_tiles, shares
-from dsv4.formats import SWIZZLED_EXPERTS
 from dsv4.ops.grouped_gemm import (
     GroupedGemmArgs,
     GroupedGemmSwigluArgs,
@@ -35,6 +34,7 @@ from dsv4.ops.grouped_gemm import (
     empty_codes,
 )
 from dsv4.ops.quantize import bfloat16_operand, block_values
+from dsv4.quant.formats import SWIZZLED_EXPERTS
 
 # Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
 # ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a

@@ -22,7 +22,6 @@ from dsv4.cute.sm100._maps import tensor_map
 from dsv4.cute.sm100.dense_plan import Box
 from dsv4.cute.sm100.grouped_plan import GroupedPlan, choose
 from dsv4.cute.sm100.grouped_plan import plans as _plans
-from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
 from dsv4.ops.grouped_gemm import (
     GroupedGemmArgs,
     GroupedGemmSwigluArgs,
@@ -30,6 +29,7 @@ from dsv4.ops.grouped_gemm import (
     empty_codes,
 )
 from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS
 
 # Parameters of the kernel, in the order of ``GroupedKernel.kernel``: descriptions of the weights'
 # codes and scales and of the rows' codes, addresses of the other tensors, and the rest.

@@ -30,7 +30,6 @@ from dsv4.cute.sm90.plans import Product, choose
 from dsv4.cute.sm100.dense_plan import STEP
 from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call
-from dsv4.formats import FP8_BLOCK, FRAGMENTS, NVFP4, SWIZZLED
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -40,6 +39,7 @@ from dsv4.ops.grouped_gemm import (
     GroupedGemmSwigluQuantizeArgs,
 )
 from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, SWIZZLED
 from dsv4.triton import supports as triton
 
 GroupedArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs

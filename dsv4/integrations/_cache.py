@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.kv_cache.page_tables import to_device
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers._mask import check_shape, is_bias, shown_by, window_band
 from dsv4.layers.attention import DeepseekV4Attention
-from dsv4.page_tables import to_device
 
 _REFUSED = "the compressors' state of earlier tokens is gone"
 

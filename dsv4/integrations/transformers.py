@@ -42,8 +42,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4._config_fields import IGNORED_PREFIXES, KNOWN
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
+from dsv4.config.fields import IGNORED_PREFIXES, KNOWN
 from dsv4.integrations._arguments import transformers_version, warn_if_untested
 from dsv4.integrations._experts import experts_forward
 from dsv4.integrations._guards import Guards, check_implementation
@@ -217,8 +217,8 @@ def from_pretrained(
             implements.
     """
     from dsv4._checkpoint.arguments import as_dtype, check_reserve
-    from dsv4._warmup import warm_loaded
     from dsv4.checkpoint import Checkpoint, fill
+    from dsv4.compilation.warmup import warm_loaded
 
     modeling = _modeling()
     chosen, dtype = _chosen(parts), as_dtype(dtype)

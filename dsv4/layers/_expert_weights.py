@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4 import fragments
 from dsv4.config import ModelConfig
-from dsv4.formats import (
-    FRAGMENTS,
-    LINEAR,
-    NVFP4,
-    SWIZZLED,
-    Format,
-    QuantizedTensor,
-    format_named,
-)
 from dsv4.layers._in_place import Writes, packing, swizzling, unpacking, unswizzling
 from dsv4.layers._module import (
     FixedDtypeModule,
@@ -31,6 +21,16 @@ from dsv4.layers._module import (
 )
 from dsv4.layers.linear import PACKED_LAYOUTS
 from dsv4.ops.quantize import dequantize, positive
+from dsv4.quant import fragments
+from dsv4.quant.formats import (
+    FRAGMENTS,
+    LINEAR,
+    NVFP4,
+    SWIZZLED,
+    Format,
+    QuantizedTensor,
+    format_named,
+)
 from dsv4.reference.fragments import apart
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -156,9 +156,9 @@ class ExpertWeights(FixedDtypeModule):
         """Re-lay NVFP4 weights for tensor cores, gate and up rows in turn, losing nothing.
 
         In place, expert by expert: codes and scales stay where they are, and beside them memory
-        holds one expert's gate and up at most and what ``dsv4.fragments`` needs. Whoever else holds
-        the tensors, a state dict for instance, holds packed bytes then. CUDA graphs captured before
-        must be captured again. A layer that is packed so stays as it is.
+        holds one expert's gate and up at most and what ``dsv4.quant.fragments`` needs. Whoever else
+        holds the tensors, a state dict for instance, holds packed bytes then. CUDA graphs captured
+        before must be captured again. A layer that is packed so stays as it is.
 
         Args:
             layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;

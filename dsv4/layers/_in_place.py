@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dsv4 import fragments
+from dsv4.quant import fragments
+from dsv4.quant.scales import swizzle_scales, unswizzle_scales
 from dsv4.reference.fragments import apart, in_turns
-from dsv4.scales import swizzle_scales, unswizzle_scales
 
 Writes = Iterator[tuple[torch.Tensor, torch.Tensor]]
 _CODES = 1 << 22  # that are moved at once

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.layers._in_place import packing
 from dsv4.layers._module import FixedDtypeModule
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor, swizzled_size
 
 
 class JointWeight(FixedDtypeModule):
@@ -70,8 +70,8 @@ class JointWeight(FixedDtypeModule):
 def rows_in_turn(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Row ``r`` is row ``r // n`` of part ``r % n``, with the global scale of that part.
 
-    Beside the result, memory holds one part unpacked and what ``dsv4.fragments`` needs, or for
-    swizzled scales those of the result once more.
+    Beside the result, memory holds one part unpacked and what ``dsv4.quant.fragments`` needs, or
+    for swizzled scales those of the result once more.
 
     Args:
         parts: n packed NVFP4 matrices of one shape and layout with one global scale each.

@@ -30,17 +30,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from dsv4._recorded import WholeOperator
-from dsv4._recorder import Recorder
-from dsv4._tape import Again, tape_of
-from dsv4.batch import CacheStep
 from dsv4.config import ModelConfig
-from dsv4.formats import Format
-from dsv4.layer_cache import LayerCache
+from dsv4.kv_cache.batch import CacheStep
+from dsv4.kv_cache.layer_cache import LayerCache
 from dsv4.layers._beside import is_few
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops import _library, _plans
 from dsv4.ops._guards import Guards, guards_of
+from dsv4.plans.recorded import WholeOperator
+from dsv4.plans.recorder import Recorder
+from dsv4.plans.tape import Again, tape_of
+from dsv4.quant.formats import Format
 
 _ATTRIBUTE = "_plans"
 _MOST, _MOST_OF_KEY = 64, 4  # keys of a layer: steps of 1 to 64 tokens; plans of each

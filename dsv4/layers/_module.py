@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.formats import NVFP4, Format, QuantizedTensor, format_named
 from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import NVFP4, Format, QuantizedTensor, format_named
 
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.cache import Batch, CacheStep
 from dsv4.config import CSA, ModelConfig
+from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.layers._module import FixedDtypeModule, wide_dtype, wider
 from dsv4.layers.linear import Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers._beside import done, started
 from dsv4.layers._mask import masked_slots, window_slots
 from dsv4.layers._module import FixedDtypeModule, wide_dtype

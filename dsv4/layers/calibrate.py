@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dsv4.formats import NVFP4
 from dsv4.layers._module import frozen
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.layers.observer import AmaxObserver
+from dsv4.quant.formats import NVFP4
 
 _EXPERT_INPUTS = ("gate_up_proj", "down_proj")
 

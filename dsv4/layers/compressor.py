@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dsv4.cache import CacheStep
 from dsv4.config import CSA, HCA, ModelConfig
+from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers._beside import started
 from dsv4.layers._pooling import PoolingModule, one_cache
 from dsv4.layers.indexer import DeepseekV4Indexer

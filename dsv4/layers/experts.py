@@ -13,7 +13,6 @@ from dsv4 import dispatch
 from dsv4._counters import one_launch_of_zeros
 from dsv4._nearly import when_nearly_done
 from dsv4.config import ModelConfig
-from dsv4.formats import LINEAR, SWIZZLED, QuantizedTensor
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Room, Workspace
 from dsv4.layers.observer import AmaxObserver
@@ -24,6 +23,7 @@ from dsv4.ops.grouped_gemm import (
 )
 from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
+from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 
 
 class DeepseekV4Experts(ExpertWeights):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.cache import CacheStep
 from dsv4.config import CSA, ModelConfig
-from dsv4.formats import QuantizedTensor
+from dsv4.kv_cache.paged_cache import CacheStep
+from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.layers._module import wider
 from dsv4.layers._pooling import PoolingModule, one_cache, plain_pages
 from dsv4.layers.linear import Linear
@@ -19,7 +19,7 @@ from dsv4.ops.indexer import (
     indexer_select,
     quantize_index_queries,
 )
-from dsv4.pages import COMPACT_FORMATS
+from dsv4.quant.formats import QuantizedTensor
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 

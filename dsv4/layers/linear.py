@@ -10,17 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dsv4 import fragments
-from dsv4.formats import (
-    FRAGMENTS,
-    LINEAR,
-    NVFP4,
-    SWIZZLED,
-    Format,
-    QuantizedTensor,
-    cat_rows,
-    format_named,
-)
 from dsv4.layers._joint import JointWeight, rows_in_turn
 from dsv4.layers._module import (
     FixedDtypeModule,
@@ -35,6 +24,17 @@ from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import dequantize
+from dsv4.quant import fragments
+from dsv4.quant.formats import (
+    FRAGMENTS,
+    LINEAR,
+    NVFP4,
+    SWIZZLED,
+    Format,
+    QuantizedTensor,
+    cat_rows,
+    format_named,
+)
 
 ACTIVATIONS = ("bf16", "nvfp4")
 PACKED_LAYOUTS = (FRAGMENTS, SWIZZLED)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dsv4.formats import FRAGMENTS, LINEAR
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import PACKED_LAYOUTS, Linear, join_weights
+from dsv4.quant.formats import FRAGMENTS, LINEAR
 
 _KINDS = (Linear, DeepseekV4Experts)
 _Layer = Linear | DeepseekV4Experts

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.cache import CacheStep
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.ops.rope import rope_tables
 
 LABELS = ("main", "compress")

@@ -27,13 +27,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dsv4 import device, dispatch
-from dsv4._recorder import Recorder
-from dsv4._tape import ALIGNMENT, Build, Pick, Tape, builder, tape_of
 from dsv4.cute.runtime.launch import current_device, stream_of
-from dsv4.formats import FORMATS, Format, QuantizedTensor
+from dsv4.kv_cache.pages import Pages
 from dsv4.ops import _library
 from dsv4.ops._guards import Guards, guards_of
-from dsv4.pages import Pages
+from dsv4.plans.recorder import Recorder
+from dsv4.plans.tape import ALIGNMENT, Build, Pick, Tape, builder, tape_of
+from dsv4.quant.formats import FORMATS, Format, QuantizedTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")

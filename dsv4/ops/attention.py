@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.kv_cache.pages import Pages
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
-from dsv4.pages import Pages
 
 
 class SparseAttentionArgs(NamedTuple):

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.kv_cache.pages import PAGE_FORMATS, Pages
 from dsv4.ops import _check
 from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
-from dsv4.pages import PAGE_FORMATS, Pages
 
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -72,7 +72,7 @@ class CompressWriteArgs(NamedTuple):
         inv_freq: float32 ``[R/2]``.
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.pages``.
+        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.

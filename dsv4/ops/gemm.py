@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import QuantizedTensor
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import positive
+from dsv4.quant.formats import QuantizedTensor
 
 ACTIVATIONS = ("bf16", "nvfp4")
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import QuantizedTensor
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.gemm import check_gemm
+from dsv4.quant.formats import QuantizedTensor
 
 
 class GemmSwigluArgs(NamedTuple):

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, SWIZZLED_EXPERTS, QuantizedTensor, expert_tiles
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
 from dsv4.ops._plans import planned
 from dsv4.ops.gemm import check_columns, check_operands, check_out_dtype
 from dsv4.ops.quantize import positive
+from dsv4.quant.formats import LINEAR, NVFP4, SWIZZLED_EXPERTS, QuantizedTensor, expert_tiles
 
 PLAIN = "plain"
 
@@ -341,8 +341,8 @@ def grouped_gemm_swiglu_quantize(
     ``grouped_gemm`` takes linear block scales. With ``"swizzled_128x4_experts"`` they lie as other
     grouped products want them: those of each expert as ``swizzle_scales`` has them, from tile
     ``sum(ceil(n / 128) for the n rows of each expert before)`` on, zeros as padding, as many tiles
-    as any offsets can need (``dsv4.formats.swizzle_expert_scales``; ``unswizzle_expert_scales``
-    takes them apart).
+    as any offsets can need (``dsv4.quant.formats.swizzle_expert_scales``;
+    ``unswizzle_expert_scales`` takes them apart).
 
     Args:
         x: As in ``grouped_gemm``.

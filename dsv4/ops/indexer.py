@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import LINEAR, MXFP4, QuantizedTensor
+from dsv4.kv_cache.pages import FP4_GROUP, PAGE_FORMATS, Pages
 from dsv4.ops import _check
 from dsv4.ops._library import Symbolic, define
 from dsv4.ops._plans import planned
 from dsv4.ops.kv_cache import check_pages
-from dsv4.pages import FP4_GROUP, PAGE_FORMATS, Pages
+from dsv4.quant.formats import LINEAR, MXFP4, QuantizedTensor
 
 QUERY_FORMATS = ("fp8", "mxfp4")
 
@@ -72,7 +72,7 @@ class IndexerSelectArgs(NamedTuple):
         weights: ``[T, h]`` floating.
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.pages``.
+        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
         sequence_of_token: ``[T]`` int, rows of the table.

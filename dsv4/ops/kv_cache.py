@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.kv_cache.pages import ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages, dims_multiple
 from dsv4.ops import _check
 from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
-from dsv4.pages import ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages, dims_multiple
 
 __all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "norm_rope_write_kv", "read_kv", "write_kv"]
 
@@ -23,7 +23,7 @@ class WriteKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.pages``.
+        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         entries: ``[M, D]``, bfloat16, float32 or float64.
@@ -45,7 +45,7 @@ class ReadKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.pages``.
+        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         slots: ``[...]`` int, ``page * page_size + entry``; negative: zeros.
@@ -79,7 +79,7 @@ class NormRopeWriteKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.pages``.
+        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         kv: ``[T, D]``, bfloat16, float32 or float64.

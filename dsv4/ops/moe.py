@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import (
+from dsv4.ops import _check
+from dsv4.ops._library import define, define_out
+from dsv4.ops._plans import planned
+from dsv4.ops.quantize import empty_nvfp4, positive
+from dsv4.quant.formats import (
     LINEAR,
     NVFP4,
     SWIZZLED_EXPERTS,
@@ -21,10 +25,6 @@ from dsv4.formats import (
     expert_tiles,
     swizzled_size,
 )
-from dsv4.ops import _check
-from dsv4.ops._library import define, define_out
-from dsv4.ops._plans import planned
-from dsv4.ops.quantize import empty_nvfp4, positive
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import (
+from dsv4.ops import _check
+from dsv4.ops._library import define
+from dsv4.ops._plans import planned
+from dsv4.quant.formats import (
     FP8_BLOCK,
     LINEAR,
     NVFP4,
@@ -21,10 +24,7 @@ from dsv4.formats import (
     check_scale_layout,
     format_named,
 )
-from dsv4.ops import _check
-from dsv4.ops._library import define
-from dsv4.ops._plans import planned
-from dsv4.scales import swizzled_size
+from dsv4.quant.scales import swizzled_size
 
 SCALINGS = ("static", "tensor", "token", "weight")
 

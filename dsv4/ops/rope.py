@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import empty_nvfp4, given_scale
+from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 
 if TYPE_CHECKING:
     from dsv4.config import RopeParameters

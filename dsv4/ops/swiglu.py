@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import empty_nvfp4, given_scale
+from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor, check_scale_layout
 
 LAYOUTS = ("concatenated", "interleaved")
 

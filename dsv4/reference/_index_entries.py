@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.elements import encode_e4m3
-from dsv4.formats import LINEAR, MXFP4
+from dsv4.kv_cache.pages import IndexLayout
 from dsv4.ops.quantize import QuantizeMxfp4Args
-from dsv4.pages import IndexLayout
+from dsv4.quant.elements import encode_e4m3
+from dsv4.quant.formats import LINEAR, MXFP4
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference.quantize import operand, quantize_mxfp4
 

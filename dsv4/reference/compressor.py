@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.ops._library import as_record
 from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
 from dsv4.ops.indexer import IndexerRotateQuantizeArgs
@@ -13,7 +14,6 @@ from dsv4.ops.kv_cache import WriteKvArgs
 from dsv4.ops.norm import RmsNormArgs
 from dsv4.ops.rope import RopeArgs, RopeTablesArgs
 from dsv4.ops.slots import EntrySlotsArgs
-from dsv4.pages import COMPACT_FORMATS
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._scatter import merge_skipped
 from dsv4.reference.indexer import indexer_rotate_quantize, rotated

@@ -1,4 +1,4 @@
-"""Moving NVFP4 codes and scales to fragments and back (layout: ``dsv4.fragments``)."""
+"""Moving NVFP4 codes and scales to fragments and back (layout: ``dsv4.quant.fragments``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.fragments import PLACES, ROWS, scale_bytes
+from dsv4.quant.fragments import PLACES, ROWS, scale_bytes
 
 _CHUNK = 1 << 22
 
@@ -24,7 +24,7 @@ def apart(rows: torch.Tensor) -> torch.Tensor:
 def pack(
     codes: torch.Tensor, scales: torch.Tensor, pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``dsv4.fragments.pack``; scales are uint8."""
+    """See ``dsv4.quant.fragments.pack``; scales are uint8."""
     if pairs:
         codes, scales = in_turns(codes), in_turns(scales)
     encode = scale_bytes().to(codes.device)
@@ -38,7 +38,7 @@ def pack(
 def unpack(
     codes: torch.Tensor, scales: torch.Tensor, pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``dsv4.fragments.unpack``; scales are uint8. A byte that no scale has becomes 0."""
+    """See ``dsv4.quant.fragments.unpack``; scales are uint8. A byte that no scale has becomes 0."""
     if codes.storage_offset() % 4:
         codes = codes.clone()  # words are read
     decode = torch.zeros(256, dtype=torch.uint8, device="cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dsv4 import formats
 from dsv4.ops.gemm import GemmArgs
+from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import fake_quantized, operand
 

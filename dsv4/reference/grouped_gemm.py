@@ -6,7 +6,6 @@ import itertools
 
 import torch
 
-from dsv4 import formats
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import (
     GroupedGemmArgs,
@@ -15,6 +14,7 @@ from dsv4.ops.grouped_gemm import (
 )
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.ops.swiglu import SwigluArgs
+from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.gemm import product
 from dsv4.reference.quantize import operand, quantize_nvfp4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.formats import LINEAR
 from dsv4.ops._library import as_record
 from dsv4.ops.hyper_connection import (
     HcHeadArgs,
@@ -17,6 +16,7 @@ from dsv4.ops.hyper_connection import (
 )
 from dsv4.ops.norm import RmsNormArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.quant.formats import LINEAR
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference._rms import inverse_rms
 from dsv4.reference.norm import rms_norm

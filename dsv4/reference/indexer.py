@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.formats import LINEAR
 from dsv4.ops._library import as_record
 from dsv4.ops.indexer import (
     IndexerQueriesArgs,
@@ -15,6 +14,7 @@ from dsv4.ops.indexer import (
 from dsv4.ops.kv_cache import ReadKvArgs
 from dsv4.ops.quantize import QuantizeMxfp4Args
 from dsv4.ops.rope import RopeArgs
+from dsv4.quant.formats import LINEAR
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._index_entries import decode_fp4_rows, quantize_fp8_rows
 from dsv4.reference._precision import compute_dtype

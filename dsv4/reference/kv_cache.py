@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dsv4.kv_cache.pages import GROUP, EntryLayout, IndexLayout, entry_layout
 from dsv4.ops._library import as_record
 from dsv4.ops.kv_cache import FakeQuantizeKvArgs, NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
 from dsv4.ops.norm import RmsNormArgs
 from dsv4.ops.rope import RopeArgs
-from dsv4.pages import GROUP, EntryLayout, IndexLayout, entry_layout
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._index_entries import decode_keys, encode_keys
 from dsv4.reference._scatter import merge_skipped

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_expert_scales
 from dsv4.ops._library import as_record
 from dsv4.ops.moe import (
     MoeCombineArgs,
@@ -15,6 +14,7 @@ from dsv4.ops.moe import (
     check_ids,
 )
 from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS, swizzle_expert_scales
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import quantize_nvfp4
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dsv4 import formats
-from dsv4.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
-from dsv4.formats import FORMATS, NVFP4
 from dsv4.ops.quantize import (
     DequantizeArgs,
     QuantizeFp8BlockArgs,
     QuantizeMxfp4Args,
     QuantizeNvfp4Args,
 )
+from dsv4.quant import formats
+from dsv4.quant.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
+from dsv4.quant.formats import FORMATS, NVFP4
+from dsv4.quant.scales import e8m0_to_float, scales_to_float, swizzle_scales, unswizzle_scales
 from dsv4.reference import fragments
-from dsv4.scales import e8m0_to_float, scales_to_float, swizzle_scales, unswizzle_scales
 
 _E4M3_NAN = 0x7F
 _SMALLEST_NORMAL = 2.0**-126

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from dsv4.cache import PagedCache
 from dsv4.config import ModelConfig
-from dsv4.layer_cache import WINDOW_PAGE
+from dsv4.kv_cache.layer_cache import WINDOW_PAGE
+from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers._workspace import Workspace
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.kv_cache.page_tables import to_device
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.page_tables import to_device
 from dsv4.serving._capture import captured as capture_work
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Logprobs, Variant, logprobs

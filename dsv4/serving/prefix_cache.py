@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dsv4.cache import CacheFullError, PagedCache
+from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
 
 BLOCK = 256  # tokens that a page of compressed entries stands for, at every ratio that divides it
 _MOST_SEEN = 1 << 17  # blocks of prompts that are remembered, some 20 MB

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache import Batch, CacheStep, PagedCache
+from dsv4.kv_cache.page_tables import to_device
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.page_tables import to_device
 from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
 from dsv4.serving.sampler import Variant
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
-from dsv4.cache import CacheFullError, PagedCache
+from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dsv4.cache import CacheFullError, PagedCache
+from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
 from dsv4.serving.prefix_cache import KeptRow, PrefixCache
 from dsv4.serving.request import Request
 from dsv4.serving.sampler import Variant

@@ -1,4 +1,6 @@
-"""One cache entry in registers, to and from its bytes in a page (``dsv4.pages.EntryLayout``).
+"""One cache entry in registers, to and from its bytes in a page.
+
+The layout is ``dsv4.kv_cache.pages.EntryLayout``.
 
 A tile of entries is ``[ROWS, BLOCK]``: one entry per row, ``BLOCK = block(head_dim)`` columns, what
 lies past ``head_dim`` ignored. The format follows from the type of the pages: bytes are ``"fp8"``,
@@ -11,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.pages import GROUP
+from dsv4.kv_cache.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, widen
 from dsv4.triton._nvfp4 import largest, rounded

@@ -35,8 +35,8 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as triton_compile
 from triton.runtime.jit import JITFunction
 
-from dsv4 import _compilations, _sealed_file
-from dsv4._versions import digest
+from dsv4.compilation import counts, sealed_file
+from dsv4.compilation.versions import digest
 from dsv4.cute.runtime import cubin_cache
 
 _MAGIC = b"dsv4tri\n"
@@ -195,7 +195,7 @@ def _is_watched() -> bool:
 
 
 def _count(kernel: Any, made: Any) -> Any:
-    _compilations.of_this_process().add(kernel.fn.__name__)
+    counts.of_this_process().add(kernel.fn.__name__)
     return made
 
 
@@ -268,14 +268,14 @@ def stored(request: Request) -> CompiledKernel | None:
     file = stored_file(request)
     if file is None:
         return None
-    return _kernel(request, _sealed_file.decode(_MAGIC, request.key, file))
+    return _kernel(request, sealed_file.decode(_MAGIC, request.key, file))
 
 
 def stored_file(request: Request) -> bytes | None:
     """The same as the contents of its file."""
 
     def verified(file: bytes) -> bytes:
-        _sealed_file.decode(_MAGIC, request.key, file)
+        sealed_file.decode(_MAGIC, request.key, file)
         return file
 
     return cubin_cache.find(request.arch, request.key, file_name(request.key), verified)
@@ -300,7 +300,7 @@ def encode(kernel: CompiledKernel, key: bytes) -> bytes:
     words = json.dumps(metadata, default=vars, sort_keys=True).encode()
     parts = (words, zlib.compress(kernel.asm["ptx"].encode()), kernel.asm["cubin"])
     lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
-    return _sealed_file.encode(_MAGIC, key, lengths + b"".join(parts))
+    return sealed_file.encode(_MAGIC, key, lengths + b"".join(parts))
 
 
 def parts_of(content: bytes) -> tuple[bytes, bytes, bytes]:

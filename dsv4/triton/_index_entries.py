@@ -1,4 +1,6 @@
-"""Index keys and queries in registers, to and from their codes (``dsv4.pages.IndexLayout``).
+"""Index keys and queries in registers, to and from their codes.
+
+The layout is ``dsv4.kv_cache.pages.IndexLayout``.
 
 Bit for bit what ``dsv4.reference._index_entries`` does, for a block of rows ``[ROWS, BLOCK]``.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.pages import FP4_GROUP
+from dsv4.kv_cache.pages import FP4_GROUP
 from dsv4.triton._hadamard import fp4_exponents, group_exponents
 from dsv4.triton._numerics import (
     INTERPRETED,

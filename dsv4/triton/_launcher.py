@@ -29,9 +29,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from dsv4._recorder import current_recorder
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.launch import current_device, stream_of
+from dsv4.plans.recorder import current_recorder
 from dsv4.triton._images import keep_images, load
 
 _ALIGNMENT = 16  # bytes of a pointer, and the divisor of an integer, that Triton specialises on

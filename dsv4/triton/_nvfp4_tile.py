@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4 import formats
+from dsv4.quant import formats
 from dsv4.triton import _launch
 from dsv4.triton._numerics import widen
 from dsv4.triton._nvfp4 import (

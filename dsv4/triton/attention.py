@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
-from dsv4.pages import GROUP
 from dsv4.triton import _launch
 from dsv4.triton._entries import page_stride
 from dsv4.triton._launcher import fast_launch

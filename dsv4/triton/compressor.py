@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.ops._library import as_record
 from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
-from dsv4.pages import COMPACT_FORMATS
 from dsv4.triton import _entries, _launch, _rows
 from dsv4.triton._angles import cos_sin
 from dsv4.triton._entries import store_entries

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4 import formats
 from dsv4.ops.quantize import DequantizeArgs
+from dsv4.quant import formats
 from dsv4.triton import _launch
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import e4m3_value, narrow, wait_for_inputs

@@ -1,4 +1,4 @@
-"""Kernels that move NVFP4 codes and scales to fragments and back (layout: ``dsv4.fragments``)."""
+"""Kernels that move NVFP4 codes and scales to fragments and back; see ``dsv4.quant.fragments``."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _unpack_kernel(
 def pack(
     codes: torch.Tensor, scales: torch.Tensor, pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``dsv4.fragments.pack``; scales are uint8."""
+    """See ``dsv4.quant.fragments.pack``; scales are uint8."""
     codes, scales = codes.contiguous(), scales.contiguous()
     packed, moved = torch.empty_like(codes), torch.empty_like(scales)
     if codes.numel():
@@ -179,7 +179,7 @@ def pack(
 def unpack(
     codes: torch.Tensor, scales: torch.Tensor, pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``dsv4.fragments.unpack``; scales are uint8."""
+    """See ``dsv4.quant.fragments.unpack``; scales are uint8."""
     codes, scales = codes.contiguous(), scales.contiguous()
     if codes.storage_offset() % 4 or codes.data_ptr() % 4:
         codes = codes.clone()  # words are read

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4 import formats
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
+from dsv4.quant import formats
 from dsv4.triton import _launch
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._numerics import narrow, wait_for_inputs
@@ -22,7 +22,7 @@ _TILES = 4
 @fast_launch
 @triton.jit
 def _expand_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.constexpr):
-    """``code * block scale`` of 16 rows and 64 TILES columns (layout: ``dsv4.fragments``).
+    """``code * block scale`` of 16 rows and 64 TILES columns (layout: ``dsv4.quant.fragments``).
 
     The bits of a code, shifted to where a bfloat16 has them, are the float32 ``code * 2^-126``, a
     subnormal number for 0.5; times ``scale * 2^119`` times 2^7, all exact.

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.formats import LINEAR
 from dsv4.ops.hyper_connection import (
     HcHeadArgs,
     HcPostArgs,
@@ -26,6 +25,7 @@ from dsv4.ops.hyper_connection import (
     HcPreNormQuantizeArgs,
 )
 from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.quant.formats import LINEAR
 from dsv4.triton import _launch, _mixing_product
 from dsv4.triton._launcher import fast_launch
 from dsv4.triton._mixing import (

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4 import formats
 from dsv4.ops.moe import (
     MoeCombineArgs,
     MoeGatherArgs,
@@ -19,6 +18,7 @@ from dsv4.ops.moe import (
     MoeSortArgs,
     check_ids,
 )
+from dsv4.quant import formats
 from dsv4.triton import _launch, _nvfp4, _rows
 from dsv4.triton._arrival import arrival, once_here
 from dsv4.triton._launcher import fast_launch

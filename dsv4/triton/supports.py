@@ -20,7 +20,6 @@ from dsv4._unsupported import (
 )
 from dsv4.device import is_interpreting, no_triton
 from dsv4.dispatch import Call
-from dsv4.formats import FP8_BLOCK, FRAGMENTS
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.gemm import GemmArgs
@@ -28,6 +27,7 @@ from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
 from dsv4.ops.quantize import DequantizeArgs
 from dsv4.ops.rope import RopeQuantizeArgs
+from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS
 
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
 LARGEST_HEAD = 512  # dims of a head that a program holds

@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "pitfall 42",
         "a file without a schedule is not refused",
-        "dsv4/_config_file.py",
+        "dsv4/config_json.py",
         '        (("compress_ratios", "layer_types"), "there is no default layer schedule"),\n',
         "",
         WRONG_FILE,
@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "pitfall 42",
         "two schedules that contradict each other are not refused",
-        "dsv4/_config_file.py",
+        "dsv4/config_json.py",
         'problems.append("layer_types contradicts compress_ratios")',
         "pass",
         WRONG_FILE,
@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "pitfall 1",
         "one table for all layer types",
-        "dsv4/config.py",
+        "dsv4/config/model_config.py",
         "return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main",
         "return self.rope_main",
         ROPE + "test_pitfall_1_base_and_yarn_belong_to_the_layer_type",
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "pitfall 1",
         "MTP layers take the table of compressed layers",
-        "dsv4/config.py",
+        "dsv4/config/model_config.py",
         "return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main",
         "return self.rope_compress if self.compress_rate(layer_idx) "
         "or layer_idx >= self.num_hidden_layers else self.rope_main",
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "pitfall 1",
         "no YaRN on compressed layers",
-        "dsv4/config.py",
+        "dsv4/config/model_config.py",
         '        if self.factor is None:\n            return plain.to(device or "cpu")',
         '        if True:\n            return plain.to(device or "cpu")',
         ROPE + "test_pitfall_1_base_and_yarn_belong_to_the_layer_type",
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "pitfall 1",
         "YaRN on the main table of a file",
-        "dsv4/_config_file.py",
+        "dsv4/config_json.py",
         '"rope_main": {"theta": theta, "dim": dim},',
         '"rope_main": {"theta": theta, "dim": dim, **_yarn(compress, problems)},',
         CONFIG + "test_every_style_of_file_gives_the_same_configuration_back",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 PLANS = "dsv4/ops/_plans.py"
-RECORDER = "dsv4/_recorder.py"
+RECORDER = "dsv4/plans/recorder.py"
 LAUNCHER = "dsv4/triton/_launcher.py"
 GUARDS = "dsv4/ops/_guards.py"
 REPLAYED = "tests/test_plans.py::test_replayed_launches_are_the_function"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 PLAN = "dsv4/layers/_layer_plan.py"
-TAPE = "dsv4/_tape.py"
+TAPE = "dsv4/plans/tape.py"
 CHANGES = "tests/test_layer_plan_changes.py::"
 TESTS = "tests/test_layer_plans.py::"
 TAPES = "tests/test_tape.py::"

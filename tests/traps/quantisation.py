@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "compressed-tensors' scale not inverted",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "return (scale if scale.dim() else scale.reshape(1)).reciprocal()",
         "return scale if scale.dim() else scale.reshape(1)",
         FORMAT_PITFALLS + "25_compressed_tensors_scale_is_a_reciprocal",
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "a reciprocal taken for the scale, seen in the product",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "    inverted = invert_global_scale(global_scale)\n",
         "    inverted = global_scale\n",
         GEMM + "25_a_reciprocal_scale_is_seen_in_the_product",
@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "a reciprocal that cannot be inverted is accepted",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "    if not scale.is_meta:\n        check_positive(",
         "    if False:\n        check_positive(",
         FORMAT_PITFALLS + "25_a_reciprocal_that_cannot_be_inverted_is_an_error",
@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "the largest global scale when rows are joined",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "    segments = [n for p in parts for n in (p.segments or (p.rows,))]\n",
         "    segments = [n for p in parts for n in (p.segments or (p.rows,))]\n"
         "    top = torch.cat(scales, -1).amax(-1, keepdim=True)\n"
@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant(
         "pitfall 30",
         "block scales not clamped above",
-        "dsv4/elements.py",
+        "dsv4/quant/elements.py",
         "return values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)",
         "return torch.where(values.abs() > 464, torch.nan, values).to(torch.float8_e4m3fn)",
         ZERO_BLOCKS,
@@ -329,7 +329,7 @@ MUTANTS = (
     Mutant(
         "pitfall 30",
         "converted block scales not clamped",
-        "dsv4/elements.py",
+        "dsv4/quant/elements.py",
         "power = relative.clamp(-9, 8)",
         "power = relative.clamp(-100, 100)",
         FORMATS + "TestMxfp4ToNvfp4::test_pitfall_30_block_scales_stay_inside_e4m3",
@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "pitfall 31",
         "padding of swizzled scales not written",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "padded = torch.zeros((*batch, high * 128, wide * 4),",
         "padded = torch.empty((*batch, high * 128, wide * 4),",
         SWIZZLE + "test_pitfall_31_padding_of_swizzled_scales_is_written",
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "pitfall 31",
         "row stride without its padding in the offset of a scale",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "    tiles = -(-columns // 4)\n",
         "    tiles = max(1, columns // 4)\n",
         SWIZZLE + "test_swizzle_is_a_bijection_and_equals_the_formula",
@@ -353,7 +353,7 @@ MUTANTS = (
     Mutant(
         "pitfall 31",
         "padding of experts' swizzled scales not written",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "padded = torch.zeros((128 * tiles + 1, columns),",
         "padded = torch.empty((128 * tiles + 1, columns),",
         EXPERT_SCALES + "test_is_that_of_every_expert",
@@ -361,7 +361,7 @@ MUTANTS = (
     Mutant(
         "pitfall 31",
         "an expert's swizzled scales begin where the one before ends",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "    placed = row + before",
         "    placed = row + 0 * before",
         EXPERT_SCALES + "test_is_that_of_every_expert",
@@ -369,7 +369,7 @@ MUTANTS = (
     Mutant(
         "pitfall 31",
         "padding reaches the product",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "    return padded[..., :rows, :columns].contiguous().view(swizzled.dtype)",
         "    return padded[..., -rows:, -columns:].contiguous().view(swizzled.dtype)",
         GEMM + "31_padding_of_swizzled_scales_does_not_reach_the_product",
@@ -457,7 +457,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "E8M0 scales cast by value",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "    byte = scales.contiguous().view(torch.uint8).to(torch.int32)\n    bits =",
         "    byte = scales.float().to(torch.uint8).to(torch.int32)\n    bits =",
         SWIZZLE + "test_pitfall_33_e8m0_moves_by_view_not_by_value",
@@ -465,7 +465,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "E8M0 bytes taken for values",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "        return e8m0_to_float(scales)\n",
         "        return scales.view(torch.uint8).to(torch.float32)\n",
         SWIZZLE + "test_pitfall_33_e8m0_moves_by_view_not_by_value",
@@ -473,7 +473,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "E8M0 scales made from bytes by value",
-        "dsv4/scales.py",
+        "dsv4/quant/scales.py",
         "return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)",
         "return exponents.to(torch.float32).to(torch.float8_e8m0fnu)",
         SWIZZLE + "test_pitfall_33_e8m0_moves_by_view_not_by_value",
@@ -481,7 +481,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "E8M0 scales joined by value",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "torch.cat([t.contiguous().view(torch.uint8) for t in tensors], dim)",
         "torch.cat([t.float().to(torch.uint8) for t in tensors], dim)",
         SWIZZLE + "test_pitfall_33_e8m0_moves_by_view_not_by_value",
@@ -507,7 +507,7 @@ MUTANTS = (
     Mutant(
         "pitfall 35",
         "high nibble first",
-        "dsv4/elements.py",
+        "dsv4/quant/elements.py",
         "return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)",
         "return torch.stack((packed >> 4, packed & 15), -1).flatten(-2)",
         FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",
@@ -515,7 +515,7 @@ MUTANTS = (
     Mutant(
         "pitfall 35",
         "high nibble first on packing",
-        "dsv4/elements.py",
+        "dsv4/quant/elements.py",
         "return pairs[..., 0] | (pairs[..., 1] << 4)",
         "return pairs[..., 1] | (pairs[..., 0] << 4)",
         NVFP4 + "test_equals_compressed_tensors_bitwise",
@@ -523,7 +523,7 @@ MUTANTS = (
     Mutant(
         "pitfall 35",
         "codes of another dtype are accepted",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "if q.codes.dtype != q.format.codes_dtype:",
         "if q.codes.element_size() != 1:",
         FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",
@@ -531,7 +531,7 @@ MUTANTS = (
     Mutant(
         "pitfall 35",
         "transposed scales are accepted",
-        "dsv4/formats.py",
+        "dsv4/quant/formats.py",
         "if tuple(q.scales.shape) != wanted_shape:",
         "if q.scales.numel() != torch.Size(wanted_shape).numel():",
         FORMAT_PITFALLS + "35_bytes_are_uint8_row_major_with_untransposed_scales",

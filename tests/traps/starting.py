@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-BUNDLE, STEPS, POOL = "dsv4/_bundle.py", "dsv4/_steps.py", "dsv4/_compile_forks.py"
+BUNDLE, STEPS, POOL = (
+    "dsv4/compilation/bundle.py",
+    "dsv4/compilation/steps.py",
+    "dsv4/compilation/forks.py",
+)
 BUNDLES = "tests/test_bundle.py::"
 WARM = "tests/test_warm_kernels.py::"
 POOLS = "tests/test_compile_pool.py::"

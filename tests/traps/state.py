@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a fork without the compressors' state",
-        "dsv4/cache.py",
+        "dsv4/kv_cache/paged_cache.py",
         "tensor[target] = tensor[source].clone()",
         "continue",
         FORK,
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a fork with the last token of the compressors' state alone",
-        "dsv4/cache.py",
+        "dsv4/kv_cache/paged_cache.py",
         "tensor[target] = tensor[source].clone()",
         "tensor[target, -1:] = tensor[source, -1:].clone()",
         FORK,
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a fork without the window",
-        "dsv4/cache.py",
+        "dsv4/kv_cache/paged_cache.py",
         "            for data in layer.pools(ratio):\n",
         "            for data in layer.pools(ratio) if ratio else ():\n",
         FORK,
@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a step that failed and whose tokens still count",
-        "dsv4/atomic_steps.py",
+        "dsv4/kv_cache/atomic_steps.py",
         "            self._tokens[row] = tokens\n",
         "            pass\n",
         ATOMIC,
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a step that failed and whose pages stay in the table",
-        "dsv4/atomic_steps.py",
+        "dsv4/kv_cache/atomic_steps.py",
         "            table.restore(before)\n",
         "            pass\n",
         ATOMIC,
@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a step that failed after the lengths were set, which stay",
-        "dsv4/atomic_steps.py",
+        "dsv4/kv_cache/atomic_steps.py",
         "            self._set_lengths(record.batch, new, record.batch.starts)\n",
         "            pass\n",
         ATOMIC,
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a step of several tokens that failed after it took slots of the open windows",
-        "dsv4/layer_cache.py",
+        "dsv4/kv_cache/layer_cache.py",
         "return first < start and end > first + slots",
         "return False",
         ATOMIC,
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a step that failed after a page took the place of another, whose entries are gone",
-        "dsv4/page_tables.py",
+        "dsv4/kv_cache/page_tables.py",
         "        if not (growth.split and growth.shared):\n",
         "        if True:\n",
         ATOMIC,
@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a prompt of several chunks that failed after it overwrote the window",
-        "dsv4/atomic_steps.py",
+        "dsv4/kv_cache/atomic_steps.py",
         "            record.saved += save([layer.window.data], 0, pages[key])\n",
         "",
         ATOMIC,
@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         "pitfall 19",
         "rows of 584 bytes",
-        "dsv4/pages.py",
+        "dsv4/kv_cache/pages.py",
         'begin: after all data of the page."""\n'
         "        return page_size * self.data_bytes + entry * self.scale_bytes",
         'begin: after all data of the page."""\n        return entry * 584 + 576',
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         "pitfall 19",
         "pages not padded",
-        "dsv4/pages.py",
+        "dsv4/kv_cache/pages.py",
         "return -(-used // self.data_bytes) * self.data_bytes",
         "return used",
         KV + "19_page_geometry",
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "pitfall 19",
         "scales of an entry not padded",
-        "dsv4/pages.py",
+        "dsv4/kv_cache/pages.py",
         "return -(-self.groups // 8) * 8",
         "return self.groups",
         KV + "19_page_geometry",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from dsv4 import checkpoint
-from dsv4._warmup import warm_loaded
 from dsv4.bench.environment import Rates
 from dsv4.bench.model import report
 from dsv4.bench.model.document import ModelResults, Named, Output, document
@@ -20,6 +19,7 @@ from dsv4.bench.model.measure import Measurement, synchronize
 from dsv4.bench.model.memory import check_memory
 from dsv4.bench.model.request import ModelRequest
 from dsv4.bench.random_model import random_model
+from dsv4.compilation.warmup import warm_loaded
 from dsv4.debug import compilations
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM

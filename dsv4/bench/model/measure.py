@@ -27,7 +27,7 @@ from dsv4.bench.model.request import (
 )
 from dsv4.bench.tables import short
 from dsv4.bench.whole_model import DecodeStep
-from dsv4.layer_cache import BLOCK
+from dsv4.kv_cache.layer_cache import BLOCK
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Prepared, Request, Runner, prepare, release
 

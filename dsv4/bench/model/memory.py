@@ -11,8 +11,8 @@ from dsv4.bench.model.request import ModelRequest
 from dsv4.bench.problem import UsageError
 from dsv4.bench.random_model import quantised_format
 from dsv4.bench.whole_model import INDEX_FORMAT
-from dsv4.cache import PagedCache
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.model import DeepseekV4ForCausalLM
 

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4 import ops
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
-from dsv4.formats import LINEAR, NVFP4, QuantizedTensor, format_named
 from dsv4.ops.gemm import GemmArgs
+from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor, format_named
 
 SLOW = ("QuACK (one global scale)", "Humming (one global scale)")
 _ROWS = 4  # of x, whose products are compared

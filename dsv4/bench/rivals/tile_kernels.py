@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Rival, Table
-from dsv4.formats import LINEAR, NVFP4
 from dsv4.ops.hyper_connection import (
     HcHeadArgs,
     HcPostArgs,
@@ -41,6 +40,7 @@ from dsv4.ops.quantize import (
 from dsv4.ops.rope import RopeArgs
 from dsv4.ops.router import RouteTopkArgs
 from dsv4.ops.swiglu import SwigluArgs
+from dsv4.quant.formats import LINEAR, NVFP4
 
 _SPLITS = 16
 Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

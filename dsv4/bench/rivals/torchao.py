@@ -20,8 +20,8 @@ import torch
 
 from dsv4.bench.rivals._prepare import Call, FromLibrary, Table
 from dsv4.bench.rivals.inductor import compiled
-from dsv4.formats import SWIZZLED
 from dsv4.ops.quantize import QuantizeMxfp4Args, QuantizeNvfp4Args
+from dsv4.quant.formats import SWIZZLED
 
 NAME = "torchao (compiled)"
 _LARGEST = 448.0 * 6.0

@@ -1,4 +1,4 @@
-"""NVFP4 weight fragments to bfloat16 MMA operands, in registers (layout: ``dsv4.fragments``).
+"""NVFP4 weight fragments to bfloat16 MMA operands, in registers (layout: ``dsv4.quant.fragments``).
 
 One word of codes and two scales become the four registers of an ``m16n8k16`` left operand by 14
 instructions: 8 for the codes, 2 for the scales, 4 products. The logic pipe of a quarter of an SM
@@ -14,7 +14,7 @@ from __future__ import annotations
 from cutlass import Uint32
 
 from dsv4.cute.device.ptx import mad_u32, mul_bfloat16x2_by_half, permute_bytes, rotate_right
-from dsv4.fragments import SCALE_BIAS
+from dsv4.quant.fragments import SCALE_BIAS
 
 _MASK = 0x81C081C0  # sign and magnitude bits of an E2M1 code, in place in both bfloat16
 

@@ -47,7 +47,7 @@ def store_coded(words: Value, places: Value, where: Value, there: Value) -> None
 
 
 def swizzled_place(row: Value, block: Value, blocks: Value) -> Value:
-    """Where a scale byte lies in the 128x4-swizzled layout, as ``dsv4.scales.scale_offset``.
+    """Where a scale byte lies in the 128x4-swizzled layout, as ``dsv4.quant.scales.scale_offset``.
 
     Args:
         row: Of all experts' rows, padded to whole 128s each.

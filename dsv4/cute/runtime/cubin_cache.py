@@ -29,15 +29,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dsv4 import _bundle, _compilations, _sealed_file
-from dsv4._versions import CUTEDSL as _PACKAGE
-from dsv4._versions import compiler, digest
+from dsv4.compilation import bundle, counts, sealed_file
+from dsv4.compilation.versions import CUTEDSL as _PACKAGE
+from dsv4.compilation.versions import compiler, digest
 from dsv4.cute.runtime import cubin_file, trusted
 from dsv4.cute.runtime.architectures import FAMILIES
 from dsv4.cute.runtime.driver import Image
 
 CACHE_VARIABLE = "DSV4_CACHE_DIR"
-_DAMAGED = (cubin_file.DamagedError, _sealed_file.DamagedError)
+_DAMAGED = (cubin_file.DamagedError, sealed_file.DamagedError)
 _Decoded = TypeVar("_Decoded")
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
         name: Of its file in ``folder()``.
         decode: Verifies and decodes the contents of a file; raises ``DamagedError``.
     """
-    content = _bundle.image(arch, key)
+    content = bundle.image(arch, key)
     if content is not None:
         try:
             return decode(content)
@@ -134,7 +134,7 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
 def is_kept(arch: str, key: bytes, name: str) -> bool:
     """Whether ``find`` would find a file, if it is not damaged; see there."""
     place = folder()
-    return _bundle.has(arch, key) or (place is not None and (place / name).is_file())
+    return bundle.has(arch, key) or (place is not None and (place / name).is_file())
 
 
 def keep(name: str, content: bytes) -> bool:
@@ -220,7 +220,7 @@ def compile_image(plan: Any, arch: str) -> Image:
         RuntimeError: if CuTeDSL is not installed.
     """
     require_compiler(plan)
-    _compilations.of_this_process().add(type(plan).__name__)
+    counts.of_this_process().add(type(plan).__name__)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
     kernel = kernel_of(plan)
     with tempfile.TemporaryDirectory() as room:

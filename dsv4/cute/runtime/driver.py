@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from dsv4._recorder import current_recorder
+from dsv4.plans.recorder import current_recorder
 
 _MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # attributes of a kernel
 _PORTABLE_CLUSTER = 8

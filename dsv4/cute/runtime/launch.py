@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from dsv4._recorder import current_recorder
 from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.cute.runtime.cubin_cache import image
 from dsv4.cute.runtime.driver import Kernel, Parameters
+from dsv4.plans.recorder import current_recorder
 
 _NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
 

@@ -5,7 +5,7 @@ A row tile is 16 rows of the weight; a weight tile is 16 rows x 64 columns of it
 * MMA: ``m16n8k16`` with the weight as left operand (M = 16 rows) and X as right one (N = 8 tokens),
   so few tokens fill the instruction. A weight tile is four steps of K.
 * Weight fragments: every lane owns 16 bytes of codes (four words, one for each K step) and 8 bytes
-  of block scales of a weight tile, stored in that order (``dsv4.fragments``): no exchange, no
+  of block scales of a weight tile, stored in that order (``dsv4.quant.fragments``): no exchange, no
   shared memory.
 * Accumulator fragments, float32: of each tile of 8 tokens a lane holds row ``lane // 4`` and row
   ``lane // 4 + 8`` of tokens ``2 (lane % 4)`` and ``2 (lane % 4) + 1``.

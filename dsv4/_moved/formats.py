@@ -1,0 +1,5 @@
+"""See ``dsv4.quant.formats``."""
+
+from dsv4._moved import moved
+
+moved("dsv4.formats", "dsv4.quant.formats")

@@ -1,0 +1,157 @@
+"""What worker processes are asked to do: compile one kernel, or list kernels of some steps.
+
+A job is pickled to the worker and its result back. No job needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.compilation.bundle import Compiled
+from dsv4.compilation.recipe import Recipe
+
+# Seconds that jobs took on an H100 machine with 16 jobs at a time, where that is not the usual.
+_LONG = {
+    "AttentionPlan": 3.0,
+    "GroupedPlan": 2.0,
+    "ColumnsPlan": 2.0,
+    "SpreadPlan": 1.7,
+    "_update_kernel": 1.2,
+}
+_USUAL = {"cute": 0.7, "triton": 0.4, "list": 5.0}
+
+
+@dataclass(frozen=True, eq=False)
+class CuteJob:
+    """Compiles a CuTeDSL kernel.
+
+    Attributes:
+        plan: Its configuration.
+        arch: A value of ``ARCHITECTURES``.
+    """
+
+    plan: Any
+    arch: str
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"CuTeDSL kernel {self.plan}"
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, roughly: what takes longest is begun first."""
+        return _LONG.get(type(self.plan).__name__, _USUAL["cute"])
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Of the compiled kernel."""
+        from dsv4.cute.runtime import cubin_cache
+
+        return cubin_cache.key(self.plan, self.arch)
+
+    @property
+    def file_name(self) -> str:
+        """In the folder of compiled kernels."""
+        from dsv4.cute.runtime import cubin_cache
+
+        return cubin_cache.file_name(self.key)
+
+    def stored(self) -> bytes | None:
+        """The kernel's file if it is in a bundle or on disk."""
+        from dsv4.cute.runtime import cubin_cache, cubin_file
+
+        found = cubin_cache.stored(self.plan, self.arch)
+        return None if found is None else cubin_file.encode(found, self.key)
+
+    def run(self) -> Compiled:
+        """Compile it."""
+        from dsv4.cute.runtime import cubin_cache, cubin_file
+
+        made = cubin_cache.compile_image(self.plan, cubin_cache.target(self.plan, self.arch))
+        return Compiled(self.key, made.name, cubin_file.encode(made, self.key))
+
+
+@dataclass(frozen=True, eq=False)
+class TritonJob:
+    """Compiles a specialisation of a Triton kernel.
+
+    Attributes:
+        request: A ``dsv4.triton._images.Request``.
+    """
+
+    request: Any
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"Triton kernel {self.request.module}.{self.request.name}"
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, roughly."""
+        return _LONG.get(self.request.name, _USUAL["triton"])
+
+    @property
+    def key(self) -> bytes:
+        """Of the compiled kernel."""
+        return self.request.key
+
+    @property
+    def file_name(self) -> str:
+        """In the folder of compiled kernels."""
+        from dsv4.triton import _images
+
+        return _images.file_name(self.key)
+
+    def stored(self) -> bytes | None:
+        """The kernel's file if it is in a bundle or on disk."""
+        from dsv4.triton import _images
+
+        return _images.stored_file(self.request)
+
+    def run(self) -> Compiled:
+        """Compile it."""
+        from dsv4.triton import _images
+
+        return Compiled(self.key, self.request.name, _images.compile_request(self.request))
+
+
+@dataclass(frozen=True, eq=False)
+class FindJob:
+    """Lists the Triton kernels of some steps.
+
+    Attributes:
+        recipe: Of the model.
+        target: The ``dsv4.compilation.steps.Target``.
+        max_tokens: Most tokens of a step.
+        shapes: Of the steps.
+    """
+
+    recipe: Recipe
+    target: Any
+    max_tokens: int
+    shapes: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"the list of Triton kernels of {len(self.shapes)} steps"
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, roughly."""
+        return _USUAL["list"]
+
+    def run(self) -> Any:
+        """The ``dsv4.compilation.steps.Steps``."""
+        from dsv4.compilation import steps
+
+        model = self.recipe.build(self.target.arch)
+        return steps.find_steps(model, self.target, self.max_tokens, self.shapes)
+
+
+Job = CuteJob | TritonJob | FindJob
+KernelJob = CuteJob | TritonJob

@@ -1,0 +1,321 @@
+"""The calls of CuTeDSL kernels that a model makes, and the kernels that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.config import ModelConfig
+from dsv4.cute import attention as cute_attention
+from dsv4.cute import gemm as cute_gemm
+from dsv4.cute import gemm_fp8, gemm_nvfp4, grouped_nvfp4
+from dsv4.cute import grouped_gemm as cute_grouped
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE
+from dsv4.cute.supports import packed_layout_of
+from dsv4.integrations._swap import OutputHead
+from dsv4.layers._pooling import PoolingModule
+from dsv4.layers.attention import DeepseekV4Attention
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant import fragments
+from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
+
+
+@dataclass(frozen=True)
+class Product:
+    """What the kernels of a packed product depend on.
+
+    Attributes:
+        rows: N, of all groups.
+        columns: K.
+        groups: Groups of rows with an input each.
+        activation: ``"bf16"`` or ``"nvfp4"``.
+        out_dtype: Of the result.
+        swiglu: Whether gate and up rows are interleaved and the result is their SwiGLU.
+        layout: Of the weight.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    activation: str
+    out_dtype: torch.dtype
+    swiglu: bool = False
+    layout: str = FRAGMENTS
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """Configurations of all kernels for up to that many tokens."""
+        if self.layout == SWIZZLED:
+            if arch == HOPPER or self.activation != "nvfp4":
+                return []
+            return gemm_nvfp4.plans(
+                self.rows,
+                self.columns,
+                self.groups,
+                self.out_dtype,
+                max_tokens,
+                swiglu=self.swiglu,
+            )
+        return cute_gemm.plans(
+            self.rows,
+            self.columns,
+            self.groups,
+            self.activation,
+            self.out_dtype,
+            max_tokens,
+            swiglu=self.swiglu,
+            arch=arch,
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Product:
+    """What the kernels of a product with an FP8 weight depend on; see ``Product``."""
+
+    rows: int
+    columns: int
+    groups: int
+    activation: str
+    out_dtype: torch.dtype
+    scale_dtype: torch.dtype
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """Configurations of all kernels for up to that many tokens."""
+        if arch != HOPPER:
+            return []
+        kind = (self.activation, self.out_dtype, self.scale_dtype)
+        return gemm_fp8.plans(self.rows, self.columns, self.groups, *kind, max_tokens)
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """The same of packed routed experts.
+
+    Attributes:
+        experts: Sizes and kind.
+        top_k: Rows of each token.
+        layout: Of the weights.
+    """
+
+    experts: Experts
+    top_k: int
+    layout: str = FRAGMENTS
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """Configurations of all kernels for up to that many tokens, whatever their experts."""
+        if self.layout == SWIZZLED:
+            if arch == HOPPER or not self.experts.row_scaled:
+                return []
+            return list(grouped_nvfp4.plans(self.experts, max_tokens * self.top_k))
+        return cute_grouped.plans(self.experts, max_tokens * self.top_k, arch)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sparse attention over FP8 entries of the kernel's size.
+
+    Attributes:
+        heads: Of a token.
+    """
+
+    heads: int
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """All of Hopper's: how tokens are dealt out follows from the width of the page tables."""
+        return [] if arch != HOPPER else cute_attention.plans()
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The choice from long rows of index scores, and scores of MXFP4 keys of the kernel's size."""
+
+    def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
+        """All of Hopper's: which is taken follows from the width of the page tables."""
+        return [] if arch != HOPPER else index_scores_plan.plans()
+
+
+Call = Product | Fp8Product | GroupedProduct | Attention | Indexer
+
+
+def kernel_plans(found: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
+    """The configurations of all kernels of these calls, each once."""
+    return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens, arch)))
+
+
+def every_call(model: Any, arch: str = HOPPER) -> list[Call]:
+    """Products of linear layers and of routed experts, the indexer, and attention."""
+    dense, grouped = products(model, arch), grouped_products(model, arch)
+    return [*dense, *fp8_products(model), *grouped, *indexers(model), *attentions(model)]
+
+
+def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
+    """The layout of a packed layer; of another one that which it would be packed to."""
+    if layer.layout != LINEAR:
+        return layer.layout
+    return packed_layout_of(arch, layer.activation)
+
+
+def products(model: Any, arch: str = HOPPER) -> list[Product]:
+    """The products of packed weights, each shape once; see ``warmup`` for which layers count."""
+    if isinstance(model, nn.Module):
+        if _not_bfloat16(model):
+            return []
+        return _products(model, arch, lambda layer: layer.format == NVFP4)
+    return _products(_empty(model), arch, lambda layer: True)
+
+
+def fp8_products(model: Any) -> list[Fp8Product]:
+    """The products of a module's FP8 weights, each shape once; none of a configuration."""
+    if not isinstance(model, nn.Module) or _not_bfloat16(model):
+        return []
+    wide = {layer for parent in model.modules() for layer in _float32_results(parent)}
+    return list(
+        dict.fromkeys(
+            Fp8Product(
+                layer.out_features,
+                layer.in_features,
+                layer.groups,
+                layer.activation,
+                torch.float32 if layer in wide or isinstance(layer, OutputHead) else torch.bfloat16,
+                _scale_dtype(layer),
+            )
+            for layer in model.modules()
+            if isinstance(layer, Linear) and layer.format == FP8_BLOCK
+        )
+    )
+
+
+def _scale_dtype(layer: Linear) -> torch.dtype:
+    assert layer.weight_scale is not None
+    return layer.weight_scale.dtype
+
+
+def grouped_products(model: Any, arch: str = HOPPER) -> list[GroupedProduct]:
+    """The same of packed routed experts."""
+    if isinstance(model, nn.Module):
+        layers = [] if _not_bfloat16(model) else _experts_of(model)
+        layers = [layer for layer in layers if layer.format == NVFP4]
+    else:
+        layers = _experts_of(_empty(model))
+    return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer, arch)))
+
+
+def attentions(model: Any) -> list[Attention]:
+    """Sparse attention of each number of heads once; see ``warmup`` for which layers count."""
+    return list(
+        dict.fromkeys(
+            Attention(config.num_attention_heads)
+            for config in _configs(model)
+            if (config.head_dim, config.qk_rope_head_dim) == (DIMS, ROPE)
+            and config.numerics == "deepseek"
+        )
+    )
+
+
+def indexers(model: Any) -> list[Indexer]:
+    """The indexer, if there is one and its keys are of the kernel's size."""
+    sizes = {config.index_head_dim for config in _configs(model)}
+    return [Indexer()] if index_scores_plan.DIMS in sizes else []
+
+
+def _configs(model: Any) -> list[ModelConfig]:
+    """Of each layer of attention, or the one given."""
+    if not isinstance(model, nn.Module):
+        return [ModelConfig.of(model)]
+    found = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
+    return [] if _not_bfloat16(model) else found
+
+
+def _not_bfloat16(model: nn.Module) -> bool:
+    return bool(getattr(model, "dtype", torch.bfloat16) != torch.bfloat16)
+
+
+def _empty(config: Any) -> DeepseekV4ForCausalLM:
+    with torch.device("meta"):
+        return DeepseekV4ForCausalLM(ModelConfig.of(config))
+
+
+def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
+    return [module for module in model.modules() if isinstance(module, DeepseekV4Experts)]
+
+
+def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedProduct]:
+    """Of gate and up, and of down; none if the layer cannot be packed.
+
+    Quantised results of the first are the second's rows where their scales are known; whether they
+    will be is not known of a layer without a format yet.
+    """
+    inner, hidden, layout = layer.intermediate_dim, layer.hidden_dim, layout_of(layer, arch)
+    if not (packs(2 * inner, hidden, layout) and packs(hidden, inner, layout)):
+        return []
+    quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
+    known = quantises and layer.down_proj_input_scale is not None
+    first = Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs)
+    second = Experts(hidden, inner, layer.num_local_experts, False, quantises)
+    found = [first._replace(quantized_out=known), second]
+    if quantises and layer.format is None:
+        found.append(first._replace(quantized_out=True))
+    return [GroupedProduct(experts, layer.num_experts_per_tok, layout) for experts in found]
+
+
+def _products(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[Product]:
+    modules = list(model.modules())
+    linear = {
+        m: torch.float32 if isinstance(m, OutputHead) else torch.bfloat16
+        for m in modules
+        if isinstance(m, Linear) and nvfp4(m)
+    }
+    found: list[Product] = []
+    for parent in modules:
+        for layer in _float32_results(parent):
+            if layer in linear:
+                linear[layer] = torch.float32
+        for how in ("joined", "joined_in_turn"):
+            for names in getattr(parent, how, ()):
+                layers = [getattr(parent, name) for name in names]
+                if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
+                    in_turn = how == "joined_in_turn"
+                    found += _product(layers, linear.pop(layers[0]), arch, swiglu=in_turn)
+                    for layer in layers[1:]:
+                        del linear[layer]
+    for layer, dtype in linear.items():
+        found += _product([layer], dtype, arch)
+    return list(dict.fromkeys(found))
+
+
+def _product(
+    layers: Sequence[Linear], out_dtype: torch.dtype, arch: str, *, swiglu: bool = False
+) -> list[Product]:
+    """One, or none if a layer cannot be packed."""
+    first, rows = layers[0], [layer.out_features for layer in layers]
+    layout = layout_of(first, arch)
+    if layout == SWIZZLED and not swiglu and any(n % 128 for n in rows[:-1]):
+        return []  # their matrices would share blocks of scales; put together they are linear
+    if not all(packs(n // first.groups, first.in_features, layout, first.groups) for n in rows):
+        return []
+    shape = (sum(rows), first.in_features, first.groups)
+    return [Product(*shape, first.activation, out_dtype, swiglu, layout)]
+
+
+def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:
+    """Whether there are kernels for ``groups`` matrices of this many rows in a layout."""
+    if layout == SWIZZLED:
+        return rows % (128 if groups > 1 else 16) == columns % 32 == 0
+    return fragments.fits(rows, columns)
+
+
+def _float32_results(module: nn.Module) -> list[nn.Module]:
+    """The linear children that are asked for float32 (specification, sections 2 and 5.1)."""
+    if isinstance(module, PoolingModule) and module.numerics == "deepseek":
+        return [module.kv_proj, module.gate_proj]
+    if isinstance(module, DeepseekV4ForCausalLM) and module.config.numerics == "deepseek":
+        return [module.lm_head]
+    return []

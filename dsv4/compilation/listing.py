@@ -1,0 +1,84 @@
+"""The list of what a model's steps launch, kept, so that it is made once.
+
+Making it takes some CPU seconds, and most of a start from a bundle. A list is kept like a compiled
+kernel, in the folder of compiled kernels and in bundles, under a key of the model's recipe, the GPU
+and all sources of this package. It is used only while every kernel of it is stored, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.compilation import bundle, sealed_file
+from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.steps import Ran, Steps, Target
+from dsv4.compilation.versions import Versions, digest
+from dsv4.cute.runtime import cubin_cache
+
+_MAGIC = b"dsv4lst\n"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Which list is asked for.
+
+    Attributes:
+        recipe: Of the model.
+        target: The GPU.
+        max_tokens: Most tokens of a step.
+    """
+
+    recipe: Recipe
+    target: Target
+    max_tokens: int
+
+    @property
+    def key(self) -> bytes:
+        """SHA-256 of all that the list depends on."""
+        from dsv4.triton import _images as triton_images
+
+        made_from = [self.recipe, self.target.arch, self.target.sms, self.max_tokens]
+        made_from += [Versions.current(), digest((".",)), triton_images.environment()]
+        return hashlib.sha256(repr(made_from).encode()).digest()
+
+    @property
+    def file_name(self) -> str:
+        """In the folder of compiled kernels."""
+        return f"{self.key.hex()[:32]}.steps"
+
+    def encode(self, steps: Steps) -> bundle.Compiled:
+        """A list as it is kept."""
+        ran = [
+            [op, name, sorted(ran.kernels), ran.objections] for (op, name), ran in steps.ran.items()
+        ]
+        kernels = {key.hex(): request.name for key, request in steps.requests.items()}
+        words = json.dumps({"kernels": kernels, "ran": ran}, sort_keys=True).encode()
+        content = sealed_file.encode(_MAGIC, self.key, words)
+        return bundle.Compiled(self.key, "the list of kernels of a model's steps", content)
+
+    def stored(self) -> Steps | None:
+        """The list, without requests; None if it is not kept, or a kernel of it is not."""
+        from dsv4.triton import _images as triton_images
+
+        def decode(file: bytes) -> dict[str, Any]:
+            return json.loads(sealed_file.decode(_MAGIC, self.key, file))
+
+        found = cubin_cache.find(self.target.arch, self.key, self.file_name, decode)
+        if found is None:
+            return None
+        known = {bytes.fromhex(key): name for key, name in found["kernels"].items()}
+        for key in known:
+            if not cubin_cache.is_kept(self.target.arch, key, triton_images.file_name(key)):
+                return None
+        ran = {
+            (op, name): Ran(objections, set(kernels))
+            for op, name, kernels, objections in found["ran"]
+        }
+        return Steps(ran, known=known)
+
+    def keep(self, steps: Steps) -> None:
+        """Keep a list on disk, if that can be."""
+        cubin_cache.keep(self.file_name, self.encode(steps).content)

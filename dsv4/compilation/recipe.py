@@ -1,0 +1,119 @@
+"""The formats of a model's weights, by which its steps can be run without its weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.compilation import steps
+from dsv4.config import ModelConfig
+from dsv4.cute.supports import packed_layout_of
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+from dsv4.layers.pack import join_packed_
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.quant.formats import FP8_BLOCK, NVFP4
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a layer's weights are stored.
+
+    Attributes:
+        format: Name of the format; None: plain.
+        scale_dtype: Of FP8 weights; None: the format's own.
+    """
+
+    format: str | None
+    scale_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, layer: Linear | DeepseekV4Experts) -> Weight:
+        """How those of a layer are stored."""
+        if layer.format is None:
+            return cls(None)
+        if layer.format == FP8_BLOCK and isinstance(layer, Linear):
+            assert layer.weight_scale is not None
+            return cls(layer.format.name, layer.weight_scale.dtype)
+        return cls(layer.format.name)
+
+    def declare(self, layer: Linear | DeepseekV4Experts, arch: str) -> None:
+        """Give a layer on the meta device such weights; NVFP4 as ``pack_`` leaves them."""
+        if self.format == NVFP4.name:
+            steps.declare_packed(layer, packed_layout_of(arch, layer.activation))
+        elif isinstance(layer, Linear):
+            layer.to_format(self.format, scale_dtype=self.scale_dtype)
+        elif self.format is not None:
+            layer.to_format(self.format)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model with one layer of each kind.
+
+    Attributes:
+        config: Of these layers alone.
+        dtype: Of what is not quantised.
+        weights: Of each linear layer and of routed experts, by name.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype = torch.bfloat16
+    weights: tuple[tuple[str, Weight], ...] = ()
+
+    @classmethod
+    def of(cls, model: Any) -> Recipe:
+        """That of a model; of a configuration, a bfloat16 model in NVFP4."""
+        if not isinstance(model, nn.Module):
+            short = steps.of_each_kind(ModelConfig.of(model))
+            with torch.device("meta"):
+                names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short, mtp=False))]
+            return cls(short, weights=tuple((name, Weight(NVFP4.name)) for name in names))
+        assert isinstance(model, DeepseekV4ForCausalLM)
+        config, layers = model.config, model.model.layers
+        kinds = zip(config.layer_types, config.mlp_layer_types, map(_weights, layers), strict=True)
+        firsts: dict[Any, int] = {}
+        for i, kind in enumerate(kinds):
+            firsts.setdefault(kind, i)
+        chosen = list(firsts.values())
+        named = [
+            (f"model.layers.{place}.{name}", weight)
+            for place, i in enumerate(chosen)
+            for name, weight in _weights(layers[i])
+        ]
+        others = [(n, w) for n, w in _weights(model) if not n.startswith(("model.layers.", "mtp."))]
+        short = config.replace(
+            num_hidden_layers=len(chosen),
+            layer_types=tuple(config.layer_types[i] for i in chosen),
+            mlp_layer_types=tuple(config.mlp_layer_types[i] for i in chosen),
+        )
+        return cls(short, model.dtype, (*named, *others))
+
+    def build(self, arch: str) -> DeepseekV4ForCausalLM:
+        """The model on the meta device, packed for a GPU."""
+        return _built(self, arch)
+
+
+@functools.lru_cache(maxsize=4)
+def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(recipe.config, mtp=False).to(recipe.dtype)
+        for name, weight in recipe.weights:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, Linear | DeepseekV4Experts)
+            weight.declare(layer, arch)
+        join_packed_(model)
+    return model
+
+
+def _weights(module: nn.Module) -> tuple[tuple[str, Weight], ...]:
+    """How those of a module are stored, by name."""
+    return tuple(
+        (name, Weight.of(layer))
+        for name, layer in module.named_modules()
+        if isinstance(layer, Linear | DeepseekV4Experts)
+    )

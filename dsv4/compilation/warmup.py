@@ -1,0 +1,293 @@
+"""Compile or load a model's kernels before its first step, or on another machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.compilation import bundle as _bundle
+from dsv4.compilation import compiler as _compile
+from dsv4.compilation import pool as _compile_pool
+from dsv4.compilation import steps as _steps
+from dsv4.compilation.compiler import Outcome
+from dsv4.compilation.jobs import CuteJob, KernelJob
+from dsv4.compilation.kernel_calls import every_call, kernel_plans
+from dsv4.compilation.listing import Listing
+from dsv4.compilation.progress_line import progress as progress_line
+from dsv4.compilation.recipe import Recipe
+from dsv4.cute import gemm as cute_gemm
+from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.device import capability
+from dsv4.model import DeepseekV4ForCausalLM
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What runs an operator of a step.
+
+    Attributes:
+        name: Of the operator; ``"fragments"`` for the packing of weights.
+        implementation: Which one dispatch chooses there.
+        kernels: Names of its Triton kernels, which are compiled now.
+        refused: Implementations that come first elsewhere, and why they do not run there.
+    """
+
+    name: str
+    implementation: str
+    kernels: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        kernels = f": {', '.join(self.kernels)}" if self.kernels else ""
+        reasons = "".join(f"; not {name}: {why}" for name, why in self.refused)
+        return f"{self.name:<26}{self.implementation}{kernels}{reasons}"
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What ``warmup`` did; ``print`` shows all of it.
+
+    Attributes:
+        kernels: How many CuTeDSL kernels the products and attention need.
+        compiled: How many of them were neither in a bundle nor on disk.
+        seconds: How long it took.
+        triton: How many Triton kernels the steps need, every specialisation counted.
+        triton_compiled: How many of them were neither in a bundle nor on disk.
+        failed: Names of kernels that could not be compiled, and why. They are compiled in the
+            process that first launches them, which then raises what is wrong.
+        operators: What runs each operator of the steps; empty where they were not looked at.
+        skipped: Why they were not.
+    """
+
+    kernels: int
+    compiled: int
+    seconds: float
+    triton: int = 0
+    triton_compiled: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    operators: tuple[Operator, ...] = ()
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kernels} CuTeDSL kernels, {self.compiled} of them compiled now; "
+            f"{self.triton} Triton kernels, {self.triton_compiled} of them; {self.seconds:.1f} s"
+        ]
+        if self.skipped:
+            lines.append(f"Triton kernels were left out: {self.skipped}")
+        lines += [f"failed: {name}: {why}" for name, why in self.failed.items()]
+        first = [operator for operator in self.operators if not operator.refused]
+        others = [operator for operator in self.operators if operator.refused]
+        for title, some in (("compiled", first), ("no kernel of its own", others)):
+            if some:
+                lines += [f"{title}:", *(f"  {operator}" for operator in some)]
+        return "\n".join(lines)
+
+
+_log = logging.getLogger(__name__)
+
+
+def warmup(
+    model: Any,
+    device: torch.device | str | int | None = None,
+    arch: str | None = None,
+    max_tokens: int = 8192,
+    *,
+    progress: bool = True,
+    bundle: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+) -> Warmup:
+    """Compile every kernel that a model would launch, or load it, before the first step.
+
+    CuTeDSL kernels and, of a configuration or a ``DeepseekV4ForCausalLM``, the Triton kernels of
+    steps of decoding and prefill, of packing and of the sampler; ``Warmup.operators`` names them
+    and says what runs where there is none. They are found in a bundle (``bundle``,
+    ``$DSV4_KERNELS`` or the installed package ``dsv4-kernels``), on disk, or are compiled in
+    parallel processes.
+
+    Without it the first call of each shape compiles its kernel, for one to eight seconds, and
+    inside the capture of a CUDA graph, too. Kernels stay on disk, in ``$DSV4_CACHE_DIR`` or
+    ``~/.cache/dsv4/kernels``; those of another machine's GPU can be made by naming ``arch``.
+
+    Of a model, the NVFP4 layers count that are packed or can be, on Hopper also those with FP8
+    weights, and none if its dtype is not bfloat16; of a configuration, every linear layer and all
+    routed experts that can be packed, as if all were NVFP4 in a bfloat16 model. What is not packed
+    yet counts as packed for the GPU: with swizzled scales for Blackwell where activations are
+    quantised, else in fragments. Attention counts on Hopper if its cache holds FP8 entries by
+    default, as DeepSeek's numerics want, of 512 dims with 64 rotated.
+
+    Args:
+        model: A module, a ``ModelConfig`` or transformers' configuration.
+        device: The GPU to load the kernels on. By default that of the model or the current one;
+            with ``arch``, none: the kernels are only compiled.
+        arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``; by default that of the GPU.
+        max_tokens: Most tokens of a step. Above 8192 there are no further CuTeDSL kernels.
+        progress: Whether to show progress on stderr, as a bar if rich is installed.
+        bundle: A file that ``python -m dsv4 warmup`` wrote.
+        workers: Processes that compile; None: as many as processors, at most 32.
+
+    Returns:
+        Counts, all 0 on a GPU that these kernels are not for, and what runs each operator.
+
+    Raises:
+        ValueError: if ``arch`` is not one there are kernels for or not that of ``device``,
+            ``device`` is no GPU, or ``max_tokens`` or ``workers`` is below 1.
+        RuntimeError: if there is no GPU and no ``arch``, ``bundle`` cannot be used, or a CuTeDSL
+            kernel has to be compiled and nvidia-cutlass-dsl is not installed.
+    """
+    start = time.perf_counter()
+    if max_tokens < 1:
+        raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
+    if workers is not None and workers < 1:
+        raise ValueError(f"warmup: workers is {workers}, wanted at least 1 or None")
+    gpu = _gpu(model, device, arch)
+    chosen = _architecture(gpu, arch)
+    if chosen is None:
+        return Warmup(0, 0, time.perf_counter() - start)
+    if bundle is not None:
+        _bundle.use(bundle, chosen)
+    ready = None if gpu is None else functools.partial(_load, gpu)
+    done, outcome = compile_model(model, chosen, max_tokens, gpu, progress, workers, ready=ready)
+    for name, why in outcome.failed.items():
+        _log.warning("%s was not compiled: %s", name, why)
+    return replace(done, seconds=time.perf_counter() - start)
+
+
+def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | None:
+    """``warmup`` of a model that was just loaded; None if it is not on a GPU.
+
+    A kernel that cannot be compiled is a warning: the step that launches it raises.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    try:
+        return warmup(model, device, max_tokens=max(1, max_tokens), progress=progress)
+    except RuntimeError as error:
+        _log.warning("kernels are compiled at their first launch: %s", error)
+        return None
+
+
+def compile_model(
+    model: Any,
+    arch: str,
+    max_tokens: int,
+    gpu: torch.device | None = None,
+    progress: bool = False,
+    workers: int | None = None,
+    *,
+    use_list: bool = True,
+    ready: Callable[[KernelJob], None] | None = None,
+) -> tuple[Warmup, Outcome]:
+    """What ``warmup`` does without loading the kernels; see there.
+
+    Args:
+        model: See there, as for what follows.
+        arch: What to compile for.
+        max_tokens: See there.
+        gpu: Whose number of SMs counts; None: that of the architecture's usual GPU.
+        progress: See there.
+        workers: See there.
+        use_list: Whether a list of Triton kernels that was kept will do. Their files are then not
+            among those of the outcome.
+        ready: Called with each kernel of which there is a file, while others are compiled.
+    """
+    start = time.perf_counter()
+    listing, skipped = _listing(model, arch, max_tokens, gpu)
+    stored = listing.stored() if listing is not None and use_list else None
+    with (
+        _compile_pool.Pool(workers, arch) as pool,
+        progress_line(progress) as count,
+    ):
+        work = _compile.Compilation(pool, count, ready)
+        if listing is not None and stored is None:
+            work.find(listing)  # begins before plans are made, which takes a second
+        plans = kernel_plans(every_call(model, arch), max_tokens, arch)
+        work.add(CuteJob(plan, arch) for plan in plans)
+        work.finish()
+    outcome, steps = work.outcome, stored or _steps.Steps()
+    if listing is not None and stored is None:
+        steps, skipped = _found(work)
+        if steps.requests and not outcome.failed:
+            listing.keep(steps)
+            outcome.lists.append(listing.encode(steps))
+    new = [job for job in outcome.jobs if job.key in outcome.compiled]
+    number = sum(isinstance(job, CuteJob) for job in new)
+    operators = tuple(
+        Operator(name, implementation, tuple(sorted(ran.kernels)), tuple(ran.objections.items()))
+        for (name, implementation), ran in steps.ran.items()
+    )
+    seconds = time.perf_counter() - start
+    sizes = (len(plans), number, seconds, len(steps.requests) + len(steps.known), len(new) - number)
+    return Warmup(*sizes, outcome.failed, operators, skipped), outcome
+
+
+def _listing(
+    model: Any, arch: str, max_tokens: int, gpu: torch.device | None
+) -> tuple[Listing | None, str]:
+    """What to list of a whole model, or why nothing is."""
+    if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
+        reason = f"{type(model).__name__} is not a whole model of this package"
+        return None, reason
+    reason = _steps.impossible() or ""
+    if reason:
+        return None, reason
+    target = _steps.Target(arch) if gpu is None else _steps.Target.of(gpu, arch)
+    return Listing(Recipe.of(model), target, max_tokens), ""
+
+
+def _found(work: _compile.Compilation) -> tuple[_steps.Steps, str]:
+    """The list, or why it could not be made: then kernels are compiled at their first launch."""
+    try:
+        return work.steps(), ""
+    except RuntimeError as error:
+        _log.warning("Triton kernels are compiled at their first launch: %s", error)
+        return _steps.Steps(), str(error).partition("\n")[0]
+
+
+def _load(gpu: torch.device, job: KernelJob) -> None:
+    """Load a compiled kernel, so that its first launch does not."""
+    if isinstance(job, CuteJob):
+        cute_gemm.warmup([job.plan], gpu)
+    else:
+        importlib.import_module("dsv4.triton._images").load_stored(job.request, gpu)
+
+
+def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) -> Any:
+    """Where to load the kernels, with its index; None for nowhere."""
+    if device is None:
+        if arch is not None:
+            return None
+        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        device = next((t.device for t in tensors if t.device.type == "cuda"), "cuda")
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "warmup: there is no CUDA GPU; name one to compile for, e.g. arch='sm_90a'"
+            )
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda":
+        raise ValueError(f"warmup: device is {found}, wanted a CUDA GPU")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    return torch.device("cuda", index)
+
+
+def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
+    """The name to compile for; None if there are no kernels for the GPU."""
+    if arch is not None and arch not in ARCHITECTURES.values():
+        wanted = ", ".join(map(repr, ARCHITECTURES.values()))
+        raise ValueError(f"warmup: arch is {arch!r}, wanted one of {wanted}")
+    if gpu is None:
+        return arch
+    found = ARCHITECTURES.get(capability(gpu))
+    if arch is not None and arch != found:
+        raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {found or 'none'}")
+    return found

@@ -1,0 +1,14 @@
+"""The model's configuration; see ``dsv4.config.model_config``."""
+
+from __future__ import annotations
+
+from dsv4.config.model_config import ACTIVATIONS as ACTIVATIONS
+from dsv4.config.model_config import CSA as CSA
+from dsv4.config.model_config import HCA as HCA
+from dsv4.config.model_config import LAYER_TYPES as LAYER_TYPES
+from dsv4.config.model_config import MLP_LAYER_TYPES as MLP_LAYER_TYPES
+from dsv4.config.model_config import NUMERICS as NUMERICS
+from dsv4.config.model_config import SLIDING as SLIDING
+from dsv4.config.model_config import CompressRates as CompressRates
+from dsv4.config.model_config import ModelConfig as ModelConfig
+from dsv4.config.model_config import RopeParameters as RopeParameters

@@ -1,0 +1,482 @@
+"""The model's configuration, read from the config.json of any DeepSeek-V4 checkpoint.
+
+``ModelConfig`` uses the attribute names of transformers' ``DeepseekV4Config`` wherever one exists,
+so layers accept either. The values and their meaning are in specification, section 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.config import config_json
+from dsv4.config.fields import MAX_INTEGER, is_number
+from dsv4.config.json_file import parse, read_bytes, show
+
+SLIDING = config_json.SLIDING
+CSA = config_json.CSA
+HCA = config_json.HCA
+LAYER_TYPES = (SLIDING, CSA, HCA)
+MLP_LAYER_TYPES = ("hash_moe", "moe")
+NUMERICS = ("deepseek", "transformers")
+ACTIVATIONS = ("bf16", "nvfp4")
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """One rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
+
+    Attributes:
+        theta: Base of the geometric sequence of frequencies.
+        dim: Number of rotated dimensions R, even.
+        factor: YaRN's interpolation factor, or None for plain RoPE.
+        original_max_position: Positions seen before YaRN.
+        beta_fast: Rotations above which a frequency is left alone.
+        beta_slow: Rotations below which a frequency is divided by ``factor``.
+    """
+
+    theta: float
+    dim: int = 64
+    factor: float | None = None
+    original_max_position: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"RopeParameters: dim is {self.dim}, wanted an even number >= 2")
+        if not 1 < self.theta < math.inf:
+            raise ValueError(f"RopeParameters: theta is {self.theta}, wanted a number > 1")
+        if self.factor is not None and not 1 <= self.factor < math.inf:
+            raise ValueError(f"RopeParameters: factor is {self.factor}, wanted None or >= 1")
+        for name in ("beta_fast", "beta_slow"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"RopeParameters: {name} is {getattr(self, name)}, wanted > 0")
+        if self.original_max_position < 1:
+            raise ValueError(
+                "RopeParameters: original_max_position is "
+                f"{self.original_max_position}, wanted >= 1"
+            )
+
+    def correction_range(self) -> tuple[int, int]:
+        """First and last index of YaRN's ramp: 15 and 25 for the published models."""
+
+        def index(rotations: float) -> float:
+            turns = self.original_max_position / (rotations * 2 * math.pi)
+            return self.dim * math.log(turns) / (2 * math.log(self.theta))
+
+        low = max(math.floor(index(self.beta_fast)), 0)
+        high = min(math.ceil(index(self.beta_slow)), self.dim - 1)
+        return low, high
+
+    def frequencies(self) -> list[float]:
+        """The R/2 angular frequencies in radians per position, in double precision."""
+        plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
+        if self.factor is None:
+            return plain
+        low, high = self.correction_range()
+        width = max(high - low, 0.001)  # a ramp of no width is a step
+        ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
+        return [f * (1 - r) + f / self.factor * r for f, r in zip(plain, ramp, strict=True)]
+
+    def inv_freq(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """The frequencies as a float32 table, ``[R/2]``, without an amplitude (pitfall 2).
+
+        Computed in float32 on the CPU, step by step as the published code does: the models were
+        trained with that table, whose last bit is worth hundredths of a radian at position 2^20.
+        """
+        index = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu")
+        plain = 1.0 / (self.theta ** (index / self.dim))
+        if self.factor is None:
+            return plain.to(device or "cpu")
+        low, high = self.correction_range()
+        steps = torch.arange(self.dim // 2, dtype=torch.float32, device="cpu")
+        ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+        return (plain / self.factor * ramp + plain * (1 - ramp)).to(device or "cpu")
+
+
+@dataclass(frozen=True)
+class CompressRates(Mapping[str, int]):
+    """Tokens per compressed entry of the two compressed layer types; a hashable mapping."""
+
+    csa: int = 4
+    hca: int = 128
+
+    def __getitem__(self, layer_type: str) -> int:
+        return {CSA: self.csa, HCA: self.hca}[layer_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((CSA, HCA))
+
+    def __len__(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that fixes the shapes and the mathematics of one DeepSeek-V4.
+
+    Field names are those of transformers' ``DeepseekV4Config``; ``rope_main`` and
+    ``rope_compress`` stand for its nested ``rope_parameters``. ``numerics`` is ``"deepseek"`` (the
+    reference behaviour: FP8 KV, Hadamard and FP4 in the indexer, fp32 routing) or
+    ``"transformers"``; ``activation`` is what quantised linears multiply: ``"bf16"`` or
+    ``"nvfp4"``.
+
+    ``layer_types`` and ``mlp_layer_types`` have no default, because a wrong schedule runs and
+    talks nonsense (pitfall 42). ``swiglu_limit`` None means no clamp.
+
+    Raises:
+        TypeError: if a field has the wrong type.
+        ValueError: if a field is out of range or two contradict; every problem is named.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    swiglu_limit: float | None
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    layer_types: tuple[str, ...]
+    mlp_layer_types: tuple[str, ...]
+    rope_main: RopeParameters
+    rope_compress: RopeParameters
+    max_position_embeddings: int
+    compress_rates: CompressRates = field(default_factory=CompressRates)
+    num_nextn_predict_layers: int = 0
+    num_key_value_heads: int = 1
+    n_shared_experts: int = 1
+    rms_norm_eps: float = 1e-6
+    hc_eps: float = 1e-6
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+    initializer_range: float = 0.02
+    numerics: str = "deepseek"
+    activation: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compress_rates, CompressRates):
+            rates = config_json.rates(self.compress_rates)
+            object.__setattr__(self, "compress_rates", CompressRates(*rates))
+        for name in ("layer_types", "mlp_layer_types"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        self._check_numbers()
+        problems = [*self._schedule_problems(), *self._shape_problems(), *self._mode_problems()]
+        if problems:
+            raise ValueError("ModelConfig: " + "; ".join(problems))
+
+    def _check_numbers(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.type == "int":
+                least = 0 if f.name in ("num_nextn_predict_layers", "num_hidden_layers") else 1
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise TypeError(f"ModelConfig: {f.name} is {value!r}, wanted an integer")
+                if value < least:
+                    raise ValueError(f"ModelConfig: {f.name} is {show(value)}, wanted >= {least}")
+                if value > MAX_INTEGER:
+                    most = f"wanted at most {MAX_INTEGER}"
+                    raise ValueError(f"ModelConfig: {f.name} is {show(value)}, {most}")
+            elif f.type in ("float", "float | None") and value is not None:
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise TypeError(f"ModelConfig: {f.name} is {value!r}, wanted a number")
+                if not is_number(value):
+                    found = show(value)
+                    raise ValueError(f"ModelConfig: {f.name} is {found}, wanted a number > 0")
+
+    def _schedule_problems(self) -> Iterator[str]:
+        n = self.num_hidden_layers
+        for name, allowed in (("layer_types", LAYER_TYPES), ("mlp_layer_types", MLP_LAYER_TYPES)):
+            values = getattr(self, name)
+            if len(values) != n:
+                yield f"{name} has {len(values)} entries, num_hidden_layers is {n}"
+            for value in sorted({v for v in values if v not in allowed}, key=str):
+                yield f"{name} holds {value!r}, wanted one of {', '.join(allowed)}"
+        csa, hca = self.compress_rates.csa, self.compress_rates.hca
+        if csa < 1 or hca < 1 or csa == hca:
+            yield f"compress_rates are {csa} and {hca}, wanted two different numbers >= 1"
+
+    def _shape_problems(self) -> Iterator[str]:
+        if self.num_attention_heads % self.o_groups:
+            yield (
+                f"num_attention_heads is {self.num_attention_heads}, "
+                f"wanted a multiple of o_groups ({self.o_groups})"
+            )
+        if self.num_experts_per_tok > self.n_routed_experts:
+            yield (
+                f"num_experts_per_tok is {self.num_experts_per_tok}, "
+                f"wanted at most n_routed_experts ({self.n_routed_experts})"
+            )
+        for name in ("head_dim", "index_head_dim"):
+            if getattr(self, name) < self.qk_rope_head_dim:
+                yield (
+                    f"{name} is {getattr(self, name)}, "
+                    f"wanted at least qk_rope_head_dim ({self.qk_rope_head_dim})"
+                )
+        if self.index_head_dim & (self.index_head_dim - 1) or self.index_head_dim % 32:
+            yield (
+                f"index_head_dim is {self.index_head_dim}, wanted a power of two >= 32 "
+                "(the Hadamard transform and its FP4 groups)"
+            )
+        for name in ("rope_main", "rope_compress"):
+            if getattr(self, name).dim != self.qk_rope_head_dim:
+                yield (
+                    f"{name}.dim is {getattr(self, name).dim}, "
+                    f"wanted qk_rope_head_dim ({self.qk_rope_head_dim})"
+                )
+
+    def _mode_problems(self) -> Iterator[str]:
+        if self.num_key_value_heads != 1:
+            yield f"num_key_value_heads is {self.num_key_value_heads}, wanted 1"
+        if self.n_shared_experts != 1:
+            yield f"n_shared_experts is {self.n_shared_experts}, wanted 1"
+        if self.numerics not in NUMERICS:
+            yield f"numerics is {self.numerics!r}, wanted one of {', '.join(NUMERICS)}"
+        if self.activation not in ACTIVATIONS:
+            yield f"activation is {self.activation!r}, wanted one of {', '.join(ACTIVATIONS)}"
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], *, numerics: str = "deepseek", activation: str = "bf16"
+    ) -> ModelConfig:
+        """The configuration a parsed config.json describes, whichever tool wrote it.
+
+        Reads the fields of DeepSeek's, NVIDIA's, compressed-tensors' and transformers' files
+        (specification, sections 1, 10 and 11.5).
+
+        Raises:
+            ValueError: naming every missing, unknown or contradictory field at once. A file
+                without a layer schedule is an error: there is no default one (pitfall 42).
+        """
+        found = config_json.parse(values)
+        for name in ("rope_main", "rope_compress"):
+            found[name] = RopeParameters(**found[name])
+        found["compress_rates"] = CompressRates(*found["compress_rates"])
+        try:
+            return cls(**found, numerics=numerics, activation=activation)
+        except ValueError as error:
+            if numerics not in NUMERICS or activation not in ACTIVATIONS:
+                raise
+            raise ValueError(str(error).replace("ModelConfig: ", "config.json: ", 1)) from None
+
+    @classmethod
+    def from_json(
+        cls, text: str | bytes, *, numerics: str = "deepseek", activation: str = "bf16"
+    ) -> ModelConfig:
+        """``from_dict`` of a JSON text.
+
+        Raises:
+            ValueError: also if it is no strict JSON, or longer or deeper than any published file.
+        """
+        values = parse(text, "config.json")
+        return cls.from_dict(values, numerics=numerics, activation=activation)
+
+    @classmethod
+    def from_path(
+        cls, path: str | Path, *, numerics: str = "deepseek", activation: str = "bf16"
+    ) -> ModelConfig:
+        """``from_json`` of a file, or of the config.json in a folder."""
+        path = Path(path)
+        file = path / "config.json" if path.is_dir() else path
+        values = parse(read_bytes(file), str(file))
+        return cls.from_dict(values, numerics=numerics, activation=activation)
+
+    @classmethod
+    def of(cls, config: Any, *, numerics: str | None = None) -> ModelConfig:
+        """``config`` itself if it is a ModelConfig, or the conversion of a transformers config.
+
+        Args:
+            config: ModelConfig, dict, or an object with ``to_dict()``.
+            numerics: Wanted numerics; None keeps a ModelConfig's own and means
+                ``"transformers"`` for a transformers config.
+        """
+        if isinstance(config, ModelConfig):
+            keep = numerics is None or numerics == config.numerics
+            return config if keep else config.replace(numerics=numerics)
+        if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+            kind = type(config).__name__
+            raise TypeError(f"config is {kind}, wanted a ModelConfig or a DeepseekV4Config")
+        values = config if isinstance(config, Mapping) else config.to_dict()
+        return cls.from_dict(values, numerics=numerics or "transformers")
+
+    @classmethod
+    def pro(cls, **changes: Any) -> ModelConfig:
+        """DeepSeek-V4-Pro (specification, section 1)."""
+        types = (HCA, HCA, *((CSA, HCA) * 30))[:61]
+        return _published(cls, types).replace(**{**_PRO, **changes})
+
+    @classmethod
+    def flash(cls, **changes: Any) -> ModelConfig:
+        """DeepSeek-V4-Flash (specification, section 1)."""
+        types = (SLIDING, SLIDING, *((CSA, HCA) * 21))[:43]
+        return _published(cls, types).replace(**changes)
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> ModelConfig:
+        """A model of a few hundred thousand parameters with every layer type and both routers.
+
+        Given ``layer_types`` or ``num_hidden_layers`` alone, the other fields of the schedule
+        follow: layers cycle through sliding, CSA, HCA, CSA, and the first half routes by hash.
+        """
+        cycle = (SLIDING, CSA, HCA, CSA)
+        count = changes.get("num_hidden_layers", len(changes.get("layer_types", cycle)))
+        types = tuple(changes.pop("layer_types", (cycle * count)[:count]))
+        base = _published(cls, types, hash_layers=(count + 1) // 2)
+        # A short original context makes YaRN matter at the positions a test reaches.
+        yarn = RopeParameters(160000.0, 64, 16.0, original_max_position=64)
+        return base.replace(rope_compress=yarn).replace(**{**_TINY, **changes})
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed; the rope tables follow ``qk_rope_head_dim``."""
+        dim = changes.get("qk_rope_head_dim", self.qk_rope_head_dim)
+        for name in ("rope_main", "rope_compress"):
+            if name not in changes and getattr(self, name).dim != dim:
+                changes[name] = dataclasses.replace(getattr(self, name), dim=dim)
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json that DeepSeek or NVIDIA would write, without quantization_config."""
+        return config_json.deepseek_style(self._plain())
+
+    def to_transformers_dict(self) -> dict[str, Any]:
+        """The config.json that transformers would write; ``DeepseekV4Config(**it)`` accepts it.
+
+        Except where ``swiglu_limit`` is None: transformers writes no clamp as infinity, which JSON
+        does not have.
+        """
+        return config_json.transformers_style(self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        """Fields as plain values: ropes as tables, rates by layer type."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("rope_main", "rope_compress"):
+            values[name] = dataclasses.asdict(values[name])
+        return {**values, "compress_rates": dict(self.compress_rates)}
+
+    @property
+    def total_layers(self) -> int:
+        """Main layers plus MTP layers; MTP layer i has the number ``num_hidden_layers + i``."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    @property
+    def nope_head_dim(self) -> int:
+        """Dimensions of a head that are not rotated (the first ones)."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def heads_per_group(self) -> int:
+        """Attention heads that share one group of the output projection."""
+        return self.num_attention_heads // self.o_groups
+
+    def layer_type(self, layer_idx: int) -> str:
+        """Attention type of a layer; MTP layers are ``"sliding_attention"``."""
+        self._check_layer(layer_idx)
+        return self.layer_types[layer_idx] if layer_idx < self.num_hidden_layers else SLIDING
+
+    def mlp_layer_type(self, layer_idx: int) -> str:
+        """``"hash_moe"`` or ``"moe"``; MTP layers are ``"moe"``."""
+        self._check_layer(layer_idx)
+        return self.mlp_layer_types[layer_idx] if layer_idx < self.num_hidden_layers else "moe"
+
+    def compress_rate(self, layer_idx: int) -> int:
+        """Tokens per compressed entry of a layer, 0 for a sliding-window layer."""
+        return self.compress_rates.get(self.layer_type(layer_idx), 0)
+
+    def rope(self, layer_idx: int) -> RopeParameters:
+        """The layer's rotary table: plain for sliding layers and MTP, else YaRN (pitfall 1)."""
+        return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main
+
+    def is_hash(self, layer_idx: int) -> bool:
+        """Whether the layer routes by token id."""
+        return self.mlp_layer_type(layer_idx) == "hash_moe"
+
+    def _check_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self.total_layers:
+            raise ValueError(f"layer_idx is {layer_idx}, wanted 0 to {self.total_layers - 1}")
+
+
+_PRO: dict[str, Any] = {
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 3072,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 1024,
+}
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 32,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "index_n_heads": 16,  # with fewer, ReLU leaves ties at 0 for the top-k to break
+    "index_head_dim": 32,
+    "index_topk": 4,
+    "compress_rates": CompressRates(4, 8),
+    "max_position_embeddings": 1024,
+}
+
+
+def _published(
+    cls: type[ModelConfig], layer_types: tuple[str, ...], hash_layers: int = 3
+) -> ModelConfig:
+    """Flash's sizes with a schedule; Pro and tiny change what differs."""
+    count = len(layer_types)
+    return cls(
+        vocab_size=129280,
+        hidden_size=4096,
+        num_hidden_layers=count,
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1024,
+        o_groups=8,
+        o_lora_rank=1024,
+        sliding_window=128,
+        n_routed_experts=256,
+        num_experts_per_tok=6,
+        moe_intermediate_size=2048,
+        routed_scaling_factor=1.5,
+        swiglu_limit=10.0,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        index_n_heads=64,
+        index_head_dim=128,
+        index_topk=512,
+        layer_types=layer_types,
+        mlp_layer_types=(*["hash_moe"] * min(hash_layers, count), *["moe"] * count)[:count],
+        rope_main=RopeParameters(10000.0),
+        rope_compress=RopeParameters(160000.0, factor=16.0),
+        max_position_embeddings=1048576,
+        num_nextn_predict_layers=1,
+    )

@@ -1,0 +1,122 @@
+"""The new tokens of a step, and a cache together with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+
+from dsv4.config import ModelConfig
+from dsv4.kv_cache.layer_cache import LayerCache
+from dsv4.kv_cache.page_tables import to_device
+
+
+class Cache(Protocol):
+    """A cache as layers see it; ``dsv4.kv_cache.paged_cache.PagedCache`` is one.
+
+    Attributes:
+        layers: What each layer wrote and reads.
+    """
+
+    layers: list[LayerCache]
+
+    def check_model(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the cache was made for such a model."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """New tokens of some sequences, flat: entry b owns ``cu_seqlens[b] : cu_seqlens[b+1]``.
+
+    Attributes:
+        cu_seqlens: ``[B+1]`` int64.
+        starts: ``[B]`` int64, tokens each sequence had before.
+        sequences: ``[B]`` int64, rows of the cache.
+        positions: ``[T]`` int64, position of each token in its sequence.
+        sequence_of_token: ``[T]`` int64, row of the cache of each token.
+    """
+
+    cu_seqlens: torch.Tensor
+    starts: torch.Tensor
+    sequences: torch.Tensor
+    positions: torch.Tensor
+    sequence_of_token: torch.Tensor
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], starts: torch.Tensor, sequences: torch.Tensor
+    ) -> Batch:
+        """A ragged batch.
+
+        Args:
+            lengths: Number of new tokens of each entry, on the host; 0 is legal.
+            starts: ``[B]`` int.
+            sequences: ``[B]`` int, distinct.
+
+        Raises:
+            ValueError: if a length is negative or the three differ in number.
+        """
+        count = len(lengths)
+        if any(n < 0 for n in lengths):
+            raise ValueError(f"Batch: lengths are {list(lengths)}, wanted none negative")
+        for name, tensor in (("starts", starts), ("sequences", sequences)):
+            if tuple(tensor.shape) != (count,):
+                raise ValueError(f"Batch: {name} has shape {list(tensor.shape)}, wanted [{count}]")
+        starts, sequences = starts.to(torch.int64), sequences.to(torch.int64)
+        device, total = starts.device, sum(lengths)
+        cu = to_device(list(accumulate(lengths, initial=0)), device)
+        entry = torch.repeat_interleave(cu.diff(), output_size=total)
+        index = torch.arange(total, device=device)
+        positions = starts[entry] + index - cu[entry]
+        return cls(cu, starts, sequences, positions, sequences[entry])
+
+    @classmethod
+    def decode(cls, starts: torch.Tensor, sequences: torch.Tensor) -> Batch:
+        """One new token per sequence; ``starts`` and ``sequences`` are ``[B]`` int.
+
+        An entry with ``sequences`` -1 is padding: its slots are all -1.
+        """
+        starts, sequences = starts.to(torch.int64), sequences.to(torch.int64)
+        cu = torch.arange(starts.shape[0] + 1, device=starts.device)
+        return cls(cu, starts, sequences, starts, sequences)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStep:
+    """A cache and the batch about to extend it: what layers take as ``past_key_values``.
+
+    Attributes:
+        cache: Holds earlier tokens, receives the new ones.
+        batch: The new tokens; flat, so hidden states are ``[1, T, ...]``.
+    """
+
+    cache: Cache
+    batch: Batch
+    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned for ``key`` in this step: layers share tables and slots.
+
+        A step lives for one forward, so nothing outlives the numbers it came from.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def write_slots(self, layer: LayerCache) -> torch.Tensor:
+        """Slot of each token's raw key-value, ``[T]``; see ``LayerCache.window_write_slots``."""
+        return self.once(
+            ("write", id(layer.window_table)),
+            lambda: layer.window_write_slots(self.batch.sequence_of_token, self.batch.positions),
+        )
+
+    def read_slots(self, layer: LayerCache) -> torch.Tensor:
+        """Slots each token sees, ``[T, sliding_window]``; see ``LayerCache.window_read_slots``."""
+        return self.once(
+            ("read", id(layer.window_table), layer.sliding_window),
+            lambda: layer.window_read_slots(self.batch.sequence_of_token, self.batch.positions),
+        )

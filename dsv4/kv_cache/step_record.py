@@ -1,0 +1,69 @@
+"""What it takes to undo a step of a cache that did not come to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsv4.kv_cache.page_tables import PageTable, TableRecord, to_device
+
+if TYPE_CHECKING:
+    from dsv4.kv_cache.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRows:
+    """Rows of a tensor as they were.
+
+    Attributes:
+        tensor: Where they belong.
+        dim: Along which they are counted.
+        rows: ``[R]`` int64.
+        values: What they held.
+    """
+
+    tensor: torch.Tensor
+    dim: int
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> SavedRows:
+        """Copy rows, in stream order."""
+        return cls(tensor, dim, rows, tensor.index_select(dim, rows))
+
+    def restore(self) -> None:
+        """Write them back."""
+        self.tensor.index_copy_(self.dim, self.rows, self.values)
+
+
+@dataclass(eq=False)
+class StepRecord:
+    """What one ``PagedCache.prepare`` and the step after it change.
+
+    Attributes:
+        tables: Page tables and what they were, in the order of the changes.
+        tokens: Tokens of each row before.
+        grown: Rows of the step before.
+        saved: Contents that the step overwrites although they are needed to repeat it.
+        batch: The batch whose lengths were advanced, if it came to that.
+    """
+
+    tokens: dict[int, int]
+    grown: frozenset[int]
+    tables: list[tuple[PageTable, TableRecord]] = field(default_factory=list)
+    saved: list[SavedRows] = field(default_factory=list)
+    batch: Batch | None = None
+
+
+def save(
+    tensors: Sequence[torch.Tensor], dim: int, rows: Sequence[int] | torch.Tensor
+) -> list[SavedRows]:
+    """Copies of the same rows of some tensors."""
+    if len(rows) == 0 or not tensors:
+        return []
+    there = rows if isinstance(rows, torch.Tensor) else to_device(rows, tensors[0].device)
+    return [SavedRows.of(tensor, dim, there) for tensor in tensors]

@@ -1,0 +1,127 @@
+"""What a recording consists of: where tensors lie, and the steps that a tape repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a recorded tensor lies.
+
+    Attributes:
+        slot: Number of the argument or, after the arguments, of the allocation.
+        offset: Bytes from its first element.
+    """
+
+    slot: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor inside the memory of a slot."""
+
+    place: Place
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, slot: int) -> View:
+        """The same part of another slot."""
+        return replace(self, place=Place(slot, self.place.offset))
+
+    def __call__(self, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor, given the tensors of all slots."""
+        whole = slots[self.place.slot]
+        if whole.dtype == self.dtype:
+            begin = whole.storage_offset() + self.place.offset // whole.element_size()
+            return whole.as_strided(self.shape, self.strides, begin)
+        storage = whole.untyped_storage()
+        begin = whole.data_ptr() - storage.data_ptr() + self.place.offset
+        made = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return made.set_(storage, begin // made.element_size(), self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """A kernel launch as it was recorded.
+
+    Attributes:
+        kernel: The ``FastKernel``.
+        launch: What launches it through the driver; None where it is interpreted.
+        grid: Number of programs.
+        scalars: Arguments of ``launch`` other than addresses.
+        args: Positional arguments, with ``View`` in place of tensors, also inside of tuples.
+        options: Arguments by name.
+    """
+
+    kernel: Any
+    launch: Any
+    grid: Any
+    scalars: tuple[Any, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DriverLaunch:
+    """Launches of a compiled kernel as they were recorded.
+
+    Attributes:
+        run: Launches, given a stream and the addresses of all places.
+        places: Of its tensors; None where it takes 0 in place of an address.
+    """
+
+    run: Callable[[int, Sequence[int]], None]
+    places: tuple[Place | None, ...]
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """An operation of ``REPEATED`` as it was recorded.
+
+    Attributes:
+        run: Repeats it.
+        args: With ``View`` in place of tensors, also inside of tuples and lists.
+        options: Arguments by name.
+        slot: Of its result.
+    """
+
+    run: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    slot: int
+
+
+@dataclass(frozen=True)
+class WholeOperator:
+    """A registered operator that is called again, as its parts could not be recorded.
+
+    Attributes:
+        name: As registered.
+        args: Of the recorded call; tensors are alive no longer than the recorder.
+        given: The same with ``View`` in place of tensors.
+        slots: Of its results.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    given: tuple[Any, ...]
+    slots: tuple[int, ...]
+
+
+Step = KernelLaunch | DriverLaunch | TorchCall | WholeOperator
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The parts of nested lists and tuples."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from flat(part)
+    else:
+        yield value

@@ -1,0 +1,380 @@
+"""Do again what a recorded call launched, allocated and computed, without its Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from dsv4.plans.recorded import (
+    DriverLaunch,
+    KernelLaunch,
+    Place,
+    Step,
+    TorchCall,
+    View,
+    WholeOperator,
+    flat,
+)
+from dsv4.plans.recorder import Recorder
+
+ALIGNMENT = 16  # bytes: launchers and compiled kernels look at no more of an address
+_BLOCK = 512  # bytes: where CUDA's allocator lets memory begin
+_data_ptr = torch.Tensor.data_ptr
+
+Slots = Sequence[torch.Tensor]
+Build = Callable[[Slots], Any]
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Takes the tensor of a slot."""
+
+    slot: int
+
+    def __call__(self, slots: Slots) -> torch.Tensor:
+        """The tensor, given the tensors of all slots."""
+        return slots[self.slot]
+
+
+def builder(value: Any, find: Callable[[torch.Tensor], Build]) -> Build:
+    """A function that makes what ``value`` is from other tensors.
+
+    Args:
+        value: A tensor, a tuple or a dataclass of values, or anything that is the same each time.
+        find: Gives the function that makes a tensor; a ``Pick`` where it is one of the slots.
+
+    Raises:
+        KeyError: if ``find`` does, or a part of ``value`` is of another type.
+    """
+    if isinstance(value, torch.Tensor):
+        return find(value)
+    if _is_constant(value):
+        return lambda slots: value
+    if type(value) is tuple:
+        parts = [builder(part, find) for part in value]
+        slots = [part.slot for part in parts if isinstance(part, Pick)]
+        if len(parts) > 1 and len(slots) == len(parts):
+            return itemgetter(*slots)
+        return lambda slots: tuple([part(slots) for part in parts])
+    if is_dataclass(value) and not isinstance(value, type):
+        named = [(f.name, builder(getattr(value, f.name), find)) for f in fields(value)]
+        kind = type(value)
+        return lambda slots: kind(**{name: part(slots) for name, part in named})
+    raise KeyError(f"a {type(value).__name__}")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value has no tensors, and nobody would change it."""
+    if type(value) in (tuple, list):
+        return all(map(_is_constant, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_is_constant(getattr(value, f.name)) for f in fields(value))
+    return value is None or isinstance(value, int | float | str | torch.dtype)
+
+
+class _Allocation:
+    """How memory of a recorded allocation is allocated again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.as_view = _whole(0, tensor)
+        self.is_final = False  # a result has this shape and dtype
+
+    def becomes(self, view: View) -> bool:
+        """Allocate it in the shape and dtype of a result that is a view of all of it.
+
+        Then the result is the allocation itself. False where another result has another shape, or
+        the view leaves out a part.
+        """
+        wanted = replace(view, place=Place(0, 0))
+        if self.is_final:
+            return wanted == self.as_view
+        tensor = self.tensor
+        whole = torch.empty(view.shape, dtype=view.dtype, device="meta")
+        fits = whole.stride() == view.strides and whole.nbytes == tensor.nbytes
+        if view.place.offset or not tensor.is_contiguous() or not fits:
+            return False
+        self.as_view, self.is_final = wanted, True
+        return True
+
+    def function(self) -> Callable[[], torch.Tensor]:
+        """Allocates it."""
+        view = self.as_view
+        return functools.partial(
+            torch.empty_strided,
+            view.shape,
+            view.strides,
+            dtype=view.dtype,
+            device=self.tensor.device,
+        )
+
+
+Again = Callable[[tuple[Any, ...]], Any]  # calls an operator again, given its arguments
+
+
+class Tape:
+    """The allocations and steps of one call, for calls with tensors of the same metadata.
+
+    Allocations that only kernels see are parts of a single one. Each takes the host 2.2 us on an
+    H100's machine, and a decoder layer has about 30 of them.
+
+    Attributes:
+        launches: How many steps launch kernels.
+        is_native: Whether the driver launches them all, none Triton's interpreter.
+        is_free: Says whether launches may leave out Triton.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        result: Any,
+        again: Callable[[WholeOperator], Again] | None = None,
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            recorder: Of the call.
+            result: What it returned.
+            again: Gives what calls an operator again; for the tape of a composite recorder.
+
+        Raises:
+            KeyError: if the result is not made of arguments and allocations, or one of these does
+                not begin at a multiple of 16 bytes.
+        """
+        if any(tensor.data_ptr() % ALIGNMENT for tensor in recorder.allocated):
+            raise KeyError("an allocation is not aligned")
+        steps, whole = recorder.steps, [*recorder.tensors, *recorder.allocated]
+        computed = {slot for step in steps for slot in _results(step)}
+        made = {
+            slot: _Allocation(tensor)
+            for slot, tensor in enumerate(whole)
+            if slot >= len(recorder.tensors) and slot not in computed
+        }
+        self._result, seen = _result_of(recorder, result, made)
+        triton = [step for step in steps if isinstance(step, KernelLaunch)]
+        self.launches = len(triton) + sum(isinstance(step, DriverLaunch) for step in steps)
+        self.is_native = all(step.launch is not None for step in triton)
+        self.is_free = triton[0].kernel.is_free if triton else lambda: True
+        seen |= {slot for step in steps for slot in _seen(step, self.is_native)}
+        hidden = [slot for slot in made if slot not in seen]
+        if len(hidden) < 2 or len({whole[slot].device for slot in hidden}) > 1:
+            hidden = []
+        self._allocate = [(i, one.function()) for i, one in made.items() if i not in hidden]
+        self._offsets, self._arena = _arena(recorder, hidden)
+        layouts = [made[i].as_view if i in made else _whole(i, t) for i, t in enumerate(whole)]
+        self._steps = [_step(step, layouts, again) for step in steps]
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], stream: int
+    ) -> Any:
+        """Do it again with kernels that the driver launches.
+
+        ``NotImplemented`` if memory is allocated at other alignment than when it was recorded.
+
+        Args:
+            tensors: As the recorded call's.
+            addresses: Of their first elements.
+            stream: Of the current GPU, where the tensors are.
+        """
+        slots: list[Any] = [*tensors, *self._offsets]
+        if self._arena is None:
+            unaligned = 0
+            begins = [*addresses, *self._offsets, 0]
+        else:
+            arena = self._arena()
+            unaligned = first = _data_ptr(arena)
+            begins = [*addresses, *[first + offset for offset in self._offsets], 0]
+        for slot, allocate in self._allocate:
+            slots[slot] = tensor = allocate()
+            begins[slot] = begin = _data_ptr(tensor)
+            unaligned |= begin
+        if unaligned % ALIGNMENT:
+            return NotImplemented
+        for step in self._steps:
+            step(stream, begins, slots)
+        return self._result(slots)
+
+    def interpreted(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with kernels that Triton launches, or its interpreter runs."""
+        slots: list[Any] = [*tensors, *self._offsets]
+        begins = [0] * (len(slots) + 1)
+        for slot, allocate in self._allocate:
+            slots[slot] = allocate()
+        for step in self._steps:
+            step(0, begins, slots)
+        return self._result(slots)
+
+
+def tape_of(
+    recorder: Recorder, result: Any, again: Callable[[WholeOperator], Again] | None = None
+) -> Tape | None:
+    """A tape of the call that a recorder saw; None where there cannot be one. See ``Tape``."""
+    if recorder.inside is not None or recorder.outside is not None or not recorder.steps:
+        return None
+    try:
+        return Tape(recorder, result, again)
+    except KeyError:
+        return None
+
+
+def _result_of(
+    recorder: Recorder, result: Any, made: dict[int, _Allocation]
+) -> tuple[Build, set[int]]:
+    """What makes the result, and the slots that it is made of."""
+    slots = {id(t): i for i, t in enumerate([*recorder.tensors, *recorder.allocated])}
+    seen = set()
+
+    def find(tensor: torch.Tensor) -> Build:
+        slot = slots.get(id(tensor))
+        if slot is None:
+            view = recorder.view(tensor)
+            slot = view.place.slot
+            if slot < len(recorder.tensors):
+                raise KeyError("the result is a view of an argument")
+            seen.add(slot)
+            if slot not in made or not made[slot].becomes(view):
+                return view
+        elif slot in made:
+            made[slot].is_final = True
+        seen.add(slot)
+        return Pick(slot)
+
+    return builder(result, find), seen
+
+
+def _whole(slot: int, tensor: torch.Tensor) -> View:
+    """The tensor of a slot as it was recorded."""
+    return View(Place(slot, 0), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _results(step: Step) -> tuple[int, ...]:
+    """Slots of the tensors that a step makes."""
+    if isinstance(step, TorchCall):
+        return (step.slot,)
+    return step.slots if isinstance(step, WholeOperator) else ()
+
+
+def _seen(step: Step, is_native: bool) -> list[int]:
+    """Slots that a step wants as tensors; of others the address will do."""
+    if isinstance(step, DriverLaunch) or (is_native and isinstance(step, KernelLaunch)):
+        return []
+    given = step.given if isinstance(step, WholeOperator) else step.args
+    return [view.place.slot for view in flat(given) if isinstance(view, View)]
+
+
+def _arena(
+    recorder: Recorder, hidden: Sequence[int]
+) -> tuple[list[int], Callable[[], torch.Tensor] | None]:
+    """Where each slot after the arguments begins in common memory, and what allocates that."""
+    count, total = len(recorder.tensors), 0
+    offsets = [0] * len(recorder.allocated)
+    for slot in hidden:
+        offsets[slot - count] = total
+        total += -(-recorder.allocated[slot - count].untyped_storage().nbytes() // _BLOCK) * _BLOCK
+    if not total:
+        return offsets, None
+    device = recorder.allocated[hidden[0] - count].device
+    return offsets, functools.partial(torch.empty, total, dtype=torch.uint8, device=device)
+
+
+# Takes a stream, the addresses of all slots followed by 0, and their tensors where there are any.
+_Step = Callable[[int, list[int], list[Any]], None]
+
+
+def _step(
+    recorded: Step, layouts: Sequence[View], again: Callable[[WholeOperator], Again] | None
+) -> _Step:
+    """What repeats a step."""
+    if isinstance(recorded, DriverLaunch):
+        run, of_run = recorded.run, _addresses(recorded.places)
+        return lambda stream, begins, slots: run(stream, of_run(begins))
+    if isinstance(recorded, KernelLaunch):
+        return _kernel_step(recorded, layouts)
+    if isinstance(recorded, TorchCall):
+        return _torch_step(recorded, layouts)
+    assert again is not None
+    call, args, made = again(recorded), _rebuild(recorded.given, layouts), recorded.slots
+
+    def operator(stream: int, begins: list[int], slots: list[Any]) -> None:
+        found = call(args(slots))
+        for slot, tensor in zip(made, () if found is None else flat(found), strict=True):
+            _hold(tensor, slot, begins, slots)
+
+    return operator
+
+
+def _kernel_step(recorded: KernelLaunch, layouts: Sequence[View]) -> _Step:
+    launch, grid, scalars = recorded.launch, recorded.grid, recorded.scalars
+    if launch is None:
+        kernel, options, args = recorded.kernel.kernel, recorded.options, recorded.args
+        build = _rebuild(args, layouts)
+        return lambda stream, begins, slots: kernel[grid](*build(slots), **options)
+    views = [a for a in flat(recorded.args) if isinstance(a, View)]
+    pick = _addresses([view.place for view in views])
+    return lambda stream, begins, slots: launch(grid, stream, pick(begins), scalars)
+
+
+def _torch_step(recorded: TorchCall, layouts: Sequence[View]) -> _Step:
+    run, options, made = recorded.run, recorded.options, recorded.slot
+    build = _rebuild(recorded.args, layouts)
+
+    def call(stream: int, begins: list[int], slots: list[Any]) -> None:
+        _hold(run(*build(slots), **options), made, begins, slots)
+
+    return call
+
+
+def _hold(tensor: torch.Tensor, slot: int, begins: list[int], slots: list[Any]) -> None:
+    """Let a slot have a tensor that a step made."""
+    slots[slot], begins[slot] = tensor, _data_ptr(tensor)
+    if begins[slot] % ALIGNMENT:
+        raise RuntimeError(
+            f"a tape: memory of a new tensor begins at {begins[slot]}, wanted a multiple of "
+            f"{ALIGNMENT}"
+        )
+
+
+def _rebuild(value: Any, layouts: Sequence[View]) -> Build:
+    """What makes arguments again, in which a ``View`` stands for each tensor."""
+    if isinstance(value, View):
+        return _tensor(value, layouts[value.place.slot])
+    if not any(isinstance(part, View) for part in flat(value)):
+        return lambda slots: value
+    kind, parts = type(value), [_rebuild(part, layouts) for part in value]
+    return lambda slots: kind([part(slots) for part in parts])
+
+
+def _tensor(view: View, whole: View) -> Build:
+    """What makes a view of a slot whose tensor is ``whole``, in one call if there is one."""
+    slot = view.place.slot
+    if view == whole:
+        return Pick(slot)
+    turned = replace(whole, shape=whole.shape[::-1], strides=whole.strides[::-1])
+    if len(whole.shape) == 2 and view == turned:
+        return lambda slots: slots[slot].t()
+    shape = view.shape
+    if view.dtype == whole.dtype and not view.place.offset and _contiguous(view, whole):
+        return lambda slots: slots[slot].view(shape)
+    return view
+
+
+def _contiguous(*views: View) -> bool:
+    """Whether all are whole and contiguous, and of as many elements."""
+    made = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
+    same = all(one.stride() == view.strides for one, view in zip(made, views, strict=True))
+    return same and len({one.numel() for one in made}) == 1
+
+
+def _addresses(places: Sequence[Place | None]) -> Callable[[Sequence[int]], Sequence[int]]:
+    """A function that gives the addresses of these places."""
+    slots = [-1 if place is None else place.slot for place in places]
+    if any(place is not None and place.offset for place in places):
+        offsets = [0 if place is None else place.offset for place in places]
+        pairs = list(zip(slots, offsets, strict=True))
+        return lambda begins: [begins[slot] + offset for slot, offset in pairs]
+    return itemgetter(*slots) if len(slots) > 1 else lambda begins: [begins[slots[0]]]
