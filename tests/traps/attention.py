@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "pitfall 42",
         "a file without a schedule is not refused",
-        "dsv4/config_json.py",
+        "dsv4/config/config_json.py",
         '        (("compress_ratios", "layer_types"), "there is no default layer schedule"),\n',
         "",
         WRONG_FILE,
@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "pitfall 42",
         "two schedules that contradict each other are not refused",
-        "dsv4/config_json.py",
+        "dsv4/config/config_json.py",
         'problems.append("layer_types contradicts compress_ratios")',
         "pass",
         WRONG_FILE,
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "pitfall 1",
         "YaRN on the main table of a file",
-        "dsv4/config_json.py",
+        "dsv4/config/config_json.py",
         '"rope_main": {"theta": theta, "dim": dim},',
         '"rope_main": {"theta": theta, "dim": dim, **_yarn(compress, problems)},',
         CONFIG + "test_every_style_of_file_gives_the_same_configuration_back",
