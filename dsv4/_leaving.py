@@ -1,4 +1,4 @@
-"""Multiprocessors that products leave to what runs beside them on another stream."""
+"""SMs that products leave to what runs beside them on another stream."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _left: ContextVar[int] = ContextVar("dsv4_left", default=0)
 
 
 @contextmanager
-def leaving(multiprocessors: int) -> Iterator[None]:
+def leaving(sm_count: int) -> Iterator[None]:
     """Dense products of many tokens that are launched inside leave so many to others.
 
     Those of NVFP4 weights on Hopper do, whose blocks take tiles in turn. None of their blocks
-    begins before the kernel in front has ended: waiting for it, it would hold what is to be left.
+    begins before the preceding kernel has ended: waiting for it, it would hold what is to be left.
     """
-    token = _left.set(multiprocessors)
+    token = _left.set(sm_count)
     try:
         yield
     finally:
@@ -24,5 +24,5 @@ def leaving(multiprocessors: int) -> Iterator[None]:
 
 
 def left() -> int:
-    """How many multiprocessors the innermost ``leaving`` asks for, 0 outside."""
+    """How many SMs the innermost ``leaving`` asks for, 0 outside."""
     return _left.get()

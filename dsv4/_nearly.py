@@ -14,7 +14,7 @@ def when_nearly_done(start: Callable[[], None]) -> Iterator[None]:
     """Call ``start`` once: within the product that is launched inside, or behind it.
 
     Products of several launches call it before the last one that has many tiles, so that what waits
-    for the current stream there finds the multiprocessors that this launch's end leaves.
+    for the current stream there finds the SMs that this launch's end leaves.
     """
     waiting = [start]
     token = _start.set(waiting)

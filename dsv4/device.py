@@ -28,7 +28,7 @@ class Pretended:
 
     Attributes:
         capability: Compute capability of every CUDA device.
-        sms: Streaming multiprocessors of every CUDA device.
+        sms: SMs of every CUDA device.
         packages: Whether every package is installed.
     """
 
@@ -79,7 +79,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cached
 def sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 of another device."""
+    """SMs of a CUDA device; 1 of another device."""
     if device.type != "cuda":
         return 1
     pretended = MACHINE.pretended.sms

@@ -95,7 +95,7 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    _launch.multiprocessors = lambda device: _MULTIPROCESSORS[arch]
+    _launch.sm_count = lambda device: _MULTIPROCESSORS[arch]
     _launch.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
         passed.clear()

@@ -112,7 +112,7 @@ def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
     yield dispatch, "_device", lambda args: GPU
     yield _launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}
     yield _launch, "capability", lambda tensor: (9, 0)
-    yield _launch, "multiprocessors", lambda device: _PROCESSORS
+    yield _launch, "sm_count", lambda device: _PROCESSORS
     yield _launcher, "is_on_gpu", lambda tensor: True
     yield _plans, "is_worth_it", lambda tensor: True
     yield cuda_driver, "_driver", lambda: cuda

@@ -53,7 +53,7 @@ def usage_of(image, file):
 
 
 def loads_before_wait(image, file):
-    """Loads of global memory that a thread may reach before it waits for the kernel in front.
+    """Loads of global memory that a thread may reach before it waits for the preceding kernel.
 
     Along every way. A load that the assembler moved there reads what that kernel has yet to write.
     """

@@ -67,7 +67,7 @@ def install(arch: int) -> list[str]:
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    _launch.multiprocessors = lambda device: 132
+    _launch.sm_count = lambda device: 132
     _launch.capability = lambda tensor: (arch // 10, arch % 10)
     return ran
 

@@ -270,7 +270,7 @@ def test_the_last_slot_of_a_row_longer_than_what_is_looked_at_together(seed, cou
 @pytest.mark.gpu
 @given(seeds(), st.integers(2, 300), st.sampled_from([1, *CLUSTERS]))
 def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens, count):
-    """With the same number of blocks to a token; many tokens take turns on a multiprocessor."""
+    """With the same number of blocks to a token; many tokens take turns on an SM."""
     case = Case(seed, tokens, (65, 64))
     with dealt(count):
         together = case.run()
@@ -402,7 +402,7 @@ def test_a_token_is_dealt_out_to_no_more_than_its_blocks(tokens, heads, widths, 
 
 
 def test_what_is_chosen():
-    """As measured on a GPU of 132 multiprocessors; ``splits`` may be any where it is not named."""
+    """As measured on a GPU of 132 SMs; ``splits`` may be any where it is not named."""
     alone, split, two = AttentionPlan(False), AttentionPlan(True), CLUSTERS["together"]
     assert choose(64, 128, (128, 1024), 132) == (alone, 1)
     for tokens in (67, 1024, 4096):

@@ -434,9 +434,9 @@ class TestPlan:
         st.tuples(st.integers(0, 300), st.integers(0, 9000)),
         st.sampled_from([1, 78, 132, 148]),
     )
-    def test_no_program_is_without_a_block(self, tokens, heads, width, multiprocessors):
+    def test_no_program_is_without_a_block(self, tokens, heads, width, sm_count):
         for wide in (True, False):
-            shape, count = kernels.plan(tokens, heads, 512, width, multiprocessors, wide)
+            shape, count = kernels.plan(tokens, heads, 512, width, sm_count, wide)
             assert wide or shape.heads == 16
             assert 1 <= count <= max(1, kernels._blocks(shape, width))
             if heads <= 16:

@@ -43,7 +43,7 @@ class Driver:
 
     def __init__(self, kinds=None):
         self.kinds, self.launches, self.maps = kinds, [], []
-        self.early = []  # whether each launch's blocks may begin before the kernel in front ends
+        self.early = []  # whether each launch's blocks may begin before the preceding kernel ends
         self.arch, self.archs = HOPPER, []
         self.plan = None  # of a dense product, instead of what would be chosen
 

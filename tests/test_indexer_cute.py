@@ -236,7 +236,7 @@ def test_scores_of_integers(tokens, entries, heads, page, share, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", [262144, 200001])
 def test_scores_of_keys_near_at_hand(entries):
-    """Copies of keys that are in the level-2 cache take the least time; every call is right.
+    """Copies of keys that are in the L2 take the least time; every call is right.
 
     Scales are within 2^2, so that no key is multiplied again from memory, which would hide it.
     """

@@ -397,7 +397,7 @@ def test_slices_of_the_hidden_axis(device, monkeypatch, tokens, dtype):
     """Sizes that fill no tile, cut in as many slices as a GPU would like."""
     if device.type == "cpu":
         launch = pytest.importorskip("dsv4.triton._launch")
-        monkeypatch.setattr(launch, "multiprocessors", lambda device: 16)
+        monkeypatch.setattr(launch, "sm_count", lambda device: 16)
     x = fuzz.normal(0, (tokens, 600), dtype).to(device)
     weight = (fuzz.normal(1, (40, 600)) / 20).to(dtype).to(device)
     check_routing(x, weight, fuzz.normal(2, (40,)).to(device), 7)

@@ -62,7 +62,7 @@ def check(plan, arch, image, numbers, instructions):
         return sum(i.startswith(name) for i in instructions)
 
     assert numbers["STACK"] == numbers["LOCAL"] == begins("LDL") == begins("STL") == 0
-    # Constant loads may be moved to before the wait for the kernel in front.
+    # Constant loads may be moved to before the wait for the preceding kernel.
     assert not any(".CONSTANT" in i for i in instructions)
     assert numbers["REG"] * plan.threads <= REGISTER_FILE
     assert image.shared_bytes == plan.shared_bytes <= dense_plan.MOST_SHARED

@@ -65,7 +65,7 @@ def test_resources(plan):
     """Of compute capability 10.0: 227 KiB and 64 Ki registers of a block, 512 columns."""
     assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
     assert plan.shared_bytes >= plan.table_bytes + plan.stages * plan.stage_bytes
-    # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the level-2 cache.
+    # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
     assert (plan.stages - 1) * plan.stage_bytes >= 1500 * 64
     assert plan.stage_bytes % 1024 == 0
     assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can be told of"

@@ -46,7 +46,7 @@ def test_a_wait_is_looked_for_along_every_way():
 
 @pytest.mark.parametrize("op", ["compressor_update", "compress_write"])
 def test_pitfall_18_state_is_read_and_written_behind_the_wait(op):
-    """The kernel in front writes what this one pools, and may still read what this one writes."""
+    """The preceding kernel writes what this one pools, and may still read what this one writes."""
     kernels = compiled(90, op)
     assert kernels
     assert all(kernel["waits"] for kernel in kernels)

@@ -1,7 +1,7 @@
 """Attention as decode and prefill steps call it, its indexer, and the whole sublayer.
 
 ``run attention``, ``run indexer`` and ``run attention_layer`` are these, at sizes of their own.
-Every call of a timed graph has caches and slots of its own, and the level-2 cache is cleared before
+Every call of a timed graph has caches and slots of its own, and the L2 is cleared before
 a replay. A result is checked in some of its tokens before it is timed.
 
 * ``attention``: FP8 entries, pages of 64. C4A: the window and as many chosen entries as the indexer

@@ -3,7 +3,7 @@
 A layer of random NVFP4 weights, packed where they can be, bfloat16 activations, FP8 entries and
 MXFP4 index keys. Up to ``MOST_DECODED`` tokens are a decode step of as many sequences at the last
 of their first 4096 positions, which closes a window of either compressor: the longest kind of step.
-More tokens are the prefill of one sequence. The level-2 cache is cleared before each replay.
+More tokens are the prefill of one sequence. The L2 is cleared before each replay.
 
 Before it is timed, a step is compared with the same one by the reference's operators, from a copy
 of the cache: a row may be off by ``_TOLERANCE`` of its norm. Both attend to the entries that the

@@ -6,7 +6,7 @@ has its router and its shared expert, too, so its routing is the router's.
 
 Weights are packed for Hopper where they are whole tiles, activations bfloat16, numerics DeepSeek's
 (the routing weight multiplies before the down projection). A CUDA graph holds several calls, each
-with tokens and a routing of its own, and the level-2 cache is cleared before a replay: a call finds
+with tokens and a routing of its own, and the L2 is cleared before a replay: a call finds
 weights in the cache only as far as its experts are those of the call before. Where a rest is asked
 for, everything is timed back to back and rested (``dsv4.bench.timing``), in rows of their own.
 

@@ -4,10 +4,10 @@
 
 A product is tiles of rows and tokens, whose K may be shared by the blocks of a cluster. A block is
 bound by its tensor cores, by expanding FP4 weights (where they are not multiplied as such) or by
-what the level-2 cache gives it; all of them by memory, which is read once. Rounds of tiles are
+what the L2 gives it; all of them by memory, which is read once. Rounds of tiles are
 whole. Five numbers are fitted to times on an H200 (``loss``): what a launch and its first bytes
 take, for few tokens and for many, what a tile costs beside its steps, what a shared K costs, and
-the rate of the level-2 cache. The rest are a machine's rates, measured or nominal.
+the rate of the L2. The rest are a machine's rates, measured or nominal.
 
 The B200 is supposed, see ``B200``. No time there has been measured by this package.
 """
@@ -36,7 +36,7 @@ class Machine:
 
     Attributes:
         name: Of the GPU.
-        processors: Streaming multiprocessors.
+        processors: SMs.
         ghz: Clock under load.
         read_tbs: Terabytes per second read from memory.
         tflops: Of the tensor cores, by element: ``"bf16"`` and, where there is one, ``"nvfp4"``.
@@ -45,7 +45,7 @@ class Machine:
         tile_cycles: Of a tile, beside its steps: filling the pipeline, storing the results.
         shared_cycles: More of a tile whose K is shared by blocks.
         expanded: FP4 weights that a processor expands to bfloat16 in a cycle, counted in SASS.
-        l2_bytes: Bytes that the level-2 cache gives a processor in a cycle.
+        l2_bytes: Bytes that the L2 gives a processor in a cycle.
     """
 
     name: str

@@ -71,7 +71,7 @@ def empty_node_us(device: torch.device, repeat: int) -> float:
 
 
 def _on_gpu(calls: Sequence[Call], repeat: int, rest: float = 0.0) -> Timing:
-    """A graph of all calls, replayed with the level-2 cache cleared before each replay.
+    """A graph of all calls, replayed with the L2 cleared before each replay.
 
     Every call has inputs of its own, so within a replay each finds them out of cache.
     """

@@ -201,7 +201,7 @@ def _compare(
 
 
 def _times(matrix: _Matrix, kernel: Kernel, request: Request) -> dict[int, float]:
-    """Of the result's usual dtype, bfloat16; on a GPU with the level-2 cache cleared before."""
+    """Of the result's usual dtype, bfloat16; on a GPU with the L2 cleared before."""
     weight, found = matrix.weight.with_layout(kernel.layout), {}
     for count in request.tokens:
         x = matrix.input(count)

@@ -111,7 +111,7 @@ class _Product:
             yield _point("swizzled results", dataclasses.replace(usual, kwargs=kwargs))
 
     def times(self, kernel: Kernel, request: Request) -> dict[int, float]:
-        """By tokens; on a GPU with the level-2 cache cleared before."""
+        """By tokens; on a GPU with the L2 cleared before."""
         found = {}
         for count in request.tokens:
             problem = self.problem(count, request)

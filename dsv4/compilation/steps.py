@@ -429,7 +429,7 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (JITFunction, "run", listed),
         (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
         (_launch, "capability", lambda tensor: capability),
-        (_launch, "multiprocessors", lambda device: target.sms),
+        (_launch, "sm_count", lambda device: target.sms),
         (dispatch, "_device", lambda args: _GPU),
         (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
         (cute_indexer, "choose", lambda *args: None),

@@ -15,7 +15,7 @@ from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream
 from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
 from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton._launch import multiprocessors
+from dsv4.triton._launch import sm_count
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
 _CHOOSE = Parameters(*"qqqq", *"iiiiiii")
@@ -114,7 +114,7 @@ def score(
     assert query_scales is not None
     tokens, heads, _ = q.shape
     query_scales = query_scales.contiguous()
-    pairs, all_ = -(-keys.capacity // _PAIR), multiprocessors(q.device)
+    pairs, all_ = -(-keys.capacity // _PAIR), sm_count(q.device)
     # Blocks that take a whole multiprocessor must leave few without one.
     whole = 10 * tokens * (all_ // tokens) >= 9 * all_
     plan = ScoresPlan(group, 4 if whole else 2)

@@ -39,7 +39,7 @@ def beside(
     Args:
         work: A module, or another function that gives one tensor or None.
         x: Its input.
-        leave: Multiprocessors that its products of many tokens leave to the current stream.
+        leave: SMs that its products of many tokens leave to the current stream.
         lane: Number of the other stream.
 
     Returns:

@@ -15,7 +15,7 @@ from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
 # Tokens from which the shared expert would fill the GPU for as long as sorting and gathering rows
-# take several times over. It starts behind the router then, and leaves so many multiprocessors to
+# take several times over. It starts behind the router then, and leaves so many SMs to
 # these, which memory bounds; the routed experts' blocks begin there and count the tiles they take.
 # Its second product waits until the routed experts' first is nearly done, and fills what the last
 # tiles of that leave.

@@ -46,8 +46,8 @@ def are_few(programs: int, warps: int) -> bool:
 def in_order(tensor: torch.Tensor) -> dict[str, Any]:
     """The same for a kernel that writes weights, without programmatic launch and without ``PDL``.
 
-    Products ask for their weights before the kernel in front of them has ended, and would find what
-    was there before.
+    GEMMs load their weights before the preceding kernel has ended, and would find what was there
+    before.
     """
     return {name: value for name, value in options(tensor).items() if "pdl" not in name.lower()}
 
@@ -59,8 +59,8 @@ def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
     return machine.capability(tensor.device)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 on the CPU."""
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU; 1 on the CPU."""
     return machine.sms(device)
 
 

@@ -260,11 +260,11 @@ def _empty_parts(x: torch.Tensor, fn: torch.Tensor, splits: int) -> Parts:
 
 
 def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
-    """Parts of ``fn`` times the streams ``x [T, 4, H]``: about two programs per multiprocessor."""
+    """Parts of ``fn`` times the streams ``x [T, 4, H]``: about two programs per SM."""
     tokens, width = x.shape[0], fn.shape[1]
     group, block = (16 if tokens <= 16 else 64), 128
     groups, chunks = -(-tokens // group), -(-width // block)
-    splits = max(1, min(chunks, 2 * _launch.multiprocessors(x.device) // groups))
+    splits = max(1, min(chunks, 2 * _launch.sm_count(x.device) // groups))
     each = -(-chunks // splits)
     parts = _empty_parts(x, fn, -(-chunks // each))
     with _launch.on(x):
@@ -293,7 +293,7 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     tokens, width = x.shape[0], fn.shape[1]
     group, block, stages, warps = _TALL
     groups, chunks = -(-tokens // group), -(-width // block)
-    splits = max(1, min(chunks, _launch.multiprocessors(x.device) // groups))
+    splits = max(1, min(chunks, _launch.sm_count(x.device) // groups))
     each = -(-chunks // splits)
     parts = _empty_parts(x, fn, -(-chunks // each))
     parts = dataclasses.replace(parts, squared=False)

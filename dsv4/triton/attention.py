@@ -31,21 +31,21 @@ _GROUP = tl.constexpr(GROUP)
 _SCAN = 1024  # slots that a program looks at together
 _FEW_SLOTS = 2048  # of a token up to which programs that share it do not look for the last one
 _MOST_SPLITS = 128
-_MOST_PROGRAMS = 4  # that share tokens, of each that fits a multiprocessor
+_MOST_PROGRAMS = 4  # that share tokens, of each that fits an SM
 _TOGETHER = 16384  # sums that a program of the second launch holds at a time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A launch, and what the choice of one goes by, in clock cycles of a multiprocessor.
+    """A launch, and what the choice of one goes by, in clock cycles of an SM.
 
     Attributes:
         heads: Of a tile.
         block: Entries of a block.
         warps: Of a program.
         stages: One more than the blocks that are asked for ahead.
-        resident: Programs of a multiprocessor.
-        cycles: What a block costs a multiprocessor.
+        resident: Programs of an SM.
+        cycles: What a block costs an SM.
         latency: For how long a program waits for a block beside that.
         start: What a program costs beside its blocks.
     """
@@ -63,7 +63,7 @@ class Shape:
 # Fitted to times on an H200. Blocks of 16 are not among them: of three groups or more Triton 3.6
 # then makes wrong results.
 _SHAPES = (Shape(64, 64, 8, 2, 1, 8100, 0, 4000), Shape(16, 32, 4, 3, 2, 3700, 600, 6000))
-# Of a launch, in cycles, and of the bytes that a multiprocessor moves in one.
+# Of a launch, in cycles, and of the bytes that an SM moves in one.
 _LAUNCH, _BYTES = 3000, 20
 
 
@@ -427,7 +427,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
     # Only Hopper's tensor cores are given tiles of 64 heads, and more than two groups.
     wide = groups > 2 and (_launch.capability(q) or (9, 0))[0] == 9
-    shape, splits = plan(tokens, heads, d, widths, _launch.multiprocessors(q.device), wide)
+    shape, splits = plan(tokens, heads, d, widths, _launch.sm_count(q.device), wide)
     kept = (tokens, splits, heads) if splits > 1 else (0,)
     parts = torch.empty((*kept, d), dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -507,28 +507,28 @@ def _merge(
 
 @functools.cache
 def plan(
-    tokens: int, heads: int, d: int, widths: tuple[int, int], multiprocessors: int, wide: bool
+    tokens: int, heads: int, d: int, widths: tuple[int, int], sm_count: int, wide: bool
 ) -> tuple[Shape, int]:
     """The launch that takes the fewest cycles by estimate, and among how many a token is split.
 
     ``wide``: whether tiles of more than 16 heads may be taken.
     """
     estimates = (
-        (_cycles(shape, splits, tokens, heads, d, widths, multiprocessors), i, splits)
+        (_cycles(shape, splits, tokens, heads, d, widths, sm_count), i, splits)
         for i, shape in enumerate(_SHAPES)
         if shape.heads == 16 or (wide and heads > 16)
-        for splits in range(1, 1 + _most_splits(shape, tokens, heads, widths, multiprocessors))
+        for splits in range(1, 1 + _most_splits(shape, tokens, heads, widths, sm_count))
     )
     _, i, splits = min(estimates)
     return _SHAPES[i], splits
 
 
 def _most_splits(
-    shape: Shape, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+    shape: Shape, tokens: int, heads: int, widths: tuple[int, int], sm_count: int
 ) -> int:
-    """No more than there are blocks, nor more sums than a few programs for each multiprocessor."""
+    """No more than there are blocks, nor more sums than a few programs for each SM."""
     programs = tokens * triton.cdiv(heads, shape.heads)
-    most = _MOST_PROGRAMS * multiprocessors * shape.resident // programs
+    most = _MOST_PROGRAMS * sm_count * shape.resident // programs
     return max(1, min(_MOST_SPLITS, most, _blocks(shape, widths)))
 
 
@@ -543,16 +543,16 @@ def _cycles(
     heads: int,
     d: int,
     widths: tuple[int, int],
-    multiprocessors: int,
+    sm_count: int,
 ) -> float:
     """Rounds of programs, and sums written and read again if there are several to a token."""
     programs = tokens * triton.cdiv(heads, shape.heads) * splits
     longest = triton.cdiv(_blocks(shape, widths), splits)
-    rounds = triton.cdiv(programs, multiprocessors * shape.resident)
-    held = min(shape.resident, triton.cdiv(programs, multiprocessors))
+    rounds = triton.cdiv(programs, sm_count * shape.resident)
+    held = min(shape.resident, triton.cdiv(programs, sm_count))
     block = max(shape.cycles + shape.latency, held * shape.cycles)
     if splits == 1:
         return rounds * (shape.start + longest * block)
     moved = 4 * shape.heads * d / _BYTES
-    again = _LAUNCH + moved * programs / multiprocessors
+    again = _LAUNCH + moved * programs / sm_count
     return rounds * (shape.start + longest * block + held * moved) + again

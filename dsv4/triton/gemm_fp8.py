@@ -220,7 +220,7 @@ _MOST_SPLITS = 16
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(tokens: int, rows: int, columns: int, groups: int, multiprocessors: int) -> Plan:
+def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Plan:
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
     ``rows`` are those of a group. Columns that end within a block take small tiles, whose registers
@@ -240,13 +240,13 @@ def plan(tokens: int, rows: int, columns: int, groups: int, multiprocessors: int
     def cycles(length: int) -> float:
         splits = triton.cdiv(blocks, length)
         programs = tiles * splits
-        # A multiprocessor's share of the memory's rate is 20 bytes a cycle, its tensor cores do
+        # An SM's share of the memory's rate is 20 bytes a cycle, its tensor cores do
         # some 1300 multiplications a cycle of 2048; a program alone needs 600 cycles for a block.
         block = max(high * BLOCK / 20, high * wide * BLOCK / 1300)
-        busy = triton.cdiv(programs, multiprocessors) * length * block
-        alone = triton.cdiv(programs, 2 * multiprocessors) * length * max(600.0, block)
+        busy = triton.cdiv(programs, sm_count) * length * block
+        alone = triton.cdiv(programs, 2 * sm_count) * length * max(600.0, block)
         # The second launch, and parts that are written and read.
-        second = 2500 + 8 * sums * splits / (20 * multiprocessors) if splits > 1 else 0.0
+        second = 2500 + 8 * sums * splits / (20 * sm_count) if splits > 1 else 0.0
         return max(busy, alone) + second
 
     lengths = {triton.cdiv(blocks, splits) for splits in range(1, _MOST_SPLITS + 1)}
@@ -301,7 +301,7 @@ def _launch_product(
     """``out [T, G, N]`` of ``x [T, G, K]``, with unit stride along K."""
     tokens, groups, columns = x.shape
     rows = codes.shape[0] // groups
-    cut = plan(tokens, rows, columns, groups, _launch.multiprocessors(x.device))
+    cut = plan(tokens, rows, columns, groups, _launch.sm_count(x.device))
     target = out
     if cut.splits > 1:
         shape = (cut.splits, tokens, groups, rows)

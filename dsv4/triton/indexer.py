@@ -46,7 +46,7 @@ _FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; most of many chose
 _SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
 _COLUMNS = 256  # heads of all tokens that share a tile
 
-# Of the score kernels: entries per tile, tiles in flight, warps, programs for each multiprocessor.
+# Of the score kernels: entries per tile, tiles in flight, warps, programs for each SM.
 # By whether tokens share tiles, None for float32 operands; by format where blocks are in pages.
 _SHAPES = {
     False: (64, 3, 4, 4),
@@ -588,7 +588,7 @@ def launch_scores(
     shape = entry_format if within else shared > 1 if narrow_types else None
     block, stages, warps, resident = _SHAPES[shape]
     programs = triton.cdiv(tokens, shared)
-    splits = max(1, resident * _launch.multiprocessors(q.device) // programs)
+    splits = max(1, resident * _launch.sm_count(q.device) // programs)
     grid = (programs, min(splits, triton.cdiv(capacity, block)))
     pointers = (weights, data, page_table, sequences, visible, scores, maxima)
     strides = (

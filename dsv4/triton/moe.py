@@ -281,7 +281,7 @@ def _gather_kernel(
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Columns per program, and programs per token: small ones while there are few tokens."""
-    block = 1024 if tokens * columns >= 1024 * 4 * _launch.multiprocessors(device) else 256
+    block = 1024 if tokens * columns >= 1024 * 4 * _launch.sm_count(device) else 256
     block = min(block, _launch.power_of_two(columns))
     return block, max(1, triton.cdiv(columns, block))
 
@@ -309,7 +309,7 @@ def _gather(
     (tokens, columns), source = x.shape, _rows.as_rows(x)
     block, chunks = _chunks(tokens, columns, x.device)
     # While programs do not fill the GPU, every row of a token has its own.
-    each = 1 if tokens * chunks < _launch.multiprocessors(x.device) else rows.shape[1]
+    each = 1 if tokens * chunks < _launch.sm_count(x.device) else rows.shape[1]
     with _launch.on(x):
         _gather_kernel[(tokens * chunks, rows.shape[1] // each)](
             source,

@@ -633,7 +633,7 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     """Blocks of a chunk, and chunks of a row; one while rows are few, which have their own kernel.
 
     Many rows: several blocks to a thread, so that more programs, each at another step, share a
-    multiprocessor; but a thread's blocks are in its registers.
+    SM; but a thread's blocks are in its registers.
     """
     least = _launch.power_of_two(triton.cdiv(blocks, 4))
     across = min(512, _launch.power_of_two(blocks))

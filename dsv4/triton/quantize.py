@@ -237,7 +237,7 @@ def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
     rows, blocks = matrix.shape[0] // count, matrix.shape[1] // 16
     tall, across = tile_shape(blocks, False)
     chunks = triton.cdiv(blocks, across)
-    fill = max(1, 16 * _launch.multiprocessors(matrix.device) // count)
+    fill = max(1, 16 * _launch.sm_count(matrix.device) // count)
     parts = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
     peaks = matrix.new_empty((count, parts), dtype=torch.float32)
     with _launch.on(matrix):
@@ -386,7 +386,7 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _mxfp4_tile(rows: int, blocks: int, many: bool) -> tuple[int, int]:
-    """Rows and blocks of a program: of few rows, enough blocks that no multiprocessor has 3."""
+    """Rows and blocks of a program: of few rows, enough blocks that no SM has 3."""
     if many:
         tall, across = tile_shape(blocks, False)
         return 2 * tall, across
@@ -434,7 +434,7 @@ def _fp8_block_kernel(
     """One tile of 128 rows by 128 columns; what is not finite is looked for once.
 
     ROWS: fewer where the matrix has no more. A tile of 128 is read twice, because between the two
-    it is as well kept by the cache as by registers, and then more programs share a multiprocessor.
+    it is as well kept by the cache as by registers, and then more programs share an SM.
     WHOLE: no tile is ragged.
     """
     for _ in range(once(PDL)):

@@ -158,7 +158,7 @@ def _many_kernel(
     """As ``_logits_kernel``, with tensor descriptors: what lies outside the matrices is zero.
 
     ``rest`` describes the weight in blocks of REST rows: a program may take COLUMNS + REST experts,
-    128 and 64 for one, where a single power of two would leave multiprocessors without work.
+    128 and 64 for one, where a single power of two would leave SMs without work.
     """
     WIDTH: tl.constexpr = COLUMNS + REST
     TILES: tl.constexpr = (EXPERTS + WIDTH - 1) // WIDTH
@@ -463,7 +463,7 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
             )
         return out
     tile = _tile(tokens, experts, operand)
-    splits = tile.splits(tokens, experts, hidden, _launch.multiprocessors(x.device))
+    splits = tile.splits(tokens, experts, hidden, _launch.sm_count(x.device))
     out = _sums(x, logits, splits)
     sizes |= {
         "TOKENS": tile.tokens,
