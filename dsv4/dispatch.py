@@ -126,6 +126,7 @@ _NOWHERE: frozenset[tuple[int, int]] = frozenset()
 
 
 def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementation, ...]:
+    assert ops, f"{module}: name its operators"
     return tuple(
         Implementation(op, "reference", f"dsv4.reference.{module}:{op}", waits=waits) for op in ops
     )
@@ -133,6 +134,7 @@ def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementat
 
 def _triton(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
     """Rows of operators of one module of kernels, with one function of ``triton.supports``."""
+    assert ops, f"{module}: name its operators"
     check = f"dsv4.triton.supports:{supports}"
     return tuple(Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check) for op in ops)
 
