@@ -17,13 +17,16 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
+from dsv4.cute.device.kernel import PlannedKernel
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     INFO_BYTES,
     NOPE,
     ROPE,
+    STAGE_BYTES,
     STAGES,
-    TILE_BYTES,
+    AttentionPlan,
+    ColumnsPlan,
 )
 
 Value = Any
@@ -34,23 +37,20 @@ _SCAN = 40  # slots that a lane asks for at a time to find the last, times the w
 _SCANNED = 8  # named barrier of the first group of warps that looks for the last
 
 
-class Entries:
-    """The part of a group of such warps in a kernel, ``expanders`` of which it has.
+class Entries(PlannedKernel):
+    """The part of a group of such warps in a kernel, ``plan.dequant_groups`` of which it has.
 
     A cache is (address, bytes between pages, log2 of a page's entries, address of slots, width).
     """
 
-    expanders: int  # groups of a block of threads
-    expand_warps: int  # of a group
-    held: int  # pieces of codes that wait in registers
-    staged: bool  # whether tails wait in shared memory, beside codes
-    scan_bytes: int  # of a group, to tell where the last slot is
-    fenced: bool  # whether a group fences what it has written, or who reads it
+    plan: AttentionPlan | ColumnsPlan
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """A lane's rows and groups of 64 dims, in the order in which they are expanded."""
-        return [(h, g) for h in range(BLOCK // (8 * self.expand_warps)) for g in range(_GROUPS)]
+        return [
+            (h, g) for h in range(BLOCK // (8 * self.plan.dequant_warps)) for g in range(_GROUPS)
+        ]
 
     @cute.jit
     def expand_part(self, caches: Value, item: Value, shared: Value, ring: Value) -> Value:
@@ -62,10 +62,10 @@ class Entries:
         token, part, parts, scan = item
         info, full, empty, at, own, group, warp, lane = shared
         stage, parity = ring
-        stride = parts * self.expanders
+        stride = parts * self.plan.dequant_groups
         begin = (caches[0][4] + BLOCK - 1) // BLOCK
         sizes = (token, caches[0][4], caches[1][4], begin)
-        row = warp * (BLOCK // self.expand_warps) + lane // 4
+        row = warp * (BLOCK // self.plan.dequant_warps) + lane // 4
         place = Uint32(row * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16)
         tail = Uint32(row * 128 + (lane % 4 ^ (lane // 4)) * 16 + _GROUPS * _COLUMNS)
         block = part + group * parts
@@ -74,7 +74,7 @@ class Entries:
         every = (token, begin, blocks)
         scanned = (info + Uint32(STAGES * INFO_BYTES), group, warp, lane)
         # Of two groups, the first looks after it has asked for its codes, which are wanted first.
-        early = (group == 0) & (self.expanders > 1)
+        early = (group == 0) & (self.plan.dequant_groups > 1)
         if (scan == 1) & (not early):
             blocks = self._used(caches, every, scanned)
         slots, there = self._share(found, warp, lane)
@@ -91,8 +91,8 @@ class Entries:
             block += stride
             more = block < blocks
             ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
-            to = at + Uint32(stage * TILE_BYTES)
-            if cutlass.const_expr(not self.staged):
+            to = at + Uint32(stage * STAGE_BYTES)
+            if cutlass.const_expr(not self.plan.rope_staged):
                 self._copy_tails(slots, starts, to + tail)
             if warp == 0 and lane == 0:
                 described = [there[0], there[1], Uint32(final), Uint32(0)]
@@ -100,7 +100,7 @@ class Entries:
             self._expand_held(codes, scales, to + place)
             self._expand_copied(scales, own, to, (place, tail))
             ptx.wait_async_copies(0)
-            if cutlass.const_expr(self.fenced):
+            if cutlass.const_expr(self.plan.producer_fences):
                 ptx.fence_proxy_async_shared()
             ptx.mbarrier_arrive(full + Uint32(stage * 8))
             slots, there = self._share(found, warp, lane)
@@ -108,7 +108,7 @@ class Entries:
             codes = self._load_codes(slots, starts)
             self._copy_codes(slots, starts, own)
             found = self._ask(caches, sizes, block + stride, lane)
-            stage += self.expanders
+            stage += self.plan.dequant_groups
             if stage >= STAGES:
                 stage -= STAGES
                 parity = parity ^ 1
@@ -121,16 +121,16 @@ class Entries:
 
     def _expand_held(self, codes: Value, scales: Value, to: Value) -> None:
         """Pieces that are in registers."""
-        for n, (h, g) in enumerate(self.pieces[: self.held]):
+        for n, (h, g) in enumerate(self.pieces[: self.plan.register_pieces]):
             self._expand(codes[n], self._byte(scales, h, g), to, h * 1024 + g * _COLUMNS)
 
     @cute.jit
     def _expand_copied(self, scales: Value, own: Value, to: Value, places: Value) -> None:
         """Those in shared memory, and tails."""
         place, tail = places
-        ptx.wait_async_copies(0 if self.staged else 1)
-        later, step = self.pieces[self.held :], 512 * self.expand_warps
-        rows = range(BLOCK // (8 * self.expand_warps)) if self.staged else ()
+        ptx.wait_async_copies(0 if self.plan.rope_staged else 1)
+        later, step = self.pieces[self.plan.register_pieces :], 512 * self.plan.dequant_warps
+        rows = range(BLOCK // (8 * self.plan.dequant_warps)) if self.plan.rope_staged else ()
         tails = [(h, c) for h in rows for c in range(2)]
         # All before the first is stored, behind which the next would wait.
         waiting = [
@@ -160,10 +160,10 @@ class Entries:
         """
         token, begin, blocks = sizes
         room, group, warp, lane = where
-        place = room + Uint32(group * self.scan_bytes)
+        place = room + Uint32(group * self.plan.scan_bytes)
         used: Value = Int32(0)
         own = warp * 32 + lane
-        threads, count = 32 * self.expand_warps, _SCAN // self.expand_warps
+        threads, count = 32 * self.plan.dequant_warps, _SCAN // self.plan.dequant_warps
         for first in cutlass.range(own, blocks * BLOCK, count * threads, unroll=1):
             numbers = [first + i * threads for i in range(count)]
             loaded = [self._load_of_both(caches, token, begin, number) for number in numbers]
@@ -177,7 +177,7 @@ class Entries:
         if lane == 0:
             ptx.store_shared_int(place + Uint32(warp * 4), used)
         cute.arch.barrier(barrier_id=_SCANNED + group, number_of_threads=threads)
-        for four in cutlass.range_constexpr(self.expand_warps // 4):
+        for four in cutlass.range_constexpr(self.plan.dequant_warps // 4):
             for other in ptx.load_shared(place + Uint32(four * 16), 4):
                 used = cutlass.max(used, Int32(other))
         return used
@@ -229,10 +229,10 @@ class Entries:
             Uint32(cute.arch.vote_ballot_sync(high >= 0)),
         )
         mine = low
-        if warp >= self.expand_warps // 2:
+        if warp >= self.plan.dequant_warps // 2:
             mine = high
-        rows = BLOCK // self.expand_warps
-        source = warp % (self.expand_warps // 2) * rows + lane // 4
+        rows = BLOCK // self.plan.dequant_warps
+        source = warp % (self.plan.dequant_warps // 2) * rows + lane // 4
         slots = tuple(cute.arch.shuffle_sync(mine, source + 8 * h) for h in range(rows // 8))
         return slots, there
 
@@ -255,14 +255,14 @@ class Entries:
         """The lane's 16 codes of the first pieces, zeros if there is no entry."""
         return [
             ptx.load_global_or_zero(starts[h], 4, Int32(slots[h] >= 0), g * 64)
-            for h, g in self.pieces[: self.held]
+            for h, g in self.pieces[: self.plan.register_pieces]
         ]
 
     def _copy_codes(self, slots: Value, starts: Value, own: Value) -> None:
         """Those of the others, and tails, to shared memory."""
-        step = 512 * self.expand_warps
-        later = [(h, g * 64) for h, g in self.pieces[self.held :]]
-        if self.staged:
+        step = 512 * self.plan.dequant_warps
+        later = [(h, g * 64) for h, g in self.pieces[self.plan.register_pieces :]]
+        if self.plan.rope_staged:
             later += [(h, NOPE + c * 64) for h in range(len(slots)) for c in range(2)]
         for n, (h, offset) in enumerate(later):
             ptx.async_copy16_or_zero(own, starts[h], Int32(slots[h] >= 0) * 16, n * step, offset)

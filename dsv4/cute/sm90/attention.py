@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import transpose_quad
 from dsv4.cute.sm90._entries import Entries
+from dsv4.cute.sm90.attention_args import ATTENTION_ABI, AttentionArgs, AttentionLayouts
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     CONSUMER_WARPS,
@@ -59,65 +60,25 @@ _KEPT, _GIVEN = DIMS // 4 * 16 * 4, DIMS // 4 * 16 * PACKED_BYTES // DIMS
 _ALL_THERE = 0xFFFFFFFF
 
 
-class AttentionKernel(Entries, AttentionPlan):
+class AttentionKernel(Entries):
     """The kernel of one configuration."""
 
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        return cute.compile(
-            self,
-            *[Int64(0)] * 10,
-            *[Int64(8)] * 4,
-            *[Int32(1)] * 9,
-            Float32(1.0),
-            CUstream(0),
-            options=options,
-        )
+    abi = ATTENTION_ABI
+    plan: AttentionPlan
 
     @cute.jit
-    def __call__(
-        self,
-        q: Int64,
-        window: Int64,
-        window_slots: Int64,
-        compressed: Int64,
-        compressed_slots: Int64,
-        sink: Int64,
-        out: Int64,
-        known: Int64,
-        cos: Int64,
-        sin: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        window_stride: Int64,
-        compressed_stride: Int64,
-        width: Int32,
-        second_width: Int32,
-        page_shift: Int32,
-        second_shift: Int32,
-        heads: Int32,
-        splits: Int32,
-        tiles: Int32,
-        items: Int32,
-        scan: Int32,
-        scale: Float32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+    def __call__(self, args: AttentionArgs, stream: CUstream) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute.attention`` launches the cubin itself."""
         q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma = self.tools()
-        self.kernel_(
-            q_layout, k_layout, p_layout, logits_mma, own_mma, other_mma, q, window, window_slots,
-            compressed, compressed_slots, sink, out, known, cos, sin, token_stride, head_stride,
-            window_stride, compressed_stride, width, second_width, page_shift, second_shift, heads,
-            splits, tiles, items, scan, scale,
-        ).launch(
-            grid=[self.blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.blocks, 1, 1],
-            smem=self.shared_bytes,
+        layouts = AttentionLayouts(q_layout, k_layout, p_layout)
+        self.kernel(layouts, logits_mma, own_mma, other_mma, args).launch(
+            grid=[self.plan.ctas, 1, 1],
+            block=[self.plan.threads, 1, 1],
+            cluster=[self.plan.ctas, 1, 1],
+            smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     def tools(self) -> tuple[Value, ...]:
         """Layouts of queries, stages and weights, and three products: logits, own and other's."""
@@ -134,7 +95,7 @@ class AttentionKernel(Entries, AttentionPlan):
             OperandMajorMode.K,
         )
         # Of 256 dims where that many registers are left for the sums of one product.
-        dims = DIMS // (2 if self.expand_warps == 4 else 4)
+        dims = DIMS // (2 if self.plan.dequant_warps == 4 else 4)
         own, other = (
             warpgroup.MmaF16BF16Op(
                 BFloat16,
@@ -150,76 +111,33 @@ class AttentionKernel(Entries, AttentionPlan):
         return (q_layout, k_layout, p_layout, *products)
 
     @cute.kernel
-    def kernel_(
+    def kernel(
         self,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        p_layout: cute.ComposedLayout,
+        layouts: AttentionLayouts,
         logits_mma: cute.TiledMma,
         own_mma: cute.TiledMma,
         other_mma: cute.TiledMma,
-        q: Int64,
-        window: Int64,
-        window_slots: Int64,
-        compressed: Int64,
-        compressed_slots: Int64,
-        sink: Int64,
-        out: Int64,
-        known: Int64,
-        cos: Int64,
-        sin: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        window_stride: Int64,
-        compressed_stride: Int64,
-        width: Int32,
-        second_width: Int32,
-        page_shift: Int32,
-        second_shift: Int32,
-        heads: Int32,
-        splits: Int32,
-        tiles: Int32,
-        items: Int32,
-        scan: Int32,
-        scale: Float32,
+        args: AttentionArgs,
     ) -> None:
         """See the module.
 
         Args:
-            q_layout: Of the queries in shared memory.
-            k_layout: Of the stages.
-            p_layout: Of weights.
+            layouts: Of shared memory.
             logits_mma: Queries times entries.
             own_mma: Weights from registers times half of the dims of entries.
             other_mma: Weights from shared memory likewise.
-            q: Address of bfloat16 ``[tokens, heads, 512]``.
-            window: Address of the first cache's pages.
-            window_slots: Address of its slots, ``[tokens, width]``.
-            compressed: As ``window``, of the second cache.
-            compressed_slots: Likewise.
-            sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``; with ``split``, of packed sums,
-                ``[tokens, splits, heads, PACKED_BYTES]``.
-            known: With ``split``, address of float32 ``[tokens, splits, heads, 2]``: to what power
-                of two the sums are relative, and the sum of weights.
-            cos: Without ``split``, address of float32 ``[tokens, 32]``, by whose angles the last 64
-                dims are turned back; 0: they are not.
-            sin: As ``cos``.
-            token_stride: Elements between tokens of q.
-            head_stride: Elements between heads of q.
-            window_stride: Bytes between pages.
-            compressed_stride: Likewise.
-            width: Slots of a token.
-            second_width: Likewise.
-            page_shift: Logarithm of the entries of a page, to base 2.
-            second_shift: Likewise.
-            heads: Of q.
-            splits: Blocks that share a token.
-            tiles: Tiles of 64 heads.
-            items: ``tokens splits tiles``, tiles first, then parts; ``together``, parts first.
-            scan: 1 to look for the last slot that is used, 0 to take all there are.
-            scale: Factor on the logits, above 0.
+            args: See ``AttentionArgs``.
         """
+        q_layout, k_layout, p_layout = layouts.q_layout, layouts.k_layout, layouts.p_layout
+        q, window, window_slots = args.q, args.window, args.window_slots
+        compressed, compressed_slots, sink = args.compressed, args.compressed_slots, args.sink
+        out, known, cos, sin = args.out, args.statistics, args.cos, args.sin
+        token_stride, head_stride = args.token_stride, args.head_stride
+        window_stride, compressed_stride = args.window_stride, args.compressed_stride
+        width, second_width = args.window_width, args.compressed_width
+        page_shift, second_shift = args.window_shift, args.compressed_shift
+        heads, splits, tiles, items = args.heads, args.splits, args.head_tiles, args.items
+        scan, scale = args.scan, args.scale
         thread, _, _ = cute.arch.thread_idx()
         begin, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -235,11 +153,13 @@ class AttentionKernel(Entries, AttentionPlan):
         shared_p = smem.allocate_tensor(
             BFloat16, p_layout.outer, byte_alignment=1024, swizzle=p_layout.inner
         )
-        codes = smem.allocate_array(cutlass.Uint8, code_bytes(self), byte_alignment=16)
+        codes = smem.allocate_array(cutlass.Uint8, code_bytes(self.plan), byte_alignment=16)
         notes = smem.allocate_array(
-            cutlass.Uint8, STAGES * INFO_BYTES + self.scan_bytes, byte_alignment=16
+            cutlass.Uint8, STAGES * INFO_BYTES + self.plan.scan_bytes, byte_alignment=16
         )
-        told = Uint32(smem.allocate_array(cutlass.Float32, self.told, byte_alignment=16).toint())
+        told = Uint32(
+            smem.allocate_array(cutlass.Float32, self.plan.shared_words, byte_alignment=16).toint()
+        )
         info = Uint32(notes.toint())
         full = Uint32(smem.allocate_array(cutlass.Int64, 3 * STAGES + 1 + _PIECES).toint())
         empty, ready, arrived = full + 8 * STAGES, full + 16 * STAGES, full + 24 * STAGES
@@ -248,14 +168,14 @@ class AttentionKernel(Entries, AttentionPlan):
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.mbarrier_init(full + s * 8, 32 * self.expand_warps)
+                ptx.mbarrier_init(full + s * 8, 32 * self.plan.dequant_warps)
                 ptx.mbarrier_init(empty + s * 8, CONSUMER_WARPS)
                 ptx.mbarrier_init(ready + s * 8, _CONSUMERS // 2)
             ptx.mbarrier_init(arrived, CONSUMER_WARPS)
             for piece in cutlass.range_constexpr(_PIECES):
                 ptx.mbarrier_init(arrived + 8 + piece * 8, 1)
             ptx.fence_mbarrier_init()
-        if cutlass.const_expr(self.together):
+        if cutlass.const_expr(self.plan.paired):
             cute.arch.cluster_arrive_relaxed()
         caches = (
             (window, window_stride, page_shift, window_slots, width),
@@ -267,28 +187,28 @@ class AttentionKernel(Entries, AttentionPlan):
             q + (Int64(token) * token_stride) * 2,
             (sink, cos, sin),
             (token, tile, heads, head_stride),
-            (thread, self.threads),
+            (thread, self.plan.threads),
         )
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(self.together):
+        if cutlass.const_expr(self.plan.paired):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
         if warp >= CONSUMER_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS[self.expand_warps][1])
+            cute.arch.setmaxregister_decrease(REGISTERS[self.plan.dequant_warps][1])
             own = Uint32(codes.toint()) + Uint32((thread - _CONSUMERS) * 16)
             shared = (info, full, empty, at_k, own, Int32(0), warp - CONSUMER_WARPS, lane)
             stage, parity, item = Int32(0), Int32(1), Int32(begin)
             while item < items:
                 rest = item // tiles
                 part = (rest // splits, rest % splits, splits, scan)
-                if cutlass.const_expr(self.together):
-                    number = item // self.blocks
-                    part = (number // tiles, item % self.blocks, Int32(self.blocks), scan)
+                if cutlass.const_expr(self.plan.paired):
+                    number = item // self.plan.ctas
+                    part = (number // tiles, item % self.plan.ctas, Int32(self.plan.ctas), scan)
                 stage, parity = self.expand_part(caches, part, shared, (stage, parity))
                 item += grid
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[self.expand_warps][0])
+            cute.arch.setmaxregister_increase(REGISTERS[self.plan.dequant_warps][0])
             group = cute.arch.make_warp_uniform(thread // 128)
             operands = (shared_q, shared_k, shared_p, k_layout, logits_mma, own_mma, other_mma)
             self._multiply_items(
@@ -342,7 +262,7 @@ class AttentionKernel(Entries, AttentionPlan):
             self._load_queries(
                 q + (Int64(token) * token_stride) * 2, at_q, (thread, tile, heads, head_stride)
             )
-            if cutlass.const_expr(not self.split):
+            if cutlass.const_expr(not self.plan.split):
                 self._load_tables(
                     (sink, cos, sin), (sinks, tables), (token, tile * HEADS, heads), thread
                 )
@@ -350,7 +270,7 @@ class AttentionKernel(Entries, AttentionPlan):
             ptx.fence_proxy_async_shared()
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_CONSUMERS)
             # Of blocks of threads that have many; beside eight warps there is no register for it.
-            if cutlass.const_expr(self.expand_warps == 4):  # noqa: SIM102 - one is constant
+            if cutlass.const_expr(self.plan.dequant_warps == 4):  # noqa: SIM102 - one is constant
                 if item + grid < items:
                     later, _, after = self._item(item + grid, tiles, splits)
                     self._prefetch(
@@ -399,7 +319,7 @@ class AttentionKernel(Entries, AttentionPlan):
             total = self._together(total, line + Uint32(4 * HEADS), (group, lane))
             item = ptx.load_shared_int(kept)
             tile, rest, token = self._item(item, tiles, splits)
-            if cutlass.const_expr(self.together):
+            if cutlass.const_expr(self.plan.paired):
                 rank = cute.arch.block_idx_in_cluster()
                 stats = tables + Uint32(4 * ROPE)
                 own = at_k + Uint32(warp * 2 * _KEPT)
@@ -417,7 +337,7 @@ class AttentionKernel(Entries, AttentionPlan):
                 cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
             else:
-                if cutlass.const_expr(not self.split):
+                if cutlass.const_expr(not self.plan.split):
                     self._turn_back(sums, (cos, tables), (group, lane))
                     self._put(
                         sums,
@@ -442,7 +362,7 @@ class AttentionKernel(Entries, AttentionPlan):
     @cute.jit
     def _done_with_queries(self, arrived: Value, last: Value, lane: Value) -> None:
         """After the last block, the other block of threads may write where the queries were."""
-        if cutlass.const_expr(self.together):  # noqa: SIM102 - one is constant
+        if cutlass.const_expr(self.plan.paired):  # noqa: SIM102 - one is constant
             if (lane == 0) & (last != Uint32(0)):
                 peer = 1 - cute.arch.block_idx_in_cluster()
                 ptx.mbarrier_arrive_remote(ptx.map_to_cta(arrived, peer))
@@ -490,8 +410,8 @@ class AttentionKernel(Entries, AttentionPlan):
 
     def _item(self, item: Value, tiles: Value, splits: Value) -> Value:
         """Tile of heads, number among all tokens' parts, and token."""
-        if self.together:
-            number = item // self.blocks
+        if self.plan.paired:
+            number = item // self.plan.ctas
             return number % tiles, number, number // tiles
         return item % tiles, item // tiles, item // tiles // splits
 
@@ -768,12 +688,12 @@ class AttentionKernel(Entries, AttentionPlan):
         peer, size = 1 - rank, _GIVEN // _PIECES
         if thread == 0:
             for piece in cutlass.range_constexpr(_PIECES):
-                stats = self.blocks * HEADS * 16 if piece == 0 else 0
+                stats = self.plan.ctas * HEADS * 16 if piece == 0 else 0
                 ptx.mbarrier_arrive_expect_tx(
                     arrived + 8 + piece * 8, CONSUMER_WARPS * size + stats
                 )
         if (thread < _CONSUMERS // 2) & (thread % 4 == 0):
-            for other in cutlass.range_constexpr(self.blocks):
+            for other in cutlass.range_constexpr(self.plan.ctas):
                 for r in cutlass.range_constexpr(2):
                     place = known + Uint32((rank * HEADS + row + 8 * r) * 16)
                     four = [references[r], total[r], Float32(0.0), Float32(0.0)]
@@ -830,16 +750,16 @@ class AttentionKernel(Entries, AttentionPlan):
         for r in cutlass.range_constexpr(2):
             pairs = [
                 ptx.load_shared_float2(known + Uint32((p * HEADS + row + 8 * r) * 16))
-                for p in range(self.blocks)
+                for p in range(self.plan.ctas)
             ]
             logit = ptx.load_shared_float(sinks + Uint32((row + 8 * r) * 4))
             origin = logit
-            for p in cutlass.range_constexpr(self.blocks):
+            for p in cutlass.range_constexpr(self.plan.ctas):
                 origin = ptx.max_float(origin, pairs[p][0])
             origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
             total = ptx.exp2_approx(logit - origin)
-            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.blocks)]
-            for p in cutlass.range_constexpr(self.blocks):
+            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.plan.ctas)]
+            for p in cutlass.range_constexpr(self.plan.ctas):
                 total = total + pairs[p][1] * each[p]
             # On this block's sums, then on the other's.
             factors.append(
@@ -848,7 +768,7 @@ class AttentionKernel(Entries, AttentionPlan):
             whole.append(
                 ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
             )
-        share = DIMS // 16 // self.blocks
+        share = DIMS // 16 // self.plan.ctas
         kept = own + Uint32(lane * 16)
         line = out + ((Int64(token) * heads + first + row) * DIMS + group * (DIMS // 2)) * 2
         for piece in cutlass.range(_PIECES, unroll=1):

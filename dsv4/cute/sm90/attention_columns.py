@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
 from dsv4.cute.sm90._entries import Entries
+from dsv4.cute.sm90.attention_args import ClusterAttentionArgs
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     DIMS,
@@ -45,21 +46,23 @@ _TILES = DIMS // _ROWS  # of the second product
 _OWN = 4  # heads of a thread: 2 j, 2 j + 1, 2 j + 8, 2 j + 9, where j is its number among four
 
 
-class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
+class ColumnsKernel(ClusterLaunch, Entries):
     """The kernel of one configuration."""
+
+    plan: ColumnsPlan
 
     def tools(self) -> tuple[Value, ...]:
         """Layouts of queries, stages and weights, and both products."""
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_layout = cute.tile_to_shape(swizzle, (self.heads, DIMS), (0, 1))
+        q_layout = cute.tile_to_shape(swizzle, (self.plan.heads, DIMS), (0, 1))
         k_layout = cute.tile_to_shape(swizzle, (BLOCK, DIMS, STAGES), (0, 1, 2))
-        p_layout = cute.tile_to_shape(swizzle, (self.heads, BLOCK), (0, 1))
+        p_layout = cute.tile_to_shape(swizzle, (self.plan.heads, BLOCK), (0, 1))
         products = [
             cute.make_tiled_mma(
                 warpgroup.MmaF16BF16Op(
                     BFloat16,
                     Float32,
-                    (_ROWS, self.heads, 16),
+                    (_ROWS, self.plan.heads, 16),
                     warpgroup.OperandSource.SMEM,
                     major,
                     OperandMajorMode.K,
@@ -71,59 +74,21 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         return (q_layout, k_layout, p_layout, *products)
 
     @cute.kernel
-    def kernel_(
-        self,
-        q: Int64,
-        window: Int64,
-        window_slots: Int64,
-        compressed: Int64,
-        compressed_slots: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        window_stride: Int64,
-        compressed_stride: Int64,
-        width: Int32,
-        second_width: Int32,
-        page_shift: Int32,
-        second_shift: Int32,
-        heads: Int32,
-        tiles: Int32,
-        scale: Float32,
-    ) -> None:
-        """A cluster for every (token, tile of heads).
-
-        Args:
-            q: Address of bfloat16 ``[tokens, heads, 512]``.
-            window: Address of the first cache's pages.
-            window_slots: Address of its slots, ``[tokens, width]``.
-            compressed: As ``window``, of the second cache.
-            compressed_slots: Likewise.
-            sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``.
-            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
-                back; 0: they are not.
-            sin: As ``cos``.
-            token_stride: Elements between tokens of q.
-            head_stride: Elements between heads of q.
-            window_stride: Bytes between pages.
-            compressed_stride: Likewise.
-            width: Slots of a token.
-            second_width: Likewise.
-            page_shift: Logarithm of the entries of a page, to base 2.
-            second_shift: Likewise.
-            heads: Of q.
-            tiles: Tiles of heads.
-            scale: Factor on the logits, above 0.
-        """
+    def kernel(self, args: ClusterAttentionArgs) -> None:
+        """A cluster for every (token, tile of heads)."""
+        q, window, window_slots = args.q, args.window, args.window_slots
+        compressed, compressed_slots, sink = args.compressed, args.compressed_slots, args.sink
+        out, cos, sin = args.out, args.cos, args.sin
+        token_stride, head_stride = args.token_stride, args.head_stride
+        window_stride, compressed_stride = args.window_stride, args.compressed_stride
+        width, second_width = args.window_width, args.compressed_width
+        page_shift, second_shift = args.window_shift, args.compressed_shift
+        heads, tiles, scale = args.heads, args.head_tiles, args.scale
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank, item = block % self.blocks, block // self.blocks
+        rank, item = block % self.plan.ctas, block // self.plan.ctas
         token, tile = item // tiles, item % tiles
         q_layout, k_layout, p_layout, logits_mma, sums_mma = self.tools()
         smem = cutlass.memory.SmemAllocator()
@@ -136,26 +101,28 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         shared_p = smem.allocate_tensor(
             BFloat16, p_layout.outer, byte_alignment=1024, swizzle=p_layout.inner
         )
-        codes = self._room(smem, self.expanders * code_bytes(self))
-        told = self._room(smem, _WARPS * self.heads * 4)
-        sinks = self._room(smem, (self.heads + ROPE) * 4)
-        known = self._room(smem, self.blocks * self.heads * 8)
-        info = self._room(smem, STAGES * INFO_BYTES + self.expanders * self.scan_bytes)
+        codes = self._room(smem, self.plan.dequant_groups * code_bytes(self.plan))
+        told = self._room(smem, _WARPS * self.plan.heads * 4)
+        sinks = self._room(smem, (self.plan.heads + ROPE) * 4)
+        known = self._room(smem, self.plan.ctas * self.plan.heads * 8)
+        info = self._room(
+            smem, STAGES * INFO_BYTES + self.plan.dequant_groups * self.plan.scan_bytes
+        )
         full = self._room(smem, (2 * STAGES + 2) * 8)
         empty, arrived = full + 8 * STAGES, full + 16 * STAGES
         at_k = Uint32(shared_k.iterator.toint())
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.mbarrier_init(full + s * 8, 32 * self.expand_warps)
+                ptx.mbarrier_init(full + s * 8, 32 * self.plan.dequant_warps)
                 ptx.mbarrier_init(empty + s * 8, _THREADS)
             ptx.mbarrier_init(arrived, 1)
-            ptx.mbarrier_init(arrived + 8, self.blocks * _WARPS)
+            ptx.mbarrier_init(arrived + 8, self.plan.ctas * _WARPS)
             ptx.fence_mbarrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
-        first_head = tile * self.heads
+        first_head = tile * self.plan.heads
         caches = (
             (window, window_stride, page_shift, window_slots, width),
             (compressed, compressed_stride, second_shift, compressed_slots, second_width),
@@ -169,12 +136,12 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         )
         cute.arch.griddepcontrol_wait()
         if warp >= _WARPS:
-            group = (warp - _WARPS) // self.expand_warps
-            own = (warp - _WARPS) % self.expand_warps
-            room = codes + Uint32(group * code_bytes(self) + (own * 32 + lane) * 16)
+            group = (warp - _WARPS) // self.plan.dequant_warps
+            own = (warp - _WARPS) % self.plan.dequant_warps
+            room = codes + Uint32(group * code_bytes(self.plan) + (own * 32 + lane) * 16)
             shared = (info, full, empty, at_k, room, group, own, lane)
             self.expand_part(
-                caches, (token, rank, Int32(self.blocks), Int32(1)), shared, (group, Int32(1))
+                caches, (token, rank, Int32(self.plan.ctas), Int32(1)), shared, (group, Int32(1))
             )
             cute.arch.cluster_wait()
         else:
@@ -218,8 +185,10 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         turned = cute.make_tensor(shared_k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2]))
         dims = sums_mma.make_fragment_A(sums_slice.partition_A(turned))
         weights = sums_mma.make_fragment_B(sums_slice.partition_B(shared_p))
-        logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((BLOCK, self.heads)), Float32)
-        sums = cute.make_rmem_tensor(sums_slice.partition_shape_C((DIMS, self.heads)), Float32)
+        logits = cute.make_rmem_tensor(
+            logits_slice.partition_shape_C((BLOCK, self.plan.heads)), Float32
+        )
+        sums = cute.make_rmem_tensor(sums_slice.partition_shape_C((DIMS, self.plan.heads)), Float32)
         sums.fill(0.0)
         sums_mma.set(warpgroup.Field.ACCUMULATE, True)
         # Where the lane's column of four turned matrices of weights begins.
@@ -282,10 +251,10 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         """Bring queries, sinks and angles to the level-2 cache."""
         sink, cos, sin = tensors
         token, first_head, heads, head_stride = where
-        for i in cutlass.range_constexpr(-(-self.heads * 8 // self.threads)):
-            number = i * self.threads + thread
+        for i in cutlass.range_constexpr(-(-self.plan.heads * 8 // self.plan.threads)):
+            number = i * self.plan.threads + thread
             head = first_head + number // 8
-            if (number < self.heads * 8) & (head < heads):
+            if (number < self.plan.heads * 8) & (head < heads):
                 ptx.prefetch_l2(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
         if thread == 0:
             ptx.prefetch_l2(sink + Int64(first_head) * 4)
@@ -299,12 +268,14 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
     def _load_queries(self, q: Value, at: Value, where: Value) -> None:
         """16 heads into swizzled shared memory, zeros where there are no more heads."""
         thread, first_head, heads, head_stride = where
-        for i in cutlass.range_constexpr(self.heads * DIMS // 8 // _THREADS):
+        for i in cutlass.range_constexpr(self.plan.heads * DIMS // 8 // _THREADS):
             number = i * _THREADS + thread
             row, chunk = number // (DIMS // 8), number % (DIMS // 8)
             head = first_head + row
             source = q + (Int64(head) * head_stride + chunk * 8) * 2
-            place = chunk // 8 * (self.heads * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+            place = (
+                chunk // 8 * (self.plan.heads * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+            )
             ptx.async_copy16_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
         ptx.commit_async_copies()
 
@@ -313,18 +284,18 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         """Sinks of a tile and a token's angles, which are needed at the end."""
         sink, cos, sin = sources
         token, first, heads = where
-        if thread < self.heads:
+        if thread < self.plan.heads:
             head = cutlass.min(first + thread, heads - 1)
             logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
             ptx.store_shared_float(sinks + Uint32(thread * 4), logit)
-        number = thread - self.heads
+        number = thread - self.plan.heads
         if (number >= 0) & (number < ROPE) & (cos != Int64(0)):
             table = cos
             if number >= ROPE // 2:
                 table = sin
             angle = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
             ptx.store_shared_float(
-                sinks + Uint32((self.heads + number) * 4), ptx.load_global_float(angle)
+                sinks + Uint32((self.plan.heads + number) * 4), ptx.load_global_float(angle)
             )
 
     @cute.jit
@@ -381,7 +352,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
     def _over_warps(self, values: Value, join: Any, where: Value) -> Value:
         """Of the thread's heads, what all warps have, joined in their order."""
         place, warp, lane = where
-        mine = place + Uint32(warp * (self.heads * 4) + lane * 8)
+        mine = place + Uint32(warp * (self.plan.heads * 4) + lane * 8)
         if lane < 4:
             for half in cutlass.range_constexpr(2):
                 pair = values[2 * half : 2 * half + 2]
@@ -390,7 +361,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         found = [Float32(0.0)] * _OWN
         for w in cutlass.range_constexpr(_WARPS):
             for half in cutlass.range_constexpr(2):
-                at = place + Uint32(w * (self.heads * 4) + half * 32 + lane % 4 * 8)
+                at = place + Uint32(w * (self.plan.heads * 4) + half * 32 + lane % 4 * 8)
                 pair = ptx.load_shared_float2(at)
                 for i in cutlass.range_constexpr(2):
                     h = 2 * half + i
@@ -422,12 +393,12 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
     @property
     def share(self) -> int:
         """Tiles of dims that a block of the cluster adds up and stores."""
-        return _TILES // self.blocks
+        return _TILES // self.plan.ctas
 
     @property
     def room_bytes(self) -> int:
         """Of a block's sums of one share."""
-        return self.share * _ROWS * self.heads * 4
+        return self.share * _ROWS * self.plan.heads * 4
 
     @cute.jit
     def _push(self, sums: Value, state: Value, rooms: Value, who: Value) -> None:
@@ -441,14 +412,14 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         references, total = state
         if thread == 0:
             ptx.mbarrier_arrive_expect_tx(
-                arrived, (self.blocks - 1) * (self.room_bytes + self.heads * 8)
+                arrived, (self.plan.ctas - 1) * (self.room_bytes + self.plan.heads * 8)
             )
         if lane == 0:
-            for other in cutlass.range_constexpr(self.blocks):
+            for other in cutlass.range_constexpr(self.plan.ctas):
                 ptx.mbarrier_arrive_remote(ptx.map_to_cta(arrived + 8, Int32(other)))
         ptx.mbarrier_wait(arrived + 8, Int32(0))
         mine = room + Uint32(rank * self.room_bytes + thread * 16)
-        for other in cutlass.range_constexpr(self.blocks):
+        for other in cutlass.range_constexpr(self.plan.ctas):
             to, barrier = ptx.map_to_cta(mine, Int32(other)), ptx.map_to_cta(arrived, Int32(other))
             fours = [
                 [sums[other * self.share * 8 + n * 4 + i] for i in range(4)]
@@ -464,7 +435,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             if thread < 4:
                 # References of two heads and sums of their weights.
                 for half in cutlass.range_constexpr(2):
-                    place = known + Uint32(rank * (self.heads * 8) + half * 64 + thread * 16)
+                    place = known + Uint32(rank * (self.plan.heads * 8) + half * 64 + thread * 16)
                     four = [x[2 * half + i] for i in range(2) for x in (references, total)]
                     if rank == other:
                         ptx.store_shared_float4(place, four)
@@ -482,12 +453,12 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         token, first_head, heads = item
         rank, thread, warp, lane = who
         factors = self._factors(known, sinks, lane)
-        line = room + Uint32(self.blocks * self.room_bytes)
+        line = room + Uint32(self.plan.ctas * self.room_bytes)
         head = lane // 16 * 8 + lane % 8
         width = self.share * _ROWS * 2
         for m in cutlass.range_constexpr(self.share):
             eight = [Float32(0.0)] * 8
-            for p in cutlass.range_constexpr(self.blocks):
+            for p in cutlass.range_constexpr(self.plan.ctas):
                 at = room + Uint32(p * self.room_bytes + thread * 16)
                 for half in cutlass.range_constexpr(2):
                     four = ptx.load_shared_float4(at + (2 * m + half) * _THREADS * 16)
@@ -496,12 +467,12 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                         n = half * 4 + i
                         eight[n] = eight[n] + four[i] * factors[own][p]
             if (cos != Int64(0)) & (rank * self.share + m == _TILES - 1):
-                tables = sinks + Uint32(self.heads * 4)
+                tables = sinks + Uint32(self.plan.heads * 4)
                 eight = self._turn_back(eight, tables, (warp, lane))
             words = [
                 ptx.pack_bfloat16x2(
-                    eight[2 * n] * factors[n // 2 * 2][self.blocks],
-                    eight[2 * n + 1] * factors[n // 2 * 2 + 1][self.blocks],
+                    eight[2 * n] * factors[n // 2 * 2][self.plan.ctas],
+                    eight[2 * n + 1] * factors[n // 2 * 2 + 1][self.plan.ctas],
                 )
                 for n in range(4)
             ]
@@ -510,7 +481,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             ptx.stmatrix_x4_transposed(to, words)
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
         chunks = self.share * _ROWS // 8
-        for i in cutlass.range_constexpr(self.heads * chunks // _THREADS):
+        for i in cutlass.range_constexpr(self.plan.heads * chunks // _THREADS):
             number = i * _THREADS + thread
             row, chunk = number // chunks, number % chunks
             four = ptx.load_shared(line + Uint32(row * width + (chunk ^ (row % 8)) * 16), 4)
@@ -527,16 +498,16 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             head = lane % 4 * 2 + h // 2 * 8 + h % 2
             logit = ptx.load_shared_float(sinks + Uint32(head * 4))
             pairs = [
-                ptx.load_shared_float2(known + Uint32(p * (self.heads * 8) + head * 8))
-                for p in range(self.blocks)
+                ptx.load_shared_float2(known + Uint32(p * (self.plan.heads * 8) + head * 8))
+                for p in range(self.plan.ctas)
             ]
             origin = logit
-            for p in cutlass.range_constexpr(self.blocks):
+            for p in cutlass.range_constexpr(self.plan.ctas):
                 origin = ptx.max_float(origin, pairs[p][0])
             origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
             total = ptx.exp2_approx(logit - origin)
-            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.blocks)]
-            for p in cutlass.range_constexpr(self.blocks):
+            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.plan.ctas)]
+            for p in cutlass.range_constexpr(self.plan.ctas):
                 total = total + pairs[p][1] * each[p]
             each.append(ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
             found.append(each)

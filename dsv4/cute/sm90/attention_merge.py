@@ -11,10 +11,12 @@ from cutlass import Float32, Int32, Int64
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import transpose_quad
+from dsv4.cute.device.kernel import PlannedKernel
+from dsv4.cute.sm90.attention_args import MERGE_ABI, MergeArgs
 from dsv4.cute.sm90.attention_plan import (
     DIMS,
-    MERGED_TOGETHER,
-    MOST_SPLITS,
+    MAX_SPLITS,
+    MERGE_BATCH,
     PACKED_BYTES,
     ROPE,
     MergePlan,
@@ -25,62 +27,28 @@ _LOG2E = 1.4426950408889634
 _INFINITY = float("inf")
 
 
-class MergeKernel(MergePlan):
+class MergeKernel(PlannedKernel):
     """See the module."""
 
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        places = [Int64(0)] * 6
-        return cute.compile(self, *places, Int32(1), Int32(1), CUstream(0), options=options)
+    abi = MERGE_ABI
+    plan: MergePlan
 
     @cute.jit
-    def __call__(
-        self,
-        parts: Int64,
-        known: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        heads: Int32,
-        splits: Int32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(parts, known, sink, out, cos, sin, heads, splits).launch(
+    def __call__(self, args: MergeArgs, stream: CUstream) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute.attention`` launches the cubin itself."""
+        self.kernel(args).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
+            block=[self.plan.threads, 1, 1],
             stream=stream,
             # Without it the compiler saves registers, and loads wait for loads.
             min_blocks_per_mp=1,
         )
 
     @cute.kernel
-    def kernel_(
-        self,
-        parts: Int64,
-        known: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        heads: Int32,
-        splits: Int32,
-    ) -> None:
-        """A block for every (token, head).
-
-        Args:
-            parts: Address of packed sums, ``[tokens, splits, heads, PACKED_BYTES]``.
-            known: Address of float32 ``[tokens, splits, heads, 2]``: what they are relative to, and
-                the sum of weights.
-            sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``.
-            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
-                back; 0: they are not.
-            sin: As ``cos``.
-            heads: Of a token.
-            splits: Parts of a token.
-        """
+    def kernel(self, args: MergeArgs) -> None:
+        """A CTA for every (token, head)."""
+        parts, known, sink, out = args.partials, args.statistics, args.sink, args.out
+        cos, sin, heads, splits = args.cos, args.sin, args.heads, args.splits
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         token, head = number // heads, number % heads
@@ -93,7 +61,7 @@ class MergeKernel(MergePlan):
         packed = self._ask(own, sizes, Int32(0))
         factors, total = self._weigh(known + first * 8, logit, (heads, splits))
         sums = self._add([Float32(0.0)] * 8, packed, factors, Int32(0))
-        for begin in cutlass.range(MERGED_TOGETHER, splits, MERGED_TOGETHER, unroll=1):
+        for begin in cutlass.range(MERGE_BATCH, splits, MERGE_BATCH, unroll=1):
             sums = self._add(sums, self._ask(own, sizes, begin), factors, begin)
         factor = ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
         # Pairs of dims, the first of four that are eight dims apart.
@@ -116,7 +84,7 @@ class MergeKernel(MergePlan):
         heads, splits, thread = sizes
         fifth = Int32(DIMS * 2) + (thread // 32 * 4 + thread % 4) * 32 + thread % 32 // 4 * 4
         packed = []
-        for i in range(MERGED_TOGETHER):
+        for i in range(MERGE_BATCH):
             row = own + Int64(cutlass.min(begin + i, splits - 1)) * heads * PACKED_BYTES
             words = ptx.load_streaming(row + thread * 16, 4)
             packed.append([*words, ptx.load_global(row + fifth)])
@@ -141,7 +109,7 @@ class MergeKernel(MergePlan):
         heads, splits = sizes
         lane = cute.arch.lane_idx()
         found = []
-        for h in cutlass.range_constexpr(MOST_SPLITS // 32):
+        for h in cutlass.range_constexpr(MAX_SPLITS // 32):
             part = lane + 32 * h
             row = Int64(cutlass.min(part, splits - 1)) * heads
             top, weights = ptx.load_global_float2(known + row * 8)

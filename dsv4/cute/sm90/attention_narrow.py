@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
+from dsv4.cute.sm90.attention_args import ClusterAttentionArgs
 from dsv4.cute.sm90.attention_plan import DIMS, NOPE, PACKED_BYTES, ROPE, NarrowPlan
 
 Value = Any
@@ -39,18 +40,20 @@ _CODED = NOPE // _GROUP  # warps whose entries are codes
 _PART = PACKED_BYTES // _WARPS  # bytes of a head's packed sums of a warp's dims
 
 
-class NarrowKernel(ClusterLaunch, NarrowPlan):
+class NarrowKernel(ClusterLaunch):
     """The kernel of one configuration."""
+
+    plan: NarrowPlan
 
     @property
     def halves(self) -> int:
         """Entries of a lane where a warp has a step's."""
-        return self.step // 32
+        return self.plan.step // 32
 
     @property
     def codes(self) -> int:
         """Bytes of a warp's group of a step's entries, as codes."""
-        return self.step * _GROUP
+        return self.plan.step * _GROUP
 
     @property
     def scales_at(self) -> int:
@@ -60,76 +63,38 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
     @property
     def line(self) -> int:
         """Bytes of a head's logits."""
-        return self.step * 4
+        return self.plan.step * 4
 
     @property
     def weights_line(self) -> int:
         """And of its weights, so that eight rows are in different banks."""
-        return self.step * 2 + 16
+        return self.plan.step * 2 + 16
 
     @cute.kernel
-    def kernel_(
-        self,
-        q: Int64,
-        window: Int64,
-        window_slots: Int64,
-        compressed: Int64,
-        compressed_slots: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        window_stride: Int64,
-        compressed_stride: Int64,
-        width: Int32,
-        second_width: Int32,
-        page_shift: Int32,
-        second_shift: Int32,
-        heads: Int32,
-        tiles: Int32,
-        scale: Float32,
-    ) -> None:
-        """A cluster for every (token, tile of heads).
-
-        Args:
-            q: Address of bfloat16 ``[tokens, heads, 512]``.
-            window: Address of the first cache's pages.
-            window_slots: Address of its slots, ``[tokens, width]``.
-            compressed: As ``window``, of the second cache.
-            compressed_slots: Likewise.
-            sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``.
-            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
-                back; 0: they are not.
-            sin: As ``cos``.
-            token_stride: Elements between tokens of q.
-            head_stride: Elements between heads of q.
-            window_stride: Bytes between pages.
-            compressed_stride: Likewise.
-            width: Slots of a token.
-            second_width: Likewise.
-            page_shift: Logarithm of the entries of a page, to base 2.
-            second_shift: Likewise.
-            heads: Of q.
-            tiles: Tiles of heads.
-            scale: Factor on the logits, above 0.
-        """
+    def kernel(self, args: ClusterAttentionArgs) -> None:
+        """A cluster for every (token, tile of heads)."""
+        q, window, window_slots = args.q, args.window, args.window_slots
+        compressed, compressed_slots, sink = args.compressed, args.compressed_slots, args.sink
+        out, cos, sin = args.out, args.cos, args.sin
+        token_stride, head_stride = args.token_stride, args.head_stride
+        window_stride, compressed_stride = args.window_stride, args.compressed_stride
+        width, second_width = args.window_width, args.compressed_width
+        page_shift, second_shift = args.window_shift, args.compressed_shift
+        heads, tiles, scale = args.heads, args.head_tiles, args.scale
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank, item = block % self.blocks, block // self.blocks
+        rank, item = block % self.plan.ctas, block // self.plan.ctas
         token, tile = item // tiles, item % tiles
         smem = cutlass.memory.SmemAllocator()
-        raw = self._room(smem, self.stages * self.stage_bytes)
-        gathered = self._room(smem, self.blocks * self.share * PACKED_BYTES)
-        parts = self._room(smem, _WARPS * self.heads * self.line)
-        weights = self._room(smem, self.heads * self.weights_line)
-        factors = self._room(smem, self.heads * 4)
-        stats = self._room(smem, self.blocks * self.share * 16)
-        sinks = self._room(smem, self.heads * 4)
+        raw = self._room(smem, self.plan.stages * self.plan.stage_bytes)
+        gathered = self._room(smem, self.plan.ctas * self.plan.owned_heads * PACKED_BYTES)
+        parts = self._room(smem, _WARPS * self.plan.heads * self.line)
+        weights = self._room(smem, self.plan.heads * self.weights_line)
+        factors = self._room(smem, self.plan.heads * 4)
+        stats = self._room(smem, self.plan.ctas * self.plan.owned_heads * 16)
+        sinks = self._room(smem, self.plan.heads * 4)
         tables = self._room(smem, 2 * ROPE * 2)
         arrived = self._room(smem, 8)
         cute.arch.griddepcontrol_launch_dependents()
@@ -138,7 +103,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             ptx.fence_mbarrier_init()
         # Waited for where others are first written to.
         cute.arch.cluster_arrive_relaxed()
-        first_head = tile * self.heads
+        first_head = tile * self.plan.heads
         row_bytes = Int64(token) * 8
         caches = (
             (window, window_stride, page_shift, window_slots + row_bytes * width, width),
@@ -158,11 +123,12 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             thread,
         )
         cute.arch.griddepcontrol_wait()
-        begin = (width + self.step - 1) // self.step
-        steps = begin + (second_width + self.step - 1) // self.step
+        begin = (width + self.plan.step - 1) // self.plan.step
+        steps = begin + (second_width + self.plan.step - 1) // self.plan.step
         step = Int32(rank)
         ahead = [
-            self._ask(caches, begin, step + s * self.blocks, lane) for s in range(self.ahead + 1)
+            self._ask(caches, begin, step + s * self.plan.ctas, lane)
+            for s in range(self.plan.prefetched + 1)
         ]
         queries = self._load_queries(
             q + (Int64(token) * token_stride) * 2, (first_head, heads, head_stride), warp, lane
@@ -170,29 +136,31 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         self._ask_tables((sink, cos, sin), (sinks, tables), (token, first_head, heads), thread)
         source = (warp, lane, self._source(warp, lane))
         there = []
-        for s in cutlass.range_constexpr(self.ahead):
-            place = raw + Uint32(s * self.stage_bytes)
-            there.append(self._copy(caches, begin, step + s * self.blocks, ahead[s], place, source))
+        for s in cutlass.range_constexpr(self.plan.prefetched):
+            place = raw + Uint32(s * self.plan.stage_bytes)
+            there.append(
+                self._copy(caches, begin, step + s * self.plan.ctas, ahead[s], place, source)
+            )
             ptx.commit_async_copies()
-        found = ahead[self.ahead]
+        found = ahead[self.plan.prefetched]
         sums = [[Float32(0.0)] * 4 for _ in range(8)]
-        references = [-Float32(_INFINITY)] * (self.heads // _WARPS)
-        total = [Float32(0.0)] * (self.heads // _WARPS)
+        references = [-Float32(_INFINITY)] * (self.plan.heads // _WARPS)
+        total = [Float32(0.0)] * (self.plan.heads // _WARPS)
         stage = Int32(0)
         while step < steps:
             here = there[0]
-            following = step + self.ahead * self.blocks
-            last = stage + self.ahead
-            if last >= self.stages:
-                last -= self.stages
-            to = raw + Uint32(last * self.stage_bytes)
+            following = step + self.plan.prefetched * self.plan.ctas
+            last = stage + self.plan.prefetched
+            if last >= self.plan.stages:
+                last -= self.plan.stages
+            to = raw + Uint32(last * self.plan.stage_bytes)
             there = [*there[1:], self._copy(caches, begin, following, found, to, source)]
             ptx.commit_async_copies()
-            found = self._ask(caches, begin, following + self.blocks, lane)
-            ptx.wait_async_copies(self.ahead)
+            found = self._ask(caches, begin, following + self.plan.ctas, lane)
+            ptx.wait_async_copies(self.plan.prefetched)
             cute.arch.sync_warp()
             if self._any(here):
-                words = self._expand(raw + Uint32(stage * self.stage_bytes), warp, lane)
+                words = self._expand(raw + Uint32(stage * self.plan.stage_bytes), warp, lane)
                 self._score(words, queries, parts, warp, lane)
                 cute.arch.sync_threads()
                 references, total = self._weigh(
@@ -200,26 +168,28 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                 )
                 cute.arch.sync_threads()
                 sums = self._add(sums, weights, factors, words, lane)
-            step += self.blocks
+            step += self.plan.ctas
             stage += 1
-            if stage == self.stages:
+            if stage == self.plan.stages:
                 stage = Int32(0)
         ptx.wait_async_copies(0)
         cute.arch.cluster_wait()
         if thread == 0:
             # All blocks' references and sums of weights, and the others' sums. These may be here
             # before it, as the phase waits for this arrival.
-            given = (self.blocks - 1) * PACKED_BYTES
-            ptx.mbarrier_arrive_expect_tx(arrived, self.share * (given + self.blocks * 16))
+            given = (self.plan.ctas - 1) * PACKED_BYTES
+            ptx.mbarrier_arrive_expect_tx(
+                arrived, self.plan.owned_heads * (given + self.plan.ctas * 16)
+            )
         self._give(sums, (raw, gathered, arrived), (rank, warp, lane))
         self._give_stats(references, total, (stats, arrived), (rank, warp, lane))
         # Of all threads: they have copied the tables.
         cute.arch.sync_threads()
-        if rank < self.owners:
+        if rank < self.plan.owners:
             ptx.mbarrier_wait(arrived, Int32(0))
         # The others' sums have left them, as its own have left this block when all say so.
         cute.arch.cluster_arrive_relaxed()
-        if rank < self.owners:
+        if rank < self.plan.owners:
             self._merge(
                 (gathered, stats, sinks, tables),
                 (out, cos),
@@ -240,7 +210,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         sink, cos, sin = tensors
         token, first_head, heads, head_stride = where
         head = first_head + thread // 8
-        if (thread < self.heads * 8) & (head < heads):
+        if (thread < self.plan.heads * 8) & (head < heads):
             ptx.prefetch_l2(q + (Int64(head) * head_stride) * 2 + thread % 8 * 128)
         for c in cutlass.range_constexpr(2):
             if thread * 16 < caches[c][4]:
@@ -259,7 +229,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         row, limit, number = caches[0][3], caches[0][4], step
         if step >= begin:
             row, limit, number = caches[1][3], caches[1][4], step - begin
-        number = number * self.step + lane
+        number = number * self.plan.step + lane
         return [
             ptx.load_global2_or_ones(
                 row + Int64(number + 32 * h) * 8, Int32(number + 32 * h < limit)
@@ -304,17 +274,17 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
                 for h in cutlass.range_constexpr(self.halves):
                     page, entry = self._start(cache, slots[h])
                     ptx.async_copy4_or_zero(
-                        at + Uint32(self.scales_at + (warp * self.step + 32 * h + lane) * 4),
+                        at + Uint32(self.scales_at + (warp * self.plan.step + 32 * h + lane) * 4),
                         page + Int64((_ENTRY << shift) + entry * 8 + warp // 4 * 4),
                         Int32(slots[h] >= 0) * 4,
                     )
-                for i in cutlass.range_constexpr(self.step // 8):
+                for i in cutlass.range_constexpr(self.plan.step // 8):
                     other = cute.arch.shuffle_sync(slots[i // 4], lane // 4 + i % 4 * 8)
                     page, entry = self._start(cache, other)
                     start = page + Int64(entry * _ENTRY + offset)
                     ptx.async_copy16_or_zero(to, start, Int32(other >= 0) * 16, i * 512)
             else:
-                for i in cutlass.range_constexpr(self.step // 8):
+                for i in cutlass.range_constexpr(self.plan.step // 8):
                     other = cute.arch.shuffle_sync(slots[i // 4], lane // 4 + i % 4 * 8)
                     page, entry = self._start(cache, other)
                     start = page + Int64(entry * _ENTRY + offset)
@@ -329,7 +299,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         sink, cos, sin = sources
         sinks, tables = places
         token, first, heads = where
-        if thread < self.heads:
+        if thread < self.plan.heads:
             head = cutlass.min(first + thread, heads - 1)
             ptx.async_copy4_or_zero(sinks + Uint32(thread * 4), sink + Int64(head) * 4, Int32(4))
         if (thread >= 32) & (thread < 32 + ROPE) & (cos != Int64(0)):
@@ -345,7 +315,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         """For each row of the lane, 16 dims of the warp's group: left operands of four steps."""
         first, heads, head_stride = where
         rows = []
-        for r in cutlass.range_constexpr(self.heads // 8):
+        for r in cutlass.range_constexpr(self.plan.heads // 8):
             head = first + lane // 4 + 8 * r
             place = q + (Int64(head) * head_stride + warp * _GROUP + lane % 4 * 16) * 2
             wanted = Int32(head < heads)
@@ -359,12 +329,12 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
     @cute.jit
     def _expand(self, at: Value, warp: Value, lane: Value) -> Value:
         """16 dims of each of the lane's entries, as pairs."""
-        words = [Uint32(0)] * self.step
+        words = [Uint32(0)] * self.plan.step
         place = at + Uint32(warp * self.codes + lane * 16)
         if warp < _CODED:
-            scales = at + Uint32(self.scales_at + (warp * self.step + lane // 4) * 4)
+            scales = at + Uint32(self.scales_at + (warp * self.plan.step + lane // 4) * 4)
             made = []
-            for i in cutlass.range_constexpr(self.step // 8):
+            for i in cutlass.range_constexpr(self.plan.step // 8):
                 codes = ptx.load_shared(place + i * 512, 4)
                 word = Uint32(ptx.load_shared_int(scales + i * 32))
                 factor = ptx.e8m0_to_bfloat16x2((word >> Uint32(warp % 4 * 8)) & Uint32(255))
@@ -374,7 +344,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             words = made
         else:
             plain = []
-            for i in cutlass.range_constexpr(self.step // 4):
+            for i in cutlass.range_constexpr(self.plan.step // 4):
                 plain += list(ptx.load_shared(place + i * 512, 4))
             words = plain
         return words
@@ -383,15 +353,15 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
     def _score(self, words: Value, queries: Value, parts: Value, warp: Value, lane: Value) -> None:
         """The warp's part of the logits."""
         row = lane // 4
-        logits = [[Float32(0.0)] * 4 for _ in range(self.step // 8)]
+        logits = [[Float32(0.0)] * 4 for _ in range(self.plan.step // 8)]
         low, high = queries
         for j in cutlass.range_constexpr(4):
             left = [low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]]
-            for i in cutlass.range_constexpr(self.step // 8):
+            for i in cutlass.range_constexpr(self.plan.step // 8):
                 at = 8 * i + 2 * j
                 logits[i] = ptx.mma_m16n8k16_bf16(logits[i], left, words[at : at + 2])
-        line = parts + Uint32((warp * self.heads + row) * self.line + lane % 4 * 8)
-        for i in cutlass.range_constexpr(self.step // 8):
+        line = parts + Uint32((warp * self.plan.heads + row) * self.line + lane % 4 * 8)
+        for i in cutlass.range_constexpr(self.plan.step // 8):
             place = line + Uint32((i ^ (row % 4)) * 32)
             ptx.store_shared_float2(place, logits[i][0], logits[i][1])
             ptx.store_shared_float2(place + 8 * self.line, logits[i][2], logits[i][3])
@@ -404,7 +374,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         scale = scale * Float32(_LOG2E)
         references, total = state
         new, sums, weighed = [], [], []
-        count = self.heads // _WARPS
+        count = self.plan.heads // _WARPS
         for h in cutlass.range_constexpr(count):
             head = warp * count + h
             column = ((lane // 8) ^ (head % 4)) * 8 + lane % 8
@@ -413,7 +383,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             for half in cutlass.range_constexpr(self.halves):
                 logit = ptx.load_shared_float(place + half * 128)
                 for g in cutlass.range_constexpr(1, _WARPS):
-                    at = place + (g * self.heads * self.line + half * 128)
+                    at = place + (g * self.plan.heads * self.line + half * 128)
                     logit = logit + ptx.load_shared_float(at)
                 bit = (there[half] >> Uint32(lane)) & Uint32(1)
                 logits.append(ptx.select_float(bit, logit, -Float32(_INFINITY)))
@@ -454,7 +424,7 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         if cute.arch.vote_any_sync((by[0] != Float32(1.0)) | (by[1] != Float32(1.0))):
             sums = [[sums[n][i] * by[i // 2] for i in range(4)] for n in range(8)]
         made = [list(sums[n]) for n in range(8)]
-        for k in cutlass.range_constexpr(self.step // 16):
+        for k in cutlass.range_constexpr(self.plan.step // 16):
             left = ptx.ldmatrix_x4(line, k * 32)
             for n in cutlass.range_constexpr(8):
                 right = [ptx.movmatrix_transpose(words[8 * (2 * k + h) + n]) for h in range(2)]
@@ -479,14 +449,14 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         stages, room, arrived = rooms
         part = _PART
         mine = stages + Uint32(warp * self.codes)
-        apart = self.stage_bytes - 8 * part
+        apart = self.plan.stage_bytes - 8 * part
         row = lane // 4
         for r in cutlass.range_constexpr(2):
             head = row + 8 * r
             line = mine + Uint32(head * part + r * apart)
-            if head // self.share == rank:
+            if head // self.plan.owned_heads == rank:
                 # A copy to itself is forbidden.
-                own = rank * self.share + head % self.share
+                own = rank * self.plan.owned_heads + head % self.plan.owned_heads
                 line = room + Uint32(own * PACKED_BYTES + warp * part)
             fifth = []
             for k in cutlass.range_constexpr(2):
@@ -497,9 +467,9 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
             ptx.store_shared2(line + Uint32(2 * _GROUP + lane % 4 * 8), fifth)
         ptx.fence_proxy_async_shared()
         cute.arch.sync_warp()
-        owner, own = lane // self.share, lane % self.share
-        if (lane < self.heads) & (owner != rank):
-            to = room + Uint32((rank * self.share + own) * PACKED_BYTES + warp * part)
+        owner, own = lane // self.plan.owned_heads, lane % self.plan.owned_heads
+        if (lane < self.plan.heads) & (owner != rank):
+            to = room + Uint32((rank * self.plan.owned_heads + own) * PACKED_BYTES + warp * part)
             ptx.bulk_copy_to_remote(
                 ptx.map_to_cta(to, owner),
                 mine + Uint32(lane * part + lane // 8 * apart),
@@ -512,23 +482,25 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         """What a head's sums are relative to, and its sum of weights."""
         rank, warp, lane = who
         room, arrived = rooms
-        count = self.heads // _WARPS
+        count = self.plan.heads // _WARPS
         for h in cutlass.range_constexpr(count):
             whole = total[h]
             for step in cutlass.range_constexpr(5):
                 whole = whole + cute.arch.shuffle_sync_bfly(whole, 1 << step)
             if lane == 0:
                 head = warp * count + h
-                at = room + Uint32((rank * self.share + head % self.share) * 16)
+                at = room + Uint32(
+                    (rank * self.plan.owned_heads + head % self.plan.owned_heads) * 16
+                )
                 four = [references[h], whole, Float32(0.0), Float32(0.0)]
-                self._write(at, head // self.share, four, arrived)
+                self._write(at, head // self.plan.owned_heads, four, arrived)
 
     @cute.jit
     def _merge(self, rooms: Value, places: Value, where: Value, who: Value) -> None:
         """Add all blocks' sums of this one's heads; four dims of a head at a time."""
         rank, thread = who
-        pieces = self.share * (DIMS // 4)
-        for begin in cutlass.range_constexpr(0, pieces, self.threads):
+        pieces = self.plan.owned_heads * (DIMS // 4)
+        for begin in cutlass.range_constexpr(0, pieces, self.plan.threads):
             if begin + thread < pieces:
                 self._merge_four(rooms, places, where, (rank, begin + thread))
 
@@ -539,16 +511,16 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         token, first, heads = where
         rank, number = who
         own, piece = number // (DIMS // 4), number % (DIMS // 4)
-        mine = rank * self.share + own
+        mine = rank * self.plan.owned_heads + own
         line = sums_at + Uint32(own * PACKED_BYTES + piece // 16 * _PART)
         eight = piece % 16 // 2
         at = line + Uint32((eight ^ (mine % 8)) * 16 + piece % 2 * 8)
         last = line + Uint32(2 * _GROUP + eight * 4)
         known = [
-            ptx.load_shared_float2(stats + Uint32((r * self.share + own) * 16))
-            for r in range(self.blocks)
+            ptx.load_shared_float2(stats + Uint32((r * self.plan.owned_heads + own) * 16))
+            for r in range(self.plan.ctas)
         ]
-        skips = [r * self.share * PACKED_BYTES for r in range(self.blocks)]
+        skips = [r * self.plan.owned_heads * PACKED_BYTES for r in range(self.plan.ctas)]
         fours = [
             ptx.unpack_accumulators(
                 ptx.load_shared(at, 2, skip), ptx.load_shared_word(last, skip), piece % 2
@@ -557,12 +529,12 @@ class NarrowKernel(ClusterLaunch, NarrowPlan):
         ]
         logit = ptx.load_shared_float(sinks + Uint32(mine * 4)) * Float32(_LOG2E)
         origin = logit
-        for r in cutlass.range_constexpr(self.blocks):
+        for r in cutlass.range_constexpr(self.plan.ctas):
             origin = ptx.max_float(origin, known[r][0])
         origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
         total = ptx.exp2_approx(logit - origin)
         sums = [Float32(0.0)] * 4
-        for r in cutlass.range_constexpr(self.blocks):
+        for r in cutlass.range_constexpr(self.plan.ctas):
             factor = ptx.exp2_approx(known[r][0] - origin)
             total = total + known[r][1] * factor
             sums = [sums[i] + fours[r][i] * factor for i in range(4)]
