@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import transpose_quad
-from dsv4.cute.sm90._entries import Entries
+from dsv4.cute.sm90._entries import EntryDequant, Producer, Ring, Split, caches_of
 from dsv4.cute.sm90.attention_args import ATTENTION_ABI, AttentionArgs, AttentionLayouts
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -60,7 +60,7 @@ _KEPT, _GIVEN = DIMS // 4 * 16 * 4, DIMS // 4 * 16 * PACKED_BYTES // DIMS
 _ALL_THERE = 0xFFFFFFFF
 
 
-class AttentionKernel(Entries):
+class AttentionKernel(EntryDequant):
     """The kernel of one configuration."""
 
     abi = ATTENTION_ABI
@@ -129,13 +129,9 @@ class AttentionKernel(Entries):
             args: See ``AttentionArgs``.
         """
         q_layout, k_layout, p_layout = layouts.q_layout, layouts.k_layout, layouts.p_layout
-        q, window, window_slots = args.q, args.window, args.window_slots
-        compressed, compressed_slots, sink = args.compressed, args.compressed_slots, args.sink
+        q, sink = args.q, args.sink
         out, known, cos, sin = args.out, args.statistics, args.cos, args.sin
         token_stride, head_stride = args.token_stride, args.head_stride
-        window_stride, compressed_stride = args.window_stride, args.compressed_stride
-        width, second_width = args.window_width, args.compressed_width
-        page_shift, second_shift = args.window_shift, args.compressed_shift
         heads, splits, tiles, items = args.heads, args.splits, args.head_tiles, args.items
         scan, scale = args.scan, args.scale
         thread, _, _ = cute.arch.thread_idx()
@@ -177,10 +173,7 @@ class AttentionKernel(Entries):
             ptx.fence_mbarrier_init()
         if cutlass.const_expr(self.plan.paired):
             cute.arch.cluster_arrive_relaxed()
-        caches = (
-            (window, window_stride, page_shift, window_slots, width),
-            (compressed, compressed_stride, second_shift, compressed_slots, second_width),
-        )
+        caches = caches_of(args)
         tile, rest, token = self._item(begin, tiles, splits)
         self.prefetch_slots(caches, token, thread)
         self._prefetch(
@@ -197,15 +190,17 @@ class AttentionKernel(Entries):
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[self.plan.dequant_warps][1])
             own = Uint32(codes.toint()) + Uint32((thread - _CONSUMERS) * 16)
-            shared = (info, full, empty, at_k, own, Int32(0), warp - CONSUMER_WARPS, lane)
-            stage, parity, item = Int32(0), Int32(1), Int32(begin)
+            producer = Producer(info, full, empty, at_k, own, Int32(0), warp - CONSUMER_WARPS, lane)
+            ring, item = Ring(Int32(0), Int32(1)), Int32(begin)
             while item < items:
                 rest = item // tiles
-                part = (rest // splits, rest % splits, splits, scan)
+                part = Split(rest // splits, rest % splits, splits, scan)
                 if cutlass.const_expr(self.plan.paired):
                     number = item // self.plan.ctas
-                    part = (number // tiles, item % self.plan.ctas, Int32(self.plan.ctas), scan)
-                stage, parity = self.expand_part(caches, part, shared, (stage, parity))
+                    part = Split(
+                        number // tiles, item % self.plan.ctas, Int32(self.plan.ctas), scan
+                    )
+                ring = self.dequantize_split(caches, part, producer, ring)
                 item += grid
         else:
             cute.arch.setmaxregister_increase(REGISTERS[self.plan.dequant_warps][0])

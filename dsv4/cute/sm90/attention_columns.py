@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
-from dsv4.cute.sm90._entries import Entries
+from dsv4.cute.sm90._entries import EntryDequant, Producer, Ring, Split, caches_of
 from dsv4.cute.sm90.attention_args import ClusterAttentionArgs
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
@@ -46,7 +46,7 @@ _TILES = DIMS // _ROWS  # of the second product
 _OWN = 4  # heads of a thread: 2 j, 2 j + 1, 2 j + 8, 2 j + 9, where j is its number among four
 
 
-class ColumnsKernel(ClusterLaunch, Entries):
+class ColumnsKernel(ClusterLaunch, EntryDequant):
     """The kernel of one configuration."""
 
     plan: ColumnsPlan
@@ -76,13 +76,9 @@ class ColumnsKernel(ClusterLaunch, Entries):
     @cute.kernel
     def kernel(self, args: ClusterAttentionArgs) -> None:
         """A cluster for every (token, tile of heads)."""
-        q, window, window_slots = args.q, args.window, args.window_slots
-        compressed, compressed_slots, sink = args.compressed, args.compressed_slots, args.sink
+        q, sink = args.q, args.sink
         out, cos, sin = args.out, args.cos, args.sin
         token_stride, head_stride = args.token_stride, args.head_stride
-        window_stride, compressed_stride = args.window_stride, args.compressed_stride
-        width, second_width = args.window_width, args.compressed_width
-        page_shift, second_shift = args.window_shift, args.compressed_shift
         heads, tiles, scale = args.heads, args.head_tiles, args.scale
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -123,10 +119,7 @@ class ColumnsKernel(ClusterLaunch, Entries):
         cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         first_head = tile * self.plan.heads
-        caches = (
-            (window, window_stride, page_shift, window_slots, width),
-            (compressed, compressed_stride, second_shift, compressed_slots, second_width),
-        )
+        caches = caches_of(args)
         self.prefetch_slots(caches, token, thread)
         self._prefetch(
             q + (Int64(token) * token_stride) * 2,
@@ -139,10 +132,9 @@ class ColumnsKernel(ClusterLaunch, Entries):
             group = (warp - _WARPS) // self.plan.dequant_warps
             own = (warp - _WARPS) % self.plan.dequant_warps
             room = codes + Uint32(group * code_bytes(self.plan) + (own * 32 + lane) * 16)
-            shared = (info, full, empty, at_k, room, group, own, lane)
-            self.expand_part(
-                caches, (token, rank, Int32(self.plan.ctas), Int32(1)), shared, (group, Int32(1))
-            )
+            producer = Producer(info, full, empty, at_k, room, group, own, lane)
+            part = Split(token, rank, Int32(self.plan.ctas), Int32(1))
+            self.dequantize_split(caches, part, producer, Ring(group, Int32(1)))
             cute.arch.cluster_wait()
         else:
             at_q = Uint32(shared_q.iterator.toint())
