@@ -423,7 +423,7 @@ class AttentionKernel(AttentionEpilogue, AttentionInput, EntryDequant):
             self._load_queries(args, shared.q, tile.token, tile.head_tile, thread)
             if cutlass.const_expr(not self.plan.split):
                 self._load_tables(
-                    args, tables.sinks, tables.angles, tile.token, tile.first_head, thread
+                    args, tables.sinks, tables.angles, 0, tile.token, tile.first_head, thread
                 )
             ptx.wait_async_copies(0)
             ptx.fence_proxy_async_shared()

@@ -77,6 +77,7 @@ class AttentionInput(PlannedKernel):
         args: AttentionArgs | ClusterAttentionArgs,
         sinks: Uint32,
         angles: Uint32,
+        skipped: cutlass.Constexpr,
         token: Int32,
         first: Int32,
         thread: Int32,
@@ -86,7 +87,8 @@ class AttentionInput(PlannedKernel):
         Args:
             args: Of the kernel.
             sinks: Where sinks go, as multiples of ``log2 e``.
-            angles: Where 32 cosines and 32 sines go.
+            angles: Address ``skipped`` words before the 32 cosines and 32 sines.
+            skipped: Words; not part of the address, so that it folds into offsets.
             token: Whose angles.
             first: First head of the tile.
             thread: Of the consumers.
@@ -102,4 +104,5 @@ class AttentionInput(PlannedKernel):
             if number >= ROPE // 2:
                 table = args.sin
             angle = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
-            ptx.store_shared_float(angles + Uint32(number * 4), ptx.load_global_float(angle))
+            place = angles + Uint32((skipped + number) * 4)
+            ptx.store_shared_float(place, ptx.load_global_float(angle))
