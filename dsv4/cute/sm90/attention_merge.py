@@ -1,7 +1,7 @@
 """Merge of KV splits: add the partial sums that ``attention`` stored, normalize and store.
 
 Tiling and ownership
-    A CTA has a (token, head); a thread eight dims of it: of 64 neighbouring dims the pairs of four
+    A CTA has a (token, head); a thread eight dims of it: of 32 neighbouring dims the pairs of four
     groups of 8 that one lane of an accumulator has (``attention_epilogue``), as they were packed.
     Every warp computes the factors of all splits: a lane has those of splits ``lane`` and
     ``lane + 32``, and ``shuffle`` hands them out.

@@ -27,8 +27,8 @@ Barriers
     theirs are complete.
 
 Determinism and numerics
-    The owner of a head adds partial sums in the order of ranks, packed to 20 bits each but its own
-    (packed as well), so that a token's bits depend on its slots and the plan alone. See
+    The owner of a head adds partial sums in the order of ranks, packed to 20 bits each, its
+    own too, so that a token's bits depend on its slots and the plan alone. See
     ``attention_softmax`` for weights and references.
 """
 

@@ -60,6 +60,7 @@ def new_reference(largest: Float32, old: Float32) -> Reference:
         largest: Logit of the KV block, -inf if no entry exists.
         old: Reference before it.
     """
+    # False where both are -inf, and for NaN, which the exponentials then carry on.
     grown = largest > old + Float32(_SLACK)
     value = ptx.select_float(grown, largest, old)
     origin = finite_origin(value)
@@ -101,5 +102,6 @@ def merged_total(
 
 def quad_sum(value: Float32) -> Float32:
     """Sum over the four lanes that have the same row of an accumulator."""
+    # Lanes of a quad differ in bits 0 and 1.
     value = value + cute.arch.shuffle_sync_bfly(value, 1)
     return value + cute.arch.shuffle_sync_bfly(value, 2)
