@@ -24,9 +24,9 @@ from dsv4.cute.sm90.attention_plan import (
     AttentionPlan,
     ColumnsPlan,
     NarrowPlan,
-    choose,
-    splits,
-    tiles,
+    attention_plan,
+    head_tiles,
+    kv_splits,
 )
 from dsv4.ops.attention import SparseAttentionArgs, sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
@@ -40,8 +40,8 @@ lengths = st.sampled_from([0, 1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513])
 head_counts = st.sampled_from([1, 8, 16, 17, 64, 65, 128])
 COLUMNS = {f"columns {blocks}": (ColumnsPlan(blocks), blocks) for blocks in COLUMN_CLUSTERS}
 CLUSTERS = {
-    "together": (AttentionPlan(False, together=True), 2),
-    "four warps": (AttentionPlan(False, expand_warps=4), 1),
+    "together": (AttentionPlan(False, paired=True), 2),
+    "four warps": (AttentionPlan(False, dequant_warps=4), 1),
     "narrow": (NarrowPlan(), 8),
     "narrow 9": (NarrowPlan(9), 9),
     "narrow 12": (NarrowPlan(12), 12),
@@ -61,15 +61,15 @@ def dealt(count: int | str | None):
 
     Clusters that do not all fit a GPU at a time take turns; a plan would be for smaller ones.
     """
-    before = launcher.choose, launcher._with_room
+    before = launcher.attention_plan, launcher._fitting_plan
     if count is not None:
         chosen = CLUSTERS.get(count) or (AttentionPlan(count > 1), count)
-        launcher.choose = lambda *sizes: chosen
-        launcher._with_room = lambda plan, *sizes: plan
+        launcher.attention_plan = lambda *sizes: chosen
+        launcher._fitting_plan = lambda plan, *sizes: plan
     try:
         yield
     finally:
-        launcher.choose, launcher._with_room = before
+        launcher.attention_plan, launcher._fitting_plan = before
 
 
 class Case:
@@ -394,48 +394,48 @@ def test_auto_takes_it():
     st.sampled_from([1, 78, 132, 148]),
 )
 def test_a_token_is_dealt_out_to_no_more_than_its_blocks(tokens, heads, widths, processors):
-    count = splits(tokens, heads, widths, processors)
+    count = kv_splits(tokens, heads, widths, processors)
     assert 1 <= count <= max(1, sum(-(-width // BLOCK) for width in widths))
-    programs = tokens * tiles(heads)
+    programs = tokens * head_tiles(heads)
     assert count == 1 or programs * count <= 2 * processors
-    assert (tiles(heads) - 1) * HEADS < heads <= tiles(heads) * HEADS
+    assert (head_tiles(heads) - 1) * HEADS < heads <= head_tiles(heads) * HEADS
 
 
 def test_what_is_chosen():
-    """As measured on a GPU of 132 SMs; ``splits`` may be any where it is not named."""
+    """As measured on a GPU of 132 SMs; ``kv_splits`` may be any where it is not named."""
     alone, split, two = AttentionPlan(False), AttentionPlan(True), CLUSTERS["together"]
-    assert choose(64, 128, (128, 1024), 132) == (alone, 1)
+    assert attention_plan(64, 128, (128, 1024), 132) == (alone, 1)
     for tokens in (67, 1024, 4096):
-        assert choose(tokens, 128, (128, 1024), 132) == CLUSTERS["four warps"]
+        assert attention_plan(tokens, 128, (128, 1024), 132) == CLUSTERS["four warps"]
     for tokens, heads in ((1, 64), (1, 128), (2, 64), (8, 16)):
-        assert choose(tokens, heads, (128, 512), 132) == CLUSTERS["narrow 16 of 64"]
-    assert choose(1, 128, (128, 1024), 132) == CLUSTERS["narrow 16"]
+        assert attention_plan(tokens, heads, (128, 512), 132) == CLUSTERS["narrow 16 of 64"]
+    assert attention_plan(1, 128, (128, 1024), 132) == CLUSTERS["narrow 16"]
     for tokens in (32, 48, 64):
-        assert choose(tokens, 64, (128, 512), 132) == two
-    assert choose(32, 128, (128, 1024), 132) == two
+        assert attention_plan(tokens, 64, (128, 512), 132) == two
+    assert attention_plan(32, 128, (128, 1024), 132) == two
     for tokens, blocks in ((48, 2), (64, 2), (66, 2), (132, 1), (1024, 1), (4096, 1)):
         for second in (512, 1024):
-            assert choose(tokens, 16, (128, second), 132) == COLUMNS[f"columns {blocks}"]
+            assert attention_plan(tokens, 16, (128, second), 132) == COLUMNS[f"columns {blocks}"]
     for tokens, blocks in ((13, 8), (16, 4), (24, 4), (32, 2)):
-        assert choose(tokens, 16, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
-    assert choose(32, 16, (128, 1024), 132) == (split, 4)
-    assert choose(20, 64, (128, 512), 132) == (split, 6)
+        assert attention_plan(tokens, 16, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
+    assert attention_plan(32, 16, (128, 1024), 132) == (split, 4)
+    assert attention_plan(20, 64, (128, 512), 132) == (split, 6)
     for tokens, heads in ((20, 128), (64, 64)):
-        assert choose(tokens, heads, (128, 1), 132) == two
+        assert attention_plan(tokens, heads, (128, 1), 132) == two
     for tokens, blocks in ((4, 4), (6, 4), (12, 2), (16, 2)):
-        assert choose(tokens, 64, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
-    assert choose(3, 64, (128, 512), 132) == CLUSTERS["narrow"]
+        assert attention_plan(tokens, 64, (128, 512), 132) == COLUMNS[f"columns {blocks}"]
+    assert attention_plan(3, 64, (128, 512), 132) == CLUSTERS["narrow"]
     # Parts, of 18 blocks of entries, of 128 and then of 64 heads.
     for tokens, count in ((2, 16), (3, 11), (4, 8), (6, 11), (8, 8), (12, 5), (16, 4)):
-        assert choose(tokens, 128, (128, 1024), 132) == (split, count)
+        assert attention_plan(tokens, 128, (128, 1024), 132) == (split, count)
     for tokens, count in ((4, 16), (8, 8), (12, 11), (16, 8), (24, 5), (32, 4)):
-        assert choose(tokens, 64, (128, 1024), 132) == (split, count)
+        assert attention_plan(tokens, 64, (128, 1024), 132) == (split, count)
     # C128A of 256k, 512k and 1M tokens.
     for tokens, heads, second in ((3, 64, 2048), (1, 128, 4096), (1, 64, 8192), (4, 16, 8192)):
-        assert isinstance(choose(tokens, heads, (128, second), 132)[0], NarrowPlan)
+        assert isinstance(attention_plan(tokens, heads, (128, second), 132)[0], NarrowPlan)
     for tokens, heads in ((1, 128), (2, 64), (5, 16)):
-        assert choose(tokens, heads, (128, 8192), 132)[0] == split
-    assert choose(64, 64, (64, 0), 132) == (alone, 1)
+        assert attention_plan(tokens, heads, (128, 8192), 132)[0] == split
+    assert attention_plan(64, 64, (64, 0), 132) == (alone, 1)
 
 
 @given(
@@ -444,9 +444,9 @@ def test_what_is_chosen():
     st.tuples(st.integers(0, 300), st.integers(0, 9000)),
 )
 def test_clusters_that_share_a_token_are_all_there_at_a_time(tokens, heads, widths):
-    plan, count = choose(tokens, heads, widths, 132)
-    if plan.blocks > 1:
-        assert count == plan.blocks
+    plan, count = attention_plan(tokens, heads, widths, 132)
+    if plan.ctas > 1:
+        assert count == plan.ctas
         of = 16 if isinstance(plan, NarrowPlan | ColumnsPlan) else HEADS
         assert tokens * -(-heads // of) * count <= 132
 
@@ -454,13 +454,13 @@ def test_clusters_that_share_a_token_are_all_there_at_a_time(tokens, heads, widt
 def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
     class Kernel:
         def __init__(self, plan, arch):
-            self.room = {8: 15, 9: 9, 12: 7, 16: 7}[plan.blocks]
+            self.room = {8: 15, 9: 9, 12: 7, 16: 7}[plan.ctas]
 
         def prepare(self, device):
             return self.room
 
     monkeypatch.setattr(launcher, "loaded", Kernel)
-    launcher._with_room.cache_clear()
+    launcher._fitting_plan.cache_clear()
     # Of 36 steps 9 blocks have 4 each, or 2 of twice as many entries, and 8 have 5; of 20, both
     # have 3.
     wanted = {
@@ -470,10 +470,10 @@ def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
         ((128, 1024), 10): NarrowPlan(8),
     }
     for (widths, clusters), plan in wanted.items():
-        assert launcher._with_room(NarrowPlan(16), widths, clusters, 0) == plan
-        assert launcher._with_room(NarrowPlan(), widths, clusters, 0) == NarrowPlan()
-    assert launcher._with_room(NarrowPlan(), (128, 512), 16, 0) == NarrowPlan()
-    launcher._with_room.cache_clear()
+        assert launcher._fitting_plan(NarrowPlan(16), widths, clusters, 0) == plan
+        assert launcher._fitting_plan(NarrowPlan(), widths, clusters, 0) == NarrowPlan()
+    assert launcher._fitting_plan(NarrowPlan(), (128, 512), 16, 0) == NarrowPlan()
+    launcher._fitting_plan.cache_clear()
 
 
 def unsupported_reason(
@@ -548,7 +548,7 @@ def test_compiles_without_spills_and_with_the_expected_products(tmp_path):
             # The first block of entries, and every other one beside the other's weights.
             assert sass.count("HGMMA.64x64x16.F32.BF16") == 64
             # Beside eight warps that expand there are no registers for sums of 256 dims at a time.
-            dims, products = (256, 12) if plan.expand_warps == 4 else (128, 24)
+            dims, products = (256, 12) if plan.dequant_warps == 4 else (128, 24)
             assert sass.count(f"HGMMA.64x{dims}x16.F32.BF16") == products
             # Products are waited for where the kernel says so, not one by one.
             assert sass.count("WARPGROUP.DEPBAR") == 6

@@ -24,7 +24,8 @@ from dsv4.cute import gemm, gemm_fp8, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
-from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90 import attention_args, grouped_plan
+from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan, NarrowPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
 from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan
 from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
@@ -461,6 +462,10 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 75),
             grouped_gemm.PARAMETERS,
         ),
+        (AttentionPlan(False), attention_args.ATTENTION_ABI.parameters),
+        (ColumnsPlan(2), attention_args.CLUSTER_ATTENTION_ABI.parameters),
+        (NarrowPlan(), attention_args.CLUSTER_ATTENTION_ABI.parameters),
+        (MergePlan(), attention_args.MERGE_ABI.parameters),
     ],
     ids=[
         "few",
@@ -470,6 +475,10 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
         "experts of few rows",
         "experts",
         "experts without shared scales",
+        "attention",
+        "attention of columns",
+        "narrow attention",
+        "merge of attention",
     ],
 )
 def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):

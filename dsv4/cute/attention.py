@@ -1,16 +1,18 @@
-"""CuTeDSL kernels of ``dsv4.ops.attention``."""
+"""Launchers of the CuTeDSL kernels of ``dsv4.ops.attention``."""
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.runtime.driver import Parameters
-from dsv4.cute.runtime.launch import PackedLaunch, aligned, loaded, on, run_noted, stream_of
+from dsv4.cute.runtime.driver import Kernel, Launch
+from dsv4.cute.runtime.launch import aligned, loaded, on, run_noted, stream_of
+from dsv4.cute.sm90.attention_args import ATTENTION_ABI, CLUSTER_ATTENTION_ABI, MERGE_ABI
 from dsv4.cute.sm90.attention_plan import (
     COLUMN_CLUSTERS,
     NARROW_CLUSTERS,
@@ -21,168 +23,260 @@ from dsv4.cute.sm90.attention_plan import (
     MergePlan,
     NarrowPlan,
     Plan,
-    choose,
-    is_scanned,
-    narrow,
-    tiles,
+    attention_plan,
+    head_tiles,
+    narrow_plan,
+    scans_slots,
 )
 from dsv4.device import sms
 from dsv4.ops.attention import SparseAttentionArgs
 
-# Parameters of the kernels, in their order; before the first's come three without any content.
-_ATTEND = Parameters("s", "s", "s", *"qqqqqqqqqq", *"qqqq", *"iiiiiiiii", "f")
-_MERGE = Parameters(*"qqqqqq", *"ii")
-_CLUSTERS = Parameters(*"qqqqqqqqq", *"qqqq", *"iiiiii", "f")
-_CLUSTERS_PACKED = struct.Struct("@13q6if")
-_ATTEND_PACKED, _MERGE_PACKED = struct.Struct("@sss14q9if"), struct.Struct("@6q2i")
+_attention_pointers = ATTENTION_ABI.pointers
+_cluster_pointers = CLUSTER_ATTENTION_ABI.pointers
+_merge_pointers = MERGE_ABI.pointers
+
+
+class _Problem(NamedTuple):
+    """Sizes and strides of a call, which with the plan determine every scalar of its launches."""
+
+    tokens: int
+    heads: int
+    token_stride: int
+    head_stride: int
+    window_stride: int
+    compressed_stride: int
+    window_width: int
+    compressed_width: int
+    window_page_size: int
+    compressed_page_size: int
+    scale: float
+    device: int
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Slots of a token in each cache."""
+        return self.window_width, self.compressed_width
 
 
 def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     """See ``dsv4.ops.attention.sparse_attention``."""
     q, compressed, compressed_page_size = args.q, args.compressed, args.compressed_page_size
-    compressed_slots, sink = args.compressed_slots, args.sink
+    compressed_slots = args.compressed_slots
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     if compressed is None or compressed_slots is None:
         compressed, compressed_page_size = args.window, args.window_page_size
         compressed_slots = args.window_slots[:, :0]
-    pools = (args.window, args.window_page_size, compressed, compressed_page_size)
-    slots = (args.window_slots.long().contiguous(), compressed_slots.long().contiguous())
-    # Kept until after the launch.
-    angles = [
+    # Converted tensors are referenced by ``inputs`` until after the launch.
+    window_slots = args.window_slots.long().contiguous()
+    compressed_slots = compressed_slots.long().contiguous()
+    cos, sin = (
         None if table is None else table.float().contiguous() for table in (args.cos, args.sin)
-    ]
-    q, sink = aligned(q, q.shape[0])[0], sink.float().contiguous()
+    )
+    q, sink = aligned(q, q.shape[0])[0], args.sink.float().contiguous()
+    # In the order of the fields: by keyword it takes 1 us more in every call.
+    problem = _Problem(
+        q.shape[0],
+        q.shape[1],
+        q.stride(0),
+        q.stride(1),
+        args.window.stride(0),
+        compressed.stride(0),
+        window_slots.shape[1],
+        compressed_slots.shape[1],
+        args.window_page_size,
+        compressed_page_size,
+        args.scale,
+        q.device.index,
+    )
+    inputs = (q, args.window, window_slots, compressed, compressed_slots, sink)
     with on(q.get_device()):
-        _attend(q, pools, slots, sink, args.scale, angles, out)
+        _attend(problem, inputs, (cos, sin), out)
     return out
 
 
 def _attend(
-    q: torch.Tensor,
-    pools: tuple[torch.Tensor, int, torch.Tensor, int],
-    slots: tuple[torch.Tensor, torch.Tensor],
-    sink: torch.Tensor,
-    scale: float,
-    angles: Sequence[torch.Tensor | None],
+    problem: _Problem,
+    inputs: tuple[torch.Tensor, ...],
+    angles: tuple[torch.Tensor | None, torch.Tensor | None],
     out: torch.Tensor,
 ) -> None:
-    """On the current device."""
-    widths = (slots[0].shape[1], slots[1].shape[1])
-    plan, count = choose(*q.shape[:2], widths, _multiprocessors(q.device.index))
-    if isinstance(plan, NarrowPlan | ColumnsPlan):
-        _attend_clusters(plan, q, pools, slots, sink, scale, angles, out)
-    else:
-        _attend_wide(plan, count, q, pools, slots, sink, scale, angles, out)
+    """Choose and launch kernels on the current device.
 
-
-def _attend_wide(
-    plan: AttentionPlan,
-    count: int,
-    q: torch.Tensor,
-    pools: tuple[torch.Tensor, int, torch.Tensor, int],
-    slots: tuple[torch.Tensor, torch.Tensor],
-    sink: torch.Tensor,
-    scale: float,
-    angles: Sequence[torch.Tensor | None],
-    out: torch.Tensor,
-) -> None:
-    tokens, heads, _ = q.shape
-    window, page, compressed, second_page = pools
-    widths = (slots[0].shape[1], slots[1].shape[1])
-    kept = (tokens, count, heads) if plan.split else (0,)
-    parts = q.new_empty((*kept, PACKED_BYTES), dtype=torch.uint8)
-    known = q.new_empty((*kept, 2), dtype=torch.float32)
-    items = tokens * count * tiles(heads)
-    numbers = (
-        q.stride(0),
-        q.stride(1),
-        window.stride(0),
-        compressed.stride(0),
-        *widths,
-        page.bit_length() - 1,
-        second_page.bit_length() - 1,
-        heads,
-        count,
-        tiles(heads),
-        items,
-        int(is_scanned(count if plan.split else 1, widths)),
-        scale,
-    )
-    device = q.device.index
-    stream = stream_of(device)
-    kernel = loaded(plan, HOPPER)
-    kernel.prepare(device)
-    # Of two that add their sums, both are there, and neither has a next token.
-    most = items if plan.together else _multiprocessors(device)
-    written = parts if plan.split else out
-    run_noted(
-        PackedLaunch(kernel, min(items, most), _ATTEND, _ATTEND_PACKED, numbers, (b"",) * 3),
-        stream,
-        (q, window, slots[0], compressed, slots[1], sink, written, known, *angles),
-    )
+    Args:
+        problem: Sizes of the tensors.
+        inputs: Queries, then pages and slots of each cache, and sinks.
+        angles: Cosines and sines, or None.
+        out: Where results go.
+    """
+    count = _sms(problem.device)
+    plan, splits = attention_plan(problem.tokens, problem.heads, problem.widths, count)
+    if not isinstance(plan, AttentionPlan):
+        if isinstance(plan, NarrowPlan):
+            clusters = problem.tokens * -(-problem.heads // plan.heads)
+            plan = _fitting_plan(plan, problem.widths, clusters, problem.device)
+        run = functools.partial(_launch_cluster, (plan, problem))
+        run_noted(run, stream_of(problem.device), (*inputs, out, *angles))
+        return
+    stream = stream_of(problem.device)
+    shape = (problem.tokens, splits, problem.heads) if plan.split else (0,)
+    partials = out.new_empty((*shape, PACKED_BYTES), dtype=torch.uint8)
+    statistics = out.new_empty((*shape, 2), dtype=torch.float32)
+    written = partials if plan.split else out
+    run = functools.partial(_launch_attention, (plan, splits, problem, count))
+    run_noted(run, stream, (*inputs, written, statistics, *angles))
     if plan.split:
-        kernel = loaded(MergePlan(), HOPPER)
-        kernel.prepare(device)
-        run_noted(
-            PackedLaunch(kernel, tokens * heads, _MERGE, _MERGE_PACKED, (heads, count)),
-            stream,
-            (parts, known, sink, out, *angles),
-        )
+        run = functools.partial(_launch_merge, (problem.tokens, problem.heads, splits, problem[-1]))
+        run_noted(run, stream, (partials, statistics, inputs[-1], out, *angles))
 
 
-def _attend_clusters(
-    plan: NarrowPlan | ColumnsPlan,
-    q: torch.Tensor,
-    pools: tuple[torch.Tensor, int, torch.Tensor, int],
-    slots: tuple[torch.Tensor, torch.Tensor],
-    sink: torch.Tensor,
-    scale: float,
-    angles: Sequence[torch.Tensor | None],
-    out: torch.Tensor,
-) -> None:
-    tokens, heads, _ = q.shape
-    window, page, compressed, second_page = pools
-    count = -(-heads // plan.heads)
-    numbers = (
-        q.stride(0),
-        q.stride(1),
-        window.stride(0),
-        compressed.stride(0),
-        slots[0].shape[1],
-        slots[1].shape[1],
-        page.bit_length() - 1,
-        second_page.bit_length() - 1,
-        heads,
-        count,
-        scale,
+def _launch_attention(key: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
+    """Launch ``AttentionKernel`` on the current GPU.
+
+    Args:
+        key: What ``_attention_launch`` takes, but for the thread.
+        stream: The driver's handle.
+        addresses: Of the pointers of ``AttentionArgs``, in their order; 0 for None.
+    """
+    (
+        q,
+        window,
+        window_slots,
+        compressed,
+        compressed_slots,
+        sink,
+        out,
+        statistics,
+        cos,
+        sin,
+    ) = addresses
+    pointers = _attention_pointers(
+        q=q,
+        window=window,
+        window_slots=window_slots,
+        compressed=compressed,
+        compressed_slots=compressed_slots,
+        sink=sink,
+        out=out,
+        statistics=statistics,
+        cos=cos,
+        sin=sin,
     )
-    device = q.device.index
-    if isinstance(plan, NarrowPlan):
-        widths = (slots[0].shape[1], slots[1].shape[1])
-        plan = _with_room(plan, widths, tokens * count, device)
+    _attention_launch(*key, get_ident())(stream, pointers)
+
+
+def _launch_cluster(key: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
+    """Launch ``NarrowKernel`` or ``ColumnsKernel`` likewise."""
+    q, window, window_slots, compressed, compressed_slots, sink, out, cos, sin = addresses
+    pointers = _cluster_pointers(
+        q=q,
+        window=window,
+        window_slots=window_slots,
+        compressed=compressed,
+        compressed_slots=compressed_slots,
+        sink=sink,
+        out=out,
+        cos=cos,
+        sin=sin,
+    )
+    _cluster_launch(*key, get_ident())(stream, pointers)
+
+
+def _launch_merge(key: tuple[int, ...], stream: int, addresses: Sequence[int]) -> None:
+    """Launch ``MergeKernel`` likewise."""
+    partials, statistics, sink, out, cos, sin = addresses
+    pointers = _merge_pointers(
+        partials=partials, statistics=statistics, sink=sink, out=out, cos=cos, sin=sin
+    )
+    _merge_launch(*key, get_ident())(stream, pointers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _attention_launch(
+    plan: AttentionPlan, splits: int, problem: _Problem, count: int, thread: int
+) -> Launch:
+    """Made once in every thread, because a ``Launch`` has buffers and making it takes long.
+
+    Args:
+        plan: Of the kernel.
+        splits: KV splits of a token.
+        problem: Sizes and strides.
+        count: SMs of the GPU.
+        thread: Of the caller.
+    """
+    tiles = head_tiles(problem.heads)
+    items = problem.tokens * splits * tiles
+    # CTAs are persistent, but for pairs: both of one run, and neither has a next item.
+    most = items if plan.paired else count
+    return ATTENTION_ABI.launch(
+        _ready(plan, problem.device),
+        min(items, most),
+        (),  # no TMA copies
+        **_scalars(problem),
+        splits=splits,
+        head_tiles=tiles,
+        items=items,
+        scan=scans_slots(splits if plan.split else 1, problem.widths),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _cluster_launch(plan: NarrowPlan | ColumnsPlan, problem: _Problem, thread: int) -> Launch:
+    """A cluster for every token and tile of heads."""
+    tiles = -(-problem.heads // plan.heads)
+    return CLUSTER_ATTENTION_ABI.launch(
+        _ready(plan, problem.device),
+        problem.tokens * tiles * plan.ctas,
+        (),  # no TMA copies
+        **_scalars(problem),
+        head_tiles=tiles,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _merge_launch(tokens: int, heads: int, splits: int, device: int, thread: int) -> Launch:
+    """A CTA for every token and head."""
+    kernel = _ready(MergePlan(), device)
+    return MERGE_ABI.launch(kernel, tokens * heads, heads=heads, splits=splits)
+
+
+def _scalars(problem: _Problem) -> dict[str, float]:
+    """Scalars that the kernels with queries have in common."""
+    return {
+        "token_stride": problem.token_stride,
+        "head_stride": problem.head_stride,
+        "window_stride": problem.window_stride,
+        "compressed_stride": problem.compressed_stride,
+        "window_width": problem.window_width,
+        "compressed_width": problem.compressed_width,
+        "window_shift": problem.window_page_size.bit_length() - 1,
+        "compressed_shift": problem.compressed_page_size.bit_length() - 1,
+        "heads": problem.heads,
+        "scale": problem.scale,
+    }
+
+
+def _ready(plan: Plan, device: int) -> Kernel:
+    """The kernel of a plan, made ready on the current GPU."""
     kernel = loaded(plan, HOPPER)
     kernel.prepare(device)
-    blocks = tokens * count * plan.blocks
-    run_noted(
-        PackedLaunch(kernel, blocks, _CLUSTERS, _CLUSTERS_PACKED, numbers),
-        stream_of(device),
-        (q, window, slots[0], compressed, slots[1], sink, out, *angles),
-    )
+    return kernel
 
 
 @functools.cache
-def _with_room(plan: NarrowPlan, widths: tuple[int, int], clusters: int, device: int) -> NarrowPlan:
-    """The plan, or one of smaller clusters if the current GPU has no room for all of them."""
+def _fitting_plan(
+    plan: NarrowPlan, widths: tuple[int, int], clusters: int, device: int
+) -> NarrowPlan:
+    """The plan, or one of smaller clusters if not all clusters run at once on the current GPU."""
     if loaded(plan, HOPPER).prepare(device) >= clusters:
         return plan
-    smaller = [blocks for blocks in NARROW_CLUSTERS if blocks < plan.blocks]
-    room = [b for b in smaller if loaded(NarrowPlan(b), HOPPER).prepare(device) >= clusters]
-    return narrow(widths, room or NARROW_CLUSTERS[:1])
+    smaller = [ctas for ctas in NARROW_CLUSTERS if ctas < plan.ctas]
+    fitting = [c for c in smaller if loaded(NarrowPlan(c), HOPPER).prepare(device) >= clusters]
+    return narrow_plan(widths, fitting or NARROW_CLUSTERS[:1])
 
 
-def _multiprocessors(device: int) -> int:
+def _sms(device: int) -> int:
     return sms(torch.device("cuda", device))
 
 
@@ -190,10 +284,10 @@ def plans() -> list[Plan]:
     """All kernels, for ``dsv4.warmup``."""
     return [
         AttentionPlan(False),
-        AttentionPlan(False, expand_warps=4),
+        AttentionPlan(False, dequant_warps=4),
         AttentionPlan(True),
-        AttentionPlan(False, together=True),
+        AttentionPlan(False, paired=True),
         MergePlan(),
-        *(NarrowPlan(blocks, step) for blocks in NARROW_CLUSTERS for step in NARROW_STEPS),
+        *(NarrowPlan(ctas, step) for ctas in NARROW_CLUSTERS for step in NARROW_STEPS),
         *map(ColumnsPlan, COLUMN_CLUSTERS),
     ]

@@ -1,19 +1,39 @@
-"""Sparse attention of 16 heads of a token: entries, then dims, are the rows of its products.
+"""Sparse attention of 16 heads of a token, with entries, then dims, as rows of the MMAs.
 
-* Two warpgroups expand every other block of 64 ``"fp8"`` entries each to bfloat16 in shared
-  memory, as ``_entries`` says. Entries that are not there are zeros, and their logits -inf.
-* The third multiplies entries and queries, so that a tile of 64 rows is full whatever the heads;
-  and then the same entries, turned, and weights: rows are dims. A thread has four heads in both.
-* ``blocks`` of a cluster share a token's blocks of entries. At the end each gets the others' sums
-  of its share of the dims, adds them in the order of ranks, and stores.
+Tiling and ownership
+    A cluster has a (token, tile of 16 heads); each of its ``plan.ctas`` CTAs every ``ctas``-th KV
+    block of 64 entries. Two groups of four warps dequantize (``_entries``), each every other KV
+    block of the CTA. The consumer warpgroup multiplies entries (M = 64) by queries (N = 16 heads),
+    so that a tensor core's 64 rows are full whatever the heads; and then the same entries,
+    transposed (M = 8 tiles of 64 dims), by softmax weights (N = 16 heads). A thread has the same
+    four heads in both: ``2 j``, ``2 j + 1``, ``2 j + 8``, ``2 j + 9`` with ``j = lane % 4``.
 
-Weights are relative to a reference that follows the largest logit when that has grown by more than
-``2^8``, and rounded in numerator and denominator alike, as in ``attention``.
+Pipeline
+    Two stages of entries, dequantized while the consumers multiply. A KV block's results are added
+    before the next is waited for.
+
+Barriers
+    ``full``, ``empty`` (an mbarrier a stage): see ``_entries``; all consumers arrive at ``empty``.
+    Named barrier ``_MEET``: the consumers. Twice a KV block: the warps' largest logits are written;
+    weights are written and fenced for the MMAs. What a barrier's readers read is overwritten only
+    after the other barrier.
+    ``arrived`` (an mbarrier): completes with the partial sums and statistics that the other CTAs
+    push (``st.async``). Phase 0.
+    ``stages_read`` (an mbarrier, a lane of each consumer warp of the cluster arrives): no CTA reads
+    its stages any more, whose memory takes the partial sums.
+    Cluster barrier: orders the initialisation of mbarriers before other CTAs' arrivals. A CTA
+    exits with nothing outgoing unread, because ``arrived`` of every CTA waits for all pushes to it
+    and pushes are from registers.
+
+Determinism and numerics
+    A CTA adds the partial sums of its share of the dims in the order of ranks. See
+    ``attention_softmax`` for weights and references.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +42,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.sm90._cluster_launch import ClusterLaunch
-from dsv4.cute.sm90._entries import Entries
+from dsv4.cute.sm90._entries import EntryDequant, Producer, Ring, Split, caches_of
+from dsv4.cute.sm90.attention_args import ClusterAttentionArgs
+from dsv4.cute.sm90.attention_input import AttentionInput, address_of
 from dsv4.cute.sm90.attention_plan import (
     BLOCK,
     DIMS,
@@ -32,205 +54,285 @@ from dsv4.cute.sm90.attention_plan import (
     ColumnsPlan,
     code_bytes,
 )
+from dsv4.cute.sm90.attention_softmax import (
+    INFINITY,
+    LOG2E,
+    Softmax,
+    empty_softmax,
+    merged_total,
+    new_reference,
+    reciprocal_or_zero,
+)
 
-Value = Any
-_LOG2E = 1.4426950408889634
-_SLACK = 8.0  # powers of two by which a logit may exceed its reference
-_INFINITY = float("inf")
-_MEET = 1  # named barrier of the warps that multiply
+_MEET = 1  # named barrier of the consumers
 _WARPS = 4  # that multiply
 _THREADS = 32 * _WARPS
-_ROWS = 64  # of a product
-_TILES = DIMS // _ROWS  # of the second product
-_OWN = 4  # heads of a thread: 2 j, 2 j + 1, 2 j + 8, 2 j + 9, where j is its number among four
+_ROWS = 64  # of an MMA
+_TILES = DIMS // _ROWS  # of results
+_OWN = 4  # heads of a thread
+
+Fragment = list[Float32]
 
 
-class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
+class Layouts(NamedTuple):
+    """Shared-memory layouts.
+
+    Attributes:
+        q: Of queries.
+        k: Of the stages.
+        p: Of softmax weights.
+    """
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    p: cute.ComposedLayout
+
+
+class SharedTiles(NamedTuple):
+    """Tiles in shared memory.
+
+    Attributes:
+        k: Stages of entries.
+        q: Queries.
+        p: Softmax weights.
+    """
+
+    k: cute.Tensor
+    q: cute.Tensor
+    p: cute.Tensor
+
+
+class SharedMemory(NamedTuple):
+    """Shared-memory addresses.
+
+    Attributes:
+        codes: Codes that wait for a free stage.
+        exchanged: A number of each head, of each consumer warp.
+        sinks: Of the tile; the token's angles follow.
+        statistics: Reference and sum of weights of each head, of all ranks.
+        info: Descriptions of the stages.
+        full: mbarriers of stages that are filled.
+        empty: mbarriers of stages that are free.
+        arrived: mbarriers ``arrived`` and ``stages_read``.
+        stages: Of ``SharedTiles.k``.
+    """
+
+    codes: Uint32
+    exchanged: Uint32
+    sinks: Uint32
+    statistics: Uint32
+    info: Uint32
+    full: Uint32
+    empty: Uint32
+    arrived: Uint32
+    stages: Uint32
+
+
+class Tile(NamedTuple):
+    """A tile of heads of a token.
+
+    Attributes:
+        token: Number of the token.
+        first_head: Of the tile.
+    """
+
+    token: Int32
+    first_head: Int32
+
+
+class Consumer(NamedTuple):
+    """A thread that multiplies.
+
+    Attributes:
+        rank: Of its CTA in the cluster.
+        thread: Of the CTA.
+        warp: Of the CTA.
+        lane: Of the warp.
+    """
+
+    rank: Int32
+    thread: Int32
+    warp: Int32
+    lane: Int32
+
+
+class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
     """The kernel of one configuration."""
 
-    def tools(self) -> tuple[Value, ...]:
-        """Layouts of queries, stages and weights, and both products."""
+    plan: ColumnsPlan
+
+    @property
+    def tile_heads(self) -> int:
+        """Heads of a tile."""
+        return self.plan.heads
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return _THREADS
+
+    def _layouts(self) -> Layouts:
+        """Layouts with 128-byte swizzle, as ``wgmma`` reads operands."""
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_layout = cute.tile_to_shape(swizzle, (self.heads, DIMS), (0, 1))
-        k_layout = cute.tile_to_shape(swizzle, (BLOCK, DIMS, STAGES), (0, 1, 2))
-        p_layout = cute.tile_to_shape(swizzle, (self.heads, BLOCK), (0, 1))
-        products = [
-            cute.make_tiled_mma(
-                warpgroup.MmaF16BF16Op(
-                    BFloat16,
-                    Float32,
-                    (_ROWS, self.heads, 16),
-                    warpgroup.OperandSource.SMEM,
-                    major,
-                    OperandMajorMode.K,
-                ),
-                (1, 1, 1),
+        return Layouts(
+            q=cute.tile_to_shape(swizzle, (self.plan.heads, DIMS), (0, 1)),
+            k=cute.tile_to_shape(swizzle, (BLOCK, DIMS, STAGES), (0, 1, 2)),
+            p=cute.tile_to_shape(swizzle, (self.plan.heads, BLOCK), (0, 1)),
+        )
+
+    def _gemm(self, major: OperandMajorMode) -> cute.TiledMma:
+        """Entries times queries, K-major; or, transposed, times weights."""
+        op = warpgroup.MmaF16BF16Op(
+            BFloat16,
+            Float32,
+            (_ROWS, self.plan.heads, 16),
+            warpgroup.OperandSource.SMEM,
+            major,
+            OperandMajorMode.K,
+        )
+        return cute.make_tiled_mma(op, (1, 1, 1))
+
+    def _shared_tiles(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> SharedTiles:
+        """Allocate the tiles, each at a multiple of the swizzle's 1024 bytes."""
+        return SharedTiles(
+            *(
+                smem.allocate_tensor(
+                    BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
+                )
+                for layout in (layouts.k, layouts.q, layouts.p)
             )
-            for major in (OperandMajorMode.K, OperandMajorMode.MN)
-        ]
-        return (q_layout, k_layout, p_layout, *products)
+        )
+
+    def _shared_memory(
+        self, smem: cutlass.memory.SmemAllocator, tiles: SharedTiles
+    ) -> SharedMemory:
+        """Allocate all but the tiles."""
+        plan = self.plan
+
+        def allocated(size: int) -> Uint32:
+            return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=16).toint())
+
+        codes = allocated(plan.dequant_groups * code_bytes(plan))
+        exchanged = allocated(_WARPS * plan.heads * 4)
+        sinks = allocated((plan.heads + ROPE) * 4)
+        statistics = allocated(plan.ctas * plan.heads * 8)
+        info = allocated(STAGES * INFO_BYTES + plan.dequant_groups * plan.scan_bytes)
+        full = allocated((2 * STAGES + 2) * 8)
+        return SharedMemory(
+            codes=codes,
+            exchanged=exchanged,
+            sinks=sinks,
+            statistics=statistics,
+            info=info,
+            full=full,
+            empty=full + 8 * STAGES,
+            arrived=full + 16 * STAGES,
+            stages=address_of(tiles.k),
+        )
 
     @cute.kernel
-    def kernel_(
-        self,
-        q: Int64,
-        window: Int64,
-        window_slots: Int64,
-        compressed: Int64,
-        compressed_slots: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        window_stride: Int64,
-        compressed_stride: Int64,
-        width: Int32,
-        second_width: Int32,
-        page_shift: Int32,
-        second_shift: Int32,
-        heads: Int32,
-        tiles: Int32,
-        scale: Float32,
-    ) -> None:
-        """A cluster for every (token, tile of heads).
-
-        Args:
-            q: Address of bfloat16 ``[tokens, heads, 512]``.
-            window: Address of the first cache's pages.
-            window_slots: Address of its slots, ``[tokens, width]``.
-            compressed: As ``window``, of the second cache.
-            compressed_slots: Likewise.
-            sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``.
-            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
-                back; 0: they are not.
-            sin: As ``cos``.
-            token_stride: Elements between tokens of q.
-            head_stride: Elements between heads of q.
-            window_stride: Bytes between pages.
-            compressed_stride: Likewise.
-            width: Slots of a token.
-            second_width: Likewise.
-            page_shift: Logarithm of the entries of a page, to base 2.
-            second_shift: Likewise.
-            heads: Of q.
-            tiles: Tiles of heads.
-            scale: Factor on the logits, above 0.
-        """
+    def kernel(self, args: ClusterAttentionArgs) -> None:
+        """See the module."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank, item = block % self.blocks, block // self.blocks
-        token, tile = item // tiles, item % tiles
-        q_layout, k_layout, p_layout, logits_mma, sums_mma = self.tools()
+        rank, item = block % self.plan.ctas, block // self.plan.ctas
+        token, head_tile = item // args.head_tiles, item % args.head_tiles
+        layouts = self._layouts()
+        logits_mma, sums_mma = self._gemm(OperandMajorMode.K), self._gemm(OperandMajorMode.MN)
         smem = cutlass.memory.SmemAllocator()
-        shared_k = smem.allocate_tensor(
-            BFloat16, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner
-        )
-        shared_q = smem.allocate_tensor(
-            BFloat16, q_layout.outer, byte_alignment=1024, swizzle=q_layout.inner
-        )
-        shared_p = smem.allocate_tensor(
-            BFloat16, p_layout.outer, byte_alignment=1024, swizzle=p_layout.inner
-        )
-        codes = self._room(smem, self.expanders * code_bytes(self))
-        told = self._room(smem, _WARPS * self.heads * 4)
-        sinks = self._room(smem, (self.heads + ROPE) * 4)
-        known = self._room(smem, self.blocks * self.heads * 8)
-        info = self._room(smem, STAGES * INFO_BYTES + self.expanders * self.scan_bytes)
-        full = self._room(smem, (2 * STAGES + 2) * 8)
-        empty, arrived = full + 8 * STAGES, full + 16 * STAGES
-        at_k = Uint32(shared_k.iterator.toint())
+        tiles = self._shared_tiles(smem, layouts)
+        shared = self._shared_memory(smem, tiles)
+        # CTAs of the next kernel may start; they wait by griddepcontrol.wait for this one.
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             for s in cutlass.range_constexpr(STAGES):
-                ptx.mbarrier_init(full + s * 8, 32 * self.expand_warps)
-                ptx.mbarrier_init(empty + s * 8, _THREADS)
-            ptx.mbarrier_init(arrived, 1)
-            ptx.mbarrier_init(arrived + 8, self.blocks * _WARPS)
+                ptx.mbarrier_init(shared.full + s * 8, 32 * self.plan.dequant_warps)
+                ptx.mbarrier_init(shared.empty + s * 8, _THREADS)
+            ptx.mbarrier_init(shared.arrived, 1)
+            ptx.mbarrier_init(shared.arrived + 8, self.plan.ctas * _WARPS)
             ptx.fence_mbarrier_init()
-        # Waited for where others are first written to.
+        # Waited for before this CTA first writes to others.
         cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
-        first_head = tile * self.heads
-        caches = (
-            (window, window_stride, page_shift, window_slots, width),
-            (compressed, compressed_stride, second_shift, compressed_slots, second_width),
-        )
+        tile = Tile(token, head_tile * self.plan.heads)
+        caches = caches_of(args)
         self.prefetch_slots(caches, token, thread)
-        self._prefetch(
-            q + (Int64(token) * token_stride) * 2,
-            (sink, cos, sin),
-            (token, first_head, heads, head_stride),
-            thread,
-        )
+        self._prefetch(args, tile, thread)
+        # From here on slots, entries and queries are what preceding kernels wrote.
         cute.arch.griddepcontrol_wait()
         if warp >= _WARPS:
-            group = (warp - _WARPS) // self.expand_warps
-            own = (warp - _WARPS) % self.expand_warps
-            room = codes + Uint32(group * code_bytes(self) + (own * 32 + lane) * 16)
-            shared = (info, full, empty, at_k, room, group, own, lane)
-            self.expand_part(
-                caches, (token, rank, Int32(self.blocks), Int32(1)), shared, (group, Int32(1))
+            group = (warp - _WARPS) // self.plan.dequant_warps
+            own = (warp - _WARPS) % self.plan.dequant_warps
+            offset = group * code_bytes(self.plan) + (own * 32 + lane) * 16
+            codes = shared.codes + Uint32(offset)
+            producer = Producer(
+                shared.info, shared.full, shared.empty, shared.stages, codes, group, own, lane
             )
+            split = Split(token, rank, Int32(self.plan.ctas), Int32(1))
+            # Parity 1: the first pass finds every stage free.
+            self.dequantize_split(caches, split, producer, Ring(group, Int32(1)))
             cute.arch.cluster_wait()
         else:
-            at_q = Uint32(shared_q.iterator.toint())
-            self._load_queries(
-                q + (Int64(token) * token_stride) * 2,
-                at_q,
-                (thread, first_head, heads, head_stride),
-            )
-            self._load_tables((sink, cos, sin), sinks, (token, first_head, heads), thread)
+            to = address_of(tiles.q)
+            self._load_queries(args, to, token, head_tile, thread)
+            sinks, heads = shared.sinks, self.plan.heads
+            self._load_tables(args, sinks, sinks, heads, token, tile.first_head, thread)
             ptx.wait_async_copies(0)
             ptx.fence_proxy_async_shared()
+            # Queries of all threads are there.
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
-            self._multiply(
-                (shared_q, shared_k, shared_p, k_layout, logits_mma, sums_mma),
-                (info, full, empty, arrived),
-                (at_k, Uint32(shared_p.iterator.toint()), told, known),
-                (sinks, out, cos),
-                (token, first_head, heads, scale * Float32(_LOG2E)),
-                (rank, thread, warp, lane),
-            )
-
-    def _room(self, smem: Value, size: int) -> Value:
-        """Address of so many bytes of shared memory."""
-        return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=16).toint())
+            consumer = Consumer(rank, thread, warp, lane)
+            self._consume(args, logits_mma, sums_mma, tiles, layouts.k, shared, tile, consumer)
 
     @cute.jit
-    def _multiply(
-        self, operands: Value, ring: Value, rooms: Value, tensors: Value, sizes: Value, who: Value
+    def _consume(
+        self,
+        args: ClusterAttentionArgs,
+        logits_mma: cute.TiledMma,
+        sums_mma: cute.TiledMma,
+        tiles: SharedTiles,
+        k_layout: cute.ComposedLayout,
+        shared: SharedMemory,
+        tile: Tile,
+        consumer: Consumer,
     ) -> None:
-        """The part of the warpgroup that multiplies."""
-        shared_q, shared_k, shared_p, k_layout, logits_mma, sums_mma = operands
-        info, full, empty, arrived = ring
-        at_k, at_p, told, known = rooms
-        sinks, out, cos = tensors
-        token, first_head, heads, scale = sizes
-        rank, thread, warp, lane = who
+        """The consumer warpgroup: multiply the CTA's KV blocks, then merge and store.
+
+        Args:
+            args: Of the kernel.
+            logits_mma: Entries times queries.
+            sums_mma: Entries, transposed, times weights.
+            tiles: In shared memory.
+            k_layout: Of the stages.
+            shared: Addresses.
+            tile: Of heads.
+            consumer: The thread.
+        """
+        weights_at = address_of(tiles.p)
+        scale = args.scale * Float32(LOG2E)
+        thread, warp, lane = consumer.thread, consumer.warp, consumer.lane
         logits_slice, sums_slice = logits_mma.get_slice(thread), sums_mma.get_slice(thread)
-        entries = logits_mma.make_fragment_A(logits_slice.partition_A(shared_k))
-        queries = logits_mma.make_fragment_B(logits_slice.partition_B(shared_q))
-        turned = cute.make_tensor(shared_k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2]))
-        dims = sums_mma.make_fragment_A(sums_slice.partition_A(turned))
-        weights = sums_mma.make_fragment_B(sums_slice.partition_B(shared_p))
-        logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((BLOCK, self.heads)), Float32)
-        sums = cute.make_rmem_tensor(sums_slice.partition_shape_C((DIMS, self.heads)), Float32)
-        sums.fill(0.0)
+        entries = logits_mma.make_fragment_A(logits_slice.partition_A(tiles.k))
+        queries = logits_mma.make_fragment_B(logits_slice.partition_B(tiles.q))
+        transposed = cute.make_tensor(tiles.k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2]))
+        dims = sums_mma.make_fragment_A(sums_slice.partition_A(transposed))
+        weights = sums_mma.make_fragment_B(sums_slice.partition_B(tiles.p))
+        heads = self.plan.heads
+        logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((BLOCK, heads)), Float32)
+        sums = cute.make_rmem_tensor(sums_slice.partition_shape_C((DIMS, heads)), Float32)
+        sums.fill(Float32(0.0))
         sums_mma.set(warpgroup.Field.ACCUMULATE, True)
-        # Where the lane's column of four turned matrices of weights begins.
+        # Where the lane's column of four transposed matrices of weights begins, for ``stmatrix``.
         head = lane // 16 * 8 + lane % 8
-        give_at = at_p + Uint32(head * 128 + ((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
-        references = [-Float32(_INFINITY)] * _OWN
-        total = [Float32(0.0)] * _OWN
+        give_at = weights_at + Uint32(head * 128 + ((warp * 2 + lane // 8 % 2) ^ (lane % 8)) * 16)
+        softmax = empty_softmax(_OWN)
         stage, parity = Int32(0), Int32(0)
         more = cutlass.Boolean(True)
         while more:
-            ptx.mbarrier_wait(full + Uint32(stage * 8), parity)
+            # Producers have fenced what they wrote.
+            ptx.mbarrier_wait(shared.full + Uint32(stage * 8), parity)
             warpgroup.fence()
             logits_mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range_constexpr(DIMS // 16):
@@ -243,17 +345,18 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 )
                 logits_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            low, high, last, _ = ptx.load_shared(info + Uint32(stage * INFO_BYTES), 4)
+            low, high, last, _ = ptx.load_shared(shared.info + Uint32(stage * INFO_BYTES), 4)
             warpgroup.wait_group(0)
-            there = low
+            exists = low
             if warp >= 2:
-                there = high
-            self._hide(logits, there >> Uint32(warp % 2 * 16 + lane // 4))
-            references, total, factors, words = self._weigh(
-                logits, (references, total), scale, (told, warp, lane)
+                exists = high
+            self._mask(logits, exists >> Uint32(warp % 2 * 16 + lane // 4))
+            softmax, factors, words = self._weigh(
+                logits, softmax, scale, shared.exchanged, warp, lane
             )
             ptx.stmatrix_x4_transposed(give_at, words)
             ptx.fence_proxy_async_shared()
+            # Weights of all warps are written.
             cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
             self._rescale(sums, factors)
             warpgroup.fence()
@@ -262,112 +365,87 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             warpgroup.commit_group()
             more = last == Uint32(0)
             warpgroup.wait_group(0)
-            ptx.mbarrier_arrive(empty + Uint32(stage * 8))
+            ptx.mbarrier_arrive(shared.empty + Uint32(stage * 8))
             stage += 1
             if stage == STAGES:
                 stage = Int32(0)
                 parity = parity ^ 1
-        total = self._together(total, (told, warp, lane))
+        totals = self._reduce_totals(softmax.totals, shared.exchanged, warp, lane)
+        softmax = Softmax(softmax.references, totals)
+        # The mbarriers of all CTAs are initialised.
         cute.arch.cluster_wait()
-        self._push(sums, (references, total), (at_k, known, arrived), (rank, thread, lane))
-        self._merge(
-            (at_k, known),
-            (sinks, out, cos),
-            (token, first_head, heads),
-            (rank, thread, warp, lane),
-        )
+        self._push(sums, softmax, shared, consumer)
+        self._merge(args, shared, tile, consumer)
 
     @cute.jit
-    def _prefetch(self, q: Value, tensors: Value, where: Value, thread: Value) -> None:
-        """Bring queries, sinks and angles to the level-2 cache."""
-        sink, cos, sin = tensors
-        token, first_head, heads, head_stride = where
-        for i in cutlass.range_constexpr(-(-self.heads * 8 // self.threads)):
-            number = i * self.threads + thread
-            head = first_head + number // 8
-            if (number < self.heads * 8) & (head < heads):
-                ptx.prefetch_l2(q + (Int64(head) * head_stride) * 2 + number % 8 * 128)
+    def _prefetch(self, args: ClusterAttentionArgs, tile: Tile, thread: Int32) -> None:
+        """Prefetch queries, sinks and angles to L2, while preceding kernels still run."""
+        q = args.q + (Int64(tile.token) * args.token_stride) * 2
+        for i in cutlass.range_constexpr(-(-self.plan.heads * 8 // self.plan.threads)):
+            number = i * self.plan.threads + thread
+            head = tile.first_head + number // 8
+            if (number < self.plan.heads * 8) & (head < args.heads):
+                ptx.prefetch_l2(q + (Int64(head) * args.head_stride) * 2 + number % 8 * 128)
         if thread == 0:
-            ptx.prefetch_l2(sink + Int64(first_head) * 4)
-        if (thread < 2) & (cos != Int64(0)):
-            table = cos
+            ptx.prefetch_l2(args.sink + Int64(tile.first_head) * 4)
+        if (thread < 2) & (args.cos != Int64(0)):
+            table = args.cos
             if thread == 1:
-                table = sin
-            ptx.prefetch_l2(table + Int64(token) * (ROPE * 2))
+                table = args.sin
+            ptx.prefetch_l2(table + Int64(tile.token) * (ROPE * 2))
 
     @cute.jit
-    def _load_queries(self, q: Value, at: Value, where: Value) -> None:
-        """16 heads into swizzled shared memory, zeros where there are no more heads."""
-        thread, first_head, heads, head_stride = where
-        for i in cutlass.range_constexpr(self.heads * DIMS // 8 // _THREADS):
-            number = i * _THREADS + thread
-            row, chunk = number // (DIMS // 8), number % (DIMS // 8)
-            head = first_head + row
-            source = q + (Int64(head) * head_stride + chunk * 8) * 2
-            place = chunk // 8 * (self.heads * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.async_copy16_or_zero(at + Uint32(place), source, Int32(head < heads) * 16)
-        ptx.commit_async_copies()
+    def _mask(self, logits: cute.Tensor, bits: Uint32) -> None:
+        """Set logits of entries that do not exist to -inf.
 
-    @cute.jit
-    def _load_tables(self, sources: Value, sinks: Value, where: Value, thread: Value) -> None:
-        """Sinks of a tile and a token's angles, which are needed at the end."""
-        sink, cos, sin = sources
-        token, first, heads = where
-        if thread < self.heads:
-            head = cutlass.min(first + thread, heads - 1)
-            logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
-            ptx.store_shared_float(sinks + Uint32(thread * 4), logit)
-        number = thread - self.heads
-        if (number >= 0) & (number < ROPE) & (cos != Int64(0)):
-            table = cos
-            if number >= ROPE // 2:
-                table = sin
-            angle = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
-            ptx.store_shared_float(
-                sinks + Uint32((self.heads + number) * 4), ptx.load_global_float(angle)
-            )
-
-    @cute.jit
-    def _hide(self, logits: Value, bits: Value) -> None:
-        """-inf for entries that are not there: bits 0 and 8 are of the thread's rows."""
+        Args:
+            logits: Of the thread's two rows.
+            bits: Bits 0 and 8 are set if the entries of these rows exist.
+        """
         for r in cutlass.range_constexpr(2):
             bit = (bits >> Uint32(8 * r)) & Uint32(1)
             for h in cutlass.range_constexpr(_OWN):
                 at = h // 2 * 4 + r * 2 + h % 2
-                logits[at] = ptx.select_float(bit, logits[at], -Float32(_INFINITY))
+                logits[at] = ptx.select_float(bit, logits[at], -Float32(INFINITY))
 
     @cute.jit
-    def _weigh(self, logits: Value, state: Value, scale: Value, where: Value) -> Value:
-        """References, sums of weights, factors on the old ones, and weights as four matrices."""
-        references, total = state
-        place, warp, lane = where
+    def _weigh(
+        self,
+        logits: cute.Tensor,
+        softmax: Softmax,
+        scale: Float32,
+        exchanged: Uint32,
+        warp: Int32,
+        lane: Int32,
+    ) -> tuple[Softmax, list[Float32], list[Uint32]]:
+        """All consumers: turn the logits of a KV block into weights.
+
+        Returns:
+            The new softmax, factors on sums that are relative to the old references, and weights as
+            words of four 8 x 8 matrices.
+        """
         highs = []
         for h in cutlass.range_constexpr(_OWN):
             at = h // 2 * 4 + h % 2
             high = ptx.max_float(logits[at], logits[at + 2])
+            # Lanes with the same ``lane % 4`` have other entries of the same heads.
             for step in cutlass.range_constexpr(2, 5):
                 high = ptx.max_float(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
             highs.append(high)
-        highs = self._over_warps(highs, ptx.max_float, (place, warp, lane))
+        highs = self._over_warps(highs, ptx.max_float, exchanged, warp, lane)
         new, sums, factors, pairs = [], [], [], []
         for h in cutlass.range_constexpr(_OWN):
-            high = highs[h] * scale
-            old = references[h]
-            grown = high > old + Float32(_SLACK)
-            reference = ptx.select_float(grown, high, old)
-            # Of nothing but -inf, so that no inf - inf arises.
-            origin = ptx.select_float(reference == -Float32(_INFINITY), Float32(0.0), reference)
-            factor = ptx.select_float(grown, ptx.exp2_approx(old - reference), Float32(1.0))
+            reference = new_reference(highs[h] * scale, softmax.references[h])
             at = h // 2 * 4 + h % 2
             pairs.append(
                 [
-                    ptx.exp2_approx(ptx.fma_float(logits[at + 2 * r], scale, -origin))
+                    ptx.exp2_approx(ptx.fma_float(logits[at + 2 * r], scale, -reference.origin))
                     for r in range(2)
                 ]
             )
-            new.append(reference)
-            sums.append(total[h] * factor)
-            factors.append(factor)
+            new.append(reference.value)
+            sums.append(softmax.totals[h] * reference.factor)
+            factors.append(reference.factor)
         words = []
         for h in cutlass.range_constexpr(0, _OWN, 2):
             for r in cutlass.range_constexpr(2):
@@ -375,13 +453,27 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                 sums[h] = sums[h] + ptx.bfloat16_low_to_float(word)
                 sums[h + 1] = sums[h + 1] + ptx.bfloat16_high_to_float(word)
                 words.append(word)
-        return new, sums, factors, words
+        return Softmax(new, sums), factors, words
 
     @cute.jit
-    def _over_warps(self, values: Value, join: Any, where: Value) -> Value:
-        """Of the thread's heads, what all warps have, joined in their order."""
-        place, warp, lane = where
-        mine = place + Uint32(warp * (self.heads * 4) + lane * 8)
+    def _over_warps(
+        self,
+        values: Sequence[Float32],
+        join: Callable[[Float32, Float32], Float32],
+        exchanged: Uint32,
+        warp: Int32,
+        lane: Int32,
+    ) -> Fragment:
+        """All consumers: join a number of each head over the warps, in their order.
+
+        Args:
+            values: Of the thread's heads, the same in all lanes with the same ``lane % 4``.
+            join: Of two numbers.
+            exchanged: Address of the numbers of all warps.
+            warp: Of the CTA.
+            lane: Of the warp.
+        """
+        mine = exchanged + Uint32(warp * (self.plan.heads * 4) + lane * 8)
         if lane < 4:
             for half in cutlass.range_constexpr(2):
                 pair = values[2 * half : 2 * half + 2]
@@ -390,7 +482,7 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         found = [Float32(0.0)] * _OWN
         for w in cutlass.range_constexpr(_WARPS):
             for half in cutlass.range_constexpr(2):
-                at = place + Uint32(w * (self.heads * 4) + half * 32 + lane % 4 * 8)
+                at = exchanged + Uint32(w * (self.plan.heads * 4) + half * 32 + lane % 4 * 8)
                 pair = ptx.load_shared_float2(at)
                 for i in cutlass.range_constexpr(2):
                     h = 2 * half + i
@@ -398,8 +490,8 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
         return found
 
     @cute.jit
-    def _rescale(self, sums: Value, factors: Value) -> None:
-        """Sums relative to other references; most often to the same."""
+    def _rescale(self, sums: cute.Tensor, factors: Sequence[Float32]) -> None:
+        """Make sums relative to new references; skipped where no lane's references changed."""
         changed = factors[0] != Float32(1.0)
         for h in cutlass.range_constexpr(1, _OWN):
             changed = changed | (factors[h] != Float32(1.0))
@@ -409,46 +501,51 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
                     sums[m * 8 + i] = sums[m * 8 + i] * factors[i // 4 * 2 + i % 2]
 
     @cute.jit
-    def _together(self, total: Value, where: Value) -> Value:
-        """Sums of the weights of all rows."""
+    def _reduce_totals(
+        self, totals: Sequence[Float32], exchanged: Uint32, warp: Int32, lane: Int32
+    ) -> Fragment:
+        """All consumers: sums of the weights of all entries of the CTA."""
         whole = []
         for h in cutlass.range_constexpr(_OWN):
-            value = total[h]
+            value = totals[h]
             for step in cutlass.range_constexpr(2, 5):
                 value = value + cute.arch.shuffle_sync_bfly(value, 1 << step)
             whole.append(value)
-        return self._over_warps(whole, lambda a, b: a + b, where)
+        return self._over_warps(whole, lambda a, b: a + b, exchanged, warp, lane)
 
     @property
     def share(self) -> int:
-        """Tiles of dims that a block of the cluster adds up and stores."""
-        return _TILES // self.blocks
+        """Tiles of dims that a CTA of the cluster adds and stores."""
+        return _TILES // self.plan.ctas
 
     @property
-    def room_bytes(self) -> int:
-        """Of a block's sums of one share."""
-        return self.share * _ROWS * self.heads * 4
+    def partial_bytes(self) -> int:
+        """Bytes of a CTA's partial sums of one share."""
+        return self.share * _ROWS * self.plan.heads * 4
 
     @cute.jit
-    def _push(self, sums: Value, state: Value, rooms: Value, who: Value) -> None:
-        """Give every block of the cluster this one's sums of the dims that are its share.
+    def _push(
+        self, sums: cute.Tensor, softmax: Softmax, shared: SharedMemory, consumer: Consumer
+    ) -> None:
+        """All consumers: push to every CTA of the cluster the sums of the dims that it stores.
 
-        Rooms: stages, whose contents nobody needs any more, for sums; what they are relative to;
-        and two barriers, of what arrives and of all who have done with the stages.
+        They go to the stages, which no CTA reads any more; a thread's 16 bytes are read by the same
+        thread of the other CTA.
         """
-        room, known, arrived = rooms
-        rank, thread, lane = who
-        references, total = state
+        rank, thread, lane = consumer.rank, consumer.thread, consumer.lane
+        arrived = shared.arrived
+        references, total = softmax
         if thread == 0:
             ptx.mbarrier_arrive_expect_tx(
-                arrived, (self.blocks - 1) * (self.room_bytes + self.heads * 8)
+                arrived, (self.plan.ctas - 1) * (self.partial_bytes + self.plan.heads * 8)
             )
+        # Every warp says to all CTAs that it has read its stages, and waits for theirs.
         if lane == 0:
-            for other in cutlass.range_constexpr(self.blocks):
+            for other in cutlass.range_constexpr(self.plan.ctas):
                 ptx.mbarrier_arrive_remote(ptx.map_to_cta(arrived + 8, Int32(other)))
         ptx.mbarrier_wait(arrived + 8, Int32(0))
-        mine = room + Uint32(rank * self.room_bytes + thread * 16)
-        for other in cutlass.range_constexpr(self.blocks):
+        mine = shared.stages + Uint32(rank * self.partial_bytes + thread * 16)
+        for other in cutlass.range_constexpr(self.plan.ctas):
             to, barrier = ptx.map_to_cta(mine, Int32(other)), ptx.map_to_cta(arrived, Int32(other))
             fours = [
                 [sums[other * self.share * 8 + n * 4 + i] for i in range(4)]
@@ -464,92 +561,91 @@ class ColumnsKernel(ClusterLaunch, Entries, ColumnsPlan):
             if thread < 4:
                 # References of two heads and sums of their weights.
                 for half in cutlass.range_constexpr(2):
-                    place = known + Uint32(rank * (self.heads * 8) + half * 64 + thread * 16)
+                    place = shared.statistics + Uint32(
+                        rank * (self.plan.heads * 8) + half * 64 + thread * 16
+                    )
                     four = [x[2 * half + i] for i in range(2) for x in (references, total)]
                     if rank == other:
                         ptx.store_shared_float4(place, four)
                     else:
                         ptx.async_store_remote4(ptx.map_to_cta(place, Int32(other)), four, barrier)
-        # What the block's first threads have told of its own sums.
+        # The CTA's own statistics, which its first threads have written.
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
         ptx.mbarrier_wait(arrived, Int32(0))
 
     @cute.jit
-    def _merge(self, rooms: Value, tensors: Value, item: Value, who: Value) -> None:
-        """Add all blocks' sums of this one's share of the dims, in the order of their ranks."""
-        room, known = rooms
-        sinks, out, cos = tensors
-        token, first_head, heads = item
-        rank, thread, warp, lane = who
-        factors = self._factors(known, sinks, lane)
-        line = room + Uint32(self.blocks * self.room_bytes)
+    def _merge(
+        self, args: ClusterAttentionArgs, shared: SharedMemory, tile: Tile, consumer: Consumer
+    ) -> None:
+        """All consumers: add all CTAs' sums of this one's share of the dims, and store."""
+        rank, thread, warp, lane = consumer
+        sinks = shared.sinks
+        factors = self._factors(shared.statistics, sinks, lane)
+        # Results are transposed behind the partial sums: a line for each head.
+        line = shared.stages + Uint32(self.plan.ctas * self.partial_bytes)
         head = lane // 16 * 8 + lane % 8
         width = self.share * _ROWS * 2
         for m in cutlass.range_constexpr(self.share):
             eight = [Float32(0.0)] * 8
-            for p in cutlass.range_constexpr(self.blocks):
-                at = room + Uint32(p * self.room_bytes + thread * 16)
+            for p in cutlass.range_constexpr(self.plan.ctas):
+                at = shared.stages + Uint32(p * self.partial_bytes + thread * 16)
                 for half in cutlass.range_constexpr(2):
                     four = ptx.load_shared_float4(at + (2 * m + half) * _THREADS * 16)
                     for i in cutlass.range_constexpr(4):
                         own = half * 2 + i % 2
                         n = half * 4 + i
                         eight[n] = eight[n] + four[i] * factors[own][p]
-            if (cos != Int64(0)) & (rank * self.share + m == _TILES - 1):
-                tables = sinks + Uint32(self.heads * 4)
-                eight = self._turn_back(eight, tables, (warp, lane))
+            # The last tile of 64 dims is the rotary one.
+            if (args.cos != Int64(0)) & (rank * self.share + m == _TILES - 1):
+                angles = sinks + Uint32(self.plan.heads * 4)
+                eight = self._rotate_back(eight, angles, warp, lane)
             words = [
                 ptx.pack_bfloat16x2(
-                    eight[2 * n] * factors[n // 2 * 2][self.blocks],
-                    eight[2 * n + 1] * factors[n // 2 * 2 + 1][self.blocks],
+                    eight[2 * n] * factors[n // 2 * 2][self.plan.ctas],
+                    eight[2 * n + 1] * factors[n // 2 * 2 + 1][self.plan.ctas],
                 )
                 for n in range(4)
             ]
             chunk = m * 8 + warp * 2 + lane // 8 % 2
             to = line + Uint32(head * width + (chunk ^ (lane % 8)) * 16)
             ptx.stmatrix_x4_transposed(to, words)
+        # Lines of all warps are written.
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
         chunks = self.share * _ROWS // 8
-        for i in cutlass.range_constexpr(self.heads * chunks // _THREADS):
+        for i in cutlass.range_constexpr(self.plan.heads * chunks // _THREADS):
             number = i * _THREADS + thread
             row, chunk = number // chunks, number % chunks
             four = ptx.load_shared(line + Uint32(row * width + (chunk ^ (row % 8)) * 16), 4)
-            if first_head + row < heads:
-                place = (Int64(token) * heads + first_head + row) * DIMS
+            if tile.first_head + row < args.heads:
+                place = (Int64(tile.token) * args.heads + tile.first_head + row) * DIMS
                 dim = rank * (self.share * _ROWS) + chunk * 8
-                ptx.store_global4(out + (place + dim) * 2, four)
+                ptx.store_global4(args.out + (place + dim) * 2, four)
 
     @cute.jit
-    def _factors(self, known: Value, sinks: Value, lane: Value) -> Value:
-        """Of each of the thread's heads: factors on all blocks' sums, and then on their sum."""
+    def _factors(self, statistics: Uint32, sinks: Uint32, lane: Int32) -> list[Fragment]:
+        """Of each of the thread's heads: factors on all CTAs' sums, then 1 / the sum of weights."""
         found = []
         for h in cutlass.range_constexpr(_OWN):
             head = lane % 4 * 2 + h // 2 * 8 + h % 2
-            logit = ptx.load_shared_float(sinks + Uint32(head * 4))
+            sink = ptx.load_shared_float(sinks + Uint32(head * 4))
             pairs = [
-                ptx.load_shared_float2(known + Uint32(p * (self.heads * 8) + head * 8))
-                for p in range(self.blocks)
+                ptx.load_shared_float2(statistics + Uint32(p * (self.plan.heads * 8) + head * 8))
+                for p in range(self.plan.ctas)
             ]
-            origin = logit
-            for p in cutlass.range_constexpr(self.blocks):
-                origin = ptx.max_float(origin, pairs[p][0])
-            origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
-            total = ptx.exp2_approx(logit - origin)
-            each = [ptx.exp2_approx(pairs[p][0] - origin) for p in range(self.blocks)]
-            for p in cutlass.range_constexpr(self.blocks):
-                total = total + pairs[p][1] * each[p]
-            each.append(ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total))
-            found.append(each)
+            factors, total = merged_total(pairs, sink)
+            found.append([*factors, reciprocal_or_zero(total)])
         return found
 
     @cute.jit
-    def _turn_back(self, eight: Value, tables: Value, where: Value) -> Value:
-        """The rotated dims by the opposite angle: a pair is in lanes four apart."""
-        warp, lane = where
+    def _rotate_back(self, eight: Fragment, angles: Uint32, warp: Int32, lane: Int32) -> Fragment:
+        """Rotate 8 sums of the rotary dims by the opposite angle.
+
+        Even and odd dims of a pair are rows of the MMA, so they are in lanes four apart.
+        """
         made = [Float32(0.0)] * 8
         for r in cutlass.range_constexpr(2):
             pair = warp * 8 + lane // 8 + 4 * r
-            place = tables + Uint32(pair * 4)
+            place = angles + Uint32(pair * 4)
             c, s = ptx.load_shared_float(place), ptx.load_shared_float(place + ROPE * 2)
             for n in cutlass.range_constexpr(_OWN):
                 at = n // 2 * 4 + 2 * r + n % 2

@@ -1,163 +1,170 @@
-"""The sums of all blocks that share a token, in their order; a block of threads has a head."""
+"""Merge of KV splits: add the partial sums that ``attention`` stored, normalize and store.
+
+Tiling and ownership
+    A CTA has a (token, head); a thread eight dims of it: of 32 neighbouring dims the pairs of four
+    groups of 8 that one lane of an accumulator has (``attention_epilogue``), as they were packed.
+    Every warp computes the factors of all splits: a lane has those of splits ``lane`` and
+    ``lane + 32``, and ``shuffle`` hands them out.
+
+Pipeline
+    Partial sums are loaded ``MERGE_BATCH`` splits at a time, the first batch before the factors are
+    known. Loaded one after another, up to 64 splits took as long as the attention kernel.
+
+Barriers
+    None: threads exchange only within warps. All loads follow griddepcontrol.wait, because the
+    preceding kernel writes what is loaded.
+
+Determinism
+    Splits are added in their order, each as unpacked times its factor; the sum is normalized by the
+    sum of all weights, the sink's included, and rounded to bfloat16 once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import transpose_quad
+from dsv4.cute.device.kernel import PlannedKernel
+from dsv4.cute.sm90.attention_args import MERGE_ABI, MergeArgs
 from dsv4.cute.sm90.attention_plan import (
     DIMS,
-    MERGED_TOGETHER,
-    MOST_SPLITS,
+    MAX_SPLITS,
+    MERGE_BATCH,
     PACKED_BYTES,
     ROPE,
     MergePlan,
 )
+from dsv4.cute.sm90.attention_softmax import LOG2E, finite_origin, reciprocal_or_zero
 
-Value = Any
-_LOG2E = 1.4426950408889634
-_INFINITY = float("inf")
+_OFFSET_PAIRS = (DIMS - ROPE) // 2  # pairs of dims before the rotary ones
 
 
-class MergeKernel(MergePlan):
+class MergeKernel(PlannedKernel):
     """See the module."""
 
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        places = [Int64(0)] * 6
-        return cute.compile(self, *places, Int32(1), Int32(1), CUstream(0), options=options)
+    abi = MERGE_ABI
+    plan: MergePlan
 
     @cute.jit
-    def __call__(
-        self,
-        parts: Int64,
-        known: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        heads: Int32,
-        splits: Int32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(parts, known, sink, out, cos, sin, heads, splits).launch(
+    def __call__(self, args: MergeArgs, stream: CUstream) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute.attention`` launches the cubin itself."""
+        self.kernel(args).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
+            block=[self.plan.threads, 1, 1],
             stream=stream,
-            # Without it the compiler saves registers, and loads wait for loads.
+            # Without it the compiler keeps to 40 registers, and loads wait for loads.
             min_blocks_per_mp=1,
         )
 
     @cute.kernel
-    def kernel_(
-        self,
-        parts: Int64,
-        known: Int64,
-        sink: Int64,
-        out: Int64,
-        cos: Int64,
-        sin: Int64,
-        heads: Int32,
-        splits: Int32,
-    ) -> None:
-        """A block for every (token, head).
-
-        Args:
-            parts: Address of packed sums, ``[tokens, splits, heads, PACKED_BYTES]``.
-            known: Address of float32 ``[tokens, splits, heads, 2]``: what they are relative to, and
-                the sum of weights.
-            sink: Address of float32 ``[heads]``.
-            out: Address of bfloat16 ``[tokens, heads, 512]``.
-            cos: Address of float32 ``[tokens, 32]``, by whose angles the last 64 dims are turned
-                back; 0: they are not.
-            sin: As ``cos``.
-            heads: Of a token.
-            splits: Parts of a token.
-        """
+    def kernel(self, args: MergeArgs) -> None:
+        """See the module."""
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
-        token, head = number // heads, number % heads
+        token, head = number // args.heads, number % args.heads
+        # CTAs of the next kernel may start; they wait by griddepcontrol.wait for this one.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        first = Int64(token) * splits * heads + head
-        logit = ptx.load_global_float(sink + Int64(head) * 4) * Float32(_LOG2E)
-        own, sizes = parts + first * PACKED_BYTES, (heads, splits, thread)
-        # On their way while the factors are made.
-        packed = self._ask(own, sizes, Int32(0))
-        factors, total = self._weigh(known + first * 8, logit, (heads, splits))
+        first = Int64(token) * args.splits * args.heads + head
+        sink = ptx.load_global_float(args.sink + Int64(head) * 4) * Float32(LOG2E)
+        partials = args.partials + first * PACKED_BYTES
+        # In flight while the factors are computed.
+        packed = self._load(args, partials, thread, Int32(0))
+        factors, total = self._weigh(args, args.statistics + first * 8, sink)
         sums = self._add([Float32(0.0)] * 8, packed, factors, Int32(0))
-        for begin in cutlass.range(MERGED_TOGETHER, splits, MERGED_TOGETHER, unroll=1):
-            sums = self._add(sums, self._ask(own, sizes, begin), factors, begin)
-        factor = ptx.select_float(total == Float32(0.0), Float32(0.0), Float32(1.0) / total)
-        # Pairs of dims, the first of four that are eight dims apart.
-        pair = thread // 4 * 16 + thread % 4 - (DIMS - ROPE) // 2
-        if (cos != Int64(0)) & (pair >= 0):
+        for begin in cutlass.range(MERGE_BATCH, args.splits, MERGE_BATCH, unroll=1):
+            split = Int32(begin)
+            packed = self._load(args, partials, thread, split)
+            sums = self._add(sums, packed, factors, split)
+        factor = reciprocal_or_zero(total)
+        # The thread's four pairs of dims are eight dims apart; the first, among the rotary ones:
+        pair = thread // 4 * 16 + thread % 4 - _OFFSET_PAIRS
+        if (args.cos != Int64(0)) & (pair >= 0):
             for i in cutlass.range_constexpr(4):
                 place = (Int64(token) * (ROPE // 2) + pair + 4 * i) * 4
-                c, s = ptx.load_global_float(cos + place), ptx.load_global_float(sin + place)
+                c = ptx.load_global_float(args.cos + place)
+                s = ptx.load_global_float(args.sin + place)
                 sums[2 * i], sums[2 * i + 1] = ptx.inverse_rope_pair(
                     sums[2 * i], sums[2 * i + 1], c, s
                 )
         words = [
             ptx.pack_bfloat16x2(sums[2 * i] * factor, sums[2 * i + 1] * factor) for i in range(4)
         ]
+        # Four lanes have 32 dims: transposed, each stores 16 neighbouring bytes.
         words = transpose_quad(words, thread)
-        ptx.store_global4(out + (Int64(number) * DIMS + thread * 8) * 2, words)
+        ptx.store_global4(args.out + (Int64(number) * DIMS + thread * 8) * 2, words)
 
-    def _ask(self, own: Value, sizes: Value, begin: Value) -> list[Value]:
-        """The thread's dims of some parts, the last part's again where there are no more."""
-        heads, splits, thread = sizes
+    def _load(
+        self, args: MergeArgs, partials: Int64, thread: Int32, begin: Int32
+    ) -> list[list[Uint32]]:
+        """Load the thread's packed sums of a batch of splits from ``begin`` on.
+
+        Beyond the last split that one's are loaded again, for a factor of 0.
+        """
+        # A thread's first four words, 16 bytes a thread; the fifth words stand behind all of them.
         fifth = Int32(DIMS * 2) + (thread // 32 * 4 + thread % 4) * 32 + thread % 32 // 4 * 4
         packed = []
-        for i in range(MERGED_TOGETHER):
-            row = own + Int64(cutlass.min(begin + i, splits - 1)) * heads * PACKED_BYTES
+        for i in range(MERGE_BATCH):
+            split = Int64(cutlass.min(begin + i, args.splits - 1))
+            row = partials + split * args.heads * PACKED_BYTES
             words = ptx.load_streaming(row + thread * 16, 4)
             packed.append([*words, ptx.load_global(row + fifth)])
         return packed
 
-    def _add(self, sums: Value, packed: Value, factors: Value, begin: Value) -> list[Value]:
-        """And those, in their order."""
+    def _add(
+        self,
+        sums: Sequence[Float32],
+        packed: Sequence[Sequence[Uint32]],
+        factors: Sequence[Float32],
+        begin: Int32,
+    ) -> list[Float32]:
+        """Add a batch of splits, in their order."""
         lane = begin % 32
         here = ptx.select_float(begin < 32, *factors)
+        added = list(sums)
         for i, words in enumerate(packed):
             factor = cute.arch.shuffle_sync(here, lane + i)
             part = ptx.unpack_all_accumulators(words)
-            sums = [sums[d] + part[d] * factor for d in range(8)]
-        return sums
+            added = [added[d] + part[d] * factor for d in range(8)]
+        return added
 
     @cute.jit
-    def _weigh(self, known: Value, logit: Value, sizes: Value) -> Value:
-        """Factors on the sums of parts, two to a lane of each warp, and the sum of all weights.
+    def _weigh(
+        self, args: MergeArgs, statistics: Int64, sink: Float32
+    ) -> tuple[list[Float32], Float32]:
+        """One warp: factors on the sums of splits, two a lane, and the sum of all weights.
 
-        Of two to a lane all are asked for at once, not one after another.
+        Args:
+            args: Of the kernel.
+            statistics: Address of the statistics of the head's first split.
+            sink: Logit of the sink.
         """
-        heads, splits = sizes
         lane = cute.arch.lane_idx()
         found = []
-        for h in cutlass.range_constexpr(MOST_SPLITS // 32):
-            part = lane + 32 * h
-            row = Int64(cutlass.min(part, splits - 1)) * heads
-            top, weights = ptx.load_global_float2(known + row * 8)
-            found.append((part < splits, top, weights))
-        origin = logit
-        for _, top, _ in found:
-            # The last part's again where there are no more.
-            origin = ptx.max_float(origin, top)
+        # Both are loaded before the first is used.
+        for h in cutlass.range_constexpr(MAX_SPLITS // 32):
+            split = lane + 32 * h
+            row = Int64(cutlass.min(split, args.splits - 1)) * args.heads
+            reference, weights = ptx.load_global_float2(statistics + row * 8)
+            found.append((split < args.splits, reference, weights))
+        origin = sink
+        for _, reference, _ in found:
+            # Beyond the last split it is that one's again, which changes no maximum.
+            origin = ptx.max_float(origin, reference)
         for step in cutlass.range_constexpr(5):
             origin = ptx.max_float(origin, cute.arch.shuffle_sync_bfly(origin, 1 << step))
-        origin = ptx.select_float(origin == -Float32(_INFINITY), Float32(0.0), origin)
+        origin = finite_origin(origin)
         factors, total = [], Float32(0.0)
-        for there, top, weights in found:
-            factor = ptx.select_float(there, ptx.exp2_approx(top - origin), Float32(0.0))
+        for exists, reference, weights in found:
+            factor = ptx.select_float(exists, ptx.exp2_approx(reference - origin), Float32(0.0))
             factors.append(factor)
             total = total + weights * factor
         for step in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
-        return factors, total + ptx.exp2_approx(logit - origin)
+        return factors, total + ptx.exp2_approx(sink - origin)

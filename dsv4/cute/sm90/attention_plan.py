@@ -1,4 +1,8 @@
-"""Configurations of the kernels of sparse attention, and among how many blocks a token is dealt."""
+"""Configurations of the sparse-attention kernels, and the number of KV splits of a token.
+
+``attention_plan`` chooses among four kernels by estimated clock cycles; the estimates are linear in
+KV blocks, heads and bytes, and their constants were fitted to times on an H200.
+"""
 
 from __future__ import annotations
 
@@ -6,136 +10,154 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HEADS = 64  # of a tile
-BLOCK = 64  # entries that are multiplied at a time
-DIMS, NOPE, ROPE = 512, 448, 64
+HEADS = 64  # heads of a tile of ``AttentionKernel``
+BLOCK = 64  # entries of a KV block, which are multiplied at a time
+DIMS, NOPE, ROPE = 512, 448, 64  # dims of a head; those without and with rotary embedding
 STAGES = 2
 CONSUMER_WARPS = 8
-PACKED_BYTES = DIMS * 5 // 2  # of a head's sums that another block adds: 20 bits each
-# Of a thread that multiplies, and of one that expands, by the warps that expand.
+PACKED_BYTES = DIMS * 5 // 2  # of a head's partial sums for another CTA: 20 bits each
+# Registers of a thread that multiplies and of one that dequantizes, by the warps that dequantize.
 REGISTERS = {4: (208, 88), 8: (192, 64)}
-TILE_BYTES = BLOCK * DIMS * 2
+STAGE_BYTES = BLOCK * DIMS * 2
 WEIGHT_BYTES = HEADS * BLOCK * 2
-INFO_BYTES = 16  # of a stage: which entries there are, and whether it is the token's last
-COLUMN_CLUSTERS = (1, 2, 4, 8)  # blocks that share a token's entries, of 16 heads
-MOST_SPLITS = 64  # a multiple of a warp's lanes
-MERGED_TOGETHER = 8  # parts that are asked for at once; divides 32
-# Of a token that is dealt out, and of one of its parts: up to so many, its end is not looked for.
+INFO_BYTES = 16  # description of a stage: which entries exist, and whether it is the item's last
+COLUMN_CLUSTERS = (1, 2, 4, 8)  # CTAs of a cluster of ``ColumnsKernel``
+MAX_SPLITS = 64  # a multiple of a warp's lanes
+MERGE_BATCH = 8  # partial sums that ``MergeKernel`` loads at once; divides 32
+# A split token's last used slot is not looked for up to this many slots of the token, nor up to
+# this many KV blocks of a split.
 _FEW_SLOTS, _FEW_BLOCKS = 2048, 4
-# In clock cycles of some 0.48 ns, fitted to times on an H200: a block of entries, what a tile costs
-# beside them, and a head of it; the second launch for each eight parts, a head of a token there,
-# and the bytes of sums that are written and read again while a multiprocessor's clock ticks; what
-# two blocks that add their sums together cost; and a tile of 16 heads with entries as rows, each
-# block of threads of its cluster, and a block of its entries.
+# Clock cycles of some 0.48 ns, fitted to times on an H200. ``AttentionKernel``: a KV block, a tile
+# beside its KV blocks, a head of the tile.
 _BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4153, 9647, 34
-_ROUND_CYCLES, _ROW_CYCLES, _BYTES = 1766, 634, 37
-_TOGETHER_CYCLES = 3575
-_COLUMNS_CYCLES, _COLUMNS_OF_EACH, _COLUMN_BLOCK_CYCLES = 8133, 594, 3446
-# Some parts of a token have a block of entries more than others. So much of the time goes by their
-# mean, the rest by the largest: 16 parts of 18 blocks take less time than 9 of two each.
+# ``MergeKernel``: a batch of partial sums, a head of a token, and bytes of partial sums that are
+# written and read again while an SM's clock ticks.
+_BATCH_CYCLES, _ROW_CYCLES, _BYTES_PER_CYCLE = 1766, 634, 37
+# The exchange of partial sums between the two CTAs of a pair.
+_PAIRED_CYCLES = 3575
+# ``ColumnsKernel``: a tile of 16 heads, each CTA of its cluster, and a KV block.
+_COLUMNS_CYCLES, _COLUMNS_CTA_CYCLES, _COLUMNS_BLOCK_CYCLES = 8133, 594, 3446
+# Some splits of a token have one KV block more than others. This share of the time goes by their
+# mean, the rest by the largest: 16 splits of 18 blocks take less time than 9 of two each.
 _MEAN = 0.49
-# A head of a tile whose sums are stored where both multiprocessors of a pair are at work: 72 blocks
-# of threads take 2 us longer than 64, with a third less to do.
-_PAIR_CYCLES = 25
-NARROW_CLUSTERS = (8, 9, 12, 16)  # blocks of a cluster of the narrow kernel
-NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and how long it takes
-# Up to so many clusters of that kernel: slots of a token up to which it is the best choice where
-# nobody knows how many are used. Slots without an entry cost it a tenth of others; where all are
-# used, parts that another launch adds take less time. More than 12 would share multiprocessors.
-_MOST_SLOTS = {4: 8704, 12: 4352}
+# A head of a tile whose partial sums are stored where both SMs of a pair (TPC) are at work: 72 CTAs
+# take 2 us longer than 64, with a third less to do (H200).
+_TPC_CYCLES = 25
+NARROW_CLUSTERS = (8, 9, 12, 16)  # CTAs of a cluster of ``NarrowKernel``
+NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and the time of such a step
+# Slots of a token up to which ``NarrowKernel`` is the best choice where nobody knows how many of
+# them are used, by the most clusters. Slots without an entry cost it a tenth of others; where all
+# are used, KV splits and a merge launch take less time. More than 12 clusters would share SMs.
+_NARROW_SLOTS = {4: 8704, 12: 4352}
 
 
 def code_bytes(plan: AttentionPlan | ColumnsPlan) -> int:
-    """Of codes and tails that wait in shared memory."""
-    rows = BLOCK // (8 * plan.expand_warps)
-    pieces = NOPE // 64 * rows - plan.held + 2 * rows * plan.staged
-    return pieces * 512 * plan.expand_warps
+    """Bytes of codes and rotary dims that wait in shared memory, of a group of dequant warps."""
+    rows = BLOCK // (8 * plan.dequant_warps)
+    pieces = NOPE // 64 * rows - plan.register_pieces + 2 * rows * plan.rope_staged
+    return pieces * 512 * plan.dequant_warps
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A compiled form of the kernel.
+    """One configuration of the kernel in ``attention``.
 
     Attributes:
-        split: Whether several blocks share a token and leave their sums for another launch.
-        together: Whether two blocks share a token and each adds the sums of half of the dims.
-        expand_warps: Warps that expand, 8 or 4. Eight are done with a stage sooner; beside four, a
-            block of threads that has many tiles does more in the same time.
+        split: Whether a token's entries are split over CTAs that leave partial sums for
+            ``MergeKernel``.
+        paired: Whether the two CTAs of a cluster share a tile's entries and each adds and stores
+            half of the dims.
+        dequant_warps: Warps that dequantize, 8 or 4. Eight finish a stage sooner; with four, a CTA
+            that has many tiles does more in the same time, because the others have more registers.
     """
 
     split: bool
-    together: bool = False
-    expand_warps: int = 8
+    paired: bool = False
+    dequant_warps: int = 8
 
-    expanders = 1  # groups of warps that expand, each with blocks of entries of its own
-    scan_bytes = 32  # of such a group: a number of each of up to eight warps
-    fenced = False  # who multiplies fences, not who expands: that is a barrier of memory as well
+    dequant_groups = 1  # groups of such warps, each with KV blocks of its own
+    scan_bytes = 32  # of a group: the result of each of up to eight warps
+    producer_fences = False  # consumers fence, because their barrier orders generic writes as well
     kernel = "dsv4.cute.sm90.attention:AttentionKernel"
 
     @property
-    def held(self) -> int:
-        """Groups of 64 codes of a lane that wait in registers; the others do in shared memory."""
-        return 4 if self.expand_warps == 8 else 7
+    def register_pieces(self) -> int:
+        """Groups of 64 codes of a lane that wait in registers; others wait in shared memory."""
+        return 4 if self.dequant_warps == 8 else 7
 
     @property
-    def staged(self) -> bool:
-        """Whether bfloat16 dims wait beside the codes; else they are asked for by a free stage."""
-        return self.expand_warps == 8
+    def rope_staged(self) -> bool:
+        """Whether rotary dims wait in shared memory beside codes.
+
+        Else they are copied straight to a stage once it is free.
+        """
+        return self.dequant_warps == 8
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.paired else 1
 
     @property
     def blocks(self) -> int:
-        """Of a cluster."""
-        return 2 if self.together else 1
+        """``ctas`` under the name that plans of other kernels have."""
+        return self.ctas
 
     @property
-    def told(self) -> int:
-        """Words that warps tell one another and keep, of sinks, angles and both blocks' sums."""
-        return 4 * HEADS + CONSUMER_WARPS + ROPE + (8 * HEADS if self.together else 0)
+    def shared_words(self) -> int:
+        """Words of references, sums of weights, items, sinks and angles; a pair's statistics."""
+        return 4 * HEADS + CONSUMER_WARPS + ROPE + (8 * HEADS if self.paired else 0)
 
     @property
     def threads(self) -> int:
-        """Of a block: two warpgroups multiply, one or two expand."""
-        return 32 * (CONSUMER_WARPS + self.expand_warps)
+        """Threads of a CTA: two warpgroups multiply, one or two dequantize."""
+        return 32 * (CONSUMER_WARPS + self.dequant_warps)
 
     @property
     def shared_bytes(self) -> int:
-        """Queries, stages, weights, codes, what warpgroups tell one another, and barriers."""
-        tiles = (1 + STAGES) * TILE_BYTES + WEIGHT_BYTES + code_bytes(self)
-        return 1024 + tiles + 4 * self.told + STAGES * (INFO_BYTES + 24) + self.scan_bytes + 64
+        """Queries, stages, weights, codes, ``shared_words``, descriptions of stages, barriers."""
+        tiles = (1 + STAGES) * STAGE_BYTES + WEIGHT_BYTES + code_bytes(self)
+        notes = STAGES * (INFO_BYTES + 24) + self.scan_bytes + 64
+        return 1024 + tiles + 4 * self.shared_words + notes
 
 
 @dataclass(frozen=True)
 class ColumnsPlan:
-    """The kernel whose tiles have 16 heads, and entries as rows of both products.
+    """One configuration of the kernel in ``attention_columns``: entries as rows of both GEMMs.
 
     Attributes:
-        blocks: Of a cluster, which share a token's entries.
+        ctas: CTAs of a cluster, which share a token's entries.
     """
 
-    blocks: int
+    ctas: int
 
     kernel = "dsv4.cute.sm90.attention_columns:ColumnsKernel"
     heads = 16  # of a tile
-    expanders = 2  # groups of warps that expand, each with every other block of entries
-    expand_warps = 4  # of such a group; another one multiplies
-    held = 7  # groups of 64 codes of a lane that wait in registers; the others do in shared memory
-    staged = False  # bfloat16 dims are asked for when a stage is free
-    scan_bytes = 16  # of a group: a number of each warp
-    fenced = True  # by who expands
+    dequant_groups = 2  # groups of warps that dequantize, each with every other KV block
+    dequant_warps = 4  # of such a group; another four warps multiply
+    register_pieces = 7  # groups of 64 codes of a lane that wait in registers
+    rope_staged = False  # rotary dims are copied straight to a stage once it is free
+    scan_bytes = 16  # of a group: the result of each warp
+    producer_fences = True
     threads = 384
 
     @property
+    def blocks(self) -> int:
+        """``ctas`` under the name that plans of other kernels have."""
+        return self.ctas
+
+    @property
     def shared_bytes(self) -> int:
-        """Stages, queries, weights, codes, statistics, descriptions and barriers."""
-        tiles = STAGES * TILE_BYTES + self.heads * (DIMS + BLOCK) * 2
-        statistics = self.heads * (4 * 4 + self.blocks * 8) + (self.heads + ROPE) * 4
-        notes = STAGES * INFO_BYTES + self.expanders * self.scan_bytes
-        return 1024 + tiles + self.expanders * code_bytes(self) + statistics + notes + 256
+        """Stages, queries, weights, codes, statistics, descriptions of stages, barriers."""
+        tiles = STAGES * STAGE_BYTES + self.heads * (DIMS + BLOCK) * 2
+        statistics = self.heads * (4 * 4 + self.ctas * 8) + (self.heads + ROPE) * 4
+        notes = STAGES * INFO_BYTES + self.dequant_groups * self.scan_bytes
+        return 1024 + tiles + self.dequant_groups * code_bytes(self) + statistics + notes + 256
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The kernel that adds the sums of a token's blocks."""
+    """The kernel in ``attention_merge``, which adds the partial sums of a token's KV splits."""
 
     kernel = "dsv4.cute.sm90.attention_merge:MergeKernel"
     blocks = 1
@@ -145,41 +167,47 @@ class MergePlan:
 
 @dataclass(frozen=True)
 class NarrowPlan:
-    """The kernel for few tokens, a cluster of which has 16 heads of one.
+    """One configuration of the kernel in ``attention_narrow``, for few tokens.
 
     Attributes:
-        blocks: Of a cluster, 8 to 16; not every GPU has room for as many clusters of more than 8.
+        ctas: CTAs of a cluster, 8 to 16, which share the entries of 16 heads of a token. Not every
+            GPU holds as many clusters of more than 8.
         step: Entries that are multiplied at a time, 32 or 64.
     """
 
-    blocks: int = 8
+    ctas: int = 8
     step: int = 32
 
     kernel = "dsv4.cute.sm90.attention_narrow:NarrowKernel"
     heads = 16  # of a tile
     threads = 256
     stages = 3  # of codes
-    ahead = 2  # steps whose codes are asked for while one is multiplied
+    prefetched = 2  # steps whose codes are copied while one is multiplied
+
+    @property
+    def blocks(self) -> int:
+        """``ctas`` under the name that plans of other kernels have."""
+        return self.ctas
 
     @property
     def owners(self) -> int:
-        """Blocks of the cluster that add up and store."""
-        return self.heads if self.blocks >= self.heads else 8
+        """CTAs of the cluster that add partial sums and store."""
+        return self.heads if self.ctas >= self.heads else 8
 
     @property
-    def share(self) -> int:
-        """Heads that each of them adds up and stores."""
+    def owned_heads(self) -> int:
+        """Heads that an owner adds and stores."""
         return self.heads // self.owners
 
     @property
     def stage_bytes(self) -> int:
-        """Entries of a step and, once for every warp, their scales."""
+        """Bytes of the entries of a step and, once for every warp, of their scales."""
         return self.step * (NOPE + 2 * ROPE + 32)
 
     @property
     def shared_bytes(self) -> int:
-        """At least more than half, so that blocks are on different multiprocessors."""
-        sums = self.blocks * self.share * PACKED_BYTES
+        """At least more than half of an SM's, so that every CTA has an SM of its own."""
+        sums = self.ctas * self.owned_heads * PACKED_BYTES
         weighing = self.heads * (8 * 4 + 2) * self.step
         return max(128 * 1024, self.stages * self.stage_bytes + sums + weighing + 2048)
 
@@ -188,143 +216,141 @@ Plan = AttentionPlan | ColumnsPlan | MergePlan | NarrowPlan
 
 
 @functools.cache
-def choose(
-    tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+def attention_plan(
+    tokens: int, heads: int, widths: tuple[int, int], sms: int
 ) -> tuple[AttentionPlan | ColumnsPlan | NarrowPlan, int]:
-    """The kernel that takes the fewest cycles, and among how many blocks it deals a tile's entries.
+    """The kernel that takes the fewest cycles, and over how many CTAs it splits a tile's entries.
 
     Args:
         tokens: At least 1.
-        heads: Of a token.
-        widths: Slots of a token, of either cache.
-        multiprocessors: Of the GPU.
+        heads: Heads of a token.
+        widths: Slots of a token in each cache.
+        sms: SMs of the GPU.
     """
     if is_narrow(tokens, heads, widths):
         clusters = tokens * -(-heads // NarrowPlan.heads)
-        room = [
-            b for b in NARROW_CLUSTERS if b == NarrowPlan.blocks or clusters * b <= multiprocessors
-        ]
-        few = narrow(widths, room)
-        return few, few.blocks
-    sizes = (tokens, heads, widths, multiprocessors)
-    count = splits(*sizes)
-    forms: list[tuple[float, AttentionPlan | ColumnsPlan, int]] = [
-        (_cycles(count, *sizes), _alone(count, *sizes), count),
-        (_together(*sizes), AttentionPlan(False, together=True), 2),
-        *((_columns(b, *sizes), ColumnsPlan(b), b) for b in COLUMN_CLUSTERS),
+        fitting = [c for c in NARROW_CLUSTERS if c == NarrowPlan.ctas or clusters * c <= sms]
+        narrow = narrow_plan(widths, fitting)
+        return narrow, narrow.ctas
+    sizes = (tokens, heads, widths, sms)
+    count = kv_splits(*sizes)
+    candidates: list[tuple[float, AttentionPlan | ColumnsPlan, int]] = [
+        (_cycles(count, *sizes), _unpaired_plan(count, *sizes), count),
+        (_paired_cycles(*sizes), AttentionPlan(False, paired=True), 2),
+        *((_columns_cycles(c, *sizes), ColumnsPlan(c), c) for c in COLUMN_CLUSTERS),
     ]
-    _, plan, count = min(forms, key=lambda form: form[0])
+    _, plan, count = min(candidates, key=lambda candidate: candidate[0])
     return plan, count
 
 
-def narrow(widths: tuple[int, int], room: Sequence[int]) -> NarrowPlan:
-    """The form whose blocks' steps take the least time; of several the largest, else the smallest.
+def narrow_plan(widths: tuple[int, int], clusters: Sequence[int]) -> NarrowPlan:
+    """The configuration whose CTAs' steps take the least time.
+
+    Of several that take the same time it is the largest cluster if that has 16 CTAs, else the
+    smallest.
 
     Args:
-        widths: Slots of a token, of either cache.
-        room: Blocks of clusters that all fit at a time.
+        widths: Slots of a token in each cache.
+        clusters: Cluster sizes, in CTAs, of which all clusters run at the same time.
     """
 
     def cost(plan: NarrowPlan) -> tuple[int, bool, int]:
-        steps = -(-_steps(widths, plan.step) // plan.blocks)
-        return steps * NARROW_STEPS[plan.step], plan.blocks != NARROW_CLUSTERS[-1], plan.blocks
+        steps = -(-_steps(widths, plan.step) // plan.ctas)
+        return steps * NARROW_STEPS[plan.step], plan.ctas != NARROW_CLUSTERS[-1], plan.ctas
 
-    return min((NarrowPlan(b, step) for b in room for step in NARROW_STEPS), key=cost)
+    return min((NarrowPlan(c, step) for c in clusters for step in NARROW_STEPS), key=cost)
 
 
-def _alone(
-    count: int, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
+def _unpaired_plan(
+    count: int, tokens: int, heads: int, widths: tuple[int, int], sms: int
 ) -> AttentionPlan:
-    """The form whose blocks of threads have no other's sums to add."""
-    many = count == 1 and tokens * tiles(heads) > multiprocessors
-    return AttentionPlan(count > 1, expand_warps=4 if many else 8)
+    """The configuration for ``count`` KV splits whose CTAs exchange nothing."""
+    persistent = count == 1 and tokens * head_tiles(heads) > sms
+    return AttentionPlan(count > 1, dequant_warps=4 if persistent else 8)
 
 
-def _together(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int) -> float:
-    """Cycles of two blocks to a tile, which add their sums; all of them at work at a time."""
-    if 2 * tokens * tiles(heads) > multiprocessors or _blocks(widths) == 1:
+def _paired_cycles(tokens: int, heads: int, widths: tuple[int, int], sms: int) -> float:
+    """Cycles of two CTAs a tile that add their sums; infinite unless all run at the same time."""
+    if 2 * tokens * head_tiles(heads) > sms or _blocks(widths) == 1:
         return float("inf")
-    return _tile(heads) + -(-_blocks(widths) // 2) * _BLOCK_CYCLES + _TOGETHER_CYCLES
+    return _tile_cycles(heads) + -(-_blocks(widths) // 2) * _BLOCK_CYCLES + _PAIRED_CYCLES
 
 
-def _columns(
-    blocks: int, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
-) -> float:
-    """Cycles of tiles of 16 heads, each of which is dealt out to so many blocks of threads."""
+def _columns_cycles(ctas: int, tokens: int, heads: int, widths: tuple[int, int], sms: int) -> float:
+    """Cycles of ``ColumnsKernel`` with clusters of ``ctas`` CTAs."""
     items = tokens * -(-heads // ColumnsPlan.heads)
-    # Larger clusters leave some multiprocessors of a group of 16 or 18 without any.
-    room = multiprocessors // blocks if blocks < 4 else multiprocessors * 10 // 11 // blocks
-    if blocks > 1 and items > room:
+    # Larger clusters leave some SMs of a group (GPC) of 16 or 18 idle.
+    resident = sms // ctas if ctas < 4 else sms * 10 // 11 // ctas
+    if ctas > 1 and items > resident:
         return float("inf")
-    beside = _COLUMNS_CYCLES + _COLUMNS_OF_EACH * blocks
-    each = beside + -(-_blocks(widths) // blocks) * _COLUMN_BLOCK_CYCLES
-    return -(-items // room) * each
+    fixed = _COLUMNS_CYCLES + _COLUMNS_CTA_CYCLES * ctas
+    item = fixed + -(-_blocks(widths) // ctas) * _COLUMNS_BLOCK_CYCLES
+    return -(-items // resident) * item
 
 
 def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
-    """Whether tiles of 16 heads take less time than larger ones."""
+    """Whether ``NarrowKernel`` takes less time than kernels of larger tiles."""
     clusters = tokens * -(-heads // NarrowPlan.heads)
-    most = next((slots for room, slots in _MOST_SLOTS.items() if clusters <= room), -1)
+    most = next((slots for count, slots in _NARROW_SLOTS.items() if clusters <= count), -1)
     return sum(widths) <= most
 
 
 def _steps(widths: tuple[int, int], step: int) -> int:
-    """Of so many entries, of the narrow kernel."""
+    """Steps of ``NarrowKernel`` for a token."""
     return sum(-(-width // step) for width in widths)
 
 
 @functools.cache
-def splits(tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int) -> int:
-    """Among how many blocks a tile's entries are best dealt if another launch adds their sums.
+def kv_splits(tokens: int, heads: int, widths: tuple[int, int], sms: int) -> int:
+    """The fastest number of KV splits of a token if ``MergeKernel`` adds their sums.
 
     Args:
         tokens: At least 1.
-        heads: Of a token.
-        widths: Slots of a token, of either cache.
-        multiprocessors: Of the GPU.
+        heads: Heads of a token.
+        widths: Slots of a token in each cache.
+        sms: SMs of the GPU.
     """
-    programs = tokens * tiles(heads)
-    most = max(1, min(MOST_SPLITS, _blocks(widths), 2 * multiprocessors // programs))
-    sizes = (tokens, heads, widths, multiprocessors)
+    tiles = tokens * head_tiles(heads)
+    most = max(1, min(MAX_SPLITS, _blocks(widths), 2 * sms // tiles))
+    sizes = (tokens, heads, widths, sms)
     return min(range(1, most + 1), key=lambda count: _cycles(count, *sizes))
 
 
-def _cycles(
-    count: int, tokens: int, heads: int, widths: tuple[int, int], multiprocessors: int
-) -> float:
-    programs = tokens * tiles(heads)
-    rounds = -(-programs * count // multiprocessors)
+def _cycles(count: int, tokens: int, heads: int, widths: tuple[int, int], sms: int) -> float:
+    """Cycles of ``AttentionKernel`` with ``count`` KV splits and of the merge launch."""
+    tiles = tokens * head_tiles(heads)
+    rounds = -(-tiles * count // sms)
     blocks = _blocks(widths)
-    each = (1 - _MEAN) * -(-blocks // count) + _MEAN * blocks / count
-    alone = rounds * (_tile(heads) + each * _BLOCK_CYCLES)
+    split_blocks = (1 - _MEAN) * -(-blocks // count) + _MEAN * blocks / count
+    attention = rounds * (_tile_cycles(heads) + split_blocks * _BLOCK_CYCLES)
     if count == 1:
-        return alone
+        return attention
     stored = min(heads, HEADS)
-    if 2 * programs * count > multiprocessors:
-        alone += _PAIR_CYCLES * stored
-    moved = PACKED_BYTES * stored * programs * count / _BYTES
-    merged = _ROUND_CYCLES * -(-count // MERGED_TOGETHER)
-    return alone + merged + (moved + _ROW_CYCLES * tokens * heads) / multiprocessors
+    if 2 * tiles * count > sms:
+        attention += _TPC_CYCLES * stored
+    moved = PACKED_BYTES * stored * tiles * count / _BYTES_PER_CYCLE
+    merge = _BATCH_CYCLES * -(-count // MERGE_BATCH)
+    return attention + merge + (moved + _ROW_CYCLES * tokens * heads) / sms
 
 
-def _tile(heads: int) -> int:
-    """Cycles of a tile of 64 heads beside its entries; of fewer, less is stored."""
+def _tile_cycles(heads: int) -> int:
+    """Cycles of a tile of 64 heads beside its KV blocks; fewer heads have less to store."""
     return _TILE_CYCLES + _HEAD_CYCLES * min(heads, HEADS)
 
 
-def is_scanned(count: int, widths: tuple[int, int]) -> bool:
-    """Whether a block of threads that has a ``count``-th of a token looks for its last slot.
+def scans_slots(count: int, widths: tuple[int, int]) -> bool:
+    """Whether a CTA that has one of ``count`` KV splits looks for the token's last used slot.
 
-    That takes microseconds where slots are many, and saves steps without any entry behind it.
+    The scan takes microseconds where slots are many, and saves KV blocks without any entry.
     """
     return count == 1 or (sum(widths) > _FEW_SLOTS and _blocks(widths) > _FEW_BLOCKS * count)
 
 
 def _blocks(widths: tuple[int, int]) -> int:
-    """Blocks of entries of a token."""
+    """KV blocks of a token."""
     return max(1, sum(-(-width // BLOCK) for width in widths))
 
 
-def tiles(heads: int) -> int:
-    """Tiles of a token's heads."""
+def head_tiles(heads: int) -> int:
+    """Tiles of 64 heads of a token."""
     return -(-heads // HEADS)
