@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.cute.sm90 import index_scores_plan
-from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
-from dsv4.cute.sm90.index_scores_plan import multiplies, plans
+from dsv4.cute.sm90 import indexer_logits_plan
+from dsv4.cute.sm90.indexer_logits_plan import multiplies, plans
+from dsv4.cute.sm90.topk_plan import choice_plan, is_long
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, QuantizedTensor
 from dsv4.ops.indexer import indexer_select
@@ -253,7 +253,7 @@ def test_scores_of_keys_near_at_hand(entries):
 @pytest.fixture
 def always(monkeypatch):
     """Integers are multiplied however few keys there are."""
-    monkeypatch.setattr(index_scores_plan, "_MANY", 0)
+    monkeypatch.setattr(indexer_logits_plan, "_MANY", 0)
 
 
 @pytest.mark.gpu
@@ -370,7 +370,7 @@ def test_kernels_compile(plan, tmp_path):
 def test_sums_are_subnormal():
     """A sum of integers at its largest; as it counts it is at most 1 and not subnormal."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits as kernel
 
     largest = DIMS * (12 << 2) * (12 << 3)
     assert kernel._MIDDLE == 12 << 2
@@ -388,11 +388,11 @@ def test_sums_are_subnormal():
 def test_codes_as_bytes(monkeypatch, distance):
     """Of every code in every place: twice its value, times its group's scale, and the middle."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits as kernel
 
     monkeypatch.setattr(kernel, "Uint32", int)
     ptx_machine.install(monkeypatch)
-    tables = kernel.ScoresKernel(8, 4)._tables(kernel.ptx.shift_right(4, distance * 0x0101))
+    tables = kernel.IndexerLogitsKernel(8, 4)._tables(kernel.ptx.shift_right(4, distance * 0x0101))
     for word in range(0, 1 << 32, 0x01234567):
         both = kernel.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
         codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
@@ -409,7 +409,7 @@ def test_codes_as_bytes(monkeypatch, distance):
 def test_distances_of_two_keys_scales(scales, group):
     """Of one group below the largest of its key, in both bytes of a half; which are too large."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits as kernel
 
     words = [int.from_bytes(bytes(scales[i : i + 4]), "little") for i in (0, 4)]
     with pytest.MonkeyPatch.context() as patch:
@@ -418,17 +418,17 @@ def test_distances_of_two_keys_scales(scales, group):
         below = kernel.ptx.max_of_bytes_pair(*words) - kernel.ptx.select_byte_pair(*words, group)
         distances = [max(scales[i : i + 4]) - scales[i + group] for i in (0, 4)]
         assert below.to_bytes(4, "little") == bytes(d for d in distances for _ in range(2))
-        assert kernel.ScoresKernel(8, 4)._is_below(below) == (max(distances) > 2)
+        assert kernel.IndexerLogitsKernel(8, 4)._is_below(below) == (max(distances) > 2)
 
 
 def test_a_further_step_takes_the_middle_away():
     """For every sum that a head's integers have."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits as kernel
 
     left = list(kernel._SAME.to_bytes(4, "little")) * 8
     for total in range(-DIMS * (12 << 3), DIMS * (12 << 3) + 1):
-        most, rest = kernel.ScoresKernel._taken_away(total)
+        most, rest = kernel.IndexerLogitsKernel._taken_away(total)
         right = [0, most, most, most] * 8
         right[0] = rest
         assert -128 <= min(right) <= max(right) <= 127
@@ -460,12 +460,12 @@ def test_arrivals_wait_for_what_was_read(tmp_path, monkeypatch, warpgroups):
     """
     pytest.importorskip("cutlass")
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    from dsv4.cute.sm90.index_scores import ScoresKernel
+    from dsv4.cute.sm90.indexer_logits import IndexerLogitsKernel
 
     options = f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}"
     sources, loads, arrivals = {}, [], 0
     for operation, written, read in _instructions(
-        ScoresKernel(16, warpgroups).compile(options).__ptx__
+        IndexerLogitsKernel(16, warpgroups).compile(options).__ptx__
     ):
         sources |= dict.fromkeys(written, read)
         if operation.startswith("mbarrier.try_wait"):

@@ -12,8 +12,8 @@ import torch
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Parameters
 from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream_of
-from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
-from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
+from dsv4.cute.sm90.indexer_logits_plan import IndexerLogitsPlan, multiplies
+from dsv4.cute.sm90.topk_plan import choice_plan, is_long
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
@@ -110,14 +110,14 @@ def score(
     k: int,
     group: int,
 ) -> None:
-    """As ``dsv4.triton.indexer.launch_scores``, of what ``index_scores_plan.multiplies`` takes."""
+    """As ``dsv4.triton.indexer.launch_scores``, where ``multiplies`` supports the arguments."""
     assert query_scales is not None
     tokens, heads, _ = q.shape
     query_scales = query_scales.contiguous()
     pairs, all_ = -(-keys.capacity // _PAIR), multiprocessors(q.device)
     # Blocks that take a whole multiprocessor must leave few without one.
     whole = 10 * tokens * (all_ // tokens) >= 9 * all_
-    plan = ScoresPlan(group, 4 if whole else 2)
+    plan = IndexerLogitsPlan(group, 4 if whole else 2)
     splits = max(1, plan.resident * all_ // tokens)
     splits = min(splits, -(-pairs // plan.warpgroups))
     numbers = (

@@ -1,4 +1,4 @@
-"""The k highest of a long row of index scores by a cluster of blocks; see ``index_choice``.
+"""The k highest of a long row of index scores by a cluster of blocks; see ``topk``.
 
 * Each block looks at all groups and finds the same threshold for itself. It gathers the entries
   that reach it of its share of the row, neighbours, so the blocks' candidates follow one another.
@@ -18,18 +18,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.index_choice import _APART, _TOTALS, ChoiceKernel, _bits
-from dsv4.cute.sm90.index_choice_plan import CANDIDATES, SHARE, SpreadPlan
+from dsv4.cute.sm90.topk import _APART, _TOTALS, TopkKernel, _bits
+from dsv4.cute.sm90.topk_plan import CANDIDATES, SHARE, TopkClusterPlan
 
 Value = Any
 
 
-class SpreadKernel(SpreadPlan, ChoiceKernel):
+class TopkClusterKernel(TopkClusterPlan, TopkKernel):
     """See the module."""
 
     def _rooms(self, smem: Value) -> Value:
         """And of all blocks' keys and how many they are."""
-        rooms = ChoiceKernel._rooms(self, smem)
+        rooms = TopkKernel._rooms(self, smem)
         gathered = self._room(smem, self.blocks * SHARE * 4)
         return *rooms, (gathered, self._room(smem, self.blocks * 4))
 
@@ -100,7 +100,7 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
 
     @cute.jit
     def _vector(self, source: Value, number: Value) -> Value:
-        """As of ``ChoiceKernel``; also of the candidates of all blocks, which are in no list.
+        """As of ``TopkKernel``; also of the candidates of all blocks, which are in no list.
 
         A thread sees those of one block, whose number is in place of the limit.
         """
@@ -112,7 +112,7 @@ class SpreadKernel(SpreadPlan, ChoiceKernel):
             return ptx.load_keys4(ptx.shared_to_generic(start + Uint32(number * 16)), there), Int32(
                 0
             )
-        return ChoiceKernel._vector(self, source, number)
+        return TopkKernel._vector(self, source, number)
 
     @cute.jit
     def _before_me(self, source: Value, bound: Value, who: Value, room: Value) -> Value:

@@ -1,4 +1,4 @@
-"""The configuration of ``index_scores``, without CuTeDSL."""
+"""The configuration of ``indexer_logits``, without CuTeDSL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cute.sm90.index_choice_plan import ChoicePlan, SpreadPlan
+from dsv4.cute.sm90.topk_plan import TopkClusterPlan, TopkPlan
 
 _HEADS, _BLOCK = 64, 64
 DIMS = 128  # of a key
@@ -15,7 +15,7 @@ _MANY = 1 << 17  # entries of all tokens from which its beginning does not matte
 
 
 @dataclass(frozen=True)
-class ScoresPlan:
+class IndexerLogitsPlan:
     """The kernel that scores MXFP4 keys.
 
     Attributes:
@@ -26,7 +26,7 @@ class ScoresPlan:
     group: int
     warpgroups: int
 
-    kernel = "dsv4.cute.sm90.index_scores:ScoresKernel"
+    kernel = "dsv4.cute.sm90.indexer_logits:IndexerLogitsKernel"
     blocks = 1
 
     @property
@@ -64,11 +64,11 @@ class ScoresPlan:
         return 4 // self.warpgroups
 
 
-def plans() -> list[ChoicePlan | ScoresPlan]:
+def plans() -> list[TopkPlan | IndexerLogitsPlan]:
     """All kernels of the indexer, for ``dsv4.warmup``."""
-    scores = [ScoresPlan(group, warpgroups) for group in (0, 8, 16) for warpgroups in (2, 4)]
-    choices = [ChoicePlan(8, 1024), ChoicePlan(8, 512), ChoicePlan(16, 1024)]
-    spread = [SpreadPlan(group, 512, blocks) for group, blocks in ((8, 4), (16, 4), (16, 8))]
+    scores = [IndexerLogitsPlan(group, warpgroups) for group in (0, 8, 16) for warpgroups in (2, 4)]
+    choices = [TopkPlan(8, 1024), TopkPlan(8, 512), TopkPlan(16, 1024)]
+    spread = [TopkClusterPlan(group, 512, blocks) for group, blocks in ((8, 4), (16, 4), (16, 8))]
     return [*choices, *spread, *scores]
 
 

@@ -1,4 +1,4 @@
-"""The configuration of ``index_choice``, without CuTeDSL."""
+"""The configuration of ``topk``, without CuTeDSL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORT = 8192
 
 
 @dataclass(frozen=True)
-class ChoicePlan:
+class TopkPlan:
     """The kernel that chooses the highest of a row.
 
     Attributes:
@@ -24,7 +24,7 @@ class ChoicePlan:
     group: int
     threads: int
 
-    kernel = "dsv4.cute.sm90.index_choice:ChoiceKernel"
+    kernel = "dsv4.cute.sm90.topk:TopkKernel"
     blocks = 1
     classes = 2048  # whose maxima give the threshold
 
@@ -49,7 +49,7 @@ class ChoicePlan:
 
 
 @dataclass(frozen=True)
-class SpreadPlan(ChoicePlan):
+class TopkClusterPlan(TopkPlan):
     """The same by a cluster, whose blocks have neighbouring parts of the row.
 
     Attributes:
@@ -58,7 +58,7 @@ class SpreadPlan(ChoicePlan):
 
     blocks: int
 
-    kernel = "dsv4.cute.sm90.index_choice_spread:SpreadKernel"
+    kernel = "dsv4.cute.sm90.topk_cluster:TopkClusterKernel"
 
     @property
     def shared_bytes(self) -> int:
@@ -71,17 +71,17 @@ class SpreadPlan(ChoicePlan):
         return 2
 
 
-def choice_plan(tokens: int, group: int) -> ChoicePlan:
+def choice_plan(tokens: int, group: int) -> TopkPlan:
     """The kernel for so many rows.
 
     If an H200 has room for them all at a time, four blocks share each, or eight if they are long.
     """
     if not group:
-        return ChoicePlan(8, 1024)
+        return TopkPlan(8, 1024)
     for blocks, most in _ROWS.items():
         if tokens <= most and blocks <= group // 2:
-            return SpreadPlan(group, 512, blocks)
-    return ChoicePlan(group, 512 if group == 8 else 1024)
+            return TopkClusterPlan(group, 512, blocks)
+    return TopkPlan(group, 512 if group == 8 else 1024)
 
 
 def is_long(capacity: int, k: int) -> bool:

@@ -25,7 +25,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.index_choice_plan import CANDIDATES, PARTS, ChoicePlan
+from dsv4.cute.sm90.topk_plan import CANDIDATES, PARTS, TopkPlan
 
 Value = Any
 _APART = CANDIDATES * 4  # bytes from positions to keys
@@ -38,7 +38,7 @@ def _bits(number: int) -> int:
     return number.bit_length() - 1
 
 
-class ChoiceKernel(ChoicePlan):
+class TopkKernel(TopkPlan):
     """See the module."""
 
     def compile(self, options: str) -> Any:

@@ -34,7 +34,7 @@ from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.index_scores_plan import STAGE, ScoresPlan
+from dsv4.cute.sm90.indexer_logits_plan import STAGE, IndexerLogitsPlan
 
 Value = Any
 _HEADS, _DIMS, _BLOCK = 64, 128, 64
@@ -50,7 +50,7 @@ _UNIT = 2.0**-22  # what an integer counts as in a head's sum, at most 1
 _DOWN = 2.0 ** (-7 + 1) / _UNIT
 
 
-class ScoresKernel(ScoresPlan):
+class IndexerLogitsKernel(IndexerLogitsPlan):
     """See the module."""
 
     def compile(self, options: str) -> Any:
