@@ -432,7 +432,7 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (_launch, "multiprocessors", lambda device: target.sms),
         (dispatch, "_device", lambda args: _GPU),
         (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
-        (cute_indexer, "choose", lambda *args: None),
+        (cute_indexer, "topk", lambda *args: None),
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.indexer_logits_plan import multiplies, plans
-from dsv4.cute.sm90.topk_plan import choice_plan, is_long
+from dsv4.cute.sm90.topk_plan import is_long, topk_plan
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, QuantizedTensor
 from dsv4.ops.indexer import indexer_select
@@ -60,7 +60,7 @@ def wide(x, multiple):
 
 def chosen(scores, visible, k, group):
     """What the kernel chooses of ``scores`` on a GPU; what is not visible is garbage to it."""
-    from dsv4.cute.indexer import choose
+    from dsv4.cute.indexer import topk
 
     (tokens, width), visible = scores.shape, visible.to(scores.device)
     shown = torch.arange(width, device=scores.device) < visible.unsqueeze(1)
@@ -71,7 +71,7 @@ def chosen(scores, visible, k, group):
         padded = torch.nn.functional.pad(signed, (0, -width % group), value=-(2**31))
         maxima = wide(padded.unflatten(1, (-1, group)).amax(-1) ^ -0x80000000, 4)
     out = torch.full((tokens, k), -7, device=scores.device)
-    choose(wide(keys, 4), maxima, visible, out, width, group)
+    topk(wide(keys, 4), maxima, visible, out, width, group)
     return out
 
 
@@ -342,9 +342,9 @@ def test_which_rows_are_long():
 
 def test_few_rows_are_shared_by_blocks():
     """By as many as the GPU has room for; each of the tests of a choice has some of them."""
-    found = [choice_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
-    assert [plan.blocks for plan in found] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
-    assert set(plans()) >= {*found, choice_plan(1, 0)}
+    found = [topk_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
+    assert [plan.ctas for plan in found] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
+    assert set(plans()) >= {*found, topk_plan(1, 0)}
 
 
 @pytest.mark.parametrize("plan", plans(), ids=repr)

@@ -5,21 +5,21 @@ What they do not take the Triton kernels do.
 
 from __future__ import annotations
 
+import functools
 import struct
+from threading import get_ident
 
 import torch
 
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.runtime.driver import Parameters
+from dsv4.cute.runtime.driver import Launch, Parameters
 from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream_of
 from dsv4.cute.sm90.indexer_logits_plan import IndexerLogitsPlan, multiplies
-from dsv4.cute.sm90.topk_plan import choice_plan, is_long
+from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
-_CHOOSE = Parameters(*"qqqq", *"iiiiiii")
-_CHOOSE_PACKED = struct.Struct("@4q7i")
 _SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii", "I", "i")
 _SCORE_PACKED = struct.Struct("@11q13iIi")
 _WHOLE = 16384  # entries up to which a row is looked at without groups
@@ -50,7 +50,7 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
         q, args.query_scales, args.weights, keys, args.sequence_of_token, visible, k, *row, scorer
     )
     for part, scores, maxima in parts:
-        choose(scores, maxima, visible[part], out[part], capacity, group)
+        topk(scores, maxima, visible[part], out[part], capacity, group)
     return out
 
 
@@ -59,43 +59,61 @@ def _whole(number: int) -> int:
     return -(-number // 4) * 4
 
 
-def choose(
-    scores: torch.Tensor,
+def topk(
+    keys: torch.Tensor,
     maxima: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
     group: int,
 ) -> None:
-    """Choose the highest of each row of keys.
+    """Select the positions of the highest keys of each row.
 
     Args:
-        scores: int32 ``[at least T, width]``, ``width`` a multiple of 4: unsigned keys.
+        keys: int32 ``[at least T, width]``, ``width`` a multiple of 4: unsigned keys.
         maxima: int32 ``[at least T, any]``, the highest of every ``group`` neighbours.
         visible: ``[T]``, int32 or int64.
         out: int64 ``[T, k]``, k at most 1024.
         capacity: Entries of a row, at most.
         group: 8 or 16; 0: there are no maxima.
     """
-    tokens, k = out.shape
-    numbers = (
-        scores.stride(0),
-        maxima.stride(0),
-        visible.element_size(),
-        capacity,
-        k,
-        max(16, k // 8),
-        _WHOLE if group else capacity,
+    device, strides = out.get_device(), (keys.stride(0), maxima.stride(0))
+    with on(device):
+        sizes = (*out.shape, capacity, group, visible.element_size())
+        launch = _topk_launch(*sizes, *strides, device, get_ident())
+        run_noted(launch, stream_of(device), (keys, maxima, visible, out))
+
+
+@functools.lru_cache(maxsize=1024)
+def _topk_launch(
+    tokens: int,
+    k: int,
+    capacity: int,
+    group: int,
+    visible_bytes: int,
+    key_stride: int,
+    maxima_stride: int,
+    device: int,
+    thread: int,
+) -> Launch:
+    """The launch of ``topk``, made once in every thread; its pointers are in the order of ``topk``.
+
+    At least k keys reach the threshold for candidates. ``slack`` of k / 8 more end its search.
+    """
+    plan = topk_plan(tokens, group)
+    kernel = loaded(plan, HOPPER)
+    kernel.prepare(device)
+    return TOPK_ABI.launch(
+        kernel,
+        tokens * plan.ctas,
+        key_stride=key_stride,
+        maxima_stride=maxima_stride,
+        visible_bytes=visible_bytes,
+        capacity=capacity,
+        k=k,
+        slack=max(16, k // 8),
+        direct=_WHOLE if group else capacity,
     )
-    with on(out.get_device()):
-        plan = choice_plan(tokens, group)
-        kernel = loaded(plan, HOPPER)
-        kernel.prepare(out.device.index)
-        run_noted(
-            PackedLaunch(kernel, tokens * plan.blocks, _CHOOSE, _CHOOSE_PACKED, numbers),
-            stream_of(out.device.index),
-            (scores, maxima, visible, out),
-        )
 
 
 def score(

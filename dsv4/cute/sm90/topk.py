@@ -1,23 +1,46 @@
-"""The k highest of long rows of index scores; a block of threads has a row.
+"""Top-k selection from long rows of indexer logits: positions of the k highest keys, ascending.
 
-Scores are keys, unsigned integers that order as they do (``dsv4.triton._index_scores``); 0: none.
+Keys are unsigned integers that order as the logits do (``dsv4.triton._index_scores``); 0: no entry.
+Of equal keys the first ones are selected. ``topk_cluster`` has the variant of few rows.
 
-* A row of many is looked at through the highest of every ``group`` neighbours, which the score
-  kernel keeps. Those of them that reach a threshold say where the candidates are.
-* The threshold is about the k-th highest of the maxima of 2048 classes, to which keys are dealt out
-  in turn. At least k keys reach it, of random ones at most 1.4 k.
-* Candidates are copied to shared memory in their order. If they are too many, because high keys are
-  neighbours, the threshold is taken again, of the keys of those groups. If they still are, because
-  keys are equal, the rest works on memory instead, slowly.
-* The k-th highest of the candidates is found by counting them in 1024 equal parts of their range,
-  then of the part that holds it. Of keys that equal it, the first are taken.
+Tiling and ownership
+    A CTA has a row. A vector is four neighbouring keys, one 16-byte load. Where a thread's vectors
+    may come in any order (thresholds, counts), they are ``plan.threads`` apart. Where order matters
+    (candidates, results), a warp has 32 or ``32 * plan.gathered_vectors`` neighbouring vectors, a
+    lane of each 32 one.
 
-Counts are of integers, so no order of threads changes a result.
+Algorithm
+    1. Threshold (``_candidate_range``). The row, or its groups' maxima where it is longer than
+       ``direct``, is split into ``plan.classes`` classes in turn. The threshold is about the k-th
+       highest of the classes' maxima. At least k keys reach it; of random keys at most 1.4 k.
+    2. Groups (``_gather``). The groups whose maximum reaches the threshold are listed.
+    3. Candidates (``_gather``). Keys of these groups that reach the threshold are copied to shared
+       memory with their positions, in order.
+    4. Cut (``_cut``). The k-th highest candidate is found by counting candidates in ``BUCKETS``
+       equal parts of their range, then in the part that holds it: 1 to 3 rounds.
+    5. Selection (``_select``). Positions of keys above the k-th, and of the first that equal it,
+       are stored in order; a prefix sum over the CTA gives their places.
+
+    If there are more than ``CANDIDATES`` candidates, because high keys are neighbours, the
+    threshold is taken again from the keys of the listed groups. If there still are, because keys
+    are equal, steps 4 and 5 read the row from memory, which is slow.
+
+Barriers
+    ``sync_threads`` alone. ``_prefix`` has one barrier for each step of a loop: the warps' totals
+    go to two buffers in turn, because a warp may still read those of this step while another
+    stores those of the next. A round of ``_search`` has three: after counting, after the warps'
+    totals, and after the bucket that was found.
+    griddepcontrol.wait precedes the first load of keys, maxima and ``visible``: preceding kernels
+    write all three.
+
+Numerics and determinism
+    Counts are of integers and places are prefix sums, so no order of threads changes a result.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,323 +48,529 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.topk_plan import CANDIDATES, PARTS, TopkPlan
+from dsv4.cute.device.kernel import PlannedKernel
+from dsv4.cute.sm90.topk_plan import BUCKETS, CANDIDATES, TOPK_ABI, TopkArgs, TopkPlan
 
-Value = Any
-_APART = CANDIDATES * 4  # bytes from positions to keys
-_TOTALS = 128  # bytes of a number of each warp
-_UNKNOWN = 1 << 30  # a number of keys that reach a threshold
+KEY_OFFSET = CANDIDATES * 4  # bytes from a candidate's position to its key
+TOTALS_BYTES = 128  # a number of each warp
+# "About k" of a count that nobody knows: a search then goes on until it has counted.
+_UNKNOWN = 1 << 30
 
 
-def _bits(number: int) -> int:
-    """Of which power of two a number is: of integers that may be negative, quotients take more."""
+def log2(number: int) -> int:
+    """The exponent of a power of two.
+
+    Shifts and masks stand for quotients and remainders, which take more instructions for integers
+    that may be negative.
+    """
     return number.bit_length() - 1
 
 
-class TopkKernel(TopkPlan):
-    """See the module."""
+class Lane(NamedTuple):
+    """Which thread this is.
 
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        places, sizes = [Int64(0)] * 4, [Int32(1)] * 7
-        return cute.compile(self, *places, *sizes, CUstream(0), options=options)
+    Attributes:
+        thread: Of the CTA.
+        lane: Of the warp.
+        warp: Of the CTA.
+    """
+
+    thread: Int32
+    lane: Int32
+    warp: Int32
+
+
+class SharedMemory(NamedTuple):
+    """Addresses in shared memory.
+
+    Attributes:
+        counts: Keys of each of ``BUCKETS`` buckets; zeros between searches.
+        classes: Highest key of each class.
+        groups: Groups that candidates may come from, at most ``CANDIDATES``, ascending.
+        positions: Positions of candidates, ascending; their keys follow ``KEY_OFFSET`` bytes later.
+        totals: Two buffers of ``TOTALS_BYTES`` for a number of each warp.
+        extremes: Highest and lowest class maximum of each warp.
+        found: What ``_store_bucket`` stores.
+        cluster_keys: Candidates of all CTAs of a cluster; unused by a single CTA.
+        cluster_counts: How many each CTA of a cluster has; unused by a single CTA.
+    """
+
+    counts: Uint32
+    classes: Uint32
+    groups: Uint32
+    positions: Uint32
+    totals: Uint32
+    extremes: Uint32
+    found: Uint32
+    cluster_keys: Uint32
+    cluster_counts: Uint32
+
+    @property
+    def candidate_keys(self) -> Uint32:
+        """Keys of candidates."""
+        return self.positions + Uint32(KEY_OFFSET)
+
+
+class Row(NamedTuple):
+    """A token's row.
+
+    Attributes:
+        visible: Entries that the token sees.
+        out: Address of its results.
+        keys: Address of its keys.
+        maxima: Address of its groups' maxima.
+    """
+
+    visible: Int32
+    out: Int64
+    keys: Int64
+    maxima: Int64
+
+
+class RowKeys(NamedTuple):
+    """Keys by their generic address: all of them, or those of listed groups.
+
+    Attributes:
+        address: Of the key at position 0.
+        groups: Shared-memory address of a list of groups; 0: all keys.
+        limit: Positions from here on have no key.
+        vectors: How many vectors there are.
+    """
+
+    address: Int64
+    groups: Uint32
+    limit: Int32
+    vectors: Int32
+
+
+class SharedKeys(NamedTuple):
+    """Keys in shared memory where all vectors are whole, and which have no positions.
+
+    Attributes:
+        address: Of the first vector.
+        vectors: How many vectors there are.
+    """
+
+    address: Uint32
+    vectors: Int32
+
+
+class ClusterKeys(NamedTuple):
+    """Candidates of all CTAs of a cluster; vectors of the CTAs alternate.
+
+    Attributes:
+        address: Of the first vector in shared memory.
+        limit: Candidates of the CTA whose vectors this thread reads.
+        vectors: How many vectors there are, of all CTAs.
+    """
+
+    address: Uint32
+    limit: Int32
+    vectors: Int32
+
+
+Words = Sequence[Uint32]
+Index = Int32 | int  # loops over ``cutlass.range`` have integers, as mypy sees it
+Keys = RowKeys | SharedKeys | ClusterKeys
+
+
+class KeyRange(NamedTuple):
+    """A range of keys that holds the k-th highest one.
+
+    Attributes:
+        least: The lowest, above 0.
+        top: The highest.
+    """
+
+    least: Uint32
+    top: Uint32
+
+
+class Threshold(NamedTuple):
+    """What a search finds.
+
+    Attributes:
+        key: The threshold.
+        above: Keys that exceed all of the last bucket's.
+        reached: Keys that reach the threshold, or ``_UNKNOWN``.
+    """
+
+    key: Uint32
+    above: Int32
+    reached: Int32
+
+
+class Cut(NamedTuple):
+    """Which keys are selected: those above a bound, and some of those that equal it.
+
+    Attributes:
+        bound: The bound.
+        ties: How many of the keys that equal it.
+    """
+
+    bound: Uint32
+    ties: Int32
+
+
+class Placed(NamedTuple):
+    """Keys that others store before these.
+
+    Attributes:
+        above: Keys above the bound.
+        equal: Keys that equal it.
+    """
+
+    above: Int32
+    equal: Int32
+
+
+class Output(NamedTuple):
+    """Where selected positions go, and what a key's position is.
+
+    Attributes:
+        out: Address of the row's results.
+        k: How many there are.
+        positions: Shared-memory address of positions; 0: a key's index is its position.
+        origin: Added to positions.
+    """
+
+    out: Int64
+    k: Int32
+    positions: Uint32
+    origin: Int32
+
+
+class Prefix(NamedTuple):
+    """Sums over the CTA's warps.
+
+    Attributes:
+        before: Over the preceding warps.
+        total: Over all warps.
+    """
+
+    before: Int32
+    total: Int32
+
+
+class TopkKernel(PlannedKernel):
+    """The kernel of one CTA a row."""
+
+    abi = TOPK_ABI
+    plan: TopkPlan
 
     @cute.jit
-    def __call__(
-        self,
-        scores: Int64,
-        maxima: Int64,
-        visible: Int64,
-        out: Int64,
-        score_stride: Int32,
-        maxima_stride: Int32,
-        visible_bytes: Int32,
-        capacity: Int32,
-        k: Int32,
-        slack: Int32,
-        direct: Int32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(
-            scores, maxima, visible, out, score_stride, maxima_stride, visible_bytes, capacity, k,
-            slack, direct,
-        ).launch(
+    def __call__(self, args: TopkArgs, stream: CUstream) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute.indexer`` launches the cubin itself."""
+        self.kernel(args).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
-            smem=self.shared_bytes,
+            block=[self.plan.threads, 1, 1],
+            smem=self.plan.shared_bytes,
             stream=stream,
-            cluster=[self.blocks, 1, 1],
-        )  # fmt: skip
+            cluster=[self.plan.ctas, 1, 1],
+        )
 
     @cute.kernel
-    def kernel_(
-        self,
-        scores: Int64,
-        maxima: Int64,
-        visible: Int64,
-        out: Int64,
-        score_stride: Int32,
-        maxima_stride: Int32,
-        visible_bytes: Int32,
-        capacity: Int32,
-        k: Int32,
-        slack: Int32,
-        direct: Int32,
-    ) -> None:
-        """A block, or a cluster of ``blocks``, for every token.
-
-        Args:
-            scores: Address of keys, ``[tokens, score_stride]``; a row is aligned to 16 bytes.
-            maxima: As ``scores``, the highest of every group.
-            visible: Address of the number of entries that each token sees, int32 or int64.
-            out: Address of int64 ``[tokens, k]``: ascending, then -1.
-            score_stride: Keys between rows.
-            maxima_stride: Likewise.
-            visible_bytes: Of a number, 4 or 8.
-            capacity: Entries of a row, at most.
-            k: How many are chosen, at most 1024.
-            slack: By how many keys more than k a threshold may be reached.
-            direct: Entries up to which a row is looked at without groups.
-        """
-        block, _, _ = cute.arch.block_idx()
-        token, rank = block >> _bits(self.blocks), block & self.blocks - 1
-        rooms = self._rooms(cutlass.memory.SmemAllocator())
-        room, thread = rooms[1], rooms[1][4]
+    def kernel(self, args: TopkArgs) -> None:
+        """Select from a token's row, by a CTA or a cluster of ``plan.ctas``."""
+        cta, _, _ = cute.arch.block_idx()
+        token, rank = cta >> log2(self.plan.ctas), cta & self.plan.ctas - 1
+        shared = self._shared(cutlass.memory.SmemAllocator())
+        who = self._lane()
+        # The next kernel's CTAs may start where SMs have room.
         cute.arch.griddepcontrol_launch_dependents()
-        self._clear(room[0], thread)
+        self._clear(shared.counts, who.thread)
+        # From here on memory is what the preceding kernels wrote.
         cute.arch.griddepcontrol_wait()
-        shown = ptx.load_index_saturated(visible + Int64(token) * visible_bytes, visible_bytes)
-        shown = cutlass.min(shown, capacity)
-        row = out + Int64(token) * k * 8
-        start = scores + Int64(token) * score_stride * 4
-        highest = maxima + Int64(token) * maxima_stride * 4
-        if shown > k:
-            self._row((start, shown), highest, (k, slack, direct, row), rank, rooms)
+        visible = ptx.load_index_saturated(
+            args.visible + Int64(token) * args.visible_bytes, args.visible_bytes
+        )
+        row = Row(
+            visible=cutlass.min(visible, args.capacity),
+            out=args.out + Int64(token) * args.k * 8,
+            keys=args.keys + Int64(token) * args.key_stride * 4,
+            maxima=args.maxima + Int64(token) * args.maxima_stride * 4,
+        )
+        if row.visible > args.k:
+            self._select_from_row(args, row, rank, shared, who)
         elif rank == 0:
-            self._all(row, shown, k, thread)
+            self._store_all(row, args.k, who.thread)
 
-    def _row(self, keys_of: Value, maxima: Value, wanted: Value, rank: Value, rooms: Value) -> None:
-        """Choose from a row of more than k."""
-        self._alone(keys_of, maxima, wanted, *rooms)
-
-    def _rooms(self, smem: Value) -> Value:
-        """Addresses of what is in shared memory: lists of groups and entries, and all else."""
-        thread, _, _ = cute.arch.thread_idx()
-        counts = self._room(smem, PARTS * 4)
-        classes = self._room(smem, self.classes * 4)
-        listed = self._room(smem, CANDIDATES * 4)
-        ids = self._room(smem, 2 * CANDIDATES * 4)
-        totals = self._room(smem, 2 * _TOTALS)
-        tops = self._room(smem, 2 * _TOTALS)
-        found = self._room(smem, 16)
-        warp = cute.arch.make_warp_uniform(thread >> 5)
-        room = (counts, (classes, tops), totals, found, thread, thread & 31, warp)
-        return (listed, ids), room
-
-    @cute.jit
-    def _all(self, row: Value, shown: Value, k: Value, thread: Value) -> None:
-        """Store all positions that are seen, at most k, then -1."""
-        for place in cutlass.range(thread, k, self.threads, unroll=1):
-            value = Int64(-1)
-            if place < shown:
-                value = Int64(place)
-            ptx.store_global_int64(row + Int64(place) * 8, value)
-
-    def _groups(self, start: Value, shown: Value) -> Value:
-        """The maxima of so many entries, as a source of ``_vector``."""
-        number = (shown + self.group - 1) >> _bits(self.group)
-        return start, Uint32(0), number, (number + 3) >> 2
-
-    @cute.jit
-    def _alone(
-        self, keys_of: Value, maxima: Value, wanted: Value, lists: Value, room: Value
+    def _select_from_row(
+        self, args: TopkArgs, row: Row, rank: Int32, shared: SharedMemory, who: Lane
     ) -> None:
-        """Choose from a row of more than k by this block."""
-        # One by one: the compiler would not see that names of nested tuples change in branches.
-        start, shown = keys_of
-        k, slack, direct, row = wanted
-        listed, ids = lists
-        groups = self._groups(maxima, shown)
-        keys = ids + Uint32(_APART)
-        through, vectors = Uint32(0), (shown + 3) >> 2
-        least, top = Uint32(0), Uint32(0)
-        if shown > direct:
-            least, top = self._least(groups, k, slack, room)
-            kept = self._gather(groups, least - 1, (listed, 0), room)
-            if kept <= CANDIDATES:
-                through, vectors = listed, kept * (self.group // 4)
-            else:
-                least, top = self._least((start, through, shown, vectors), k, slack, room)
-        else:
-            least, top = self._least((start, through, shown, vectors), k, slack, room)
-        source = (start, through, shown, vectors)
-        kept = self._gather(source, least - 1, (ids, _APART), room)
-        if (kept > CANDIDATES) & (through != Uint32(0)):
-            least, top = self._least(source, k, slack, room)
-            kept = self._gather(source, least - 1, (ids, _APART), room)
-        names = Uint32(0)
-        if kept <= CANDIDATES:
-            start, through, names = ptx.shared_to_generic(keys), Uint32(0), ids
-            shown, vectors = kept, (kept + 3) >> 2
-        source = (start, through, shown, vectors)
-        bound, equal = self._bound(source, least, top, kept, k, room)
-        none = (Int32(0), Int32(0))
-        self._choose(source, bound, equal, (row, k, names, Int32(0)), none, room)
+        """Select from a row of more than k."""
+        self._select_alone(args, row, shared, who)
 
-    def _room(self, smem: Value, size: int) -> Value:
-        """Address of so many bytes of shared memory."""
+    def _lane(self) -> Lane:
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        return Lane(thread, thread & 31, warp)
+
+    def _shared(self, smem: cutlass.memory.SmemAllocator) -> SharedMemory:
+        """Addresses of what is in shared memory."""
+        return SharedMemory(
+            counts=self._allocate(smem, BUCKETS * 4),
+            classes=self._allocate(smem, self.plan.classes * 4),
+            groups=self._allocate(smem, CANDIDATES * 4),
+            positions=self._allocate(smem, 2 * CANDIDATES * 4),
+            totals=self._allocate(smem, 2 * TOTALS_BYTES),
+            extremes=self._allocate(smem, 2 * TOTALS_BYTES),
+            found=self._allocate(smem, 16),
+            cluster_keys=Uint32(0),
+            cluster_counts=Uint32(0),
+        )
+
+    def _allocate(self, smem: cutlass.memory.SmemAllocator, size: int) -> Uint32:
         return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=512).toint())
 
     @cute.jit
-    def _vector(self, source: Value, number: Value) -> Value:
-        """Four neighbouring keys and the position of the first; 0 where there is none.
+    def _store_all(self, row: Row, k: Int32, thread: Int32) -> None:
+        """Store all positions that are seen, at most k, then -1."""
+        for place in cutlass.range(thread, k, self.plan.threads, unroll=1):
+            position = Int64(-1)
+            if place < row.visible:
+                position = Int64(place)
+            ptx.store_global_int64(row.out + Int64(place) * 8, position)
 
-        A source is an address, a list of groups in shared memory or 0, the positions there are,
-        and the number of vectors. Positions are those of the row, or of the maxima. Or it is an
-        address in shared memory where all vectors are whole, which have no positions.
-        """
-        start, through, limit, vectors = source
-        if cutlass.const_expr(limit is None):
-            return ptx.load_shared(start + Uint32(number * 16), 4), number
-        first = number * 4
-        if (through != Uint32(0)) & (number < vectors):
-            part = self.group // 4
-            group = ptx.load_shared_int(through + Uint32((number >> _bits(part)) * 4))
-            first = group * self.group + (number & part - 1) * 4
-        there = Int32(0)
-        if (number < vectors) & (first < limit):
-            there = limit - first
-        return ptx.load_keys4(start + Int64(first) * 4, there), first
+    def _group_maxima(self, row: Row) -> RowKeys:
+        """The maxima of a row's groups, as keys."""
+        count = (row.visible + self.plan.group - 1) >> log2(self.plan.group)
+        return RowKeys(row.maxima, Uint32(0), count, (count + 3) >> 2)
 
     @cute.jit
-    def _least(self, source: Value, k: Value, slack: Value, room: Value) -> Value:
-        """A threshold above 0 that at least k keys reach, if there are so many; the highest key."""
-        _, (classes, tops), _, _, thread, lane, warp = room
+    def _select_alone(self, args: TopkArgs, row: Row, shared: SharedMemory, who: Lane) -> None:
+        """Select from a row of more than k by this CTA: steps 1 to 5 of the module."""
+        k, slack = args.k, args.slack
+        maxima = self._group_maxima(row)
+        # Scalars, of which a record is made after each branch that changes some of them.
+        address, groups, limit, vectors = row.keys, Uint32(0), row.visible, (row.visible + 3) >> 2
+        limits = KeyRange(Uint32(0), Uint32(0))
+        if row.visible > args.direct:
+            limits = self._candidate_range(maxima, k, slack, shared, who)
+            kept = self._gather(maxima, limits.least - 1, shared.groups, 0, shared, who)
+            if kept <= CANDIDATES:
+                groups, vectors = shared.groups, kept * self.plan.group_vectors
+            else:
+                limits = self._candidate_range(
+                    RowKeys(address, groups, limit, vectors), k, slack, shared, who
+                )
+        else:
+            limits = self._candidate_range(
+                RowKeys(address, groups, limit, vectors), k, slack, shared, who
+            )
+        source = RowKeys(address, groups, limit, vectors)
+        kept = self._gather(source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who)
+        if (kept > CANDIDATES) & (groups != Uint32(0)):
+            # High keys are neighbours, so their groups' maxima say too little: of all their keys.
+            limits = self._candidate_range(source, k, slack, shared, who)
+            kept = self._gather(source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who)
+        positions = Uint32(0)
+        if kept <= CANDIDATES:
+            address, groups = ptx.shared_to_generic(shared.candidate_keys), Uint32(0)
+            positions = shared.positions
+            limit, vectors = kept, (kept + 3) >> 2
+        # Else too many keys are equal: the rest reads the row itself.
+        source = RowKeys(address, groups, limit, vectors)
+        cut = self._cut(source, limits, kept, k, shared, who)
+        output = Output(row.out, k, positions, Int32(0))
+        self._select(source, cut, output, Placed(Int32(0), Int32(0)), shared, who)
+
+    def _load_vector(self, source: Keys, number: Index) -> tuple[Words, Index]:
+        """Four neighbouring keys and the position of the first; a key is 0 where there is none.
+
+        Positions are those of ``source``: of keys in the row, or of maxima among the groups. Those
+        of ``SharedKeys`` mean nothing.
+        """
+        if isinstance(source, SharedKeys):
+            return ptx.load_shared(source.address + Uint32(number * 16), 4), number
+        assert isinstance(source, RowKeys)
+        return self._load_row_vector(source, number)
+
+    @cute.jit
+    def _load_row_vector(self, source: RowKeys, number: Index) -> tuple[Words, Index]:
+        """The same of a row, or of those of its keys that are in listed groups."""
+        first = number * 4
+        if (source.groups != Uint32(0)) & (number < source.vectors):
+            vectors = self.plan.group_vectors
+            of_group = Uint32((number >> log2(vectors)) * 4)
+            group = ptx.load_shared_int(source.groups + of_group)
+            first = group * self.plan.group + (number & vectors - 1) * 4
+        there = Int32(0)
+        if (number < source.vectors) & (first < source.limit):
+            there = source.limit - first
+        return ptx.load_keys4(source.address + Int64(first) * 4, there), first
+
+    @cute.jit
+    def _candidate_range(
+        self, source: Keys, k: Int32, slack: Int32, shared: SharedMemory, who: Lane
+    ) -> KeyRange:
+        """A threshold above 0 that at least k keys reach, if there are so many; the highest key.
+
+        A class's maximum is one key that reaches it, so k classes that reach the threshold are at
+        least k keys.
+        """
         a, b, c, d = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
-        # All that a thread has of 4096 vectors at once.
-        for number in cutlass.range(thread, source[3], self.threads, unroll=4096 // self.threads):
-            four, _ = self._vector(source, number)
+        threads = self.plan.threads
+        # All that a thread has of 4096 vectors at once: their loads overlap.
+        for number in cutlass.range(who.thread, source.vectors, threads, unroll=4096 // threads):
+            four, _ = self._load_vector(source, number)
             a, b = cutlass.max(a, four[0]), cutlass.max(b, four[1])
             c, d = cutlass.max(c, four[2]), cutlass.max(d, four[3])
         high, other = cutlass.max(a, b), cutlass.max(c, d)
         low = cutlass.min(high, other)
-        if cutlass.const_expr(self.classes == 4 * self.threads):
-            ptx.store_shared4(classes + Uint32(thread * 16), (a, b, c, d))
+        # A thread has two classes with 1024 threads, four with 512.
+        if cutlass.const_expr(self.plan.classes == 4 * threads):
+            ptx.store_shared4(shared.classes + Uint32(who.thread * 16), (a, b, c, d))
             low = cutlass.min(cutlass.min(a, b), cutlass.min(c, d))
         else:
-            ptx.store_shared2(classes + Uint32(thread * 8), (high, other))
+            ptx.store_shared2(shared.classes + Uint32(who.thread * 8), (high, other))
         top, low = ptx.warp_max(cutlass.max(high, other)), ptx.warp_min(low)
-        if lane == 0:
-            ptx.store_shared2(tops + Uint32(warp * 8), (top, low))
+        if who.lane == 0:
+            ptx.store_shared2(shared.extremes + Uint32(who.warp * 8), (top, low))
         cute.arch.sync_threads()
-        both = ptx.load_shared(tops + Uint32((lane & self.warps - 1) * 8), 2)
+        of_warp = Uint32((who.lane & self.plan.warps - 1) * 8)
+        both = ptx.load_shared(shared.extremes + of_warp, 2)
         top, low = ptx.warp_max(both[0]), ptx.warp_min(both[1])
+        # All classes reach the lowest maximum; of empty ones (0) nobody has counted the others.
         reached = Int32(_UNKNOWN)
         if low > Uint32(0):
-            reached = Int32(self.classes)
-        dealt = (classes, None, None, Int32(self.classes // 4))
+            reached = Int32(self.plan.classes)
+        classes = SharedKeys(shared.classes, Int32(self.plan.classes // 4))
         low = cutlass.max(low, Uint32(1))
-        low, _, _ = self._search(dealt, (low, top, reached), k, slack, room)
-        return low, top
+        known = KeyRange(low, top)
+        found = self._search(classes, known, reached, k, slack, shared, who)
+        return KeyRange(found.key, top)
 
     @cute.jit
-    def _bound(
-        self, source: Value, least: Value, top: Value, kept: Value, k: Value, room: Value
-    ) -> Value:
-        """Keys above a bound are chosen, and the first ``wanted`` of those that equal it."""
-        low, above, reached = self._search(source, (least, top, kept), k, Int32(0), room)
-        bound, wanted = low, k - above
-        if reached <= k:
-            bound, wanted = low - 1, Int32(0)
-        return bound, wanted
+    def _cut(
+        self,
+        source: Keys,
+        limits: KeyRange,
+        count: Int32,
+        k: Int32,
+        shared: SharedMemory,
+        who: Lane,
+    ) -> Cut:
+        """Where the k highest of ``count`` keys within the limits end."""
+        found = self._search(source, limits, count, k, Int32(0), shared, who)
+        bound, ties = found.key, k - found.above
+        if found.reached <= k:
+            # All keys that reach the threshold are selected.
+            bound, ties = found.key - 1, Int32(0)
+        return Cut(bound, ties)
 
     @cute.jit
-    def _search(self, source: Value, known: Value, k: Value, slack: Value, room: Value) -> Value:
-        """A threshold that at least k keys reach, at most ``slack`` more of different ones.
+    def _search(
+        self,
+        source: Keys,
+        known: KeyRange,
+        reached: Int32,
+        k: Int32,
+        slack: Int32,
+        shared: SharedMemory,
+        who: Lane,
+    ) -> Threshold:
+        """Find a threshold that at least k keys reach, and at most ``slack`` more.
 
-        ``known``: a threshold, the highest key, and how many reach the threshold, at least k.
+        It ends early at a single key, of which any number may be equal. A round splits the range
+        into at most ``BUCKETS`` buckets of ``2^shift`` keys, counts keys in them, and goes on in
+        the bucket that holds the k-th highest key.
 
-        Returns:
-            The threshold, how many exceed all keys of its part, and how many reach it.
+        Args:
+            source: Keys.
+            known: A threshold that at least k keys reach, and the highest key.
+            reached: How many reach that threshold.
+            k: As above.
+            slack: As above.
+            shared: Shared memory; ``counts`` are zeros before and after.
+            who: This thread.
         """
-        counts, _, totals, found, thread, lane, warp = room
-        low, top, reached = known
+        threads = self.plan.threads
+        low, top = known.least, known.top
         above = Int32(0)
         while (top > low) & (reached - k > slack):
             span = top - low
+            # The shift that leaves 10 bits: 32 - clz(span) - 10.
             shift = cutlass.max(Int32(22) - Int32(cute.arch.clz(Int32(span))), Int32(0))
-            for number in cutlass.range(thread, source[3], self.threads, unroll=2):
-                four, _ = self._vector(source, number)
+            for number in cutlass.range(who.thread, source.vectors, threads, unroll=2):
+                four, _ = self._load_vector(source, number)
                 for i in cutlass.range_constexpr(4):
-                    # But for the lowest part, where equal keys mostly are: the others tell.
-                    ptx.count_bucket(counts, four[i] - low, span, shift)
+                    # The lowest bucket, where most equal keys are, is not counted: ``reached`` less
+                    # the other buckets is its count.
+                    ptx.count_bucket(shared.counts, four[i] - low, span, shift)
             cute.arch.sync_threads()
-            own = self._counted(counts, thread)
-            self._clear(counts, thread)
+            own = self._load_counts(shared.counts, who.thread)
+            self._clear(shared.counts, who.thread)
+            # A suffix sum over the CTA: how many keys are in this thread's buckets and higher ones.
             mine = sum(own[1:], own[0])
             upto = mine
             for step in cutlass.range_constexpr(5):
                 more = cute.arch.shuffle_sync_down(upto, 1 << step)
-                if lane + (1 << step) < 32:
+                if who.lane + (1 << step) < 32:
                     upto += more
-            if lane == 0:
-                ptx.store_shared_int(totals + Uint32(warp * 4), upto)
+            if who.lane == 0:
+                ptx.store_shared_int(shared.totals + Uint32(who.warp * 4), upto)
             cute.arch.sync_threads()
-            total = self._total(totals, lane)
-            if lane <= warp:
+            total = self._load_total(shared.totals, who.lane)
+            if who.lane <= who.warp:
                 total = Int32(0)
             upto += ptx.warp_sum(total) + above
             if (upto - mine < k) & (upto >= k):
-                self._find(own, upto - mine, k, thread, found)
-            if (thread == 0) & (upto < k):
-                ptx.store_shared4(found, (thread, upto, reached, Int32(0)))
+                self._store_bucket(own, upto - mine, k, who.thread, shared.found)
+            if (who.thread == 0) & (upto < k):
+                # All counted buckets have less than k: it is the lowest one.
+                ptx.store_shared4(shared.found, (who.thread, upto, reached, Int32(0)))
             cute.arch.sync_threads()
-            four = ptx.load_shared(found, 4)
+            four = ptx.load_shared(shared.found, 4)
             low = low + (four[0] << Uint32(shift))
             top = low + cutlass.min(top - low, (Uint32(1) << Uint32(shift)) - 1)
             above, reached = Int32(four[1]), Int32(four[2])
-        return low, above, reached
+        return Threshold(low, above, reached)
 
-    def _clear(self, counts: Value, thread: Value) -> None:
+    def _clear(self, counts: Uint32, thread: Int32) -> None:
         """Make a thread's counts 0."""
-        each = PARTS // self.threads
-        at = counts + Uint32(thread * (4 * each))
-        if each == 1:
-            ptx.store_shared_int(at, Int32(0))
-        elif each == 2:
-            ptx.store_shared2(at, [Uint32(0)] * 2)
+        buckets = self.plan.thread_buckets
+        address = counts + Uint32(thread * (4 * buckets))
+        if buckets == 1:
+            ptx.store_shared_int(address, Int32(0))
+        elif buckets == 2:
+            ptx.store_shared2(address, [Uint32(0)] * 2)
         else:
-            ptx.store_shared4(at, [Uint32(0)] * 4)
+            ptx.store_shared4(address, [Uint32(0)] * 4)
 
-    def _counted(self, counts: Value, thread: Value) -> Value:
-        """A thread's counts."""
-        each = PARTS // self.threads
-        at = counts + Uint32(thread * (4 * each))
-        if each == 1:
-            return [ptx.load_shared_int(at)]
-        return [Int32(one) for one in ptx.load_shared(at, each)]
+    def _load_counts(self, counts: Uint32, thread: Int32) -> list[Int32]:
+        """Load a thread's counts."""
+        buckets = self.plan.thread_buckets
+        address = counts + Uint32(thread * (4 * buckets))
+        if buckets == 1:
+            return [ptx.load_shared_int(address)]
+        return [Int32(count) for count in ptx.load_shared(address, buckets)]
 
     @cute.jit
-    def _find(self, own: Value, above: Value, k: Value, thread: Value, found: Value) -> None:
-        """Store which of a thread's parts holds the k-th, and how many are above and with it."""
-        each = PARTS // self.threads
-        for i in cutlass.range_constexpr(each - 1, -1, -1):
+    def _store_bucket(
+        self, own: list[Int32], above: Int32, k: Int32, thread: Int32, found: Uint32
+    ) -> None:
+        """Store which of a thread's buckets holds the k-th key, and the keys above and with it.
+
+        One thread of the CTA calls it: the one whose buckets hold that key.
+        """
+        buckets = self.plan.thread_buckets
+        for i in cutlass.range_constexpr(buckets - 1, -1, -1):
             upto = above + own[i]
             if (above < k) & (upto >= k):
-                ptx.store_shared4(found, (thread * each + i, above, upto, Int32(0)))
+                ptx.store_shared4(found, (thread * buckets + i, above, upto, Int32(0)))
             above = upto
 
     @cute.jit
-    def _total(self, totals: Value, lane: Value) -> Value:
-        """A warp's number, that of the lane; 0 if there is none."""
-        total = ptx.load_shared_int(totals + Uint32((lane & self.warps - 1) * 4))
-        if lane >= self.warps:
+    def _load_total(self, totals: Uint32, lane: Int32) -> Int32:
+        """The number of the warp that the lane stands for; 0 if there is none."""
+        total = ptx.load_shared_int(totals + Uint32((lane & self.plan.warps - 1) * 4))
+        if lane >= self.plan.warps:
             total = Int32(0)
         return total
 
     @cute.jit
-    def _upto(self, mine: Value, lane: Value) -> Value:
+    def _inclusive_sum(self, mine: Int32, lane: Int32) -> Int32:
         """The sum of a number over the lanes up to this one."""
         for step in cutlass.range_constexpr(5):
             more = cute.arch.shuffle_sync_up(mine, 1 << step)
@@ -350,97 +579,127 @@ class TopkKernel(TopkPlan):
         return mine
 
     @cute.jit
-    def _before(self, total: Value, totals: Value, who: Value) -> Value:
-        """The sum of a warp's number over the warps before, and over all; waits for all of them.
+    def _prefix(self, total: Int32, totals: Uint32, who: Lane) -> Prefix:
+        """Sum a number of each warp over the preceding warps and over all. All threads: a barrier.
 
-        ``total``: of the last lane. ``totals``: room for a number of each warp, that of the last
-        time but one.
+        Args:
+            total: The warp's number, of its last lane.
+            totals: Buffer for a number of each warp; not that of the preceding call.
+            who: This thread.
         """
-        lane, warp = who
-        if lane == 31:
-            ptx.store_shared_int(totals + Uint32(warp * 4), total)
+        if who.lane == 31:
+            ptx.store_shared_int(totals + Uint32(who.warp * 4), total)
         cute.arch.sync_threads()
-        total = self._total(totals, lane)
+        total = self._load_total(totals, who.lane)
         less = total
-        if lane >= warp:
+        if who.lane >= who.warp:
             less = Int32(0)
-        return ptx.warp_sum(less), ptx.warp_sum(total)
+        return Prefix(ptx.warp_sum(less), ptx.warp_sum(total))
 
     @cute.jit
-    def _gather(self, source: Value, bound: Value, to: Value, room: Value) -> Value:
-        """Copy positions of keys above the bound, and keys, in order; how many there are.
+    def _gather(
+        self,
+        source: Keys,
+        bound: Uint32,
+        positions: Uint32,
+        key_offset: cutlass.Constexpr,
+        shared: SharedMemory,
+        who: Lane,
+    ) -> Int32:
+        """Copy positions of keys above a bound to shared memory, in order. All threads.
 
-        ``to``: address of positions in shared memory, and how far behind it that of keys is; 0:
-        none. If not all fit there, not all of them are copied, nor counted.
+        Args:
+            source: Keys.
+            bound: Keys above it are copied.
+            positions: Address for at most ``CANDIDATES`` positions.
+            key_offset: Bytes from a position to its key; 0 to copy positions alone.
+            shared: Shared memory.
+            who: This thread.
+
+        Returns:
+            How many there are. If more than ``CANDIDATES``, not all are copied, nor counted.
         """
-        names, apart = to
-        _, _, totals, _, _, lane, warp = room
+        totals = shared.totals
         kept = Int32(0)
-        each = self.each
-        for base in cutlass.range(0, source[3], each * self.threads, unroll=1):
+        count = self.plan.gathered_vectors
+        for base in cutlass.range(0, source.vectors, count * self.plan.threads, unroll=1):
             if kept <= CANDIDATES:
-                number = base + warp * (each * 32)
-                keys, firsts = [Uint32(0)] * (4 * each), [Int32(0)] * each
-                # A byte for each of the thread's vectors: 32 of them have at most 128 keys.
+                number = base + who.warp * (count * 32)
+                keys = [Uint32(0)] * (4 * count)
+                firsts: list[Index] = [Int32(0)] * count
+                # A byte for each of the thread's vectors, so that one prefix sum does for all of
+                # them: 32 lanes have at most 128 keys of each.
                 mine = Int32(0)
                 # A warp without keys has nothing to count.
-                if number < source[3]:
-                    parts = [self._vector(source, number + 32 * i + lane) for i in range(each)]
-                    keys, firsts = [one for part in parts for one in part[0]], [x[1] for x in parts]
-                    for i, one in enumerate(keys):
-                        mine = ptx.add_if_above(mine, one, bound, 1 << 8 * (i // 4))
-                upto = self._upto(mine, lane)
+                if number < source.vectors:
+                    loaded = [
+                        self._load_vector(source, number + 32 * i + who.lane) for i in range(count)
+                    ]
+                    keys = [key for four, _ in loaded for key in four]
+                    firsts = [first for _, first in loaded]
+                    for i, key in enumerate(keys):
+                        mine = ptx.add_if_above(mine, key, bound, 1 << 8 * (i // 4))
+                upto = self._inclusive_sum(mine, who.lane)
                 whole = Uint32(cute.arch.shuffle_sync(upto, 31))
-                counts = [Int32(ptx.extract_byte(whole, i)) for i in range(each)]
-                before, total = self._before(sum(counts[1:], counts[0]), totals, (lane, warp))
-                if (mine != 0) & (kept + total <= CANDIDATES):
-                    place = names + Uint32((kept + before) * 4)
-                    for i in cutlass.range_constexpr(each):
+                counts = [Int32(ptx.extract_byte(whole, i)) for i in range(count)]
+                prefix = self._prefix(sum(counts[1:], counts[0]), totals, who)
+                if (mine != 0) & (kept + prefix.total <= CANDIDATES):
+                    place = positions + Uint32((kept + prefix.before) * 4)
+                    for i in cutlass.range_constexpr(count):
                         at = place + ptx.extract_byte(Uint32(upto - mine), i) * 4
                         for e in cutlass.range_constexpr(4):
-                            word = (firsts[i] + e, keys[4 * i + e])
-                            at = ptx.append_if_above(at, word, bound, apart)
+                            words = (firsts[i] + e, keys[4 * i + e])
+                            at = ptx.append_if_above(at, words, bound, key_offset)
                         place += Uint32(counts[i] * 4)
-                kept += total
+                kept += prefix.total
                 # A warp may still read the numbers of this step while another stores the next.
-                totals = totals ^ Uint32(_TOTALS)
+                totals = totals ^ Uint32(TOTALS_BYTES)
+        # The list is complete, and both buffers of totals are free again.
         cute.arch.sync_threads()
         return kept
 
     @cute.jit
-    def _choose(
-        self, source: Value, bound: Value, wanted: Value, to: Value, others: Value, room: Value
+    def _select(
+        self,
+        source: Keys,
+        cut: Cut,
+        output: Output,
+        placed: Placed,
+        shared: SharedMemory,
+        who: Lane,
     ) -> None:
-        """Store the positions of keys above the bound and of the first that equal it.
+        """Store the positions of selected keys, in order. All threads.
 
-        ``to``: where to, how many of a row, the address of their names in shared memory, 0 if they
-        have none, and the position of the first name. ``others``: how many of either kind others
-        store before them.
+        A key's place is the number of selected keys before it: those above the bound and, at most
+        ``cut.ties``, those that equal it. A thread's numbers of both are summed as one integer,
+        the second times 2^16.
         """
-        row, k, names, origin = to
-        _, _, totals, _, thread, lane, warp = room
-        above, equal = others
-        for base in cutlass.range(0, source[3], self.threads, unroll=1):
+        totals = shared.totals
+        above, equal = placed.above, placed.equal
+        for base in cutlass.range(0, source.vectors, self.plan.threads, unroll=1):
             # Until all are stored: where many are equal, they are soon.
-            if above + cutlass.min(equal, wanted) < k:
-                four, first = self._vector(source, base + thread)
-                # 1 for a key above the bound, and 2^16 for one that equals it if such are wanted.
-                flag = Int32(wanted > 0) << 16
-                flags = [Int32(one > bound) + Int32(one == bound) * flag for one in four]
+            if above + cutlass.min(equal, cut.ties) < output.k:
+                four, first = self._load_vector(source, base + who.thread)
+                # 1 for a key above the bound, and 2^16 for one that equals it if such are selected.
+                flag = Int32(cut.ties > 0) << 16
+                flags = [Int32(key > cut.bound) + Int32(key == cut.bound) * flag for key in four]
                 mine = flags[0] + flags[1] + flags[2] + flags[3]
-                upto = self._upto(mine, lane)
-                before, total = self._before(upto, totals, (lane, warp))
-                before += upto - mine
+                upto = self._inclusive_sum(mine, who.lane)
+                prefix = self._prefix(upto, totals, who)
+                before = prefix.before + upto - mine
                 over, same = above + (before & 0xFFFF), equal + (before >> 16)
                 if mine != 0:
                     for e in cutlass.range_constexpr(4):
-                        if (flags[e] == 1) | ((flags[e] > 1) & (same < wanted)):
-                            name = first + e
-                            if names != Uint32(0):
-                                name = ptx.load_shared_int(names + Uint32(name * 4))
-                            place = over + cutlass.min(same, wanted)
-                            ptx.store_global_int64(row + Int64(place) * 8, Int64(origin + name))
+                        if (flags[e] == 1) | ((flags[e] > 1) & (same < cut.ties)):
+                            position = first + e
+                            if output.positions != Uint32(0):
+                                at = output.positions + Uint32(position * 4)
+                                position = ptx.load_shared_int(at)
+                            place = over + cutlass.min(same, cut.ties)
+                            ptx.store_global_int64(
+                                output.out + Int64(place) * 8, Int64(output.origin + position)
+                            )
                         over += flags[e] & 1
                         same += flags[e] >> 16
-                above, equal = above + (total & 0xFFFF), equal + (total >> 16)
-                totals = totals ^ Uint32(_TOTALS)
+                above, equal = above + (prefix.total & 0xFFFF), equal + (prefix.total >> 16)
+                totals = totals ^ Uint32(TOTALS_BYTES)

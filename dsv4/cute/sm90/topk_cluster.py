@@ -1,130 +1,194 @@
-"""The k highest of a long row of index scores by a cluster of blocks; see ``topk``.
+"""Top-k selection from few long rows: the CTAs of a cluster share a row. ``topk`` has the steps.
 
-* Each block looks at all groups and finds the same threshold for itself. It gathers the entries
-  that reach it of its share of the row, neighbours, so the blocks' candidates follow one another.
-* It gives all blocks these keys, so each finds the same bound for itself, and how many entries the
-  blocks before it store. Its own follow them.
-* If a block has too many candidates, the first block chooses alone.
+Tiling and ownership
+    Every CTA reads all group maxima and finds the same threshold for itself (step 1): the cluster
+    needs no exchange for it. Groups are dealt out in ``plan.ctas`` neighbouring parts; the CTA of
+    rank r gathers groups and candidates of part r (steps 2 and 3). So the candidates of the CTAs,
+    one after another, are in the row's order.
 
-The blocks wait for each other once, and no block writes to another after that.
+Exchange
+    Each CTA stores its candidates' keys and their number to all CTAs through distributed shared
+    memory. Then each finds the same cut for itself (step 4), and how many selected positions the
+    preceding CTAs store; its own follow them (step 5). Positions are not exchanged: a CTA stores
+    those of its own candidates.
+
+Barriers
+    Cluster barrier 1: all CTAs run, so that their shared memory may be written. Its arrival comes
+    first in the kernel, relaxed, because it orders no data; the wait comes before the first remote
+    store.
+    Cluster barrier 2: all remote stores are visible. No CTA writes to another after it, so a CTA
+    may end while others still read their own memory.
+    Both are passed by all CTAs of a row, or by none: the condition is the row's length.
+
+Too many candidates
+    If a CTA has more than ``SHARE``, all learn it from the numbers, and the CTA of rank 0 selects
+    alone. So does it in rows of at most ``direct`` entries.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.topk import _APART, _TOTALS, TopkKernel, _bits
-from dsv4.cute.sm90.topk_plan import CANDIDATES, SHARE, TopkClusterPlan
+from dsv4.cute.sm90.topk import (
+    KEY_OFFSET,
+    TOTALS_BYTES,
+    ClusterKeys,
+    Index,
+    Keys,
+    Lane,
+    Output,
+    Placed,
+    Row,
+    RowKeys,
+    SharedMemory,
+    TopkKernel,
+    Words,
+    log2,
+)
+from dsv4.cute.sm90.topk_plan import CANDIDATES, SHARE, TopkArgs, TopkClusterPlan
 
-Value = Any
 
+class TopkClusterKernel(TopkKernel):
+    """The kernel of a cluster a row."""
 
-class TopkClusterKernel(TopkClusterPlan, TopkKernel):
-    """See the module."""
+    plan: TopkClusterPlan
 
-    def _rooms(self, smem: Value) -> Value:
-        """And of all blocks' keys and how many they are."""
-        rooms = TopkKernel._rooms(self, smem)
-        gathered = self._room(smem, self.blocks * SHARE * 4)
-        return *rooms, (gathered, self._room(smem, self.blocks * 4))
+    def _shared(self, smem: cutlass.memory.SmemAllocator) -> SharedMemory:
+        """The same and the candidates of all CTAs."""
+        shared = TopkKernel._shared(self, smem)
+        return shared._replace(
+            cluster_keys=self._allocate(smem, self.plan.ctas * SHARE * 4),
+            cluster_counts=self._allocate(smem, self.plan.ctas * 4),
+        )
 
     @cute.jit
-    def _row(self, keys_of: Value, maxima: Value, wanted: Value, rank: Value, rooms: Value) -> None:
-        """Choose from a row of more than k, by all blocks or the first."""
-        lists, room, shared = rooms
-        chosen = Int32(0)
-        if keys_of[1] > wanted[2]:
-            chosen = self._together(keys_of, maxima, wanted, lists, (*shared, rank), room)
-        if (chosen == 0) & (rank == 0):
-            self._alone(keys_of, maxima, wanted, lists, room)
+    def _select_from_row(
+        self, args: TopkArgs, row: Row, rank: Int32, shared: SharedMemory, who: Lane
+    ) -> None:
+        """Select from a row of more than k, by all CTAs or the first."""
+        selected = Int32(0)
+        if row.visible > args.direct:
+            selected = self._select_together(args, row, rank, shared, who)
+        if (selected == 0) & (rank == 0):
+            self._select_alone(args, row, shared, who)
 
     @cute.jit
-    def _together(
-        self, keys_of: Value, maxima: Value, wanted: Value, lists: Value, share: Value, room: Value
-    ) -> Value:
-        """Choose from a row by all blocks; 0 if there are too many candidates."""
+    def _select_together(
+        self, args: TopkArgs, row: Row, rank: Int32, shared: SharedMemory, who: Lane
+    ) -> Int32:
+        """Select from a row by all CTAs; 0, and nothing stored, if one has too many candidates."""
         cute.arch.cluster_arrive_relaxed()
-        start, shown = keys_of
-        k, slack, _, row = wanted
-        listed, ids = lists
-        gathered, numbers, rank = share
-        keys, thread = ids + Uint32(_APART), room[4]
-        all_groups = self._groups(maxima, shown)
-        least, top = self._least(all_groups, k, slack, room)
-        part = ((all_groups[3] + self.blocks - 1) >> _bits(self.blocks)) * 4
+        k, ctas = args.k, self.plan.ctas
+        # Computed before all branches: within them, addresses are computed again for every use.
+        candidate_keys = shared.candidate_keys
+        maxima = self._group_maxima(row)
+        limits = self._candidate_range(maxima, k, args.slack, shared, who)
+        # This CTA's part of the groups, whole vectors of their maxima.
+        part = ((maxima.vectors + ctas - 1) >> log2(ctas)) * 4
         first = rank * part
-        own = cutlass.max(cutlass.min(all_groups[2] - first, part), Int32(0))
-        groups = (maxima + Int64(first) * 4, Uint32(0), own, (own + 3) >> 2)
+        own = cutlass.max(cutlass.min(maxima.limit - first, part), Int32(0))
+        own_maxima = RowKeys(row.maxima + Int64(first) * 4, Uint32(0), own, (own + 3) >> 2)
         count = Int32(SHARE + 1)
-        kept = self._gather(groups, least - 1, (listed, 0), room)
-        origin = first * self.group
+        kept = self._gather(own_maxima, limits.least - 1, shared.groups, 0, shared, who)
+        origin = first * self.plan.group
         if kept <= CANDIDATES:
-            vectors = kept * (self.group // 4)
-            source = (start + Int64(origin) * 4, listed, shown - origin, vectors)
-            count = self._gather(source, least - 1, (ids, _APART), room)
-        vectors = (count + 3) >> 2
-        # Before a block writes to another, that has to run.
-        cute.arch.cluster_wait()
-        if count <= SHARE:
-            for i in cutlass.range(thread, vectors, self.threads, unroll=1):
-                four = ptx.load_shared(keys + Uint32(i * 16), 4)
-                # Vectors of the blocks alternate, so that as many of each are looked at.
-                to = gathered + Uint32((i * self.blocks + rank) * 16)
-                for peer in cutlass.range_constexpr(self.blocks):
-                    ptx.store_shared_cluster4(ptx.map_to_cta(to, Int32(peer)), four)
-        if thread < self.blocks:
-            ptx.store_shared_cluster(
-                ptx.map_to_cta(numbers + Uint32(rank * 4), thread), Uint32(count)
+            source = RowKeys(
+                vectors=kept * self.plan.group_vectors,
+                address=row.keys + Int64(origin) * 4,
+                groups=shared.groups,
+                limit=row.visible - origin,
             )
+            count = self._gather(
+                source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who
+            )
+        vectors = (count + 3) >> 2
+        # Before a CTA writes to another, that has to run.
+        cute.arch.cluster_wait()
+        self._share(candidate_keys, shared, count, rank, who)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         most, total = Int32(0), Int32(0)
-        for peer in cutlass.range_constexpr(self.blocks):
-            one = ptx.load_shared_int(numbers + Uint32(peer * 4))
-            most, total = cutlass.max(most, one), total + one
+        for peer in cutlass.range_constexpr(ctas):
+            of_peer = ptx.load_shared_int(shared.cluster_counts + Uint32(peer * 4))
+            most, total = cutlass.max(most, of_peer), total + of_peer
         fits = Int32(most <= SHARE)
         if most <= SHARE:
-            peer = thread & self.blocks - 1
-            there = ptx.load_shared_int(numbers + Uint32(peer * 4))
-            all_ = (gathered, None, there, ((most + 3) >> 2) * self.blocks)
-            bound, equal = self._bound(all_, least, top, total, k, room)
-            others = self._before_me(all_, bound, (peer, rank), room)
-            mine = (ptx.shared_to_generic(keys), Uint32(0), count, vectors)
-            self._choose(mine, bound, equal, (row, k, ids, origin), others, room)
+            # A thread's vectors are ``plan.threads`` apart, a multiple of the CTAs: all of one CTA.
+            peer = who.thread & ctas - 1
+            there = ptx.load_shared_int(shared.cluster_counts + Uint32(peer * 4))
+            together = ClusterKeys(shared.cluster_keys, there, ((most + 3) >> 2) * ctas)
+            cut = self._cut(together, limits, total, k, shared, who)
+            placed = self._placed_before(together, cut.bound, peer, rank, shared, who)
+            address = ptx.shared_to_generic(candidate_keys)
+            mine = RowKeys(address, Uint32(0), count, vectors)
+            output = Output(row.out, k, shared.positions, origin)
+            self._select(mine, cut, output, placed, shared, who)
         return fits
 
     @cute.jit
-    def _vector(self, source: Value, number: Value) -> Value:
-        """As of ``TopkKernel``; also of the candidates of all blocks, which are in no list.
+    def _share(
+        self, candidate_keys: Uint32, shared: SharedMemory, count: Int32, rank: Int32, who: Lane
+    ) -> None:
+        """Store this CTA's candidates, if they are not too many, and their number to all CTAs."""
+        ctas, vectors = self.plan.ctas, (count + 3) >> 2
+        if count <= SHARE:
+            for i in cutlass.range(who.thread, vectors, self.plan.threads, unroll=1):
+                four = ptx.load_shared(candidate_keys + Uint32(i * 16), 4)
+                # Vectors of the CTAs alternate, so that as many of each are looked at.
+                target = shared.cluster_keys + Uint32((i * ctas + rank) * 16)
+                for peer in cutlass.range_constexpr(ctas):
+                    ptx.store_shared_cluster4(ptx.map_to_cta(target, Int32(peer)), four)
+        if who.thread < ctas:
+            number = shared.cluster_counts + Uint32(rank * 4)
+            ptx.store_shared_cluster(ptx.map_to_cta(number, who.thread), Uint32(count))
 
-        A thread sees those of one block, whose number is in place of the limit.
-        """
-        if cutlass.const_expr(source[1] is None and source[2] is not None):
-            start, _, limit, vectors = source
-            there = limit - (number >> _bits(self.blocks)) * 4
-            if number >= vectors:
-                there = Int32(0)
-            return ptx.load_keys4(ptx.shared_to_generic(start + Uint32(number * 16)), there), Int32(
-                0
-            )
-        return TopkKernel._vector(self, source, number)
+    def _load_vector(self, source: Keys, number: Index) -> tuple[Words, Index]:
+        """The same, and also candidates of all CTAs, whose positions mean nothing."""
+        if isinstance(source, ClusterKeys):
+            return self._load_cluster_vector(source, number), Int32(0)
+        return TopkKernel._load_vector(self, source, number)
 
     @cute.jit
-    def _before_me(self, source: Value, bound: Value, who: Value, room: Value) -> Value:
-        """How many keys of the blocks before are above the bound, and how many equal it."""
-        peer, rank = who
-        _, _, totals, _, thread, lane, warp = room
+    def _load_cluster_vector(self, source: ClusterKeys, number: Index) -> Words:
+        """Four candidates of the CTA whose vectors this thread reads; 0 where there is none."""
+        there = source.limit - (number >> log2(self.plan.ctas)) * 4
+        if number >= source.vectors:
+            there = Int32(0)
+        address = ptx.shared_to_generic(source.address + Uint32(number * 16))
+        return ptx.load_keys4(address, there)
+
+    @cute.jit
+    def _placed_before(
+        self,
+        source: ClusterKeys,
+        bound: Uint32,
+        peer: Int32,
+        rank: Int32,
+        shared: SharedMemory,
+        who: Lane,
+    ) -> Placed:
+        """How many keys of the preceding CTAs are above the bound, and how many equal it.
+
+        Args:
+            source: Candidates of all CTAs.
+            bound: The bound.
+            peer: Rank of the CTA whose candidates this thread reads.
+            rank: Of this CTA.
+            shared: Shared memory.
+            who: This thread.
+        """
+        # Both numbers are summed as one integer, the second times 2^16.
         mine = Int32(0)
         if peer < rank:
-            for number in cutlass.range(thread, source[3], self.threads, unroll=1):
-                four, _ = self._vector(source, number)
+            threads = self.plan.threads
+            for number in cutlass.range(who.thread, source.vectors, threads, unroll=1):
+                four, _ = self._load_vector(source, number)
                 for i in cutlass.range_constexpr(4):
                     mine += Int32(four[i] > bound) + (Int32(four[i] == bound) << 16)
-        # Others may still read what the next step stores in the first half.
-        _, total = self._before(ptx.warp_sum(mine), totals ^ Uint32(_TOTALS), (lane, warp))
-        return total & 0xFFFF, total >> 16
+        # The second buffer, because ``_select`` begins with the first while others read this one.
+        totals = shared.totals ^ Uint32(TOTALS_BYTES)
+        prefix = self._prefix(ptx.warp_sum(mine), totals, who)
+        return Placed(prefix.total & 0xFFFF, prefix.total >> 16)
