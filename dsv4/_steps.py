@@ -431,7 +431,11 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (_launch, "capability", lambda tensor: capability),
         (_launch, "multiprocessors", lambda device: target.sms),
         (dispatch, "_device", lambda args: _GPU),
-        (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
+        (
+            cute_indexer,
+            "indexer_logits",
+            lambda *args: None,
+        ),  # CuTeDSL kernels, which are listed elsewhere
         (cute_indexer, "topk", lambda *args: None),
     ]
     driver = triton.runtime.driver

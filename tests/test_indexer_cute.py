@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.cute.sm90 import indexer_logits_plan
-from dsv4.cute.sm90.indexer_logits_plan import multiplies, plans
+from dsv4.cute.sm90.indexer_logits_plan import IndexerLogitsPlan, plans, supports_int8
 from dsv4.cute.sm90.topk_plan import is_long, topk_plan
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, QuantizedTensor
@@ -176,7 +176,7 @@ def apart(case, share):
 
 def scored(case, group, calls):
     """Scores and maxima of calls in a row, without anything between."""
-    from dsv4.cute.indexer import score
+    from dsv4.cute.indexer import indexer_logits
     from dsv4.triton.indexer import Keys
 
     given = case.arguments(1)
@@ -186,7 +186,7 @@ def scored(case, group, calls):
     found = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
     for scores, maxima in zip(*found, strict=True):
         rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, group)
-        score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+        indexer_logits(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
     return found
 
 
@@ -330,8 +330,8 @@ def test_what_integers_do_not_multiply(change, value):
         "query_scales": torch.zeros(1, 64, 4, dtype=torch.uint8),
         "capacity": 1 << 20,
     }
-    assert multiplies(**given)
-    assert not multiplies(**(given | {change: value}))
+    assert supports_int8(**given)
+    assert not supports_int8(**(given | {change: value}))
 
 
 def test_which_rows_are_long():
@@ -359,7 +359,7 @@ def test_kernels_compile(plan, tmp_path):
     image, file = cubin_cache.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
     usage = usage_of(image, file)
     assert usage["STACK"] == usage["LOCAL"] == 0
-    resident = getattr(plan, "resident", 1)
+    resident = getattr(plan, "ctas_per_sm", 1)
     assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
     assert plan.shared_bytes * resident <= 227 * 1024
     # Keys, queries and scores are written by the kernels in front.
@@ -392,7 +392,9 @@ def test_codes_as_bytes(monkeypatch, distance):
 
     monkeypatch.setattr(kernel, "Uint32", int)
     ptx_machine.install(monkeypatch)
-    tables = kernel.IndexerLogitsKernel(8, 4)._tables(kernel.ptx.shift_right(4, distance * 0x0101))
+    tables = kernel.IndexerLogitsKernel(IndexerLogitsPlan(8, 4))._tables(
+        kernel.ptx.shift_right(4, distance * 0x0101)
+    )
     for word in range(0, 1 << 32, 0x01234567):
         both = kernel.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
         codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
@@ -418,7 +420,9 @@ def test_distances_of_two_keys_scales(scales, group):
         below = kernel.ptx.max_of_bytes_pair(*words) - kernel.ptx.select_byte_pair(*words, group)
         distances = [max(scales[i : i + 4]) - scales[i + group] for i in (0, 4)]
         assert below.to_bytes(4, "little") == bytes(d for d in distances for _ in range(2))
-        assert kernel.IndexerLogitsKernel(8, 4)._is_below(below) == (max(distances) > 2)
+        assert kernel.IndexerLogitsKernel(IndexerLogitsPlan(8, 4))._is_below(below) == (
+            max(distances) > 2
+        )
 
 
 def test_a_further_step_takes_the_middle_away():
@@ -465,7 +469,7 @@ def test_arrivals_wait_for_what_was_read(tmp_path, monkeypatch, warpgroups):
     options = f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}"
     sources, loads, arrivals = {}, [], 0
     for operation, written, read in _instructions(
-        IndexerLogitsKernel(16, warpgroups).compile(options).__ptx__
+        IndexerLogitsKernel(IndexerLogitsPlan(16, warpgroups)).compile(options).__ptx__
     ):
         sources |= dict.fromkeys(written, read)
         if operation.startswith("mbarrier.try_wait"):

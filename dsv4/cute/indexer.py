@@ -6,22 +6,23 @@ What they do not take the Triton kernels do.
 from __future__ import annotations
 
 import functools
-import struct
 from threading import get_ident
 
 import torch
 
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.runtime.driver import Launch, Parameters
-from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream_of
-from dsv4.cute.sm90.indexer_logits_plan import IndexerLogitsPlan, multiplies
+from dsv4.cute.runtime.driver import Launch
+from dsv4.cute.runtime.launch import loaded, on, run_noted, stream_of
+from dsv4.cute.sm90.indexer_logits_plan import (
+    INDEXER_LOGITS_ABI,
+    IndexerLogitsPlan,
+    supports_int8,
+)
 from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
-_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii", "I", "i")
-_SCORE_PACKED = struct.Struct("@11q13iIi")
 _WHOLE = 16384  # entries up to which a row is looked at without groups
 _GROUP = 8  # entries per group, or twice as many
 _LONG = 131072  # entries from which groups are the larger ones
@@ -33,10 +34,10 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     q, visible = args.q, args.visible
     keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
     capacity, k = keys.capacity, min(args.top_k, keys.capacity)
-    integers = multiplies(
+    integers = supports_int8(
         q, args.weights, args.data, args.page_size, args.entry_format, args.query_scales, capacity
     )
-    scorer = score if integers else launch_scores
+    scorer = indexer_logits if integers else launch_scores
     if not is_long(capacity, k):
         rest = (keys, args.sequence_of_token, visible, args.top_k, scorer)
         return select(q, args.query_scales, args.weights, *rest)
@@ -116,7 +117,7 @@ def _topk_launch(
     )
 
 
-def score(
+def indexer_logits(
     q: torch.Tensor,
     query_scales: torch.Tensor | None,
     weights: torch.Tensor,
@@ -128,51 +129,92 @@ def score(
     k: int,
     group: int,
 ) -> None:
-    """As ``dsv4.triton.indexer.launch_scores``, where ``multiplies`` supports the arguments."""
+    """As ``dsv4.triton.indexer.launch_scores``, of arguments that ``supports_int8`` supports."""
     assert query_scales is not None
-    tokens, heads, _ = q.shape
-    query_scales = query_scales.contiguous()
-    pairs, all_ = -(-keys.capacity // _PAIR), multiprocessors(q.device)
-    # Blocks that take a whole multiprocessor must leave few without one.
-    whole = 10 * tokens * (all_ // tokens) >= 9 * all_
-    plan = IndexerLogitsPlan(group, 4 if whole else 2)
-    splits = max(1, plan.resident * all_ // tokens)
-    splits = min(splits, -(-pairs // plan.warpgroups))
-    numbers = (
+    query_scales, table, device = query_scales.contiguous(), keys.page_table, q.get_device()
+    launch = _logits_launch(
+        q.shape[0],
+        q.shape[1],
+        keys.capacity,
+        k,
+        group,
+        keys.page_size,
+        table.shape[0],
+        # Strides, in the units of ``IndexerLogitsArgs``.
         q.stride(0),
         q.stride(1),
         keys.data.stride(0),
-        keys.page_table.stride(0),
+        table.stride(0),
         scores.stride(0),
         maxima.stride(0),
-        heads,
-        keys.capacity,
-        k,
-        keys.page_size.bit_length() - 1,
-        splits,
-        keys.page_table.element_size(),
+        # Bytes of an element.
+        table.element_size(),
         sequences.element_size(),
         visible.element_size(),
-        1 << 16,
-        # The upper half of this times twice a block's number is its token, without a division.
-        (1 << 31) // splits + 1,
-        keys.page_table.shape[0],
+        q.device,
+        get_ident(),
     )
-    with on(q.get_device()):
-        kernel = loaded(plan, HOPPER)
-        kernel.prepare(q.device.index)
-        run_noted(
-            PackedLaunch(kernel, tokens * splits, _SCORE, _SCORE_PACKED, numbers),
-            stream_of(q.device.index),
-            (
-                q,
-                query_scales,
-                weights,
-                keys.data,
-                keys.page_table,
-                sequences,
-                visible,
-                scores,
-                maxima,
-            ),
-        )
+    operands = (q, query_scales, weights, keys.data, table, sequences, visible, scores, maxima)
+    with on(device):
+        run_noted(launch, stream_of(device), operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _logits_launch(
+    tokens: int,
+    heads: int,
+    capacity: int,
+    k: int,
+    group: int,
+    page_size: int,
+    table_rows: int,
+    token_stride: int,
+    head_stride: int,
+    page_stride: int,
+    table_stride: int,
+    score_stride: int,
+    maxima_stride: int,
+    table_bytes: int,
+    sequence_bytes: int,
+    visible_bytes: int,
+    device: torch.device,
+    thread: int,
+) -> Launch:
+    """The launch of ``indexer_logits``, made once in every thread.
+
+    Its pointers are in the order of ``IndexerLogitsArgs``.
+    """
+    plan, splits = _logits_plan(tokens, capacity, group, multiprocessors(device))
+    kernel = loaded(plan, HOPPER)
+    kernel.prepare(device.index)
+    return INDEXER_LOGITS_ABI.launch(
+        kernel,
+        tokens * splits,
+        token_stride=token_stride,
+        head_stride=head_stride,
+        page_stride=page_stride,
+        table_stride=table_stride,
+        score_stride=score_stride,
+        maxima_stride=maxima_stride,
+        heads=heads,
+        capacity=capacity,
+        k=k,
+        page_shift=page_size.bit_length() - 1,
+        splits=splits,
+        table_bytes=table_bytes,
+        sequence_bytes=sequence_bytes,
+        visible_bytes=visible_bytes,
+        shift16=1 << 16,
+        inverse_splits=(1 << 31) // splits + 1,
+        table_rows=table_rows,
+    )
+
+
+def _logits_plan(tokens: int, capacity: int, group: int, sms: int) -> tuple[IndexerLogitsPlan, int]:
+    """The kernel's configuration, and the CTAs that share a token's entries."""
+    # CTAs of four warpgroups take a whole SM; they must leave few without one.
+    fills = 10 * tokens * (sms // tokens) >= 9 * sms
+    plan = IndexerLogitsPlan(group, 4 if fills else 2)
+    splits = max(1, plan.ctas_per_sm * sms // tokens)
+    pairs = -(-capacity // _PAIR)
+    return plan, min(splits, -(-pairs // plan.warpgroups))

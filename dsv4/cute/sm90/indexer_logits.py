@@ -34,7 +34,13 @@ from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.indexer_logits_plan import STAGE, IndexerLogitsPlan
+from dsv4.cute.device.kernel import PlannedKernel
+from dsv4.cute.sm90.indexer_logits_plan import (
+    INDEXER_LOGITS_ABI,
+    STAGE,
+    IndexerLogitsArgs,
+    IndexerLogitsPlan,
+)
 
 Value = Any
 _HEADS, _DIMS, _BLOCK = 64, 128, 64
@@ -50,98 +56,33 @@ _UNIT = 2.0**-22  # what an integer counts as in a head's sum, at most 1
 _DOWN = 2.0 ** (-7 + 1) / _UNIT
 
 
-class IndexerLogitsKernel(IndexerLogitsPlan):
+class IndexerLogitsKernel(PlannedKernel):
     """See the module."""
 
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        sizes = [Int32(1)] * 15
-        return cute.compile(
-            self, *[Int64(0)] * 9, *[Int64(0)] * 2, *sizes, CUstream(0), options=options
-        )
+    abi = INDEXER_LOGITS_ABI
+    plan: IndexerLogitsPlan
 
     @cute.jit
-    def __call__(
-        self,
-        q: Int64,
-        q_scales: Int64,
-        weights: Int64,
-        keys: Int64,
-        table: Int64,
-        sequences: Int64,
-        visible: Int64,
-        scores: Int64,
-        maxima: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        page_stride: Int32,
-        table_stride: Int32,
-        score_stride: Int32,
-        maxima_stride: Int32,
-        heads: Int32,
-        capacity: Int32,
-        k: Int32,
-        page_shift: Int32,
-        splits: Int32,
-        table_bytes: Int32,
-        sequence_bytes: Int32,
-        visible_bytes: Int32,
-        half: Int32,
-        inverse: Int32,
-        rows: Int32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel_(
-            q, q_scales, weights, keys, table, sequences, visible, scores, maxima, token_stride,
-            head_stride, page_stride, table_stride, score_stride, maxima_stride, heads, capacity, k,
-            page_shift, splits, table_bytes, sequence_bytes, visible_bytes, half, inverse, rows,
-        ).launch(
+    def __call__(self, args: IndexerLogitsArgs, stream: CUstream) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute.indexer`` launches the cubin itself."""
+        self.kernel(args).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
-            smem=self.shared_bytes,
+            block=[self.plan.threads, 1, 1],
+            smem=self.plan.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=self.resident,
+            min_blocks_per_mp=self.plan.ctas_per_sm,
             preferred_smem_carveout=50,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel_(
-        self,
-        q: Int64,
-        q_scales: Int64,
-        weights: Int64,
-        keys: Int64,
-        table: Int64,
-        sequences: Int64,
-        visible: Int64,
-        scores: Int64,
-        maxima: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        page_stride: Int32,
-        table_stride: Int32,
-        score_stride: Int32,
-        maxima_stride: Int32,
-        heads: Int32,
-        capacity: Int32,
-        k: Int32,
-        page_shift: Int32,
-        splits: Int32,
-        table_bytes: Int32,
-        sequence_bytes: Int32,
-        visible_bytes: Int32,
-        half: Int32,
-        inverse: Int32,
-        rows: Int32,
-    ) -> None:
+    def kernel(self, args: IndexerLogitsArgs) -> None:
         """A block for every (token, ``splits`` of it), of whose parts each warpgroup has one."""
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
-        token = Int32(ptx.mulhi_u32(Uint32(2 * number), Uint32(inverse)))
-        part = (number - token * splits) * self.warpgroups
+        token = Int32(ptx.mulhi_u32(Uint32(2 * number), Uint32(args.inverse_splits)))
+        part = (number - token * args.splits) * self.plan.warpgroups
         registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
         mma, more, further = (self._product(left) for left in (registers, registers, memory))
         mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -164,7 +105,7 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
         ring = self._ring(smem)
         cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
-            for i in cutlass.range_constexpr(self.warpgroups * self.stages):
+            for i in cutlass.range_constexpr(self.plan.warpgroups * self.plan.stages):
                 ptx.mbarrier_init(ring[1] + 16 * i, 1)
                 ptx.mbarrier_init(ring[1] + (16 * i + 8), 128)
             ptx.fence_mbarrier_init()
@@ -178,51 +119,67 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
             ptx.store_shared_int(windows + 8, Int32(-1))
         cute.arch.sync_threads()
         # What is read first, one thing after another, is then in the level-2 cache.
-        if thread < heads:
-            ptx.prefetch_l2(q + token * token_stride + thread * head_stride)
+        if thread < args.heads:
+            ptx.prefetch_l2(args.q + token * args.token_stride + thread * args.head_stride)
         if thread == 0:
-            ptx.prefetch_l2(visible + Int64(token) * visible_bytes)
-            ptx.prefetch_l2(sequences + Int64(token) * sequence_bytes)
-        step = 2 * self.warpgroups * splits
-        if warp >= self.workers // 32:
+            ptx.prefetch_l2(args.visible + Int64(token) * args.visible_bytes)
+            ptx.prefetch_l2(args.sequences + Int64(token) * args.sequence_bytes)
+        step = 2 * self.plan.warpgroups * args.splits
+        if warp >= self.plan.mma_threads // 32:
             # As if the token's sequence had its number, which is often so.
-            row = table + Int64(cutlass.min(token, rows - 1)) * table_stride * table_bytes
-            bits = page_shift - 6
-            likely = (row, table_bytes, keys, page_stride), bits, (capacity - 1) >> 6
-            block = 2 * (part + warp - self.workers // 32) + (lane >> 1) * step + (lane & 1)
+            row = (
+                args.table
+                + Int64(cutlass.min(token, args.table_rows - 1))
+                * args.table_stride
+                * args.table_bytes
+            )
+            bits = args.page_shift - 6
+            likely = (
+                (row, args.table_bytes, args.cache, args.page_stride),
+                bits,
+                (args.capacity - 1) >> 6,
+            )
+            block = (
+                2 * (part + warp - self.plan.mma_threads // 32) + (lane >> 1) * step + (lane & 1)
+            )
             ptx.prefetch_l2(self._place_of_page(likely, block))
         cute.arch.griddepcontrol_wait()
-        shown = ptx.load_index_saturated(visible + Int64(token) * visible_bytes, visible_bytes)
-        end = cutlass.min(shown, capacity)
+        shown = ptx.load_index_saturated(
+            args.visible + Int64(token) * args.visible_bytes, args.visible_bytes
+        )
+        end = cutlass.min(shown, args.capacity)
         sequence = ptx.load_index_saturated(
-            sequences + Int64(token) * sequence_bytes, sequence_bytes
+            args.sequences + Int64(token) * args.sequence_bytes, args.sequence_bytes
         )
         sequence = cutlass.max(sequence, Int32(0))
-        if end > k:
-            pages = table + Int64(sequence) * table_stride * table_bytes
+        if end > args.k:
+            pages = args.table + Int64(sequence) * args.table_stride * args.table_bytes
             count = (end + _BLOCK - 1) >> 6
-            pool = (pages, table_bytes, keys, page_stride)
-            keys_of = (pool, page_shift - 6, count - 1)
-            if warp >= 4 * self.warpgroups:
+            pool = (pages, args.table_bytes, args.cache, args.page_stride)
+            keys_of = (pool, args.page_shift - 6, count - 1)
+            if warp >= 4 * self.plan.warpgroups:
                 cute.arch.setmaxregister_decrease(_COPYING)
-                group = warp - 4 * self.warpgroups
-                if group < self.warpgroups:
+                group = warp - 4 * self.plan.warpgroups
+                if group < self.plan.warpgroups:
                     blocks = (2 * (part + group), step, count)
                     self._produce(self._stages(ring, group), keys_of, blocks, lane)
             else:
-                cute.arch.setmaxregister_increase(self.registers)
+                cute.arch.setmaxregister_increase(self.plan.registers)
                 group, warp = warp >> 2, warp & 3
                 mine, block = self._stages(ring, group), 2 * (part + group)
-                of_head = Int64(token) * heads
+                of_head = Int64(token) * args.heads
                 asked = self._ask(
-                    q + token * token_stride,
-                    q_scales + of_head * 4,
-                    weights + of_head * 4,
-                    (heads, head_stride, thread),
+                    args.q + token * args.token_stride,
+                    args.q_scales + of_head * 4,
+                    args.weights + of_head * 4,
+                    (args.heads, args.head_stride, thread),
                 )
                 rooms = (Uint32(one.iterator.toint()) for one in (shared, less))
                 weight, down = self._queries(
-                    asked, (*rooms, told, plain, exponents, windows), (thread, lane), Uint32(half)
+                    asked,
+                    (*rooms, told, plain, exponents, windows),
+                    (thread, lane),
+                    Uint32(args.shift16),
                 )
                 slice_ = mma.get_slice(thread % 128)
                 right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, less)]
@@ -246,8 +203,8 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
                 second, below = self._expand(other_line, words, own)
                 far = ptx.max_u16x2(far, below)
                 to = (
-                    scores + Int64(token) * score_stride * 4,
-                    maxima + Int64(token) * maxima_stride * 4,
+                    args.scores + Int64(token) * args.score_stride * 4,
+                    args.maxima + Int64(token) * args.maxima_stride * 4,
                     end,
                     down,
                 )
@@ -282,7 +239,7 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
                 also = ptx.load_shared(windows, 2)
                 apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
                 if cute.arch.vote_any_sync(self._is_below(far)) | apart:
-                    queries = (plain, exponents, also, Uint32(half))
+                    queries = (plain, exponents, also, Uint32(args.shift16))
                     again = (2 * (part + group), step, count, apart)
                     self._correct(keys_of, again, queries, weight, to, (warp, lane))
 
@@ -291,7 +248,7 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
 
         Each has two: that of its bytes, and that of the threads that have read them.
         """
-        count = self.warpgroups * self.stages
+        count = self.plan.warpgroups * self.plan.stages
         return tuple(
             Uint32(smem.allocate_array(cutlass.Uint8, count * size, byte_alignment=128).toint())
             for size in (STAGE, 16)
@@ -299,8 +256,8 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
 
     def _stages(self, ring: Value, group: Value) -> Value:
         """The same of a warpgroup."""
-        return ring[0] + Uint32(group * (self.stages * STAGE)), ring[1] + Uint32(
-            group * (self.stages * 16)
+        return ring[0] + Uint32(group * (self.plan.stages * STAGE)), ring[1] + Uint32(
+            group * (self.plan.stages * 16)
         )
 
     @cute.jit
@@ -324,9 +281,9 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
             scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(within * (_BLOCK * 4))
             turn = Int32(0)
             while (turn < 32) & ((place < 2) | (first + (place >> 1) * step < count)):
-                stage = place & self.stages - 1
+                stage = place & self.plan.stages - 1
                 room, full = stages + Uint32(stage * STAGE), barriers + Uint32(stage * 16)
-                ptx.mbarrier_wait(full + 8, ((place >> self.stages.bit_length() - 1) & 1) ^ 1)
+                ptx.mbarrier_wait(full + 8, ((place >> self.plan.stages.bit_length() - 1) & 1) ^ 1)
                 if lane == turn:
                     ptx.mbarrier_arrive_expect_tx(full, STAGE)
                     ptx.bulk_copy_to_shared(room, codes, _BLOCK * _LINE, full)
@@ -338,14 +295,14 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
     @cute.jit
     def _arrived(self, mine: Value, place: Value) -> None:
         """Wait for the bytes of the block at a place of the warpgroup's."""
-        full = mine[1] + Uint32((place & self.stages - 1) * 16)
-        ptx.mbarrier_wait(full, (place >> self.stages.bit_length() - 1) & 1)
+        full = mine[1] + Uint32((place & self.plan.stages - 1) * 16)
+        ptx.mbarrier_wait(full, (place >> self.plan.stages.bit_length() - 1) & 1)
 
     def _take(self, mine: Value, place: Value, who: Value) -> Value:
         """The lane's codes of two keys of the block, and scales; the stage is given back."""
         stages, barriers = mine
         warp, lane, none = who
-        stage = place & self.stages - 1
+        stage = place & self.plan.stages - 1
         at = stages + Uint32(stage * STAGE)
         codes = at + Uint32(warp * (16 * _LINE) + lane * 16)
         scales = at + Uint32(warp * (16 * 4) + lane // 4 * 4)
@@ -584,7 +541,7 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
         Zeros if there is no such head.
         """
         heads, head_stride, thread = who
-        sharers = self.workers // _HEADS
+        sharers = self.plan.mma_threads // _HEADS
         head, side = thread // sharers, thread % sharers
         count = _LINE // 4 // sharers
         words, scales, weight = [Uint32(0)] * count, Uint32(0), Float32(0.0)
@@ -608,7 +565,7 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
         words, scales, weight = asked
         shared, less, told, plain, exponents, windows = rooms
         thread, lane = who
-        sharers = self.workers // _HEADS
+        sharers = self.plan.mma_threads // _HEADS
         head, side = thread // sharers, thread % sharers
         total, bits = Int32(0), [Uint32(0)] * 2
         for n, word in enumerate(words):
@@ -643,7 +600,7 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
             ptx.store_shared_float(told + Uint32(head * 4), weight)
             ptx.store_shared_int(exponents + Uint32(head * 4), Int32(scales))
         ptx.fence_proxy_async_shared()
-        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.plan.mma_threads)
         top = Int32(1)
         for i in cutlass.range_constexpr(2):
             two = ptx.load_shared_int(told + Uint32((lane + 32 * i) * 4))
@@ -652,10 +609,10 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
         up = ptx.bits_to_float(Uint32(253 - top) << Uint32(23))
         weight = weight * up
         # Where the lanes that need it find four in a row.
-        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.plan.mma_threads)
         if side == 0:
             ptx.store_shared_float(told + Uint32(self._line_of(head)), weight)
-        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.workers)
+        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.plan.mma_threads)
         return told + Uint32(lane % 4 * _WEIGHTS), ptx.bits_to_float(Uint32(top) << Uint32(23))
 
     @staticmethod
@@ -714,12 +671,12 @@ class IndexerLogitsKernel(IndexerLogitsPlan):
         seen = entry < end
         ptx.store_global_if(ptx.element_address(scores, entry, 4), key, seen)
         key = ptx.select_word(seen, key, Uint32(0))
-        steps = {0: (), 8: (4, 8, 16), 16: (4, 8, 16, 2)}[self.group]
+        steps = {0: (), 8: (4, 8, 16), 16: (4, 8, 16, 2)}[self.plan.group]
         for step in steps:
             other = ptx.shuffle_xor(key, step)
             yield
             key = cutlass.max(key, other)
         if steps:
-            firsts = 4 if self.group == 8 else 2
-            place = ptx.element_address(maxima, entry >> self.group.bit_length() - 1, 4)
+            firsts = 4 if self.plan.group == 8 else 2
+            place = ptx.element_address(maxima, entry >> self.plan.group.bit_length() - 1, 4)
             ptx.store_global_if(place, key, (lane < firsts) & seen)
