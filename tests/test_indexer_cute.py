@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 
@@ -10,9 +11,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.cute.sm90 import indexer_logits_plan
-from dsv4.cute.sm90.indexer_logits_plan import IndexerLogitsPlan, plans, supports_int8
-from dsv4.cute.sm90.topk_plan import is_long, topk_plan
+from dsv4.cute.sm90.indexer_logits_plan import (
+    INDEXER_LOGITS_ABI,
+    IndexerLogitsArgs,
+    IndexerLogitsPlan,
+    plans,
+    supports_int8,
+)
+from dsv4.cute.sm90.topk_plan import TOPK_ABI, TopkArgs, is_long, topk_plan
 from dsv4.dispatch import explain
 from dsv4.formats import MXFP4, QuantizedTensor
 from dsv4.ops.indexer import indexer_select
@@ -21,6 +30,7 @@ from dsv4.pages import IndexLayout
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import generator, normal, seeds, small_integers
 from tests import ptx_machine
+from tests.test_cute_launch import Driver
 
 HEADS, DIMS, PAGE = 64, 128, 64
 KINDS = ("normal", "integers", "rising", "equal", "zeros", "blocks", "outliers", "negative")
@@ -438,6 +448,108 @@ def test_a_further_step_takes_the_middle_away():
         assert -128 <= min(right) <= max(right) <= 127
         step = sum(a * b for a, b in zip(left, right, strict=True))
         assert step + kernel._MIDDLE * total == 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A mock driver that keeps launches of the indexer's kernels."""
+    from dsv4.cute import indexer
+
+    found = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    monkeypatch.setattr(indexer, "stream_of", lambda index: 77)
+    monkeypatch.setattr(indexer, "on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(indexer, "loaded", lambda plan, arch: _kernel_of(plan))
+    monkeypatch.setattr(indexer, "multiprocessors", lambda device: 132)
+    for name in ("_topk_launch", "_logits_launch"):
+        monkeypatch.setattr(indexer, name, getattr(indexer, name).__wrapped__)
+    return found
+
+
+def _kernel_of(plan):
+    return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(1, 0), (2, 8), (2, 16), (40, 16)])
+def test_arguments_of_topk(driver, tokens, group):
+    """Every argument by its name, in a grid of a cluster for each row."""
+    from dsv4.cute.indexer import topk
+
+    keys = torch.zeros(tokens + 1, 40000, dtype=torch.int32)
+    maxima, visible = keys.new_zeros(tokens + 1, 5004), torch.zeros(tokens).long()
+    out = torch.zeros(tokens, 512).long()
+    driver.kinds = TOPK_ABI.parameters
+    topk(keys, maxima, visible, out, 39999, group)
+    plan = topk_plan(tokens, group)
+    [(grid, threads, stream, values)] = driver.launches
+    assert (grid, threads, stream) == (tokens * plan.ctas, plan.threads, 77)
+    assert TopkArgs(*[value for (value,) in values]) == TopkArgs(
+        keys=keys.data_ptr(),
+        maxima=maxima.data_ptr(),
+        visible=visible.data_ptr(),
+        out=out.data_ptr(),
+        key_stride=40000,
+        maxima_stride=5004,
+        visible_bytes=8,
+        capacity=39999,
+        k=512,
+        slack=64,
+        direct=16384 if group else 39999,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "entries", "warpgroups", "splits"),
+    [(1, 400000, 4, 132), (1, 640, 4, 2), (60, 4096, 4, 2), (50, 4096, 2, 5), (200, 640, 2, 1)],
+)
+def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
+    """Every argument by its name; ``inverse_splits`` gives every CTA its token."""
+    from dsv4.cute.indexer import indexer_logits
+    from dsv4.triton.indexer import Keys
+
+    case = Coded(tokens, entries, 0, heads=3)
+    given = case.arguments(512)
+    keys = Keys(given["keys"].data, PAGE, "index_mxfp4", given["page_table"])
+    scales = given["q"].scales.view(torch.uint8)
+    scores, maxima = torch.zeros(tokens, 700000).int(), torch.zeros(tokens, 9).int()
+    sequences, visible = given["sequence_of_token"].int(), given["visible"]
+    driver.kinds = INDEXER_LOGITS_ABI.parameters
+    operands = (given["q"].codes, scales, given["weights"], keys, sequences, visible)
+    indexer_logits(*operands, scores, maxima, 512, 8)
+    plan = IndexerLogitsPlan(8, warpgroups)
+    [(grid, threads, stream, values)] = driver.launches
+    assert (grid, threads, stream) == (tokens * splits, plan.threads, 77)
+    args = IndexerLogitsArgs(*[value for (value,) in values])
+    assert args == IndexerLogitsArgs(
+        q=given["q"].codes.data_ptr(),
+        q_scales=scales.data_ptr(),
+        weights=given["weights"].data_ptr(),
+        cache=keys.data.data_ptr(),
+        table=keys.page_table.data_ptr(),
+        sequences=sequences.data_ptr(),
+        visible=visible.data_ptr(),
+        scores=scores.data_ptr(),
+        maxima=maxima.data_ptr(),
+        token_stride=3 * DIMS // 2,
+        head_stride=DIMS // 2,
+        page_stride=keys.data.stride(0),
+        table_stride=keys.page_table.stride(0),
+        score_stride=700000,
+        maxima_stride=9,
+        heads=3,
+        capacity=keys.capacity,
+        k=512,
+        page_shift=6,
+        splits=splits,
+        table_bytes=8,
+        sequence_bytes=4,
+        visible_bytes=8,
+        shift16=65536,
+        inverse_splits=args.inverse_splits,
+        table_rows=tokens,
+    )
+    ctas = range(grid)
+    assert all(2 * cta * args.inverse_splits >> 32 == cta // splits for cta in ctas)
 
 
 def _instructions(ptx):
