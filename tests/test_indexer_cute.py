@@ -380,15 +380,15 @@ def test_kernels_compile(plan, tmp_path):
 def test_sums_are_subnormal():
     """A sum of integers at its largest; as it counts it is at most 1 and not subnormal."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import indexer_logits as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
     largest = DIMS * (12 << 2) * (12 << 3)
-    assert kernel._MIDDLE == 12 << 2
+    assert tile.BIAS == 12 << 2
     assert largest < 1 << 23
     sums = torch.tensor([1, largest], dtype=torch.int32).view(torch.float32).double()
     assert sums.tolist() == [2.0**-149, largest * 2.0**-149]
     counted = sums * 2.0**127
-    assert counted.tolist() == [kernel._UNIT, largest * kernel._UNIT]
+    assert counted.tolist() == [tile.UNIT, largest * tile.UNIT]
     assert counted[1] <= 1
     negative = torch.tensor([-1, -largest], dtype=torch.int32).view(torch.float32)
     assert bool(negative.isnan().all())
@@ -396,21 +396,21 @@ def test_sums_are_subnormal():
 
 @pytest.mark.parametrize("distance", range(3))
 def test_codes_as_bytes(monkeypatch, distance):
-    """Of every code in every place: twice its value, times its group's scale, and the middle."""
+    """Of every code in every place: twice its value, times its group's scale, and the bias."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import indexer_logits as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
-    monkeypatch.setattr(kernel, "Uint32", int)
+    monkeypatch.setattr(tile, "Uint32", int)
     ptx_machine.install(monkeypatch)
-    tables = kernel.IndexerLogitsKernel(IndexerLogitsPlan(8, 4))._tables(
-        kernel.ptx.shift_right(4, distance * 0x0101)
+    tables = tile.IndexerLogitsTile(IndexerLogitsPlan(8, 4))._tables(
+        tile.ptx.shift_right(4, distance * 0x0101)
     )
     for word in range(0, 1 << 32, 0x01234567):
-        both = kernel.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
+        both = tile.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
         codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
         pairs = (codes[::2] | codes[1::2] << 4).view(1, -1)
         exact = values(pairs.repeat(1, 4), torch.full((1, 1), 127))[0, :8]
-        wanted = kernel._MIDDLE + (2 * exact * 2 ** (2 - distance)).int()
+        wanted = tile.BIAS + (2 * exact * 2 ** (2 - distance)).int()
         found = b"".join(half.to_bytes(4, "little") for half in both)
         assert list(found) == wanted.tolist()
 
@@ -421,33 +421,33 @@ def test_codes_as_bytes(monkeypatch, distance):
 def test_distances_of_two_keys_scales(scales, group):
     """Of one group below the largest of its key, in both bytes of a half; which are too large."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import indexer_logits as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
     words = [int.from_bytes(bytes(scales[i : i + 4]), "little") for i in (0, 4)]
     with pytest.MonkeyPatch.context() as patch:
         ptx_machine.install(patch)
-        patch.setattr(kernel, "Uint32", int)
-        below = kernel.ptx.max_of_bytes_pair(*words) - kernel.ptx.select_byte_pair(*words, group)
+        patch.setattr(tile, "Uint32", int)
+        below = tile.ptx.max_of_bytes_pair(*words) - tile.ptx.select_byte_pair(*words, group)
         distances = [max(scales[i : i + 4]) - scales[i + group] for i in (0, 4)]
         assert below.to_bytes(4, "little") == bytes(d for d in distances for _ in range(2))
-        assert kernel.IndexerLogitsKernel(IndexerLogitsPlan(8, 4))._is_below(below) == (
+        assert tile.IndexerLogitsTile(IndexerLogitsPlan(8, 4))._is_distant(below) == (
             max(distances) > 2
         )
 
 
-def test_a_further_step_takes_the_middle_away():
+def test_the_bias_step_subtracts_the_bias():
     """For every sum that a head's integers have."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import indexer_logits as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
-    left = list(kernel._SAME.to_bytes(4, "little")) * 8
+    left = list(tile.BIAS_LEFT.to_bytes(4, "little")) * 8
     for total in range(-DIMS * (12 << 3), DIMS * (12 << 3) + 1):
-        most, rest = kernel.IndexerLogitsKernel._taken_away(total)
+        most, rest = tile.IndexerLogitsTile._bias_bytes(total)
         right = [0, most, most, most] * 8
         right[0] = rest
         assert -128 <= min(right) <= max(right) <= 127
         step = sum(a * b for a, b in zip(left, right, strict=True))
-        assert step + kernel._MIDDLE * total == 0
+        assert step + tile.BIAS * total == 0
 
 
 @pytest.fixture
@@ -511,7 +511,7 @@ def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     given = case.arguments(512)
     keys = Keys(given["keys"].data, PAGE, "index_mxfp4", given["page_table"])
     scales = given["q"].scales.view(torch.uint8)
-    scores, maxima = torch.zeros(tokens, 700000).int(), torch.zeros(tokens, 9).int()
+    scores, maxima = torch.zeros(tokens, 1000).int(), torch.zeros(tokens, 9).int()
     sequences, visible = given["sequence_of_token"].int(), given["visible"]
     driver.kinds = INDEXER_LOGITS_ABI.parameters
     operands = (given["q"].codes, scales, given["weights"], keys, sequences, visible)
@@ -534,7 +534,7 @@ def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
         head_stride=DIMS // 2,
         page_stride=keys.data.stride(0),
         table_stride=keys.page_table.stride(0),
-        score_stride=700000,
+        score_stride=1000,
         maxima_stride=9,
         heads=3,
         capacity=keys.capacity,

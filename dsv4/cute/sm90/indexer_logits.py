@@ -1,31 +1,45 @@
-"""Scores of MXFP4 index keys and queries of 128 dims; a warpgroup has blocks of 64 entries.
+"""Indexer logits (``mqa_logits``) of MXFP4 keys and queries of 128 dims, by integer ``wgmma``.
 
-Codes become integers: twice their values, times the scale of their group over the largest of the
-key or query, as far as that is at least 2^-2 (of a key) or 2^-3 (of a query). So a product is exact
-in ``wgmma`` of 8-bit integers. Where a group that is not zero has a smaller scale, a warp
-multiplies its 16 keys again, groups with scales within 2^3 at a time, and adds these in float32.
+``logit[m, n] = sum_h weight[m, h] relu(q[m, h] . k[n])`` for up to 64 heads h, stored as keys that
+order as the logits do, with the maxima of groups of them for ``topk``. ``indexer_logits_tile``
+describes how codes become integers, fragments and numerics; ``indexer_logits_correction`` has keys
+and queries that one integer product does not hold.
 
-* For each warpgroup a further warp has bulk copies bring its blocks to shared memory, ``stages``
-  ahead: registers have no room for as many bytes on their way as the memory's latency wants.
-* A thread takes, of two keys, the 32 codes of a group to the registers in which they are the left
-  operand: the order of the dims is another one, and queries are stored in that.
-* Bytes of keys have 48 added, so that they are positive: one byte permutation looks up those of
-  positive codes, one those of negative codes, either 0 in place of the others, and their sum is the
-  operand. A further step of the tensor cores takes away what 48 adds to a head's sums.
-* While products of a block are on their way, a warpgroup expands the codes of the next to other
-  registers; scores are stored meanwhile too, whose steps wait for one another.
-* The bits of a positive sum are those of a subnormal float32 number, those of a negative one NaN: a
-  saturating product converts the one and makes the other 0, and leaves the logic pipe alone.
-* The logic pipe takes an instruction every other cycle and has most of them, so tables and
-  complements are products. Shifts are not: upper halves of products take more time.
+Tiling and ownership
+    ``args.splits`` CTAs share a token's entries. A warpgroup that multiplies has pairs of blocks of
+    64 entries, ``2 * plan.warpgroups * splits`` blocks apart, and all 64 heads: an accumulator of
+    64 x 64. A warp has 16 entries of a block. The CTA's warpgroups share the token's queries in
+    shared memory. A CTA of four warpgroups fills an SM; preparing the queries costs a large part of
+    its start, so it is done once for them, unless such CTAs would leave many SMs idle.
+
+Pipeline
+    For each warpgroup that multiplies a warp of a further warpgroup has bulk copies bring its
+    blocks to shared memory, ``plan.stages`` ahead, because registers have no room for as many bytes
+    in flight as the latency of memory wants. Page numbers are loaded 32 blocks ahead.
+    While products of a block are in flight, a warpgroup expands the codes of the next one to other
+    registers. Logits are stored meanwhile too, in steps between those of the expansion.
+    Heads beyond ``args.heads`` have zero codes and weights.
+
+Barriers
+    ``full`` (an mbarrier a stage): the bulk copies of the stage's block. One arrival, that of the
+    copying lane, with the number of bytes.
+    ``empty`` (an mbarrier a stage): 128 arrivals, of every thread when it has read its share. The
+    arrival's address depends on the words that were read, because loads in flight and an arrival
+    are in no order with a later bulk copy.
+    ``_QUERIES_READY`` (named, threads that multiply): orders the phases of ``_prepare_queries``.
+    The phase of a stage is the parity of its rounds through the ring.
+    griddepcontrol.wait precedes the first load of queries, keys and tables, which preceding kernels
+    write. Before it, prefetches to L2 alone: they are hints, and no data is read by them.
+
+Determinism
+    A logit's bits depend on its query, key and weights alone: sums over heads are in a fixed order.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,33 +48,115 @@ from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.cute.device import ptx
-from dsv4.cute.device.kernel import PlannedKernel
+from dsv4.cute.sm90.indexer_logits_correction import (
+    Blocks,
+    IndexerLogitsCorrection,
+    QueryCodes,
+    SequencePages,
+    Windows,
+)
 from dsv4.cute.sm90.indexer_logits_plan import (
+    BLOCK,
+    CODE_BYTES,
+    DIMS,
+    HEADS,
     INDEXER_LOGITS_ABI,
     STAGE,
     IndexerLogitsArgs,
-    IndexerLogitsPlan,
+)
+from dsv4.cute.sm90.indexer_logits_tile import (
+    BIAS_LEFT,
+    WEIGHT_BYTES,
+    KeyPair,
+    Lane,
+    Output,
+    PairScores,
 )
 
-Value = Any
-_HEADS, _DIMS, _BLOCK = 64, 128, 64
-_LINE = 64  # bytes of a key's codes
-_COPYING = 32  # registers of a thread that copies
-_MEET = 1  # named barrier of the warps that multiply
-_WEIGHTS = 80  # bytes of a lane's weights and a gap, so that four lanes use all banks
-_MIDDLE = 48  # what is added to a key's integers, at most 48 in magnitude
-_SAME = 0xF0F0F030  # four left bytes of the further step: 5, 5, 5 and 1 times _MIDDLE
-_UNITS = 24 * 5  # of a step's 32 such bytes, without those that are _MIDDLE
-_UNIT = 2.0**-22  # what an integer counts as in a head's sum, at most 1
-# Of sums: integers are 2^7 times their values; weights are halved.
-_DOWN = 2.0 ** (-7 + 1) / _UNIT
+_COPYING_REGISTERS = 32  # of a thread that copies
+_QUERIES_READY = 1  # named barrier of the threads that multiply
+_BLOCK_SHIFT = 6  # log2 of a block's entries
 
 
-class IndexerLogitsKernel(PlannedKernel):
-    """See the module."""
+class Ring(NamedTuple):
+    """A warpgroup's stages.
+
+    Attributes:
+        stages: Shared-memory address of the first stage.
+        barriers: Address of its mbarriers: ``full``, and 8 bytes later ``empty``.
+    """
+
+    stages: Uint32
+    barriers: Uint32
+
+
+class SharedMemory(NamedTuple):
+    """What is in shared memory; numbers are addresses.
+
+    Attributes:
+        queries: Queries as integers, ``[64 heads, 128 dims]``, swizzled for ``wgmma``.
+        bias: Right operand of the bias step, of the same layout; the first 32 columns are read.
+        bias_left: Its left operand, ``[64 entries, 32]``.
+        weights: Weights of the heads, as lanes want them (``_weight_offset``).
+        codes: Queries as packed codes, 64 bytes for each head.
+        scales: Their scales, four bytes for each head.
+        windows: Two words: windows of all groups of queries. A third: -1.
+        ring: Stages of all warpgroups.
+    """
+
+    queries: cute.Tensor
+    bias: cute.Tensor
+    bias_left: cute.Tensor
+    weights: Uint32
+    codes: Uint32
+    scales: Uint32
+    windows: Uint32
+    ring: Ring
+
+
+class QueryShare(NamedTuple):
+    """A thread's share of a head's query.
+
+    Attributes:
+        codes: Some words of its codes.
+        scales: All its scales, a byte each.
+        weight: The head's weight.
+    """
+
+    codes: list[Uint32]
+    scales: Uint32
+    weight: Float32
+
+
+class Mma(NamedTuple):
+    """Products of a block of entries with all heads, and the operands that all blocks share.
+
+    Attributes:
+        first: The step that overwrites the accumulators.
+        later: A step that adds to them.
+        bias: The bias step, with its left operand in shared memory.
+        queries: Right operands of the steps.
+        query_bias: Right operand of the bias step.
+        bias_left: Its left operand.
+    """
+
+    first: cute.TiledMma
+    later: cute.TiledMma
+    bias: cute.TiledMma
+    queries: cute.Tensor
+    query_bias: cute.Tensor
+    bias_left: cute.Tensor
+
+
+def _address(tensor: Any) -> Uint32:
+    """The address of a tensor in shared memory."""
+    return Uint32(tensor.iterator.toint())
+
+
+class IndexerLogitsKernel(IndexerLogitsCorrection):
+    """The kernel."""
 
     abi = INDEXER_LOGITS_ABI
-    plan: IndexerLogitsPlan
 
     @cute.jit
     def __call__(self, args: IndexerLogitsArgs, stream: CUstream) -> None:
@@ -76,607 +172,431 @@ class IndexerLogitsKernel(PlannedKernel):
 
     @cute.kernel
     def kernel(self, args: IndexerLogitsArgs) -> None:
-        """A block for every (token, ``splits`` of it), of whose parts each warpgroup has one."""
+        """See the module."""
         thread, _, _ = cute.arch.thread_idx()
-        number, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
-        token = Int32(ptx.mulhi_u32(Uint32(2 * number), Uint32(args.inverse_splits)))
-        part = (number - token * args.splits) * self.plan.warpgroups
-        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
-        mma, more, further = (self._product(left) for left in (registers, registers, memory))
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        more.set(warpgroup.Field.ACCUMULATE, True)
-        further.set(warpgroup.Field.ACCUMULATE, True)
-        smem = cutlass.memory.SmemAllocator()
+        token = Int32(ptx.mulhi_u32(Uint32(2 * cta), Uint32(args.inverse_splits)))
+        # Warpgroups of the token before this CTA's.
+        part = (cta - token * args.splits) * self.plan.warpgroups
+        shared = self._shared(cutlass.memory.SmemAllocator())
+        # The next kernel's CTAs may start where SMs have room.
+        cute.arch.griddepcontrol_launch_dependents()
+        self._initialize(shared, thread)
+        cute.arch.sync_threads()
+        self._prefetch_token(args, token, thread)
+        step = 2 * self.plan.warpgroups * args.splits
+        if warp >= self.plan.mma_threads // 32:
+            self._prefetch_pages(args, token, part, step, Lane(warp, lane))
+        # From here on memory is what the preceding kernels wrote.
+        cute.arch.griddepcontrol_wait()
+        visible = ptx.load_index_saturated(
+            args.visible + Int64(token) * args.visible_bytes, args.visible_bytes
+        )
+        end = cutlass.min(visible, args.capacity)
+        sequence = ptx.load_index_saturated(
+            args.sequences + Int64(token) * args.sequence_bytes, args.sequence_bytes
+        )
+        sequence = cutlass.max(sequence, Int32(0))
+        # Of at most k entries all are selected, whatever their logits.
+        if end > args.k:
+            table = args.table + Int64(sequence) * args.table_stride * args.table_bytes
+            count = (end + BLOCK - 1) >> _BLOCK_SHIFT
+            pages = SequencePages(
+                table=table,
+                table_bytes=args.table_bytes,
+                cache=args.cache,
+                page_stride=args.page_stride,
+                block_shift=args.page_shift - _BLOCK_SHIFT,
+                last=count - 1,
+            )
+            if warp >= 4 * self.plan.warpgroups:
+                cute.arch.setmaxregister_decrease(_COPYING_REGISTERS)
+                group = warp - 4 * self.plan.warpgroups
+                if group < self.plan.warpgroups:
+                    blocks = Blocks(2 * (part + group), step, count)
+                    self._produce(self._ring_of(shared.ring, group), pages, blocks, lane)
+            else:
+                cute.arch.setmaxregister_increase(self.plan.registers)
+                group, who = warp >> 2, Lane(warp & 3, lane)
+                ring = self._ring_of(shared.ring, group)
+                blocks = Blocks(2 * (part + group), step, count)
+                self._consume(args, token, end, shared, ring, pages, blocks, thread, who)
+
+    def _shared(self, smem: cutlass.memory.SmemAllocator) -> SharedMemory:
+        """Allocate shared memory."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Int8)
-        layout = cute.tile_to_shape(atom, (_HEADS, _DIMS), (0, 1))
-        shared, less = (
+        layout = cute.tile_to_shape(atom, (HEADS, DIMS), (0, 1))
+        queries, bias = (
             smem.allocate_tensor(Int8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for _ in range(2)
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, Uint8)
-        layout = cute.tile_to_shape(atom, (_BLOCK, 32), (0, 1))
-        flat = smem.allocate_tensor(Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-        told, plain, exponents, windows = (
-            Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
-            for size in (4 * _WEIGHTS, _HEADS * _LINE, _HEADS * 4, 12)
+        layout = cute.tile_to_shape(atom, (BLOCK, 32), (0, 1))
+        left = smem.allocate_tensor(Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        stages = self.plan.warpgroups * self.plan.stages
+        return SharedMemory(
+            queries=queries,
+            bias=bias,
+            bias_left=left,
+            weights=self._allocate(smem, 4 * WEIGHT_BYTES),
+            codes=self._allocate(smem, HEADS * CODE_BYTES),
+            scales=self._allocate(smem, HEADS * 4),
+            windows=self._allocate(smem, 12),
+            ring=Ring(self._allocate(smem, stages * STAGE), self._allocate(smem, stages * 16)),
         )
-        ring = self._ring(smem)
-        cute.arch.griddepcontrol_launch_dependents()
+
+    def _allocate(self, smem: cutlass.memory.SmemAllocator, size: int) -> Uint32:
+        return Uint32(smem.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint())
+
+    def _ring_of(self, ring: Ring, group: Int32) -> Ring:
+        """The stages of a warpgroup."""
+        stages = self.plan.stages
+        return Ring(
+            ring.stages + Uint32(group * (stages * STAGE)),
+            ring.barriers + Uint32(group * (stages * 16)),
+        )
+
+    @cute.jit
+    def _initialize(self, shared: SharedMemory, thread: Int32) -> None:
+        """Initialize mbarriers and what does not depend on the token. All threads."""
         if thread == 0:
             for i in cutlass.range_constexpr(self.plan.warpgroups * self.plan.stages):
-                ptx.mbarrier_init(ring[1] + 16 * i, 1)
-                ptx.mbarrier_init(ring[1] + (16 * i + 8), 128)
+                ptx.mbarrier_init(shared.ring.barriers + 16 * i, 1)
+                ptx.mbarrier_init(shared.ring.barriers + (16 * i + 8), 128)
             ptx.fence_mbarrier_init()
         if thread < 2:
-            ptx.store_shared_int(windows + Uint32(thread * 4), Int32(0))
+            ptx.store_shared_int(shared.windows + Uint32(thread * 4), Int32(0))
         if thread < 128:
-            at = Uint32(flat.iterator.toint()) + Uint32(thread * 16)
-            ptx.store_shared4(at, [Uint32(_SAME)] * 4)
+            # All rows are equal, so the layout does not matter.
+            address = _address(shared.bias_left) + Uint32(thread * 16)
+            ptx.store_shared4(address, [Uint32(BIAS_LEFT)] * 4)
             ptx.fence_proxy_async_shared()
         if thread == 2:
-            ptx.store_shared_int(windows + 8, Int32(-1))
-        cute.arch.sync_threads()
-        # What is read first, one thing after another, is then in the level-2 cache.
+            # Read again where -1 has to be opaque to the compiler.
+            ptx.store_shared_int(shared.windows + 8, Int32(-1))
+
+    @cute.jit
+    def _prefetch_token(self, args: IndexerLogitsArgs, token: Int32, thread: Int32) -> None:
+        """Bring to L2 what is read first, one load after another. All threads."""
         if thread < args.heads:
             ptx.prefetch_l2(args.q + token * args.token_stride + thread * args.head_stride)
         if thread == 0:
             ptx.prefetch_l2(args.visible + Int64(token) * args.visible_bytes)
             ptx.prefetch_l2(args.sequences + Int64(token) * args.sequence_bytes)
-        step = 2 * self.plan.warpgroups * args.splits
-        if warp >= self.plan.mma_threads // 32:
-            # As if the token's sequence had its number, which is often so.
-            row = (
-                args.table
-                + Int64(cutlass.min(token, args.table_rows - 1))
-                * args.table_stride
-                * args.table_bytes
-            )
-            bits = args.page_shift - 6
-            likely = (
-                (row, args.table_bytes, args.cache, args.page_stride),
-                bits,
-                (args.capacity - 1) >> 6,
-            )
-            block = (
-                2 * (part + warp - self.plan.mma_threads // 32) + (lane >> 1) * step + (lane & 1)
-            )
-            ptx.prefetch_l2(self._place_of_page(likely, block))
-        cute.arch.griddepcontrol_wait()
-        shown = ptx.load_index_saturated(
-            args.visible + Int64(token) * args.visible_bytes, args.visible_bytes
-        )
-        end = cutlass.min(shown, args.capacity)
-        sequence = ptx.load_index_saturated(
-            args.sequences + Int64(token) * args.sequence_bytes, args.sequence_bytes
-        )
-        sequence = cutlass.max(sequence, Int32(0))
-        if end > args.k:
-            pages = args.table + Int64(sequence) * args.table_stride * args.table_bytes
-            count = (end + _BLOCK - 1) >> 6
-            pool = (pages, args.table_bytes, args.cache, args.page_stride)
-            keys_of = (pool, args.page_shift - 6, count - 1)
-            if warp >= 4 * self.plan.warpgroups:
-                cute.arch.setmaxregister_decrease(_COPYING)
-                group = warp - 4 * self.plan.warpgroups
-                if group < self.plan.warpgroups:
-                    blocks = (2 * (part + group), step, count)
-                    self._produce(self._stages(ring, group), keys_of, blocks, lane)
-            else:
-                cute.arch.setmaxregister_increase(self.plan.registers)
-                group, warp = warp >> 2, warp & 3
-                mine, block = self._stages(ring, group), 2 * (part + group)
-                of_head = Int64(token) * args.heads
-                asked = self._ask(
-                    args.q + token * args.token_stride,
-                    args.q_scales + of_head * 4,
-                    args.weights + of_head * 4,
-                    (args.heads, args.head_stride, thread),
-                )
-                rooms = (Uint32(one.iterator.toint()) for one in (shared, less))
-                weight, down = self._queries(
-                    asked,
-                    (*rooms, told, plain, exponents, windows),
-                    (thread, lane),
-                    Uint32(args.shift16),
-                )
-                slice_ = mma.get_slice(thread % 128)
-                right = [mma.make_fragment_B(slice_.partition_B(one)) for one in (shared, less)]
-                left_shape = slice_.partition_shape_A((_BLOCK, _DIMS))
-                left, other = [mma.make_fragment_A(left_shape) for _ in range(2)]
-                line, other_line = (
-                    cute.recast_tensor(left, Uint32),
-                    cute.recast_tensor(other, Uint32),
-                )
-                same = further.make_fragment_A(further.get_slice(thread % 128).partition_A(flat))
-                dots = cute.make_rmem_tensor(slice_.partition_shape_C((_BLOCK, _HEADS)), Int32)
-                own = (lane, Uint32(ptx.load_shared_int(windows + 8)))
-                products, taken = (mma, more, further), Int32(0)
-                reader = (warp, lane, own[1] + Uint32(1))  # 0, which the compiler does not know
-                self._arrived(mine, taken)
-                words = self._take(mine, taken, reader)
-                factors, far = self._expand(line, words, own)
-                self._multiply(products, dots, (left, same), right)
-                self._arrived(mine, taken + 1)
-                words = self._take(mine, taken + 1, reader)
-                second, below = self._expand(other_line, words, own)
-                far = ptx.max_u16x2(far, below)
-                to = (
-                    args.scores + Int64(token) * args.score_stride * 4,
-                    args.maxima + Int64(token) * args.maxima_stride * 4,
-                    end,
-                    down,
-                )
-                # The compiler moves a wait for products to before what is independent of it, and
-                # starts of products to among what follows, but neither past a branch: there is one
-                # on either side of where codes are expanded.
-                while block < count:
-                    warpgroup.wait_group(0)
-                    sums = self._sums(dots, weight)
-                    self._multiply(products, dots, (other, same), right)
-                    block += step
-                    following, after = factors, second
-                    if block < count:
-                        self._arrived(mine, taken + 2)
-                        words = self._take(mine, taken + 2, reader)
-                        following, below = self._expand(line, words, own)
-                        far = ptx.max_u16x2(far, below)
-                    warpgroup.wait_group(0)
-                    sums += self._sums(dots, weight)
-                    pair = (sums, (factors, second), to, block - step, (warp, lane))
-                    if block < count:
-                        self._multiply(products, dots, (left, same), right)
-                        self._arrived(mine, taken + 3)
-                        words = self._take(mine, taken + 3, reader)
-                        after, below = self._expand(other_line, words, own, self._storing(*pair))
-                        far = ptx.max_u16x2(far, below)
-                    else:
-                        self._store(*pair)
-                    factors, second = following, after
-                    taken += 2
-                warpgroup.wait_group(0)
-                also = ptx.load_shared(windows, 2)
-                apart = (also[0] > Uint32(1)) | (also[1] != Uint32(0))
-                if cute.arch.vote_any_sync(self._is_below(far)) | apart:
-                    queries = (plain, exponents, also, Uint32(args.shift16))
-                    again = (2 * (part + group), step, count, apart)
-                    self._correct(keys_of, again, queries, weight, to, (warp, lane))
 
-    def _ring(self, smem: Value) -> Value:
-        """Addresses of all stages, by warpgroup, and of their barriers.
+    def _prefetch_pages(
+        self, args: IndexerLogitsArgs, token: Int32, part: Int32, step: Int32, who: Lane
+    ) -> None:
+        """Bring to L2 the page numbers of a warpgroup's first 32 blocks. One warp that copies.
 
-        Each has two: that of its bytes, and that of the threads that have read them.
+        As if the token's sequence had its number, which is often so.
         """
-        count = self.plan.warpgroups * self.plan.stages
-        return tuple(
-            Uint32(smem.allocate_array(cutlass.Uint8, count * size, byte_alignment=128).toint())
-            for size in (STAGE, 16)
+        sequence = cutlass.min(token, args.table_rows - 1)
+        pages = SequencePages(
+            table=args.table + Int64(sequence) * args.table_stride * args.table_bytes,
+            table_bytes=args.table_bytes,
+            cache=args.cache,
+            page_stride=args.page_stride,
+            block_shift=args.page_shift - _BLOCK_SHIFT,
+            last=(args.capacity - 1) >> _BLOCK_SHIFT,
         )
-
-    def _stages(self, ring: Value, group: Value) -> Value:
-        """The same of a warpgroup."""
-        return ring[0] + Uint32(group * (self.plan.stages * STAGE)), ring[1] + Uint32(
-            group * (self.plan.stages * 16)
-        )
+        first = 2 * (part + who.warp - self.plan.mma_threads // 32)
+        block = first + (who.lane >> 1) * step + (who.lane & 1)
+        ptx.prefetch_l2(self._page_address(pages, block))
 
     @cute.jit
-    def _produce(self, mine: Value, keys_of: Value, blocks: Value, lane: Value) -> None:
-        """Copy a warpgroup's blocks to its stages; by a warp, each lane every 32nd block.
+    def _produce(self, ring: Ring, pages: SequencePages, blocks: Blocks, lane: Int32) -> None:
+        """Copy a warpgroup's blocks to its stages. One warp, each lane every 32nd block.
 
         A warpgroup takes two blocks, even if it has none, and two for every further pair.
         """
-        (_, _, keys, page_stride), bits, last = keys_of
-        first, step, count = blocks
-        stages, barriers = mine
-        place = Int32(0)
-        # Pages are known 32 blocks before.
-        page = self._page(keys_of, first + (lane >> 1) * step + (lane & 1))
-        while (place < 2) | (first + (place >> 1) * step < count):
-            block = first + ((place + lane) >> 1) * step + (lane & 1)
-            later = self._page(keys_of, block + 16 * step)
-            within = cutlass.min(block, last) & ((1 << bits) - 1)
-            start = ptx.element_address(keys, cutlass.max(Int32(page), Int32(0)), page_stride)
-            codes = start + Int64(within * (_BLOCK * _LINE))
-            scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(within * (_BLOCK * 4))
+        place = Int32(0)  # of the blocks that are copied
+        # Page numbers are loaded 32 blocks ahead.
+        page = self._page(pages, blocks.first + (lane >> 1) * blocks.step + (lane & 1))
+        while (place < 2) | (blocks.first + (place >> 1) * blocks.step < blocks.end):
+            block = blocks.first + ((place + lane) >> 1) * blocks.step + (lane & 1)
+            later = self._page(pages, block + 16 * blocks.step)
+            within = cutlass.min(block, pages.last) & ((1 << pages.block_shift) - 1)
+            page_number = cutlass.max(Int32(page), Int32(0))
+            start = ptx.element_address(pages.cache, page_number, pages.page_stride)
+            codes = start + Int64(within * (BLOCK * CODE_BYTES))
+            all_codes = Int64(BLOCK * CODE_BYTES) << Int64(pages.block_shift)
+            scales = start + all_codes + Int64(within * (BLOCK * 4))
             turn = Int32(0)
-            while (turn < 32) & ((place < 2) | (first + (place >> 1) * step < count)):
+            while (turn < 32) & (
+                (place < 2) | (blocks.first + (place >> 1) * blocks.step < blocks.end)
+            ):
                 stage = place & self.plan.stages - 1
-                room, full = stages + Uint32(stage * STAGE), barriers + Uint32(stage * 16)
-                ptx.mbarrier_wait(full + 8, ((place >> self.plan.stages.bit_length() - 1) & 1) ^ 1)
+                target = ring.stages + Uint32(stage * STAGE)
+                full = ring.barriers + Uint32(stage * 16)
+                # In the first round the stage is empty: the parity before the first phase.
+                ptx.mbarrier_wait(full + 8, self._parity(place) ^ 1)
                 if lane == turn:
                     ptx.mbarrier_arrive_expect_tx(full, STAGE)
-                    ptx.bulk_copy_to_shared(room, codes, _BLOCK * _LINE, full)
-                    ptx.bulk_copy_to_shared(room + _BLOCK * _LINE, scales, _BLOCK * 4, full)
+                    ptx.bulk_copy_to_shared(target, codes, BLOCK * CODE_BYTES, full)
+                    ptx.bulk_copy_to_shared(target + BLOCK * CODE_BYTES, scales, BLOCK * 4, full)
                 turn += 1
                 place += 1
             page = later
 
+    def _parity(self, place: Int32) -> Int32:
+        """The parity of the ring's round in which the ``place``-th block is copied."""
+        return (place >> self.plan.stages.bit_length() - 1) & 1
+
     @cute.jit
-    def _arrived(self, mine: Value, place: Value) -> None:
-        """Wait for the bytes of the block at a place of the warpgroup's."""
-        full = mine[1] + Uint32((place & self.plan.stages - 1) * 16)
-        ptx.mbarrier_wait(full, (place >> self.plan.stages.bit_length() - 1) & 1)
+    def _wait_block(self, ring: Ring, place: Int32) -> None:
+        """Wait for the bytes of the warpgroup's ``place``-th block."""
+        full = ring.barriers + Uint32((place & self.plan.stages - 1) * 16)
+        ptx.mbarrier_wait(full, self._parity(place))
 
-    def _take(self, mine: Value, place: Value, who: Value) -> Value:
-        """The lane's codes of two keys of the block, and scales; the stage is given back."""
-        stages, barriers = mine
-        warp, lane, none = who
+    def _read_block(self, ring: Ring, place: Int32, who: Lane, zero: Uint32) -> KeyPair:
+        """Load the lane's share of two keys of the ``place``-th block, and give the stage back."""
         stage = place & self.plan.stages - 1
-        at = stages + Uint32(stage * STAGE)
-        codes = at + Uint32(warp * (16 * _LINE) + lane * 16)
-        scales = at + Uint32(warp * (16 * 4) + lane // 4 * 4)
-        words = [*ptx.load_shared(codes, 4), *ptx.load_shared(codes, 4, 8 * _LINE)]
-        words += [ptx.load_shared_word(scales, _BLOCK * _LINE + i) for i in (0, 32)]
-        # Each lane for itself: it has read the stage, which is copied to after this. Loads and
-        # an arrival are in order, the copy is not: by its address the arrival waits for the words.
-        read = functools.reduce(operator.or_, (words[0], words[4], words[8], words[9]))
-        ptx.mbarrier_arrive(barriers + Uint32(stage * 16 + 8) + (read & none))
-        return words
-
-    def _product(self, left: Value) -> cute.TiledMma:
-        """64 keys by 64 heads; ``left``: where keys come from."""
-        op = warpgroup.MmaI8Op(
-            Uint8,
-            Int8,
-            Int32,
-            (_BLOCK, _HEADS, 32),
-            left,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
+        address = ring.stages + Uint32(stage * STAGE)
+        codes = address + Uint32(who.warp * (16 * CODE_BYTES) + who.lane * 16)
+        scales = address + Uint32(who.warp * (16 * 4) + who.lane // 4 * 4)
+        first, second = ptx.load_shared(codes, 4), ptx.load_shared(codes, 4, 8 * CODE_BYTES)
+        first_scales, second_scales = (
+            ptx.load_shared_word(scales, BLOCK * CODE_BYTES + i) for i in (0, 32)
         )
-        return cute.make_tiled_mma(op, (1, 1, 1))
+        # Each lane for itself: it has read the stage, which is copied to after this. Loads and an
+        # arrival are in order, the copy is not: by its address the arrival waits for the words.
+        words = (first[0], second[0], first_scales, second_scales)
+        read = functools.reduce(operator.or_, words)
+        ptx.mbarrier_arrive(ring.barriers + Uint32(stage * 16 + 8) + (read & zero))
+        return KeyPair(first, second, first_scales, second_scales)
 
-    def _multiply(self, mma: Value, dots: Value, left: Value, right: Value) -> None:
-        """Start the products of a block."""
+    def _tiled_mma(self, source: warpgroup.OperandSource, accumulate: bool) -> cute.TiledMma:
+        """A step of 64 keys by 64 heads by 32 dims; keys come from ``source``."""
+        left, right, major = Uint8, Int8, OperandMajorMode.K
+        op = warpgroup.MmaI8Op(left, right, Int32, (BLOCK, HEADS, 32), source, major, major)
+        mma = cute.make_tiled_mma(op, (1, 1, 1))
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return mma
+
+    def _multiply(self, mma: Mma, dots: cute.Tensor, codes: cute.Tensor) -> None:
+        """Start the products of a block. One warpgroup.
+
+        Args:
+            mma: Steps and operands.
+            dots: Accumulators; may not be touched before ``warpgroup.wait_group(0)``.
+            codes: Left operands of four steps, which are read until then.
+        """
         warpgroup.fence()
-        codes, same = left
-        queries, less = right
         for i in range(4):
-            cute.gemm(mma[i > 0], dots, codes[None, None, i], queries[None, None, i], dots)
-        cute.gemm(mma[2], dots, same[None, None, 0], less[None, None, 0], dots)
+            step = mma.later if i > 0 else mma.first
+            cute.gemm(step, dots, codes[None, None, i], mma.queries[None, None, i], dots)
+        left, right = mma.bias_left[None, None, 0], mma.query_bias[None, None, 0]
+        cute.gemm(mma.bias, dots, left, right, dots)
         warpgroup.commit_group()
 
-    def _page(self, keys_of: Value, block: Value) -> Value:
-        """The page of a block, the last one's if there is none."""
-        return ptx.load_global(self._place_of_page(keys_of, block))
-
-    def _place_of_page(self, keys_of: Value, block: Value) -> Value:
-        """Where the number of that page is."""
-        (pages, table_bytes, _, _), bits, last = keys_of
-        return ptx.element_address(pages, cutlass.min(block, last) >> bits, table_bytes)
-
-    def _fetch(self, keys_of: Value, block: Value, who: Value) -> Value:
-        """What ``_take`` returns, from memory."""
-        (_, _, keys, page_stride), bits, last = keys_of
-        warp, lane = who
-        page = cutlass.max(Int32(self._page(keys_of, block)), Int32(0))
-        start = ptx.element_address(keys, page, page_stride)
-        within = cutlass.min(block, last) & ((1 << bits) - 1)
-        first = within * _BLOCK + warp * 16 + lane // 4
-        codes = start + Int64(first * _LINE + lane % 4 * 16)
-        scales = start + (Int64(_BLOCK * _LINE) << Int64(bits)) + Int64(first * 4)
-        return [
-            *ptx.load_streaming(codes, 4),
-            *ptx.load_streaming(codes, 4, 8 * _LINE),
-            ptx.load_streaming_word(scales, 0),
-            ptx.load_streaming_word(scales, 32),
-        ]
-
-    def _expand(self, line: Value, words: Value, own: Value, beside: Iterable[None] = ()) -> Value:
-        """The left operands of four steps; what both keys' scores are to be multiplied by.
-
-        And how far the scales of the lane's groups are below the largest of their keys, as powers
-        of two: of each key in a half of a word, in both bytes.
-
-        ``line``: 16 registers: by step, half of the word, key. ``beside``: whose steps wait for one
-        another, and here for the codes of a word instead.
-        """
-        (lane, less), steps = own, iter(beside)
-        largest = ptx.max_of_bytes_pair(words[8], words[9])
-        below = largest - ptx.select_byte_pair(words[8], words[9], lane % 4)
-        for h, distance in enumerate((below, below >> 16)):
-            tables = self._tables(ptx.shift_right(Uint32(4), distance))
-            for i in range(4):
-                both = ptx.e2m1_to_bytes_by_table(words[4 * h + i], tables, less)
-                line[4 * i + h], line[4 * i + 2 + h] = both
-                next(steps, None)
-        for _ in steps:
-            pass
-        return largest, below
-
-    def _is_below(self, far: Value) -> Value:
-        """Whether one of two distances that ``_expand`` returns is too large for integers."""
-        return ptx.max_of_halves(far) > Uint32(0x02FF)
-
-    def _both(self, first: Value, second: Value) -> Value:
-        """A byte of both keys, in a word."""
-        return Uint32(first) | (Uint32(second) << Uint32(16))
-
-    def _tables(self, factor: Value) -> Value:
-        """Bytes that codes stand for, times a power of two, and _MIDDLE.
-
-        Of the codes 0 to 3 and 4 to 7, and of 7 to 4 and 3 to 0 with a sign. Products, for the
-        logic pipe has more to do. Of a factor 0 all are _MIDDLE.
-        """
-        fours = (0x03020100, 0x0C080604, 2**32 - 0x0406080C, 2**32 - 0x00010203)
-        middle = Uint32(0x01010101 * _MIDDLE)
-        return [ptx.mad_u32(factor, Uint32(four), middle) for four in fours]
-
-    def _some(self, words: Value) -> Value:
-        """Whether a code is not zero."""
-        return (functools.reduce(operator.or_, words) & Uint32(0x77777777)) != Uint32(0)
-
-    def _shift(self, scales: Value, group: Value) -> Value:
-        """3 less what a group's scale is below the largest, as powers of two; and the largest."""
-        largest = ptx.max_of_bytes(scales)
-        byte = ptx.extract_byte(scales, group)
-        return Int32(byte) - Int32(largest) + 3, largest
-
-    def _pools(self, shift: Value) -> Value:
-        """Bytes that the eight codes without a sign stand for, times a power of two."""
-        shift = Uint32(cutlass.max(shift, Int32(0)))
-        return Uint32(0x03020100) << shift, Uint32(0x0C080604) << shift
-
     @cute.jit
-    def _pools_of(self, shift: Value, window: Value) -> Value:
-        """The same in a window of four shifts down from 3; zeros if the shift is in another."""
-        within = shift + 4 * window
-        low, high = Uint32(0), Uint32(0)
-        if (within >= 0) & (within < 4):
-            low, high = Uint32(0x03020100) << Uint32(within), Uint32(0x0C080604) << Uint32(within)
-        return low, high
-
-    def _window(self, shift: Value) -> Value:
-        """Which window a shift is in, 0 to 63."""
-        return (3 - shift) >> 2
-
-    @cute.jit
-    def _bits(self, shift: Value, wanted: Value) -> Value:
-        """The bit of a shift's window in two words, if it is wanted."""
-        window = self._window(shift)
-        bit = Uint32(1) << Uint32(window & 31)
-        low, high = Uint32(0), Uint32(0)
-        if wanted:
-            if window < 32:
-                low = bit
-            else:
-                high = bit
-        return low, high
-
-    def _next(self, low: Value, high: Value) -> Value:
-        """The number of the lowest bit of two words, not both 0, and the words without it."""
-        number = ptx.find_lowest_bit(low, high)
-        rest = low & (low - 1)
-        return number, rest, ptx.select_word(low == Uint32(0), high & (high - 1), high)
-
-    @cute.jit
-    def _correct(
-        self, keys_of: Value, blocks: Value, queries: Value, weight: Value, to: Value, who: Value
+    def _consume(
+        self,
+        args: IndexerLogitsArgs,
+        token: Int32,
+        end: Int32,
+        shared: SharedMemory,
+        ring: Ring,
+        pages: SequencePages,
+        blocks: Blocks,
+        thread: Int32,
+        who: Lane,
     ) -> None:
-        """Store scores of the warp's keys again, of blocks that integers do not hold."""
-        first, step, count, apart = blocks
-        scores, maxima, end, down = to
-        for pair in cutlass.range(first, count, step, unroll=1):
-            for block in cutlass.range(pair, cutlass.min(pair + 2, count), 1, unroll=1):
-                words = self._fetch(keys_of, block, who)
-                shifts = [self._shift(words[8 + h], who[1] % 4)[0] - 1 for h in range(2)]
-                if cute.arch.vote_any_sync(self._is_far(words, shifts)) | apart:
-                    sums = self._sums_apart(words, queries, weight, who[1])
-                    factors = self._both(*[ptx.max_of_bytes(words[8 + h]) for h in range(2)])
-                    # Without a second block.
-                    alone = (scores, maxima, cutlass.min(end, (block + 1) * _BLOCK), down)
-                    self._store([*sums, *sums], (factors, factors), alone, block, who)
+        """Multiply and store a warpgroup's blocks. The threads that multiply.
 
-    def _is_far(self, words: Value, shifts: Value) -> Value:
-        """Whether one of the lane's groups has a shift below 0 and is not zero."""
-        first = (shifts[0] < 0) & self._some(words[:4])
-        return first | ((shifts[1] < 0) & self._some(words[4:8]))
-
-    @cute.jit
-    def _sums_apart(self, words: Value, queries: Value, weight: Value, lane: Value) -> Value:
-        """As ``_sums``, of keys or queries with groups whose scales are far apart, by the warp.
-
-        Windows of a key's groups with windows of the queries', each an integer product.
+        Args:
+            args: See there.
+            token: The CTA's token.
+            end: Entries that it sees.
+            shared: Shared memory.
+            ring: The warpgroup's stages.
+            pages: Where keys are, for those that are multiplied again.
+            blocks: The warpgroup's blocks.
+            thread: Of the CTA.
+            who: Of the warpgroup.
         """
-        shifts, low, high = [], Uint32(0), Uint32(0)
-        for h in cutlass.range_constexpr(2):
-            shift, _ = self._shift(words[8 + h], lane % 4)
-            shifts.append(shift)
-            bits = self._bits(shift, self._some(words[4 * h : 4 * h + 4]))
-            low, high = low | bits[0], high | bits[1]
-        low, high = ptx.warp_or(low), ptx.warp_or(high)
-        first, second = Float32(0.0), Float32(0.0)
-        # Few heads at a time: their sums would take registers from everything else.
-        for n in cutlass.range(0, _HEADS // 8, 2, unroll=1):
-            totals = self._totals((words, shifts, low, high), queries, n, lane)
-            for i in cutlass.range_constexpr(2):
-                pair = ptx.load_shared_float2(weight + (n + i) * 8)
-                for c in cutlass.range_constexpr(2):
-                    first += ptx.max_float(totals[4 * i + c], Float32(0.0)) * pair[c]
-                    second += ptx.max_float(totals[4 * i + 2 + c], Float32(0.0)) * pair[c]
-        # As integers count, of keys whose largest shift is less by one.
-        down = Float32(_UNIT)
-        return first * Float32(0.5) * down, second * Float32(0.5) * down
+        share = self._load_query(args, token, thread)
+        weights, weight_scale = self._prepare_queries(
+            share, shared, thread, who.lane, Uint32(args.shift16)
+        )
+        registers, memory = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
+        first = self._tiled_mma(registers, False)
+        bias = self._tiled_mma(memory, True)
+        mma_slice, bias_slice = first.get_slice(thread % 128), bias.get_slice(thread % 128)
+        right = [
+            first.make_fragment_B(mma_slice.partition_B(operand))
+            for operand in (shared.queries, shared.bias)
+        ]
+        # Codes of the two blocks of a pair are expanded to two sets of registers in turn.
+        left_shape = mma_slice.partition_shape_A((BLOCK, DIMS))
+        even, odd = [first.make_fragment_A(left_shape) for _ in range(2)]
+        even_words, odd_words = cute.recast_tensor(even, Uint32), cute.recast_tensor(odd, Uint32)
+        mma = Mma(
+            first=first,
+            later=self._tiled_mma(registers, True),
+            bias=bias,
+            queries=right[0],
+            query_bias=right[1],
+            bias_left=bias.make_fragment_A(bias_slice.partition_A(shared.bias_left)),
+        )
+        dots = cute.make_rmem_tensor(mma_slice.partition_shape_C((BLOCK, HEADS)), Int32)
+        minus_one = Uint32(ptx.load_shared_int(shared.windows + 8))
+        zero = minus_one + Uint32(1)  # opaque to the compiler
+        place, block = Int32(0), blocks.first
+        self._wait_block(ring, place)
+        keys = self._read_block(ring, place, who, zero)
+        factors, far = self._expand(even_words, keys, who.lane, minus_one)
+        self._multiply(mma, dots, even)
+        self._wait_block(ring, place + 1)
+        keys = self._read_block(ring, place + 1, who, zero)
+        odd_factors, below = self._expand(odd_words, keys, who.lane, minus_one)
+        far = ptx.max_u16x2(far, below)  # the largest distances so far
+        output = Output(
+            scores=args.scores + Int64(token) * args.score_stride * 4,
+            maxima=args.maxima + Int64(token) * args.maxima_stride * 4,
+            end=end,
+            weight_scale=weight_scale,
+        )
+        # The compiler moves a wait for products to before what is independent of it, and starts of
+        # products to among what follows, but neither past a branch: there is one on either side of
+        # where codes are expanded.
+        while block < blocks.end:
+            warpgroup.wait_group(0)
+            sums = self._sum_heads(dots, weights)
+            self._multiply(mma, dots, odd)
+            block += blocks.step
+            next_factors, next_odd_factors = factors, odd_factors
+            if block < blocks.end:
+                self._wait_block(ring, place + 2)
+                keys = self._read_block(ring, place + 2, who, zero)
+                next_factors, below = self._expand(even_words, keys, who.lane, minus_one)
+                far = ptx.max_u16x2(far, below)
+            warpgroup.wait_group(0)
+            sums += self._sum_heads(dots, weights)
+            pair = PairScores(sums, factors, odd_factors, block - blocks.step)
+            if block < blocks.end:
+                self._multiply(mma, dots, even)
+                self._wait_block(ring, place + 3)
+                keys = self._read_block(ring, place + 3, who, zero)
+                storing = self._storing(pair, output, who)
+                next_odd_factors, below = self._expand(
+                    odd_words, keys, who.lane, minus_one, storing
+                )
+                far = ptx.max_u16x2(far, below)
+            else:
+                self._store(pair, output, who)
+            factors, odd_factors = next_factors, next_odd_factors
+            place += 2
+        # Products that nobody reads: of the second pair that a warpgroup without blocks takes.
+        warpgroup.wait_group(0)
+        low, high = ptx.load_shared(shared.windows, 2)
+        # Of queries more than the first window is used.
+        all_keys = (low > Uint32(1)) | (high != Uint32(0))
+        if cute.arch.vote_any_sync(self._is_distant(far)) | all_keys:
+            windows = Windows(low, high)
+            queries = QueryCodes(shared.codes, shared.scales, windows, Uint32(args.shift16))
+            self._correct(pages, blocks, all_keys, queries, weights, output, who)
 
     @cute.jit
-    def _totals(self, keys: Value, queries: Value, n: Value, lane: Value) -> Value:
-        """Sums over all windows for 16 heads from ``8 n`` on, in the order of ``mma``."""
-        words, shifts, low, high = keys
-        plain, exponents, also, half = queries
-        totals = [Float32(0.0)] * 8
-        while (low | high) != Uint32(0):
-            window, low, high = self._next(low, high)
-            line = [Uint32(0)] * 16
-            for h in cutlass.range_constexpr(2):
-                least, most = self._pools_of(shifts[h], window)
-                for i in cutlass.range_constexpr(4):
-                    both = ptx.e2m1_to_signed_bytes(words[4 * h + i], least, most, half)
-                    line[4 * i + h], line[4 * i + 2 + h] = both
-            lower, upper = also
-            while (lower | upper) != Uint32(0):
-                other, lower, upper = self._next(lower, upper)
-                # Of the largest scales; 0 below 2^-126.
-                exponent = cutlass.max(127 - 4 * (window + other), Int32(0))
-                factor = ptx.bits_to_float(Uint32(exponent) << Uint32(23))
-                for m in cutlass.range_constexpr(2):
-                    head = 8 * (n + m) + lane // 4
-                    scales = Uint32(ptx.load_shared_int(exponents + Uint32(head * 4)))
-                    shift, _ = self._shift(scales, lane % 4)
-                    least, most = self._pools_of(shift, other)
-                    right = ptx.load_shared(plain + Uint32(head * _LINE + lane % 4 * 16), 4)
-                    four: Value = [Int32(0)] * 4
-                    for i in cutlass.range_constexpr(4):
-                        codes = ptx.e2m1_to_signed_bytes(right[i], least, most, half)
-                        four = ptx.mma_m16n8k32_s8(four, line[4 * i : 4 * i + 4], codes)
-                    for c in cutlass.range_constexpr(4):
-                        one = ptx.int_to_float(four[c])
-                        totals[4 * m + c] = ptx.fma_float(one, factor, totals[4 * m + c])
-        return totals
-
-    @cute.jit
-    def _ask(self, q: Value, q_scales: Value, weights: Value, who: Value) -> Value:
-        """A share of a head's codes for each thread, 2 or 8 words, its scales and weight.
-
-        Zeros if there is no such head.
-        """
-        heads, head_stride, thread = who
-        sharers = self.plan.mma_threads // _HEADS
+    def _load_query(self, args: IndexerLogitsArgs, token: Int32, thread: Int32) -> QueryShare:
+        """Load a thread's share of a head, 2 or 4 words of codes; zeros without such a head."""
+        first_head = Int64(token) * args.heads
+        q = args.q + token * args.token_stride
+        q_scales, head_weights = args.q_scales + first_head * 4, args.weights + first_head * 4
+        sharers = self.plan.mma_threads // HEADS
         head, side = thread // sharers, thread % sharers
-        count = _LINE // 4 // sharers
+        count = CODE_BYTES // 4 // sharers
         words, scales, weight = [Uint32(0)] * count, Uint32(0), Float32(0.0)
-        if head < heads:
-            place, each = q + head * head_stride + Int64(side * (4 * count)), min(4, count)
+        if head < args.heads:
+            address = q + head * args.head_stride + Int64(side * (4 * count))
+            width = min(4, count)
             words = [
                 word
-                for first in range(0, count, each)
-                for word in ptx.load_streaming(place, each, 4 * first)
+                for first in range(0, count, width)
+                for word in ptx.load_streaming(address, width, 4 * first)
             ]
             scales = ptx.load_global(q_scales + Int64(head) * 4)
-            weight = ptx.load_global_float(weights + Int64(head) * 4)
-        return words, scales, weight
+            weight = ptx.load_global_float(head_weights + Int64(head) * 4)
+        return QueryShare(words, scales, weight)
 
     @cute.jit
-    def _queries(self, asked: Value, rooms: Value, who: Value, half: Value) -> Value:
-        """Put the heads' codes in shared memory; the lane's weights, and what they were divided by.
+    def _prepare_queries(
+        self,
+        share: QueryShare,
+        shared: SharedMemory,
+        thread: Int32,
+        lane: Int32,
+        shift16: Uint32,
+    ) -> tuple[Uint32, Float32]:
+        """Put the heads' queries and weights in shared memory. The threads that multiply.
 
-        ``asked``: what ``_ask`` returns.
+        Weights are divided by the largest power of two of them and their queries' scales, so that
+        sums over heads are neither infinite nor subnormal where the logits are not.
+
+        Returns:
+            The address of the lane's weights, and what weights were divided by.
         """
-        words, scales, weight = asked
-        shared, less, told, plain, exponents, windows = rooms
-        thread, lane = who
-        sharers = self.plan.mma_threads // _HEADS
+        scales, weight = share.scales, share.weight
+        sharers = self.plan.mma_threads // HEADS
         head, side = thread // sharers, thread % sharers
+        queries, bias = _address(shared.queries), _address(shared.bias)
         total, bits = Int32(0), [Uint32(0)] * 2
-        for n, word in enumerate(words):
-            number = side * len(words) + n
+        for n, word in enumerate(share.codes):
+            number = side * len(share.codes) + n
             group = number // 4
             if cutlass.const_expr(n % 4 == 0):
                 shift, largest = self._shift(scales, group)
-                low, high = self._pools(shift)
-                bit = self._bits(shift, self._some(words[n : n + 4]))
-                bits = [one | more for one, more in zip(bits, bit, strict=True)]
-            ptx.store_shared_int(plain + Uint32(head * _LINE + number * 4), Int32(word))
-            both = ptx.e2m1_to_signed_bytes(word, low, high, half)
+                low, high = self._query_tables(shift)
+                bit = self._window_bit(shift, self._is_nonzero(share.codes[n : n + 4]))
+                bits = [word_bits | more for word_bits, more in zip(bits, bit, strict=True)]
+            ptx.store_shared_int(shared.codes + Uint32(head * CODE_BYTES + number * 4), Int32(word))
+            both = ptx.e2m1_to_signed_bytes(word, low, high, shift16)
             for h in cutlass.range_constexpr(2):
                 total = ptx.add_sum_of_bytes(both[h], total)
+                # Chunks of 16 bytes are swizzled by the row. Those of a group of dims are the same
+                # four bytes of each of eight chunks, as keys' fragments have them.
                 chunk = (number % 4 * 2 + h) ^ (head % 8)
-                at = shared + Uint32(head * _DIMS + chunk * 16 + group * 4)
-                ptx.store_shared_int(at, Int32(both[h]))
-        found = [ptx.warp_or(one) for one in bits]
+                target = queries + Uint32(head * DIMS + chunk * 16 + group * 4)
+                ptx.store_shared_int(target, Int32(both[h]))
+        of_warp = [ptx.warp_or(word_bits) for word_bits in bits]
         if lane == 0:
             for i in cutlass.range_constexpr(2):
-                ptx.reduce_or_shared(windows + Uint32(i * 4), found[i])
+                ptx.reduce_or_shared(shared.windows + Uint32(i * 4), of_warp[i])
         for step in cutlass.range_constexpr(sharers.bit_length() - 1):
             total += cute.arch.shuffle_sync_bfly(total, 1 << step)
-        most, rest = self._taken_away(total)
+        most, rest = self._bias_bytes(total)
         words = [Uint32(most & 255) * Uint32(0x01010100)] * 4
         if side == 0:
             words = [words[0] | Uint32(rest & 255), *words[1:]]
         if side < 2:
-            ptx.store_shared4(less + Uint32(head * _DIMS + (side ^ (head % 8)) * 16), words)
+            target = bias + Uint32(head * DIMS + (side ^ (head % 8)) * 16)
+            ptx.store_shared4(target, words)
         weight = weight * ptx.e8m0_to_float(largest)
         if side == 0:
-            ptx.store_shared_float(told + Uint32(head * 4), weight)
-            ptx.store_shared_int(exponents + Uint32(head * 4), Int32(scales))
+            ptx.store_shared_float(shared.weights + Uint32(head * 4), weight)
+            ptx.store_shared_int(shared.scales + Uint32(head * 4), Int32(scales))
+        # ``wgmma`` reads the operands through the async proxy.
         ptx.fence_proxy_async_shared()
-        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.plan.mma_threads)
+        # Operands and weights, in the order of heads, are complete.
+        cute.arch.barrier(barrier_id=_QUERIES_READY, number_of_threads=self.plan.mma_threads)
         top = Int32(1)
         for i in cutlass.range_constexpr(2):
-            two = ptx.load_shared_int(told + Uint32((lane + 32 * i) * 4))
-            top = cutlass.max(top, (two >> 23) & 255)
+            weight_bits = ptx.load_shared_int(shared.weights + Uint32((lane + 32 * i) * 4))
+            top = cutlass.max(top, (weight_bits >> 23) & 255)
         top = cutlass.min(Int32(ptx.warp_max(Uint32(top))), Int32(252))
-        up = ptx.bits_to_float(Uint32(253 - top) << Uint32(23))
-        weight = weight * up
-        # Where the lanes that need it find four in a row.
-        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.plan.mma_threads)
+        weight = weight * ptx.bits_to_float(Uint32(253 - top) << Uint32(23))
+        # All have read the weights, which are stored again where a lane finds four in a row.
+        cute.arch.barrier(barrier_id=_QUERIES_READY, number_of_threads=self.plan.mma_threads)
         if side == 0:
-            ptx.store_shared_float(told + Uint32(self._line_of(head)), weight)
-        cute.arch.barrier(barrier_id=_MEET, number_of_threads=self.plan.mma_threads)
-        return told + Uint32(lane % 4 * _WEIGHTS), ptx.bits_to_float(Uint32(top) << Uint32(23))
+            ptx.store_shared_float(shared.weights + Uint32(self._weight_offset(head)), weight)
+        cute.arch.barrier(barrier_id=_QUERIES_READY, number_of_threads=self.plan.mma_threads)
+        weights = shared.weights + Uint32(lane % 4 * WEIGHT_BYTES)
+        return weights, ptx.bits_to_float(Uint32(top) << Uint32(23))
 
-    @staticmethod
-    def _taken_away(total: Value) -> Value:
-        """The further step's right bytes of a head whose integers have this sum.
-
-        The last three of every four bytes, and the first of all; the others are 0. With ``_SAME``
-        they give what ``_MIDDLE`` adds to the head's sums, negative.
-        """
-        most = -total // _UNITS
-        return most, -total - most * _UNITS
-
-    def _line_of(self, head: Value) -> Value:
-        """Where a head's weight is: 16 of each lane of four, heads 2 j and 2 j + 1 of every 8."""
-        return head // 2 % 4 * _WEIGHTS + (head // 8 * 2 + head % 2) * 4
-
-    def _sums(self, dots: Value, weight: Value) -> Value:
-        """Of both keys the sums over the lane's heads."""
-        sums = [Float32(0.0)] * 4
-        for n in range(8):
-            if n % 2 == 0:
-                four = ptx.load_shared_float4(weight + n * 8)
-            for one in range(4):
-                factor = four[n % 2 * 2 + one % 2]
-                sums[one] = ptx.add_scaled_relu(dots[4 * n + one], factor, sums[one])
-        return [sums[0] + sums[1], sums[2] + sums[3]]
-
-    def _store(self, sums: Value, factors: Value, to: Value, block: Value, who: Value) -> None:
-        """Keys of the scores of two blocks, and their groups' maxima: all of ``_storing``."""
-        for _ in self._storing(sums, factors, to, block, who):
-            pass
-
-    def _storing(
-        self, sums: Value, factors: Value, to: Value, block: Value, who: Value
-    ) -> Iterator[None]:
-        """Store keys of the scores of two blocks, and their groups' maxima, in steps.
-
-        ``sums``: of both keys of a block, then of the next. ``factors``: of a block, and the next.
-        """
-        scores, maxima, end, down = to
-        warp, lane = who
-        # Of four lanes each gets the sum of one key: bit 0 is its block, bit 1 which of both.
-        later, second = lane % 2 == 1, lane % 4 > 1
-        kept = [ptx.select_float(later, sums[2 + c], sums[c]) for c in range(2)]
-        sent = [ptx.select_float(later, sums[c], sums[2 + c]) for c in range(2)]
-        sent = [cute.arch.shuffle_sync_bfly(one, 1) for one in sent]
-        yield
-        pair = [one + other for one, other in zip(kept, sent, strict=True)]
-        total = ptx.select_float(second, pair[1], pair[0])
-        other = cute.arch.shuffle_sync_bfly(ptx.select_float(second, pair[0], pair[1]), 2)
-        both = ptx.select_word(later, factors[1], factors[0])
-        factor = ptx.e8m0_to_float(ptx.extract_byte(both, lane & 2))
-        yield
-        key = ptx.ordered_key((total + other) * Float32(_DOWN) * down * factor)
-        entry = (block + lane % 2) * _BLOCK + warp * 16 + lane // 4 + lane % 4 // 2 * 8
-        seen = entry < end
-        ptx.store_global_if(ptx.element_address(scores, entry, 4), key, seen)
-        key = ptx.select_word(seen, key, Uint32(0))
-        steps = {0: (), 8: (4, 8, 16), 16: (4, 8, 16, 2)}[self.plan.group]
-        for step in steps:
-            other = ptx.shuffle_xor(key, step)
-            yield
-            key = cutlass.max(key, other)
-        if steps:
-            firsts = 4 if self.plan.group == 8 else 2
-            place = ptx.element_address(maxima, entry >> self.plan.group.bit_length() - 1, 4)
-            ptx.store_global_if(place, key, (lane < firsts) & seen)
+    def _query_tables(self, shift: Int32) -> tuple[Uint32, Uint32]:
+        """Bytes that the eight codes without a sign stand for, times a power of two."""
+        left = Uint32(cutlass.max(shift, Int32(0)))
+        return Uint32(0x03020100) << left, Uint32(0x0C080604) << left
