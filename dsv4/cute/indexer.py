@@ -1,12 +1,14 @@
-"""CuTeDSL kernels of ``dsv4.ops.indexer``: scores of MXFP4 keys, and the choice from long rows.
+"""Launchers of the CuTeDSL kernels of ``dsv4.ops.indexer``: logits of MXFP4 keys, and top-k.
 
-What they do not take the Triton kernels do.
+Triton's kernels compute logits of other keys, and select from short rows.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from threading import get_ident
+from typing import NamedTuple
 
 import torch
 
@@ -23,10 +25,48 @@ from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
-_WHOLE = 16384  # entries up to which a row is looked at without groups
-_GROUP = 8  # entries per group, or twice as many
-_LONG = 131072  # entries from which groups are the larger ones
-_PAIR = 128  # entries that are scored at a time
+_DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
+_GROUP = 8  # entries of a group in rows shorter than ``_LONG``, else twice as many
+_LONG = 131072
+_PAIR = 128  # entries of two blocks, which a warpgroup takes at a time
+
+_topk_pointers, _logits_pointers = TOPK_ABI.pointers, INDEXER_LOGITS_ABI.pointers
+
+
+class _TopkProblem(NamedTuple):
+    """Sizes and strides of a call of ``topk``, which determine every scalar of its launch."""
+
+    tokens: int
+    k: int
+    capacity: int
+    group: int
+    visible_bytes: int
+    key_stride: int
+    maxima_stride: int
+    device: int
+
+
+class _LogitsProblem(NamedTuple):
+    """Sizes and strides of a call of ``indexer_logits``, which determine every scalar likewise."""
+
+    tokens: int
+    heads: int
+    capacity: int
+    k: int
+    group: int
+    page_size: int
+    table_rows: int
+    token_stride: int
+    head_stride: int
+    page_stride: int
+    table_stride: int
+    score_stride: int
+    maxima_stride: int
+    table_bytes: int
+    sequence_bytes: int
+    visible_bytes: int
+    sms: int
+    device: int
 
 
 def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
@@ -44,9 +84,9 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
-    group = 0 if capacity <= _WHOLE else _GROUP if capacity < _LONG else 2 * _GROUP
-    groups = _whole(-(-capacity // group)) if group else 0
-    visible, row = visible.contiguous(), (_whole(capacity), group, groups)
+    group = 0 if capacity <= _DIRECT else _GROUP if capacity < _LONG else 2 * _GROUP
+    groups = _rounded(-(-capacity // group)) if group else 0
+    visible, row = visible.contiguous(), (_rounded(capacity), group, groups)
     parts = scored(
         q, args.query_scales, args.weights, keys, args.sequence_of_token, visible, k, *row, scorer
     )
@@ -55,8 +95,8 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     return out
 
 
-def _whole(number: int) -> int:
-    """So many numbers, rounded up to a multiple of 16 bytes."""
+def _rounded(number: int) -> int:
+    """``number`` words, rounded up to a multiple of 16 bytes."""
     return -(-number // 4) * 4
 
 
@@ -78,42 +118,53 @@ def topk(
         capacity: Entries of a row, at most.
         group: 8 or 16; 0: there are no maxima.
     """
-    device, strides = out.get_device(), (keys.stride(0), maxima.stride(0))
+    device = out.get_device()
+    tokens, k = out.shape
+    # In the order of the fields: by keyword it takes 1 us more in every call.
+    problem = _TopkProblem(
+        tokens,
+        k,
+        capacity,
+        group,
+        visible.element_size(),
+        keys.stride(0),
+        maxima.stride(0),
+        device,
+    )
     with on(device):
-        sizes = (*out.shape, capacity, group, visible.element_size())
-        launch = _topk_launch(*sizes, *strides, device, get_ident())
-        run_noted(launch, stream_of(device), (keys, maxima, visible, out))
+        run = functools.partial(_launch_topk, problem)
+        run_noted(run, stream_of(device), (keys, maxima, visible, out))
 
 
-@functools.lru_cache(maxsize=1024)
-def _topk_launch(
-    tokens: int,
-    k: int,
-    capacity: int,
-    group: int,
-    visible_bytes: int,
-    key_stride: int,
-    maxima_stride: int,
-    device: int,
-    thread: int,
-) -> Launch:
-    """The launch of ``topk``, made once in every thread; its pointers are in the order of ``topk``.
+def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -> None:
+    """Launch a top-k kernel on the current GPU.
 
-    At least k keys reach the threshold for candidates. ``slack`` of k / 8 more end its search.
+    Args:
+        problem: Sizes and strides.
+        stream: The driver's handle.
+        addresses: Of the pointers of ``TopkArgs``, in their order.
     """
-    plan = topk_plan(tokens, group)
+    keys, maxima, visible, out = addresses
+    pointers = _topk_pointers(keys=keys, maxima=maxima, visible=visible, out=out)
+    _topk_launch(problem, get_ident())(stream, pointers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
+    """Made once in every thread, because a ``Launch`` has buffers and making it takes long."""
+    plan = topk_plan(problem.tokens, problem.group)
     kernel = loaded(plan, HOPPER)
-    kernel.prepare(device)
+    kernel.prepare(problem.device)
     return TOPK_ABI.launch(
         kernel,
-        tokens * plan.ctas,
-        key_stride=key_stride,
-        maxima_stride=maxima_stride,
-        visible_bytes=visible_bytes,
-        capacity=capacity,
-        k=k,
-        slack=max(16, k // 8),
-        direct=_WHOLE if group else capacity,
+        problem.tokens * plan.ctas,
+        key_stride=problem.key_stride,
+        maxima_stride=problem.maxima_stride,
+        visible_bytes=problem.visible_bytes,
+        capacity=problem.capacity,
+        k=problem.k,
+        slack=max(16, problem.k // 8),
+        direct=_DIRECT if problem.group else problem.capacity,
     )
 
 
@@ -132,89 +183,91 @@ def indexer_logits(
     """As ``dsv4.triton.indexer.launch_scores``, of arguments that ``supports_int8`` supports."""
     assert query_scales is not None
     query_scales, table, device = query_scales.contiguous(), keys.page_table, q.get_device()
-    launch = _logits_launch(
-        q.shape[0],
-        q.shape[1],
+    tokens, heads, _ = q.shape
+    # In the order of the fields, as above.
+    problem = _LogitsProblem(
+        tokens,
+        heads,
         keys.capacity,
         k,
         group,
         keys.page_size,
         table.shape[0],
-        # Strides, in the units of ``IndexerLogitsArgs``.
         q.stride(0),
         q.stride(1),
         keys.data.stride(0),
         table.stride(0),
         scores.stride(0),
         maxima.stride(0),
-        # Bytes of an element.
         table.element_size(),
         sequences.element_size(),
         visible.element_size(),
-        q.device,
-        get_ident(),
+        multiprocessors(q.device),
+        device,
     )
     operands = (q, query_scales, weights, keys.data, table, sequences, visible, scores, maxima)
     with on(device):
-        run_noted(launch, stream_of(device), operands)
+        run_noted(functools.partial(_launch_logits, problem), stream_of(device), operands)
 
 
-@functools.lru_cache(maxsize=1024)
-def _logits_launch(
-    tokens: int,
-    heads: int,
-    capacity: int,
-    k: int,
-    group: int,
-    page_size: int,
-    table_rows: int,
-    token_stride: int,
-    head_stride: int,
-    page_stride: int,
-    table_stride: int,
-    score_stride: int,
-    maxima_stride: int,
-    table_bytes: int,
-    sequence_bytes: int,
-    visible_bytes: int,
-    device: torch.device,
-    thread: int,
-) -> Launch:
-    """The launch of ``indexer_logits``, made once in every thread.
+def _launch_logits(problem: _LogitsProblem, stream: int, addresses: Sequence[int]) -> None:
+    """Launch ``IndexerLogitsKernel`` on the current GPU.
 
-    Its pointers are in the order of ``IndexerLogitsArgs``.
+    Args:
+        problem: Sizes and strides.
+        stream: The driver's handle.
+        addresses: Of the pointers of ``IndexerLogitsArgs``, in their order.
     """
-    plan, splits = _logits_plan(tokens, capacity, group, multiprocessors(device))
+    q, q_scales, weights, cache, table, sequences, visible, scores, maxima = addresses
+    pointers = _logits_pointers(
+        q=q,
+        q_scales=q_scales,
+        weights=weights,
+        cache=cache,
+        table=table,
+        sequences=sequences,
+        visible=visible,
+        scores=scores,
+        maxima=maxima,
+    )
+    _logits_launch(problem, get_ident())(stream, pointers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _logits_launch(problem: _LogitsProblem, thread: int) -> Launch:
+    """Made once in every thread, as ``_topk_launch``."""
+    plan, splits = _logits_plan(problem)
     kernel = loaded(plan, HOPPER)
-    kernel.prepare(device.index)
+    kernel.prepare(problem.device)
     return INDEXER_LOGITS_ABI.launch(
         kernel,
-        tokens * splits,
-        token_stride=token_stride,
-        head_stride=head_stride,
-        page_stride=page_stride,
-        table_stride=table_stride,
-        score_stride=score_stride,
-        maxima_stride=maxima_stride,
-        heads=heads,
-        capacity=capacity,
-        k=k,
-        page_shift=page_size.bit_length() - 1,
+        problem.tokens * splits,
+        token_stride=problem.token_stride,
+        head_stride=problem.head_stride,
+        page_stride=problem.page_stride,
+        table_stride=problem.table_stride,
+        score_stride=problem.score_stride,
+        maxima_stride=problem.maxima_stride,
+        heads=problem.heads,
+        capacity=problem.capacity,
+        k=problem.k,
+        page_shift=problem.page_size.bit_length() - 1,
         splits=splits,
-        table_bytes=table_bytes,
-        sequence_bytes=sequence_bytes,
-        visible_bytes=visible_bytes,
+        table_bytes=problem.table_bytes,
+        sequence_bytes=problem.sequence_bytes,
+        visible_bytes=problem.visible_bytes,
         shift16=1 << 16,
         inverse_splits=(1 << 31) // splits + 1,
-        table_rows=table_rows,
+        table_rows=problem.table_rows,
     )
 
 
-def _logits_plan(tokens: int, capacity: int, group: int, sms: int) -> tuple[IndexerLogitsPlan, int]:
+def _logits_plan(problem: _LogitsProblem) -> tuple[IndexerLogitsPlan, int]:
     """The kernel's configuration, and the CTAs that share a token's entries."""
-    # CTAs of four warpgroups take a whole SM; they must leave few without one.
+    tokens, sms = problem.tokens, problem.sms
+    # A CTA of four warpgroups takes a whole SM: they must leave at most a tenth of the SMs idle.
     fills = 10 * tokens * (sms // tokens) >= 9 * sms
-    plan = IndexerLogitsPlan(group, 4 if fills else 2)
+    plan = IndexerLogitsPlan(problem.group, 4 if fills else 2)
     splits = max(1, plan.ctas_per_sm * sms // tokens)
-    pairs = -(-capacity // _PAIR)
+    pairs = -(-problem.capacity // _PAIR)
     return plan, min(splits, -(-pairs // plan.warpgroups))
