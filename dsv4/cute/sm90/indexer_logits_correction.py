@@ -94,7 +94,7 @@ class QueryCodes(NamedTuple):
 
 
 class IndexerLogitsCorrection(IndexerLogitsTile):
-    """Device functions of that."""
+    """Device functions that multiply such keys again."""
 
     def _page(self, pages: SequencePages, block: Index) -> Uint32:
         """Load the page number of a block, the last one's if there is none."""
@@ -164,6 +164,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
         self, keys: KeyPair, queries: QueryCodes, weights: Uint32, lane: Int32
     ) -> tuple[Float32, Float32]:
         """As ``_sum_heads``, of keys or queries with groups whose scales are distant. One warp."""
+        # The union over the warp, because all lanes take part in every ``mma``.
         shifts, low, high = [], Uint32(0), Uint32(0)
         for h in cutlass.range_constexpr(2):
             shift, _ = self._shift(keys.scales[h], lane % 4)
@@ -172,6 +173,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
             low, high = low | bits[0], high | bits[1]
         windows = Windows(ptx.warp_or(low), ptx.warp_or(high))
         first, second = Float32(0.0), Float32(0.0)
+        # Rolled: unrolled, all tiles' sums would be in registers at a time.
         for n in cutlass.range(0, HEADS // 8, _FEW_HEADS, unroll=1):
             totals = self._window_totals(keys, shifts, windows, queries, n, lane)
             for i in cutlass.range_constexpr(_FEW_HEADS):
@@ -198,6 +200,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
         low, high = key_windows.low, key_windows.high
         while (low | high) != Uint32(0):
             window, low, high = self._next_window(low, high)
+            # Left operand of four steps of K; zeros where a group is in another window.
             left = [Uint32(0)] * 16
             for h in cutlass.range_constexpr(2):
                 least, most = self._window_tables(shifts[h], window)
@@ -208,7 +211,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
             lower, upper = queries.windows.low, queries.windows.high
             while (lower | upper) != Uint32(0):
                 other, lower, upper = self._next_window(lower, upper)
-                # Of the largest scales; 0 below 2^-126.
+                # A window is 2^-4 of the one before it, for both operands; 0 below 2^-126.
                 exponent = cutlass.max(127 - 4 * (window + other), Int32(0))
                 factor = ptx.bits_to_float(Uint32(exponent) << Uint32(23))
                 for m in cutlass.range_constexpr(_FEW_HEADS):
