@@ -32,7 +32,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
-from dsv4.cute.sm90.topk import (
+from dsv4.cute.sm90.topk import TopkKernel
+from dsv4.cute.sm90.topk_plan import CANDIDATES, SHARE, TopkArgs, TopkClusterPlan
+from dsv4.cute.sm90.topk_rows import (
     KEY_OFFSET,
     TOTALS_BYTES,
     ClusterKeys,
@@ -44,11 +46,9 @@ from dsv4.cute.sm90.topk import (
     Row,
     RowKeys,
     SharedMemory,
-    TopkKernel,
     Words,
     log2,
 )
-from dsv4.cute.sm90.topk_plan import CANDIDATES, SHARE, TopkArgs, TopkClusterPlan
 
 
 class TopkClusterKernel(TopkKernel):
