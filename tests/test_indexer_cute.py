@@ -552,6 +552,17 @@ def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     assert all(2 * cta * args.inverse_splits >> 32 == cta // splits for cta in ctas)
 
 
+@pytest.mark.parametrize("plan", [plans()[0], plans()[3], plans()[-1]], ids=repr)
+def test_parameters_lie_where_the_kernel_reads_them(plan, tmp_path, monkeypatch):
+    """The declared arguments, against what the compiled kernel declares."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    from tests import test_cute_compile as dense
+
+    abi = INDEXER_LOGITS_ABI if isinstance(plan, IndexerLogitsPlan) else TOPK_ABI
+    dense.test_parameters_lie_where_the_kernel_reads_them(plan, abi.parameters, tmp_path)
+
+
 def _instructions(ptx):
     """Operation, what it writes and what it reads, of each in the order of the text."""
     found = []

@@ -243,11 +243,11 @@ class IndexerLogitsTile(PlannedKernel):
         # Four lanes have shares of the same four keys. Of them each gets the sum of one key: bit 0
         # is its block, bit 1 which of both. Two exchanges instead of four reductions.
         later, second = lane % 2 == 1, lane % 4 > 1
-        kept = [ptx.select_float(later, sums[2 + c], sums[c]) for c in range(2)]
+        own = [ptx.select_float(later, sums[2 + c], sums[c]) for c in range(2)]
         sent = [ptx.select_float(later, sums[c], sums[2 + c]) for c in range(2)]
         sent = [cute.arch.shuffle_sync_bfly(value, 1) for value in sent]
         yield
-        both = [mine + other for mine, other in zip(kept, sent, strict=True)]
+        both = [mine + other for mine, other in zip(own, sent, strict=True)]
         total = ptx.select_float(second, both[1], both[0])
         other = cute.arch.shuffle_sync_bfly(ptx.select_float(second, both[0], both[1]), 2)
         factors = ptx.select_word(later, pair.second_factors, pair.first_factors)

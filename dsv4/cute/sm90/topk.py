@@ -159,9 +159,9 @@ class TopkKernel(TopkRows):
         limits = KeyRange(Uint32(0), Uint32(0))
         if row.visible > args.direct:
             limits = self._candidate_range(maxima, k, slack, shared, who)
-            kept = self._gather(maxima, limits.least - 1, shared.groups, 0, shared, who)
-            if kept <= CANDIDATES:
-                groups, vectors = shared.groups, kept * self.plan.group_vectors
+            gathered = self._gather(maxima, limits.least - 1, shared.groups, 0, shared, who)
+            if gathered <= CANDIDATES:
+                groups, vectors = shared.groups, gathered * self.plan.group_vectors
             else:
                 limits = self._candidate_range(
                     RowKeys(address, groups, limit, vectors), k, slack, shared, who
@@ -171,19 +171,21 @@ class TopkKernel(TopkRows):
                 RowKeys(address, groups, limit, vectors), k, slack, shared, who
             )
         source = RowKeys(address, groups, limit, vectors)
-        kept = self._gather(source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who)
-        if (kept > CANDIDATES) & (groups != Uint32(0)):
+        gathered = self._gather(source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who)
+        if (gathered > CANDIDATES) & (groups != Uint32(0)):
             # High keys are neighbours, so their groups' maxima say too little: of all their keys.
             limits = self._candidate_range(source, k, slack, shared, who)
-            kept = self._gather(source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who)
+            gathered = self._gather(
+                source, limits.least - 1, shared.positions, KEY_OFFSET, shared, who
+            )
         positions = Uint32(0)
-        if kept <= CANDIDATES:
+        if gathered <= CANDIDATES:
             address, groups = ptx.shared_to_generic(shared.candidate_keys), Uint32(0)
             positions = shared.positions
-            limit, vectors = kept, (kept + 3) >> 2
+            limit, vectors = gathered, (gathered + 3) >> 2
         # Else too many keys are equal: the rest reads the row itself.
         source = RowKeys(address, groups, limit, vectors)
-        cut = self._cut(source, limits, kept, k, shared, who)
+        cut = self._cut(source, limits, gathered, k, shared, who)
         output = Output(row.out, k, positions, Int32(0))
         self._select(source, cut, output, Placed(Int32(0), Int32(0)), shared, who)
 

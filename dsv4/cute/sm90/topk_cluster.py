@@ -92,11 +92,11 @@ class TopkClusterKernel(TopkKernel):
         own = cutlass.max(cutlass.min(maxima.limit - first, part), Int32(0))
         own_maxima = RowKeys(row.maxima + Int64(first) * 4, Uint32(0), own, (own + 3) >> 2)
         count = Int32(SHARE + 1)
-        kept = self._gather(own_maxima, limits.least - 1, shared.groups, 0, shared, who)
+        gathered = self._gather(own_maxima, limits.least - 1, shared.groups, 0, shared, who)
         origin = first * self.plan.group
-        if kept <= CANDIDATES:
+        if gathered <= CANDIDATES:
             source = RowKeys(
-                vectors=kept * self.plan.group_vectors,
+                vectors=gathered * self.plan.group_vectors,
                 address=row.keys + Int64(origin) * 4,
                 groups=shared.groups,
                 limit=row.visible - origin,

@@ -309,10 +309,10 @@ class TopkRows(PlannedKernel):
             How many there are. If more than ``CANDIDATES``, not all are copied, nor counted.
         """
         totals = shared.totals
-        kept = Int32(0)
+        gathered = Int32(0)
         count = self.plan.gathered_vectors
         for base in cutlass.range(0, source.vectors, count * self.plan.threads, unroll=1):
-            if kept <= CANDIDATES:
+            if gathered <= CANDIDATES:
                 number = base + who.warp * (count * 32)
                 keys = [Uint32(0)] * (4 * count)
                 firsts: list[Index] = [Int32(0)] * count
@@ -332,20 +332,20 @@ class TopkRows(PlannedKernel):
                 whole = Uint32(cute.arch.shuffle_sync(upto, 31))
                 counts = [Int32(ptx.extract_byte(whole, i)) for i in range(count)]
                 prefix = self._prefix(sum(counts[1:], counts[0]), totals, who)
-                if (mine != 0) & (kept + prefix.total <= CANDIDATES):
-                    place = positions + Uint32((kept + prefix.before) * 4)
+                if (mine != 0) & (gathered + prefix.total <= CANDIDATES):
+                    place = positions + Uint32((gathered + prefix.before) * 4)
                     for i in cutlass.range_constexpr(count):
                         at = place + ptx.extract_byte(Uint32(upto - mine), i) * 4
                         for e in cutlass.range_constexpr(4):
                             words = (firsts[i] + e, keys[4 * i + e])
                             at = ptx.append_if_above(at, words, bound, key_offset)
                         place += Uint32(counts[i] * 4)
-                kept += prefix.total
+                gathered += prefix.total
                 # A warp may still read the numbers of this step while another stores the next.
                 totals = totals ^ Uint32(TOTALS_BYTES)
         # The list is complete, and both buffers of totals are free again.
         cute.arch.sync_threads()
-        return kept
+        return gathered
 
     @cute.jit
     def _select(
