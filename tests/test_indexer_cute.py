@@ -460,7 +460,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(indexer, "stream_of", lambda index: 77)
     monkeypatch.setattr(indexer, "on", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(indexer, "loaded", lambda plan, arch: _kernel_of(plan))
-    monkeypatch.setattr(indexer, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(indexer, "sms", lambda device: 132)
     for name in ("_topk_launch", "_logits_launch"):
         monkeypatch.setattr(indexer, name, getattr(indexer, name).__wrapped__)
     return found

@@ -21,8 +21,8 @@ from dsv4.cute.sm90.indexer_logits_plan import (
     supports_int8,
 )
 from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
+from dsv4.device import sms
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton._launch import multiprocessors
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
 _DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
@@ -202,7 +202,7 @@ def indexer_logits(
         table.element_size(),
         sequences.element_size(),
         visible.element_size(),
-        multiprocessors(q.device),
+        sms(q.device),
         device,
     )
     operands = (q, query_scales, weights, keys.data, table, sequences, visible, scores, maxima)
@@ -264,10 +264,10 @@ def _logits_launch(problem: _LogitsProblem, thread: int) -> Launch:
 
 def _logits_plan(problem: _LogitsProblem) -> tuple[IndexerLogitsPlan, int]:
     """The kernel's configuration, and the CTAs that share a token's entries."""
-    tokens, sms = problem.tokens, problem.sms
+    tokens, count = problem.tokens, problem.sms
     # A CTA of four warpgroups takes a whole SM: they must leave at most a tenth of the SMs idle.
-    fills = 10 * tokens * (sms // tokens) >= 9 * sms
+    fills = 10 * tokens * (count // tokens) >= 9 * count
     plan = IndexerLogitsPlan(problem.group, 4 if fills else 2)
-    splits = max(1, plan.ctas_per_sm * sms // tokens)
+    splits = max(1, plan.ctas_per_sm * count // tokens)
     pairs = -(-problem.capacity // _PAIR)
     return plan, min(splits, -(-pairs // plan.warpgroups))
