@@ -144,6 +144,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from dsv4 import _steps
 from dsv4.debug import compilations
+from dsv4.ops.slots import WindowSlotsArgs
 from dsv4.triton import _launch, slots
 
 run = JITFunction.run
@@ -157,7 +158,7 @@ driver.set_active(_steps._Driver(GPUTarget("cuda", 90, 32), 0))
 table = torch.zeros((2, 4), dtype=torch.int32, device="meta")
 for tokens in (3, 3, 4, 16):
     numbers = torch.zeros(tokens, dtype=torch.int64, device="meta")
-    slots.window_slots(table, 64, numbers, numbers, 128)
+    slots.window_slots(WindowSlotsArgs(table, 64, numbers, numbers, 128))
 print(dict(compilations()), kernel.metadata.name, kernel.metadata.shared, len(kernel.asm["cubin"]),
       hash(kernel.asm["ptx"]), kernel.metadata.launch_pdl)
 """
