@@ -21,7 +21,7 @@ from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
 from dsv4.bench.problem import Draw
 from dsv4.cute.runtime.driver import Kernel
-from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.ops.indexer import indexer_select
 from tests.test_indexer_cute import Coded, apart, chosen, rows_of
 
@@ -76,7 +76,7 @@ def routed(op: str, every: list[int]) -> int:
 
 def long_rows() -> int:
     """Select from rows of MXFP4 keys that no case of the bench has, scales far apart in half."""
-    index_scores_plan._MANY = 0
+    indexer_logits_plan._MANY = 0
     for share in (0.0, 0.02):
         for tokens, entries in ((2, 9000), (2, 16500), (140, 300)):
             case = Coded(tokens, entries, 0, device="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 
@@ -10,9 +11,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.cute.sm90 import index_scores_plan
-from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
-from dsv4.cute.sm90.index_scores_plan import multiplies, plans
+from dsv4.cute.runtime import driver as cuda_driver
+from dsv4.cute.runtime.driver import Image, Kernel
+from dsv4.cute.sm90 import indexer_logits_plan
+from dsv4.cute.sm90.indexer_logits_plan import (
+    INDEXER_LOGITS_ABI,
+    IndexerLogitsArgs,
+    IndexerLogitsPlan,
+    plans,
+    supports_int8,
+)
+from dsv4.cute.sm90.topk_plan import TOPK_ABI, TopkArgs, is_long, topk_plan
 from dsv4.dispatch import explain
 from dsv4.kv_cache.pages import IndexLayout
 from dsv4.ops.indexer import indexer_select
@@ -21,6 +30,7 @@ from dsv4.quant.formats import MXFP4, QuantizedTensor
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import generator, normal, seeds, small_integers
 from tests import ptx_machine
+from tests.test_cute_launch import Driver
 
 HEADS, DIMS, PAGE = 64, 128, 64
 KINDS = ("normal", "integers", "rising", "equal", "zeros", "blocks", "outliers", "negative")
@@ -60,7 +70,7 @@ def wide(x, multiple):
 
 def chosen(scores, visible, k, group):
     """What the kernel chooses of ``scores`` on a GPU; what is not visible is garbage to it."""
-    from dsv4.cute.indexer import choose
+    from dsv4.cute.indexer import topk
 
     (tokens, width), visible = scores.shape, visible.to(scores.device)
     shown = torch.arange(width, device=scores.device) < visible.unsqueeze(1)
@@ -71,7 +81,7 @@ def chosen(scores, visible, k, group):
         padded = torch.nn.functional.pad(signed, (0, -width % group), value=-(2**31))
         maxima = wide(padded.unflatten(1, (-1, group)).amax(-1) ^ -0x80000000, 4)
     out = torch.full((tokens, k), -7, device=scores.device)
-    choose(wide(keys, 4), maxima, visible, out, width, group)
+    topk(wide(keys, 4), maxima, visible, out, width, group)
     return out
 
 
@@ -176,7 +186,7 @@ def apart(case, share):
 
 def scored(case, group, calls):
     """Scores and maxima of calls in a row, without anything between."""
-    from dsv4.cute.indexer import score
+    from dsv4.cute.indexer import indexer_logits
     from dsv4.triton.indexer import Keys
 
     given = case.arguments(1)
@@ -186,7 +196,7 @@ def scored(case, group, calls):
     found = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
     for scores, maxima in zip(*found, strict=True):
         rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, group)
-        score(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
+        indexer_logits(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
     return found
 
 
@@ -253,7 +263,7 @@ def test_scores_of_keys_near_at_hand(entries):
 @pytest.fixture
 def always(monkeypatch):
     """Integers are multiplied however few keys there are."""
-    monkeypatch.setattr(index_scores_plan, "_MANY", 0)
+    monkeypatch.setattr(indexer_logits_plan, "_MANY", 0)
 
 
 @pytest.mark.gpu
@@ -330,8 +340,8 @@ def test_what_integers_do_not_multiply(change, value):
         "query_scales": torch.zeros(1, 64, 4, dtype=torch.uint8),
         "capacity": 1 << 20,
     }
-    assert multiplies(**given)
-    assert not multiplies(**(given | {change: value}))
+    assert supports_int8(**given)
+    assert not supports_int8(**(given | {change: value}))
 
 
 def test_which_rows_are_long():
@@ -342,9 +352,9 @@ def test_which_rows_are_long():
 
 def test_few_rows_are_shared_by_blocks():
     """By as many as the GPU has room for; each of the tests of a choice has some of them."""
-    found = [choice_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
-    assert [plan.blocks for plan in found] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
-    assert set(plans()) >= {*found, choice_plan(1, 0)}
+    found = [topk_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
+    assert [plan.ctas for plan in found] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
+    assert set(plans()) >= {*found, topk_plan(1, 0)}
 
 
 @pytest.mark.parametrize("plan", plans(), ids=repr)
@@ -359,7 +369,7 @@ def test_kernels_compile(plan, tmp_path):
     image, file = cubin_cache.compile_image(plan, HOPPER), tmp_path / "kernel.cubin"
     usage = usage_of(image, file)
     assert usage["STACK"] == usage["LOCAL"] == 0
-    resident = getattr(plan, "resident", 1)
+    resident = getattr(plan, "ctas_per_sm", 1)
     assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
     assert plan.shared_bytes * resident <= 227 * 1024
     # Keys, queries and scores are written by the kernels in front.
@@ -370,15 +380,15 @@ def test_kernels_compile(plan, tmp_path):
 def test_sums_are_subnormal():
     """A sum of integers at its largest; as it counts it is at most 1 and not subnormal."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
     largest = DIMS * (12 << 2) * (12 << 3)
-    assert kernel._MIDDLE == 12 << 2
+    assert tile.BIAS == 12 << 2
     assert largest < 1 << 23
     sums = torch.tensor([1, largest], dtype=torch.int32).view(torch.float32).double()
     assert sums.tolist() == [2.0**-149, largest * 2.0**-149]
     counted = sums * 2.0**127
-    assert counted.tolist() == [kernel._UNIT, largest * kernel._UNIT]
+    assert counted.tolist() == [tile.UNIT, largest * tile.UNIT]
     assert counted[1] <= 1
     negative = torch.tensor([-1, -largest], dtype=torch.int32).view(torch.float32)
     assert bool(negative.isnan().all())
@@ -386,19 +396,21 @@ def test_sums_are_subnormal():
 
 @pytest.mark.parametrize("distance", range(3))
 def test_codes_as_bytes(monkeypatch, distance):
-    """Of every code in every place: twice its value, times its group's scale, and the middle."""
+    """Of every code in every place: twice its value, times its group's scale, and the bias."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
-    monkeypatch.setattr(kernel, "Uint32", int)
+    monkeypatch.setattr(tile, "Uint32", int)
     ptx_machine.install(monkeypatch)
-    tables = kernel.ScoresKernel(8, 4)._tables(kernel.ptx.shift_right(4, distance * 0x0101))
+    tables = tile.IndexerLogitsTile(IndexerLogitsPlan(8, 4))._tables(
+        tile.ptx.shift_right(4, distance * 0x0101)
+    )
     for word in range(0, 1 << 32, 0x01234567):
-        both = kernel.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
+        both = tile.ptx.e2m1_to_bytes_by_table(word, tables, 2**32 - 1)
         codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
         pairs = (codes[::2] | codes[1::2] << 4).view(1, -1)
         exact = values(pairs.repeat(1, 4), torch.full((1, 1), 127))[0, :8]
-        wanted = kernel._MIDDLE + (2 * exact * 2 ** (2 - distance)).int()
+        wanted = tile.BIAS + (2 * exact * 2 ** (2 - distance)).int()
         found = b"".join(half.to_bytes(4, "little") for half in both)
         assert list(found) == wanted.tolist()
 
@@ -409,31 +421,146 @@ def test_codes_as_bytes(monkeypatch, distance):
 def test_distances_of_two_keys_scales(scales, group):
     """Of one group below the largest of its key, in both bytes of a half; which are too large."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
     words = [int.from_bytes(bytes(scales[i : i + 4]), "little") for i in (0, 4)]
     with pytest.MonkeyPatch.context() as patch:
         ptx_machine.install(patch)
-        patch.setattr(kernel, "Uint32", int)
-        below = kernel.ptx.max_of_bytes_pair(*words) - kernel.ptx.select_byte_pair(*words, group)
+        patch.setattr(tile, "Uint32", int)
+        below = tile.ptx.max_of_bytes_pair(*words) - tile.ptx.select_byte_pair(*words, group)
         distances = [max(scales[i : i + 4]) - scales[i + group] for i in (0, 4)]
         assert below.to_bytes(4, "little") == bytes(d for d in distances for _ in range(2))
-        assert kernel.ScoresKernel(8, 4)._is_below(below) == (max(distances) > 2)
+        assert tile.IndexerLogitsTile(IndexerLogitsPlan(8, 4))._is_distant(below) == (
+            max(distances) > 2
+        )
 
 
-def test_a_further_step_takes_the_middle_away():
+def test_the_bias_step_subtracts_the_bias():
     """For every sum that a head's integers have."""
     pytest.importorskip("cutlass")
-    from dsv4.cute.sm90 import index_scores as kernel
+    from dsv4.cute.sm90 import indexer_logits_tile as tile
 
-    left = list(kernel._SAME.to_bytes(4, "little")) * 8
+    left = list(tile.BIAS_LEFT.to_bytes(4, "little")) * 8
     for total in range(-DIMS * (12 << 3), DIMS * (12 << 3) + 1):
-        most, rest = kernel.ScoresKernel._taken_away(total)
+        most, rest = tile.IndexerLogitsTile._bias_bytes(total)
         right = [0, most, most, most] * 8
         right[0] = rest
         assert -128 <= min(right) <= max(right) <= 127
         step = sum(a * b for a, b in zip(left, right, strict=True))
-        assert step + kernel._MIDDLE * total == 0
+        assert step + tile.BIAS * total == 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A mock driver that keeps launches of the indexer's kernels."""
+    from dsv4.cute import indexer
+
+    found = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    monkeypatch.setattr(indexer, "stream_of", lambda index: 77)
+    monkeypatch.setattr(indexer, "on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(indexer, "loaded", lambda plan, arch: _kernel_of(plan))
+    monkeypatch.setattr(indexer, "sms", lambda device: 132)
+    for name in ("_topk_launch", "_logits_launch"):
+        monkeypatch.setattr(indexer, name, getattr(indexer, name).__wrapped__)
+    return found
+
+
+def _kernel_of(plan):
+    return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(1, 0), (2, 8), (2, 16), (40, 16)])
+def test_arguments_of_topk(driver, tokens, group):
+    """Every argument by its name, in a grid of a cluster for each row."""
+    from dsv4.cute.indexer import topk
+
+    keys = torch.zeros(tokens + 1, 40000, dtype=torch.int32)
+    maxima, visible = keys.new_zeros(tokens + 1, 5004), torch.zeros(tokens).long()
+    out = torch.zeros(tokens, 512).long()
+    driver.kinds = TOPK_ABI.parameters
+    topk(keys, maxima, visible, out, 39999, group)
+    plan = topk_plan(tokens, group)
+    [(grid, threads, stream, values)] = driver.launches
+    assert (grid, threads, stream) == (tokens * plan.ctas, plan.threads, 77)
+    assert TopkArgs(*[value for (value,) in values]) == TopkArgs(
+        keys=keys.data_ptr(),
+        maxima=maxima.data_ptr(),
+        visible=visible.data_ptr(),
+        out=out.data_ptr(),
+        key_stride=40000,
+        maxima_stride=5004,
+        visible_bytes=8,
+        capacity=39999,
+        k=512,
+        slack=64,
+        direct=16384 if group else 39999,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "entries", "warpgroups", "splits"),
+    [(1, 400000, 4, 132), (1, 640, 4, 2), (60, 4096, 4, 2), (50, 4096, 2, 5), (200, 640, 2, 1)],
+)
+def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
+    """Every argument by its name; ``inverse_splits`` gives every CTA its token."""
+    from dsv4.cute.indexer import indexer_logits
+    from dsv4.triton.indexer import Keys
+
+    case = Coded(tokens, entries, 0, heads=3)
+    given = case.arguments(512)
+    keys = Keys(given["keys"].data, PAGE, "index_mxfp4", given["page_table"])
+    scales = given["q"].scales.view(torch.uint8)
+    scores, maxima = torch.zeros(tokens, 1000).int(), torch.zeros(tokens, 9).int()
+    sequences, visible = given["sequence_of_token"].int(), given["visible"]
+    driver.kinds = INDEXER_LOGITS_ABI.parameters
+    operands = (given["q"].codes, scales, given["weights"], keys, sequences, visible)
+    indexer_logits(*operands, scores, maxima, 512, 8)
+    plan = IndexerLogitsPlan(8, warpgroups)
+    [(grid, threads, stream, values)] = driver.launches
+    assert (grid, threads, stream) == (tokens * splits, plan.threads, 77)
+    args = IndexerLogitsArgs(*[value for (value,) in values])
+    assert args == IndexerLogitsArgs(
+        q=given["q"].codes.data_ptr(),
+        q_scales=scales.data_ptr(),
+        weights=given["weights"].data_ptr(),
+        cache=keys.data.data_ptr(),
+        table=keys.page_table.data_ptr(),
+        sequences=sequences.data_ptr(),
+        visible=visible.data_ptr(),
+        scores=scores.data_ptr(),
+        maxima=maxima.data_ptr(),
+        token_stride=3 * DIMS // 2,
+        head_stride=DIMS // 2,
+        page_stride=keys.data.stride(0),
+        table_stride=keys.page_table.stride(0),
+        score_stride=1000,
+        maxima_stride=9,
+        heads=3,
+        capacity=keys.capacity,
+        k=512,
+        page_shift=6,
+        splits=splits,
+        table_bytes=8,
+        sequence_bytes=4,
+        visible_bytes=8,
+        shift16=65536,
+        inverse_splits=args.inverse_splits,
+        table_rows=tokens,
+    )
+    ctas = range(grid)
+    assert all(2 * cta * args.inverse_splits >> 32 == cta // splits for cta in ctas)
+
+
+@pytest.mark.parametrize("plan", [plans()[0], plans()[3], plans()[-1]], ids=repr)
+def test_parameters_lie_where_the_kernel_reads_them(plan, tmp_path, monkeypatch):
+    """The declared arguments, against what the compiled kernel declares."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    from tests import test_cute_compile as dense
+
+    abi = INDEXER_LOGITS_ABI if isinstance(plan, IndexerLogitsPlan) else TOPK_ABI
+    dense.test_parameters_lie_where_the_kernel_reads_them(plan, abi.parameters, tmp_path)
 
 
 def _instructions(ptx):
@@ -460,12 +587,12 @@ def test_arrivals_wait_for_what_was_read(tmp_path, monkeypatch, warpgroups):
     """
     pytest.importorskip("cutlass")
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    from dsv4.cute.sm90.index_scores import ScoresKernel
+    from dsv4.cute.sm90.indexer_logits import IndexerLogitsKernel
 
     options = f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}"
     sources, loads, arrivals = {}, [], 0
     for operation, written, read in _instructions(
-        ScoresKernel(16, warpgroups).compile(options).__ptx__
+        IndexerLogitsKernel(IndexerLogitsPlan(16, warpgroups)).compile(options).__ptx__
     ):
         sources |= dict.fromkeys(written, read)
         if operation.startswith("mbarrier.try_wait"):

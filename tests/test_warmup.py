@@ -35,7 +35,7 @@ from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.driver import Image
-from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm100 import grouped_plan
 from dsv4.cute.sm100 import plans as blackwell
 from dsv4.integrations._swap import OutputHead
@@ -252,7 +252,7 @@ HEADS = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
 
 class TestIndexer:
     def test_the_published_models_have_it(self):
-        plans = index_scores_plan.plans()
+        plans = indexer_logits_plan.plans()
         assert len(plans) == len(set(plans)) == 12
         for config in (dsv4.ModelConfig.flash(), dsv4.ModelConfig.pro()):
             assert _kernel_calls.indexers(config) == [_kernel_calls.Indexer()]

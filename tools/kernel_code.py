@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dsv4.cute import attention, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
-from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.many_fp8_plan import fp8_plan
 from dsv4.cute.sm90.plans import Product, choose, token_counts
@@ -90,7 +90,7 @@ def _attention(arch: str, number: int) -> Any:
 
 
 def _indexer(arch: str, number: int) -> Any:
-    return index_scores_plan.plans()[number]
+    return indexer_logits_plan.plans()[number]
 
 
 def _sm100_gemm(arch: str, kind: list[bool], number: int) -> Any:
@@ -159,7 +159,7 @@ def _grouped_requests() -> Iterator[Request]:
 def _other_requests() -> Iterator[Request]:
     for number in range(len(attention.plans())):
         yield "attention", "sm_90a", number
-    for number in range(len(index_scores_plan.plans())):
+    for number in range(len(indexer_logits_plan.plans())):
         yield "indexer", "sm_90a", number
     for kind in itertools.product(_BOTH, repeat=2):
         for number in range(

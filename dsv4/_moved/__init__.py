@@ -1,6 +1,6 @@
 """Old paths of public modules, for one release: each warns and is the module that it became.
 
-This folder is at the end of ``dsv4.__path__``: ``import dsv4.quant.formats`` finds ``formats.py`` here.
+This folder is at the end of ``dsv4.__path__``: ``import dsv4.formats`` finds ``formats.py`` here.
 """
 
 from __future__ import annotations

@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.kv_cache.batch", "dsv4.kv_cache.batch")
+moved("dsv4.batch", "dsv4.kv_cache.batch")

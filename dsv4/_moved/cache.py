@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.kv_cache.paged_cache", "dsv4.kv_cache.paged_cache")
+moved("dsv4.cache", "dsv4.kv_cache.paged_cache")

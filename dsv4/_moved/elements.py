@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.quant.elements", "dsv4.quant.elements")
+moved("dsv4.elements", "dsv4.quant.elements")

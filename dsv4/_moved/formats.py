@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.quant.formats", "dsv4.quant.formats")
+moved("dsv4.formats", "dsv4.quant.formats")

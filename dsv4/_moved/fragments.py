@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.quant.fragments", "dsv4.quant.fragments")
+moved("dsv4.fragments", "dsv4.quant.fragments")

@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.kv_cache.layer_cache", "dsv4.kv_cache.layer_cache")
+moved("dsv4.layer_cache", "dsv4.kv_cache.layer_cache")

@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.kv_cache.pages", "dsv4.kv_cache.pages")
+moved("dsv4.pages", "dsv4.kv_cache.pages")

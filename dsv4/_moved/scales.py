@@ -2,4 +2,4 @@
 
 from dsv4._moved import moved
 
-moved("dsv4.quant.scales", "dsv4.quant.scales")
+moved("dsv4.scales", "dsv4.quant.scales")

@@ -17,7 +17,7 @@ _LONG = {
     "AttentionPlan": 3.0,
     "GroupedPlan": 2.0,
     "ColumnsPlan": 2.0,
-    "SpreadPlan": 1.7,
+    "TopkClusterPlan": 1.7,
     "_update_kernel": 1.2,
 }
 _USUAL = {"cute": 0.7, "triton": 0.4, "list": 5.0}

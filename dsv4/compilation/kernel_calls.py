@@ -16,7 +16,7 @@ from dsv4.cute import gemm_fp8, gemm_nvfp4, grouped_nvfp4
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.sm90 import index_scores_plan
+from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.supports import packed_layout_of
 from dsv4.integrations._swap import OutputHead
@@ -139,7 +139,7 @@ class Indexer:
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """All of Hopper's: which is taken follows from the width of the page tables."""
-        return [] if arch != HOPPER else index_scores_plan.plans()
+        return [] if arch != HOPPER else indexer_logits_plan.plans()
 
 
 Call = Product | Fp8Product | GroupedProduct | Attention | Indexer
@@ -223,7 +223,7 @@ def attentions(model: Any) -> list[Attention]:
 def indexers(model: Any) -> list[Indexer]:
     """The indexer, if there is one and its keys are of the kernel's size."""
     sizes = {config.index_head_dim for config in _configs(model)}
-    return [Indexer()] if index_scores_plan.DIMS in sizes else []
+    return [Indexer()] if indexer_logits_plan.DIMS in sizes else []
 
 
 def _configs(model: Any) -> list[ModelConfig]:

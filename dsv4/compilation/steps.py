@@ -431,8 +431,12 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         (_launch, "capability", lambda tensor: capability),
         (_launch, "sm_count", lambda device: target.sms),
         (dispatch, "_device", lambda args: _GPU),
-        (cute_indexer, "score", lambda *args: None),  # CuTeDSL kernels, which are listed elsewhere
-        (cute_indexer, "choose", lambda *args: None),
+        (
+            cute_indexer,
+            "indexer_logits",
+            lambda *args: None,
+        ),  # CuTeDSL kernels, which are listed elsewhere
+        (cute_indexer, "topk", lambda *args: None),
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:

@@ -1,31 +1,72 @@
-"""CuTeDSL kernels of ``dsv4.ops.indexer``: scores of MXFP4 keys, and the choice from long rows.
+"""Launchers of the CuTeDSL kernels of ``dsv4.ops.indexer``: logits of MXFP4 keys, and top-k.
 
-What they do not take the Triton kernels do.
+Triton's kernels compute logits of other keys, and select from short rows.
 """
 
 from __future__ import annotations
 
-import struct
+import functools
+from collections.abc import Sequence
+from threading import get_ident
+from typing import NamedTuple
 
 import torch
 
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.runtime.driver import Parameters
-from dsv4.cute.runtime.launch import PackedLaunch, loaded, on, run_noted, stream_of
-from dsv4.cute.sm90.index_choice_plan import choice_plan, is_long
-from dsv4.cute.sm90.index_scores_plan import ScoresPlan, multiplies
+from dsv4.cute.runtime.driver import Launch
+from dsv4.cute.runtime.launch import loaded, on, run_noted, stream_of
+from dsv4.cute.sm90.indexer_logits_plan import (
+    INDEXER_LOGITS_ABI,
+    IndexerLogitsPlan,
+    supports_int8,
+)
+from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
+from dsv4.device import sms
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton._launch import sm_count
 from dsv4.triton.indexer import Keys, launch_scores, scored, select
 
-_CHOOSE = Parameters(*"qqqq", *"iiiiiii")
-_CHOOSE_PACKED = struct.Struct("@4q7i")
-_SCORE = Parameters(*"qqqqqqqqq", *"qq", *"iiiiiiiiiiiii", "I", "i")
-_SCORE_PACKED = struct.Struct("@11q13iIi")
-_WHOLE = 16384  # entries up to which a row is looked at without groups
-_GROUP = 8  # entries per group, or twice as many
-_LONG = 131072  # entries from which groups are the larger ones
-_PAIR = 128  # entries that are scored at a time
+_DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
+_GROUP = 8  # entries of a group in rows shorter than ``_LONG``, else twice as many
+_LONG = 131072
+_PAIR = 128  # entries of two blocks, which a warpgroup takes at a time
+
+_topk_pointers, _logits_pointers = TOPK_ABI.pointers, INDEXER_LOGITS_ABI.pointers
+
+
+class _TopkProblem(NamedTuple):
+    """Sizes and strides of a call of ``topk``, which determine every scalar of its launch."""
+
+    tokens: int
+    k: int
+    capacity: int
+    group: int
+    visible_bytes: int
+    key_stride: int
+    maxima_stride: int
+    device: int
+
+
+class _LogitsProblem(NamedTuple):
+    """Sizes and strides of a call of ``indexer_logits``, which determine every scalar likewise."""
+
+    tokens: int
+    heads: int
+    capacity: int
+    k: int
+    group: int
+    page_size: int
+    table_rows: int
+    token_stride: int
+    head_stride: int
+    page_stride: int
+    table_stride: int
+    score_stride: int
+    maxima_stride: int
+    table_bytes: int
+    sequence_bytes: int
+    visible_bytes: int
+    sms: int
+    device: int
 
 
 def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
@@ -33,72 +74,101 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     q, visible = args.q, args.visible
     keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
     capacity, k = keys.capacity, min(args.top_k, keys.capacity)
-    integers = multiplies(
+    integers = supports_int8(
         q, args.weights, args.data, args.page_size, args.entry_format, args.query_scales, capacity
     )
-    scorer = score if integers else launch_scores
+    scorer = indexer_logits if integers else launch_scores
     if not is_long(capacity, k):
         rest = (keys, args.sequence_of_token, visible, args.top_k, scorer)
         return select(q, args.query_scales, args.weights, *rest)
     out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
-    group = 0 if capacity <= _WHOLE else _GROUP if capacity < _LONG else 2 * _GROUP
-    groups = _whole(-(-capacity // group)) if group else 0
-    visible, row = visible.contiguous(), (_whole(capacity), group, groups)
+    group = 0 if capacity <= _DIRECT else _GROUP if capacity < _LONG else 2 * _GROUP
+    groups = _rounded(-(-capacity // group)) if group else 0
+    visible, row = visible.contiguous(), (_rounded(capacity), group, groups)
     parts = scored(
         q, args.query_scales, args.weights, keys, args.sequence_of_token, visible, k, *row, scorer
     )
     for part, scores, maxima in parts:
-        choose(scores, maxima, visible[part], out[part], capacity, group)
+        topk(scores, maxima, visible[part], out[part], capacity, group)
     return out
 
 
-def _whole(number: int) -> int:
-    """So many numbers, rounded up to a multiple of 16 bytes."""
+def _rounded(number: int) -> int:
+    """``number`` words, rounded up to a multiple of 16 bytes."""
     return -(-number // 4) * 4
 
 
-def choose(
-    scores: torch.Tensor,
+def topk(
+    keys: torch.Tensor,
     maxima: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
     group: int,
 ) -> None:
-    """Choose the highest of each row of keys.
+    """Select the positions of the highest keys of each row.
 
     Args:
-        scores: int32 ``[at least T, width]``, ``width`` a multiple of 4: unsigned keys.
+        keys: int32 ``[at least T, width]``, ``width`` a multiple of 4: unsigned keys.
         maxima: int32 ``[at least T, any]``, the highest of every ``group`` neighbours.
         visible: ``[T]``, int32 or int64.
         out: int64 ``[T, k]``, k at most 1024.
         capacity: Entries of a row, at most.
         group: 8 or 16; 0: there are no maxima.
     """
+    device = out.get_device()
     tokens, k = out.shape
-    numbers = (
-        scores.stride(0),
-        maxima.stride(0),
-        visible.element_size(),
-        capacity,
+    # In the order of the fields: by keyword it takes 1 us more in every call.
+    problem = _TopkProblem(
+        tokens,
         k,
-        max(16, k // 8),
-        _WHOLE if group else capacity,
+        capacity,
+        group,
+        visible.element_size(),
+        keys.stride(0),
+        maxima.stride(0),
+        device,
     )
-    with on(out.get_device()):
-        plan = choice_plan(tokens, group)
-        kernel = loaded(plan, HOPPER)
-        kernel.prepare(out.device.index)
-        run_noted(
-            PackedLaunch(kernel, tokens * plan.blocks, _CHOOSE, _CHOOSE_PACKED, numbers),
-            stream_of(out.device.index),
-            (scores, maxima, visible, out),
-        )
+    with on(device):
+        run = functools.partial(_launch_topk, problem)
+        run_noted(run, stream_of(device), (keys, maxima, visible, out))
 
 
-def score(
+def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -> None:
+    """Launch a top-k kernel on the current GPU.
+
+    Args:
+        problem: Sizes and strides.
+        stream: The driver's handle.
+        addresses: Of the pointers of ``TopkArgs``, in their order.
+    """
+    keys, maxima, visible, out = addresses
+    pointers = _topk_pointers(keys=keys, maxima=maxima, visible=visible, out=out)
+    _topk_launch(problem, get_ident())(stream, pointers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
+    """Made once in every thread, because a ``Launch`` has buffers and making it takes long."""
+    plan = topk_plan(problem.tokens, problem.group)
+    kernel = loaded(plan, HOPPER)
+    kernel.prepare(problem.device)
+    return TOPK_ABI.launch(
+        kernel,
+        problem.tokens * plan.ctas,
+        key_stride=problem.key_stride,
+        maxima_stride=problem.maxima_stride,
+        visible_bytes=problem.visible_bytes,
+        capacity=problem.capacity,
+        k=problem.k,
+        slack=max(16, problem.k // 8),
+        direct=_DIRECT if problem.group else problem.capacity,
+    )
+
+
+def indexer_logits(
     q: torch.Tensor,
     query_scales: torch.Tensor | None,
     weights: torch.Tensor,
@@ -110,51 +180,94 @@ def score(
     k: int,
     group: int,
 ) -> None:
-    """As ``dsv4.triton.indexer.launch_scores``, of what ``index_scores_plan.multiplies`` takes."""
+    """As ``dsv4.triton.indexer.launch_scores``, of arguments that ``supports_int8`` supports."""
     assert query_scales is not None
+    query_scales, table, device = query_scales.contiguous(), keys.page_table, q.get_device()
     tokens, heads, _ = q.shape
-    query_scales = query_scales.contiguous()
-    pairs, all_ = -(-keys.capacity // _PAIR), sm_count(q.device)
-    # Blocks that take a whole multiprocessor must leave few without one.
-    whole = 10 * tokens * (all_ // tokens) >= 9 * all_
-    plan = ScoresPlan(group, 4 if whole else 2)
-    splits = max(1, plan.resident * all_ // tokens)
-    splits = min(splits, -(-pairs // plan.warpgroups))
-    numbers = (
-        q.stride(0),
-        q.stride(1),
-        keys.data.stride(0),
-        keys.page_table.stride(0),
-        scores.stride(0),
-        maxima.stride(0),
+    # In the order of the fields, as above.
+    problem = _LogitsProblem(
+        tokens,
         heads,
         keys.capacity,
         k,
-        keys.page_size.bit_length() - 1,
-        splits,
-        keys.page_table.element_size(),
+        group,
+        keys.page_size,
+        table.shape[0],
+        q.stride(0),
+        q.stride(1),
+        keys.data.stride(0),
+        table.stride(0),
+        scores.stride(0),
+        maxima.stride(0),
+        table.element_size(),
         sequences.element_size(),
         visible.element_size(),
-        1 << 16,
-        # The upper half of this times twice a block's number is its token, without a division.
-        (1 << 31) // splits + 1,
-        keys.page_table.shape[0],
+        sms(q.device),
+        device,
     )
-    with on(q.get_device()):
-        kernel = loaded(plan, HOPPER)
-        kernel.prepare(q.device.index)
-        run_noted(
-            PackedLaunch(kernel, tokens * splits, _SCORE, _SCORE_PACKED, numbers),
-            stream_of(q.device.index),
-            (
-                q,
-                query_scales,
-                weights,
-                keys.data,
-                keys.page_table,
-                sequences,
-                visible,
-                scores,
-                maxima,
-            ),
-        )
+    operands = (q, query_scales, weights, keys.data, table, sequences, visible, scores, maxima)
+    with on(device):
+        run_noted(functools.partial(_launch_logits, problem), stream_of(device), operands)
+
+
+def _launch_logits(problem: _LogitsProblem, stream: int, addresses: Sequence[int]) -> None:
+    """Launch ``IndexerLogitsKernel`` on the current GPU.
+
+    Args:
+        problem: Sizes and strides.
+        stream: The driver's handle.
+        addresses: Of the pointers of ``IndexerLogitsArgs``, in their order.
+    """
+    q, q_scales, weights, cache, table, sequences, visible, scores, maxima = addresses
+    pointers = _logits_pointers(
+        q=q,
+        q_scales=q_scales,
+        weights=weights,
+        cache=cache,
+        table=table,
+        sequences=sequences,
+        visible=visible,
+        scores=scores,
+        maxima=maxima,
+    )
+    _logits_launch(problem, get_ident())(stream, pointers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _logits_launch(problem: _LogitsProblem, thread: int) -> Launch:
+    """Made once in every thread, as ``_topk_launch``."""
+    plan, splits = _logits_plan(problem)
+    kernel = loaded(plan, HOPPER)
+    kernel.prepare(problem.device)
+    return INDEXER_LOGITS_ABI.launch(
+        kernel,
+        problem.tokens * splits,
+        token_stride=problem.token_stride,
+        head_stride=problem.head_stride,
+        page_stride=problem.page_stride,
+        table_stride=problem.table_stride,
+        score_stride=problem.score_stride,
+        maxima_stride=problem.maxima_stride,
+        heads=problem.heads,
+        capacity=problem.capacity,
+        k=problem.k,
+        page_shift=problem.page_size.bit_length() - 1,
+        splits=splits,
+        table_bytes=problem.table_bytes,
+        sequence_bytes=problem.sequence_bytes,
+        visible_bytes=problem.visible_bytes,
+        shift16=1 << 16,
+        inverse_splits=(1 << 31) // splits + 1,
+        table_rows=problem.table_rows,
+    )
+
+
+def _logits_plan(problem: _LogitsProblem) -> tuple[IndexerLogitsPlan, int]:
+    """The kernel's configuration, and the CTAs that share a token's entries."""
+    tokens, count = problem.tokens, problem.sms
+    # A CTA of four warpgroups takes a whole SM: they must leave at most a tenth of the SMs idle.
+    fills = 10 * tokens * (count // tokens) >= 9 * count
+    plan = IndexerLogitsPlan(problem.group, 4 if fills else 2)
+    splits = max(1, plan.ctas_per_sm * count // tokens)
+    pairs = -(-problem.capacity // _PAIR)
+    return plan, min(splits, -(-pairs // plan.warpgroups))

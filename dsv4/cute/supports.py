@@ -23,10 +23,10 @@ from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
 from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
 from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
-from dsv4.cute.sm90.index_choice_plan import is_long
-from dsv4.cute.sm90.index_scores_plan import multiplies
+from dsv4.cute.sm90.indexer_logits_plan import supports_int8
 from dsv4.cute.sm90.many_fp8_plan import fp8_plan
 from dsv4.cute.sm90.plans import Product, choose
+from dsv4.cute.sm90.topk_plan import is_long
 from dsv4.cute.sm100.dense_plan import STEP
 from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call
@@ -262,7 +262,7 @@ def indexer_select_is_slower(call: Call) -> str | None:
     """Why Triton's kernels of ``indexer_select`` are as fast or faster, or None."""
     args: IndexerSelectArgs = call.args
     capacity = args.page_table.shape[1] * args.page_size
-    integers = multiplies(
+    integers = supports_int8(
         args.q,
         args.weights,
         args.data,

@@ -27,9 +27,9 @@ CLASSES = {
     "ColumnsKernel": ATTENTION,
     "NarrowKernel": ATTENTION,
     "MergeKernel": ATTENTION,
-    "ChoiceKernel": INDEXER,
-    "SpreadKernel": INDEXER,
-    "ScoresKernel": INDEXER,
+    "TopkKernel": INDEXER,
+    "TopkClusterKernel": INDEXER,
+    "IndexerLogitsKernel": INDEXER,
 }
 # Triton: the kernel's function.
 FUNCTIONS = {

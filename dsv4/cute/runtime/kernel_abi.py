@@ -60,6 +60,7 @@ _TMA_DESCRIPTOR, _TMA_SIZES, _EMPTY = FieldType("128s"), FieldType("2i"), FieldT
 Pointer = Annotated[Any, _POINTER]  # another value in every launch
 Int64 = Annotated[Any, FieldType("q", "Int64")]
 Int32 = Annotated[Any, FieldType("i", "Int32")]
+Uint32 = Annotated[Any, FieldType("I", "Uint32")]
 Float32 = Annotated[Any, FieldType("f", "Float32")]
 # What the compiler makes of a TMA copy: its descriptor, and rows and columns of the tensor.
 TmaDescriptor = Annotated[Any, _TMA_DESCRIPTOR]
