@@ -25,10 +25,10 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
 from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan
-from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
-from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
 from tests import covering
 from tests.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
@@ -216,7 +216,7 @@ def test_few_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans(), (ManyPlan,)))
+@pytest.mark.parametrize("batch", batches(plans(), (WgmmaPlan,)))
 def test_many_tokens(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -250,7 +250,7 @@ def test_many_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (ManyFp8Plan,)))
+@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (Fp8WgmmaPlan,)))
 def test_fp8_weights(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -356,7 +356,7 @@ def test_other_kinds_of_experts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_swiglu(), (*FEW, ManyPlan)))
+@pytest.mark.parametrize("batch", batches(plans_of_swiglu(), (*FEW, WgmmaPlan)))
 def test_swiglu(batch, tmp_path):
     """The same products, an exponential and half the results."""
 
@@ -426,7 +426,7 @@ def test_one_image_is_for_all_of_blackwell():
         }
         assert len(codes) == 1
         assert cubin_cache.target(plan, HOPPER) == HOPPER
-    assert cubin_cache.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
+    assert cubin_cache.target(WgmmaPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
@@ -446,9 +446,9 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     ("plan", "packed"),
     [
         (choose(Product(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
-        (ManyPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
-        (ManyFp8Plan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
-        (ManyFp8Plan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),
+        (WgmmaPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
+        (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
+        (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),
         (
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
             grouped_gemm.FEW_PARAMETERS,
@@ -496,7 +496,7 @@ def test_plans_of_many_tokens_fit_their_matrix():
         product = Product(rows, columns, groups, False, False)
         for tokens in token_counts(8192):
             plan = choose(product, tokens)
-            if isinstance(plan, ManyPlan):
+            if isinstance(plan, WgmmaPlan):
                 assert columns // 64 % plan.depth == 0
                 assert columns // 64 >= plan.blocks * plan.depth
                 assert groups == 1 or rows // groups % plan.rows == 0
@@ -578,7 +578,7 @@ def test_resources(of_one_kind):
         assert plan.shared_bytes <= MOST_SHARED
         assert plan.threads <= 1024
         assert plan.threads % 32 == 0
-        if isinstance(plan, ManyPlan | GroupedPlan):
+        if isinstance(plan, WgmmaPlan | GroupedPlan):
             assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
 
 

@@ -21,10 +21,10 @@ from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
-from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
-from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.formats import LINEAR, SWIZZLED_EXPERTS
 from dsv4.ops.gemm import GemmArgs
@@ -186,7 +186,7 @@ def test_few_tokens(driver):
     ]
 
 
-MANY = [ManyPlan(128, 2, 1, 2, False, False), ManyPlan(64, 2, 5, 2, False, False, tiles=2)]
+MANY = [WgmmaPlan(128, 2, 1, 2, False, False), WgmmaPlan(64, 2, 5, 2, False, False, tiles=2)]
 
 
 @pytest.mark.parametrize("plan", MANY, ids=repr)
@@ -246,7 +246,7 @@ def test_groups_and_scales_of_rows(driver, plan):
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_fp8_weights(driver, monkeypatch, blocks, dtype):
     """Two groups of rows whose codes lie apart, and activations with a scale each."""
-    plan = ManyFp8Plan(96, 2, blocks, 2, True, True)
+    plan = Fp8WgmmaPlan(96, 2, blocks, 2, True, True)
     folded, asked = dtype == torch.float8_e8m0fnu, []
     monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *given: asked.append(given) or plan)
     driver.kinds = gemm_fp8.PARAMETERS

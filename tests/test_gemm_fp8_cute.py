@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4 import dispatch
 from dsv4.cute import gemm_fp8
-from dsv4.cute.sm90.many_fp8_plan import BLOCK, candidates
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import BLOCK, candidates
 from dsv4.cute.sm90.plans import Product
 from dsv4.formats import FP8_BLOCK, QuantizedTensor
 from dsv4.ops.gemm import gemm

@@ -25,7 +25,7 @@ from dsv4.cute.runtime.launch import (
     stream_of,
 )
 from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
-from dsv4.cute.sm90.many_plan import ManyPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.formats import FP8_BLOCK
 from dsv4.ops.gemm import GemmArgs
@@ -34,7 +34,7 @@ from dsv4.ops.quantize import bfloat16_operand
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 
-# Parameters of the kernel for many tokens, in the order of ``ManyKernel.kernel``. Before them come
+# Parameters of the kernel for many tokens, in the order of ``WgmmaKernel.kernel``. Before them come
 # what tensor copies need, the sizes of X, codes and scales, and a layout without any content.
 MANY_PARAMETERS = Parameters(
     *["128s"] * 3, *["2i"] * 3, "s", *"qqqq", *"iiiiiii", *"qq", *"iiiiii", "f"
@@ -219,7 +219,7 @@ def _many(
     kernel: Kernel,
     resident: int,
     product: Product,
-    plan: ManyPlan,
+    plan: WgmmaPlan,
     tokens: int,
     rest: tuple[Any, ...],
 ) -> Launch:
@@ -243,7 +243,7 @@ def _many(
     return Launch(kernel, blocks, MANY_PARAMETERS, before, _MANY_ADDRESSES, after, matrices)
 
 
-def packed_matrices(plan: ManyPlan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:
+def packed_matrices(plan: WgmmaPlan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:
     """Codes and scales of so many tiles, as tensor copies of a block's stage read them."""
     codes, scales = k_blocks * 128, k_blocks * 16
     return (

@@ -19,15 +19,15 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.plans import Product, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 
 _SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
 
-# Parameters of the kernel, in the order of ``ManyFp8Kernel.kernel``. Before the addresses come what
-# tensor copies need, the sizes of X and of pairs of codes, and a layout without any content.
+# Parameters of the kernel, in the order of ``Fp8WgmmaKernel.kernel``. Before the addresses come
+# what tensor copies need, the sizes of X and of pairs of codes, and a layout without any content.
 PARAMETERS = Parameters(*["128s"] * 2, *["2i"] * 2, "s", *"qqqqq", *"iiiiiii", *"qqq", *"ii")
 _BEFORE, _ADDRESSES, _AFTER = (
     struct.Struct("@4is0q"),
@@ -97,7 +97,7 @@ def _prepare(
     kernel: Kernel,
     resident: int,
     product: Product,
-    plan: ManyFp8Plan,
+    plan: Fp8WgmmaPlan,
     tokens: int,
     strides: tuple[int, int],
 ) -> Launch:
@@ -135,7 +135,7 @@ def plans(
     out_dtype: torch.dtype,
     scale_dtype: torch.dtype,
     max_tokens: int,
-) -> list[ManyFp8Plan]:
+) -> list[Fp8WgmmaPlan]:
     """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
 
     Args:

@@ -1,6 +1,6 @@
 """NVFP4 product of rows sorted by expert with their experts' weights, and its SwiGLU.
 
-``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, as ``many``
+``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, as ``gemm_wgmma``
 multiplies and stores, but:
 
 * Every block adds up the experts' numbers of tiles from ``offsets`` (they are the work of the
@@ -38,13 +38,13 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import store_coded
 from dsv4.cute.grouped_problem import MOST_EXPERTS
+from dsv4.cute.sm90.gemm_wgmma import PIECE, WgmmaKernel, rows_of_x, words_of_weights
 from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
-from dsv4.cute.sm90.many import PIECE, ManyKernel, rows_of_x, words_of_weights
 
 Value = Any
 
 
-class GroupedKernel(GroupedPlan, ManyKernel):
+class GroupedKernel(GroupedPlan, WgmmaKernel):
     """The kernel of one configuration."""
 
     def compile(self, options: str) -> Any:
@@ -153,7 +153,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         beside: Int32,
         limit: Float32,
     ) -> None:
-        """See the module. What is not named here is as in ``ManyKernel.kernel``.
+        """See the module. What is not named here is as in ``WgmmaKernel.kernel``.
 
         Args:
             atom: The tensor copy of a box of X.

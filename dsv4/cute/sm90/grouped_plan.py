@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
-from dsv4.cute.sm90.many_plan import ManyPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 
 PLACES = 8  # of sums of row tiles, in its shared memory
 STATE_BYTES = 48 + 4 * 16
@@ -42,7 +42,7 @@ _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 24 * SLOTS  # a slot has a barrier
 
 
 @dataclass(frozen=True)
-class GroupedPlan(ManyPlan):
+class GroupedPlan(WgmmaPlan):
     """One configuration of the kernel; ``blocks`` is 1.
 
     Attributes:

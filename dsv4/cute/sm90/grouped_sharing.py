@@ -19,8 +19,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
+from dsv4.cute.sm90.gemm_wgmma import CODE_BYTES, PIECE, SCALE_BYTES
 from dsv4.cute.sm90.grouped import GroupedKernel
-from dsv4.cute.sm90.many import CODE_BYTES, PIECE, SCALE_BYTES
 
 Value = Any
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
-from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
 
-Plan = SmallMPlan | ManyPlan
+Plan = SmallMPlan | WgmmaPlan
 # The kernel for few tokens is the faster one up to 8, and up to 16 for small matrices.
 _FEW_TOKENS = 8
 _SMALL = 24 << 20  # weights
@@ -94,8 +94,8 @@ def _few(product: Product, tokens: int) -> SmallMPlan | None:
 
 
 @functools.cache
-def _many(product: Product, tokens: int) -> ManyPlan | None:
-    plan = many_plan(
+def _many(product: Product, tokens: int) -> WgmmaPlan | None:
+    plan = wgmma_plan(
         product.rows,
         product.rows // product.groups,
         product.columns,

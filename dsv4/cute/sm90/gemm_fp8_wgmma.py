@@ -1,6 +1,6 @@
 """FP8 product for many tokens, one scale per 128 x 128 block of the weight.
 
-``many``'s kernel, with its tiles, warps, clusters and stores, but:
+``gemm_wgmma``'s kernel, with its tiles, warps, clusters and stores, but:
 
 * The weight is read as it is stored, rows of E4M3 codes: no second copy in another layout. A stage
   is 128 columns, of which a row's codes are a line of 128 bytes, copied as X is.
@@ -13,7 +13,7 @@
   scale these sums are added in float32, in ascending order: the operands hold no scale, and no
   scale is rounded.
 * An E8M0 scale is a power of two: the operands are multiplied by it, exactly, and one set of sums
-  is enough (``FoldedFp8Kernel``).
+  is enough (``FoldedFp8WgmmaKernel``).
 * Weights may be what the kernel before wrote. Nothing is read before its end, but the codes of the
   first stages are brought to the level-2 cache, which sees what is written since.
 """
@@ -31,8 +31,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.scheduler import tile_position
-from dsv4.cute.sm90.many import ManyKernel, rows_of_x
-from dsv4.cute.sm90.many_fp8_plan import BLOCK, ManyFp8Plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import BLOCK, Fp8WgmmaPlan
+from dsv4.cute.sm90.gemm_wgmma import WgmmaKernel, rows_of_x
 
 Value = Any
 _READY = 5  # a named barrier, after those of the warpgroups
@@ -41,7 +41,7 @@ _PIECES = 4  # of 32 columns, of a stage
 _LOWEST, _HIGHEST = 10, 246
 
 
-class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
+class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
     """The kernel of one configuration."""
 
     def compile(self, options: str) -> Any:
@@ -131,7 +131,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         groups: Int32,
         scale_blocks: Int32,
     ) -> None:
-        """See the module. What is not named here is as in ``ManyKernel.kernel``.
+        """See the module. What is not named here is as in ``WgmmaKernel.kernel``.
 
         Args:
             atom: The tensor copy of 64 columns of a tile's X.
@@ -302,7 +302,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         address, there = token_scale
         values = [list(four) for four in fragments]
         if there != 0:
-            values = ManyKernel._scaled(self, values, factors, (address, *rest))
+            values = WgmmaKernel._scaled(self, values, factors, (address, *rest))
         return values
 
     @cute.jit
@@ -397,7 +397,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         """Add a tile's products to its sums.
 
         A piece is expanded while the tensor cores multiply the one before. ``leads``: as in
-        ``ManyKernel``. Returns, of the next tile, whose first piece is expanded, the pairs of the
+        ``WgmmaKernel``. Returns, of the next tile, whose first piece is expanded, the pairs of the
         second piece and the first scale, and the ring's next stage and parity.
         """
         _, sums, part, _, _, words = product
@@ -471,7 +471,7 @@ class ManyFp8Kernel(ManyFp8Plan, ManyKernel):
         warpgroup.commit_group()
 
 
-class FoldedFp8Kernel(ManyFp8Kernel):
+class FoldedFp8WgmmaKernel(Fp8WgmmaKernel):
     """With E8M0 scales: the operands are multiplied by them.
 
     What is summed is the result times a power of two. That is 1 unless a scale is so far from 1
@@ -502,7 +502,7 @@ class FoldedFp8Kernel(ManyFp8Kernel):
     def _multiply_ring(
         self, product: Value, weight: Value, ring: Value, rest: Value, leads: Value
     ) -> Value:
-        """As in ``ManyFp8Kernel``, but the tensor cores go on from stage to stage."""
+        """As in ``Fp8WgmmaKernel``, but the tensor cores go on from stage to stage."""
         _, sums, _, _, _, words = product
         weights, ahead, scale = weight
         full, empty, stage, parity = ring

@@ -41,11 +41,11 @@ from dsv4.cute.device.epilogue import (
     transpose_outputs,
 )
 from dsv4.cute.device.scheduler import tile_position
-from dsv4.cute.sm90.many_plan import LINE, ManyPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import LINE, WgmmaPlan
 
 Value = Any
 CODE_BYTES, SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
-PIECE = 2  # as ``ManyPlan.piece``, of routed experts
+PIECE = 2  # as ``WgmmaPlan.piece``, of routed experts
 _READY, _BEHIND, _ALL = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
@@ -70,7 +70,7 @@ def words_of_weights() -> Any:
     )
 
 
-class ManyKernel(ManyPlan):
+class WgmmaKernel(WgmmaPlan):
     """The kernel of one configuration."""
 
     def compile(self, options: str) -> Any:

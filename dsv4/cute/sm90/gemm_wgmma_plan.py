@@ -1,4 +1,4 @@
-"""Which configuration of the kernel in ``many`` a product takes; needs no compiler."""
+"""Which configuration of the kernel in ``gemm_wgmma`` a product takes; needs no compiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHAPES = (
 
 
 @dataclass(frozen=True)
-class ManyPlan:
+class WgmmaPlan:
     """One configuration of the kernel.
 
     A stage has ``depth`` blocks of 64 columns, 1 or 2, of X and of the weights; ``K / 64`` is a
@@ -58,7 +58,7 @@ class ManyPlan:
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
-        return "dsv4.cute.sm90.many:ManyKernel"
+        return "dsv4.cute.sm90.gemm_wgmma:WgmmaKernel"
 
     @property
     def rows(self) -> int:
@@ -208,17 +208,17 @@ class ManyPlan:
 
 
 # Few configurations serve all matrices, and keep what is derived from their fields.
-_configuration = functools.cache(ManyPlan)
+_configuration = functools.cache(WgmmaPlan)
 
 
-def many_plan(
+def wgmma_plan(
     rows: int,
     group_rows: int,
     columns: int,
     tokens: int,
     float32_out: bool,
     row_scaled: bool,
-) -> ManyPlan | None:
+) -> WgmmaPlan | None:
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
 
     Args:
@@ -243,8 +243,8 @@ def candidates(
     tokens: int,
     float32_out: bool,
     row_scaled: bool,
-) -> Iterator[ManyPlan]:
-    """Every configuration that can multiply; arguments as in ``many_plan``."""
+) -> Iterator[WgmmaPlan]:
+    """Every configuration that can multiply; arguments as in ``wgmma_plan``."""
     if columns % 128:
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
@@ -262,7 +262,7 @@ def candidates(
             yield plan
 
 
-def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> float:
+def estimated_cycles(plan: WgmmaPlan, rows: int, columns: int, tokens: int) -> float:
     """Cycles that a product takes: rounds of tiles of so many steps.
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
@@ -283,7 +283,7 @@ def estimated_cycles(plan: ManyPlan, rows: int, columns: int, tokens: int) -> fl
     return cycles - 1350 if 2 * tiles * plan.blocks <= PROCESSORS else cycles
 
 
-def step_cycles(plan: ManyPlan, active: float) -> float:
+def step_cycles(plan: WgmmaPlan, active: float) -> float:
     """Cycles of a block of 64 columns, in all warpgroups of a block.
 
     Bound by instructions, by the tensor cores, or by a warp's own way through both; and what comes

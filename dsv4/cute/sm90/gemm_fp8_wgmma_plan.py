@@ -1,4 +1,4 @@
-"""Which configuration of the kernel in ``many_fp8`` a product takes; needs no compiler."""
+"""Which configuration of the kernel in ``gemm_fp8_wgmma`` a product takes; needs no compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsv4.cute.sm90.many_plan import PROCESSORS, RESIDENT, ManyPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import PROCESSORS, RESIDENT, WgmmaPlan
 from dsv4.cute.sm90.plans import Product, counted_as
 
 BLOCK = 128  # rows, and columns, that share a scale
@@ -57,8 +57,8 @@ _SHARED_OF_TWO = 113 * 1024  # shared memory of each of two blocks of a multipro
 
 
 @dataclass(frozen=True)
-class ManyFp8Plan(ManyPlan):
-    """One configuration: ``ManyPlan`` with a depth of 2, so that a stage has one scale.
+class Fp8WgmmaPlan(WgmmaPlan):
+    """One configuration: ``WgmmaPlan`` with a depth of 2, so that a stage has one scale.
 
     ``row_scaled`` is True: whether tokens have scales the launch says, not the configuration.
 
@@ -74,8 +74,8 @@ class ManyFp8Plan(ManyPlan):
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
-        name = "FoldedFp8Kernel" if self.folded else "ManyFp8Kernel"
-        return f"dsv4.cute.sm90.many_fp8:{name}"
+        name = "FoldedFp8WgmmaKernel" if self.folded else "Fp8WgmmaKernel"
+        return f"dsv4.cute.sm90.gemm_fp8_wgmma:{name}"
 
     @property
     def scale_width(self) -> int:
@@ -83,7 +83,7 @@ class ManyFp8Plan(ManyPlan):
         return 1 if self.folded else 4
 
     def _stages_in(self, taken: int) -> int:
-        """As in ``ManyPlan``, of the multiprocessor's half where there are two blocks."""
+        """As in ``WgmmaPlan``, of the multiprocessor's half where there are two blocks."""
         if self.resident == 1:
             return super()._stages_in(taken)
         room = _SHARED_OF_TWO - 1024 - self.turned_bytes - self.beside_bytes - taken
@@ -101,17 +101,17 @@ class ManyFp8Plan(ManyPlan):
 
 
 # Few configurations serve all matrices, and keep what is derived from their fields.
-_configuration = functools.cache(ManyFp8Plan)
+_configuration = functools.cache(Fp8WgmmaPlan)
 
 
 @functools.cache
-def fp8_plan(product: Product, tokens: int, folded: bool) -> ManyFp8Plan | None:
+def fp8_plan(product: Product, tokens: int, folded: bool) -> Fp8WgmmaPlan | None:
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
 
     Args:
         product: Its columns a multiple of 128; no SwiGLU.
         tokens: At least 1.
-        folded: As in ``ManyFp8Plan``.
+        folded: As in ``Fp8WgmmaPlan``.
     """
     counted = counted_as(tokens)
     return min(
@@ -121,7 +121,7 @@ def fp8_plan(product: Product, tokens: int, folded: bool) -> ManyFp8Plan | None:
     )
 
 
-def candidates(product: Product, tokens: int, folded: bool) -> Iterator[ManyFp8Plan]:
+def candidates(product: Product, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
     """Every configuration that can multiply; arguments as in ``fp8_plan``."""
     group_rows, kind = product.rows // product.groups, (product.float32_out, True)
     if product.columns % BLOCK or group_rows % 16:
@@ -144,7 +144,7 @@ def _shapes(folded: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return _FOLDED_SHAPES if folded else _SHAPES
 
 
-def estimated_cycles(plan: ManyFp8Plan, product: Product, tokens: int) -> float:
+def estimated_cycles(plan: Fp8WgmmaPlan, product: Product, tokens: int) -> float:
     """Cycles that a product takes: rounds of tiles of so many steps of 128 columns.
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
