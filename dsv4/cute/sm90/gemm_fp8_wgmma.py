@@ -41,8 +41,10 @@ _PIECES = 4  # of 32 columns, of a stage
 _LOWEST, _HIGHEST = 10, 246
 
 
-class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
+class Fp8WgmmaKernel(WgmmaKernel):
     """The kernel of one configuration."""
+
+    plan: Fp8WgmmaPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -87,20 +89,20 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
         codes_atom, codes_tiles = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             codes,
-            cute.select(self._layout(self.rows, 1), mode=[0, 1]),
-            (self.rows, 64),
+            cute.select(self._layout(self.plan.rows, 1), mode=[0, 1]),
+            (self.plan.rows, 64),
         )
         self.kernel(
             atom, codes_atom, x_tiles, codes_tiles, layout, mma, codes_at, scales, x_at,
             token_scale, out, tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks,
             group_blocks, token_stride, group_stride, codes_stride, groups, scale_blocks,
         ).launch(
-            grid=[self.blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.blocks, 1, 1],
-            smem=self.shared_bytes,
+            grid=[self.plan.blocks, 1, 1],
+            block=[self.plan.threads, 1, 1],
+            cluster=[self.plan.blocks, 1, 1],
+            smem=self.plan.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=self.resident,
+            min_blocks_per_mp=self.plan.resident,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -163,51 +165,51 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.blocks
-        first, stride = block // self.blocks, grid // self.blocks
+        rank = block % self.plan.blocks
+        first, stride = block // self.plan.blocks, grid // self.plan.blocks
         total = token_tiles * row_blocks
         order = (token_tiles, token_span, row_blocks)
-        every = k_blocks // self.depth
-        begin = rank * every // self.blocks
-        steps = (rank + 1) * every // self.blocks - begin
+        every = k_blocks // self.plan.depth
+        begin = rank * every // self.plan.blocks
+        steps = (rank + 1) * every // self.plan.blocks - begin
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
-        of_codes = self._layout(self.rows, self.stages)
+        of_codes = self._layout(self.plan.rows, self.plan.stages)
         shared_codes = smem.allocate_tensor(
             BFloat16, of_codes.outer, byte_alignment=1024, swizzle=of_codes.inner
         )
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.turned_bytes).toint())
         room = Uint32(shared_x.iterator.toint())
-        if cutlass.const_expr(self.apart):
-            room = Uint32(smem.allocate_array(cutlass.Uint8, self.apart_bytes).toint())
-        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages + 2)
+        if cutlass.const_expr(self.plan.apart):
+            room = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.apart_bytes).toint())
+        full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages + 2)
         full = Uint32(full_at.toint())
-        empty = full + 8 * self.stages
-        gather = empty + 8 * self.stages
+        empty = full + 8 * self.plan.stages
+        gather = empty + 8 * self.plan.stages
         cute.arch.griddepcontrol_launch_dependents()
 
-        if warp >= self.mma_warps:
-            if cutlass.const_expr(self.resident == 1):
-                cute.arch.setmaxregister_decrease(self.copy_registers)
-            if warp == self.mma_warps:
-                if lane < self.stages:
+        if warp >= self.plan.mma_warps:
+            if cutlass.const_expr(self.plan.resident == 1):
+                cute.arch.setmaxregister_decrease(self.plan.copy_registers)
+            if warp == self.plan.mma_warps:
+                if lane < self.plan.stages:
                     ptx.mbarrier_init(full + Uint32(lane * 8), 1)
-                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.plan.mma_warps)
                     ptx.fence_mbarrier_init()
                 self._make_gather(gather, rank, lane)
                 cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.plan.threads)
             self._arrive_cluster()
-            if warp == self.mma_warps + 1:
+            if warp == self.plan.mma_warps + 1:
                 self._prefetch(
                     (codes_at, codes_stride),
                     (tile_position(Int32(first), order, cutlass.min)[0], lane),
                     (row_tiles, begin, steps),
                 )
-            if warp == self.mma_warps:
+            if warp == self.plan.mma_warps:
                 self._copy(
                     (atom, codes_atom),
                     (x_tiles, codes_tiles),
@@ -218,19 +220,19 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
             self._wait_cluster()
         else:
             self._arrive_cluster()
-            if cutlass.const_expr(self.resident == 1):
-                cute.arch.setmaxregister_increase(self.mma_registers)
+            if cutlass.const_expr(self.plan.resident == 1):
+                cute.arch.setmaxregister_increase(self.plan.mma_registers)
             product = self._operands(mma, shared_x, thread)
             # Row lane // 4 of the warp's, its pieces of 16 bytes exchanged by that number.
             row = lane // 4
             weights = Uint32(shared_codes.iterator.toint())
             weights += Uint32((warp * 16 + row) * BLOCK + row * 16 + lane % 4 * 2)
             stage, parity, tile = Int32(0), Int32(0), Int32(first)
-            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.threads)
+            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.plan.threads)
             skewed = total > stride and steps > self.skew
             self._fall_behind(warp, skewed)
             cute.arch.griddepcontrol_wait()
-            strips = (scales + Int64(begin * self.scale_width), every, scale_blocks, warp)
+            strips = (scales + Int64(begin * self.plan.scale_width), every, scale_blocks, warp)
             scale = self._first_scale(
                 self._strip(strips, tile_position(tile, order, cutlass.min)[0])
             )
@@ -261,7 +263,7 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
                     (token_tile, warp, lane, thread, rank),
                     # Tokens after those of the tile are another's.
                     (
-                        cutlass.min(tokens, (token_tile + 1) * self.token_block),
+                        cutlass.min(tokens, (token_tile + 1) * self.plan.token_block),
                         row_tiles, token_stride, groups, k_blocks, Float32(0.0),
                     ),
                 )  # fmt: skip
@@ -270,15 +272,15 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
     def _operands(self, mma: Value, shared_x: Value, thread: Value) -> tuple[Value, ...]:
         """Products, sums of a tile and of a stage, both operands and the left one's words."""
         slice_ = mma.get_slice(thread)
-        shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
+        shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
         sums = cute.make_rmem_tensor(shape, Float32)
-        part = sums if self.folded else cute.make_rmem_tensor(shape, Float32)
-        left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * self.piece))
+        part = sums if self.plan.folded else cute.make_rmem_tensor(shape, Float32)
+        left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * self.plan.piece))
         left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
         further, (part,), right = self._products(mma, [part], shared_x, thread)[0]
         anew = further
-        if not self.folded:
-            anew = self.product(self.token_block)
+        if not self.plan.folded:
+            anew = self.product(self.plan.token_block)
             anew.set(warpgroup.Field.ACCUMULATE, False)
         words = [cute.recast_tensor(one, Uint32) for one in left]
         return (anew, further), sums, part, right, left, words
@@ -287,7 +289,7 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
         """Address of the scale of this warp's rows and the block's first columns."""
         scales, every, scale_blocks, warp = strips
         row = cutlass.min(self._own(row_block, warp)[0] // 8, scale_blocks - 1)
-        return scales + Int64(row * every * self.scale_width)
+        return scales + Int64(row * every * self.plan.scale_width)
 
     @cute.jit
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
@@ -317,33 +319,33 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
         x_to, x = self._pair(
             atoms[0],
             self._x_stages(shared_x),
-            cute.local_tile(wholes[0], (self.box, 64), (None, None)),
+            cute.local_tile(wholes[0], (self.plan.box, 64), (None, None)),
         )
         codes_to, codes = self._pair(
-            atoms[1], shared_codes, cute.local_tile(wholes[1], (self.rows, 64), (None, None))
+            atoms[1], shared_codes, cute.local_tile(wholes[1], (self.plan.rows, 64), (None, None))
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
             row_block, token_tile = tile_position(tile, order, cutlass.min)
-            column = (row_block // group_blocks * every + begin) * self.depth
+            column = (row_block // group_blocks * every + begin) * self.plan.depth
             for k in cutlass.range(steps, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
-                self._expect(full + Uint32(stage * 8), self.token_block, lane)
+                self._expect(full + Uint32(stage * 8), self.plan.token_block, lane)
                 cute.copy(
                     atoms[1],
                     codes[(None, row_block, begin + k)],
                     codes_to[(None, stage)],
                     tma_bar_ptr=full_at + stage,
                 )
-                for u in cutlass.range_constexpr(self.depth):
+                for u in cutlass.range_constexpr(self.plan.depth):
                     cute.copy(
                         atoms[0],
-                        x[(None, token_tile, column + self.depth * k + u)],
-                        x_to[(None, self.depth * stage + u)],
+                        x[(None, token_tile, column + self.plan.depth * k + u)],
+                        x_to[(None, self.plan.depth * stage + u)],
                         tma_bar_ptr=full_at + stage,
                     )
                 stage += 1
-                if stage == self.stages:
+                if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
             tile += stride
@@ -354,9 +356,9 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
         start, stride = codes
         row_block, lane = where
         row_tiles, begin, steps = sizes
-        count = cutlass.min(steps, self.stages) * BLOCK
-        for i in cutlass.range_constexpr(self.rows // 32):
-            row = cutlass.min(row_block * self.rows + i * 32 + lane, row_tiles * 16 - 1)
+        count = cutlass.min(steps, self.plan.stages) * BLOCK
+        for i in cutlass.range_constexpr(self.plan.rows // 32):
+            row = cutlass.min(row_block * self.plan.rows + i * 32 + lane, row_tiles * 16 - 1)
             ptx.bulk_prefetch_l2(start + row * stride + begin * BLOCK, count)
 
     @cute.jit
@@ -371,7 +373,7 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
     def _pairs(self, stage_at: Value, piece: int) -> list[Value]:
         """The lane's pairs of codes of a piece, as its left operands follow one another."""
         found = []
-        for step in range(piece * self.piece, (piece + 1) * self.piece):
+        for step in range(piece * self.plan.piece, (piece + 1) * self.plan.piece):
             at = stage_at ^ Uint32(step * 16)
             for k, h in itertools.product(range(2), repeat=2):  # 8 columns, or rows, further on
                 found.append(ptx.load_shared_u16(at, k * 8 + h * 8 * BLOCK))
@@ -429,7 +431,7 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
     def _next_stage(self, stage: Value, parity: Value) -> Value:
         """The stage after this one, and its parity."""
         following = stage + 1
-        if following == self.stages:
+        if following == self.plan.stages:
             following = Int32(0)
             parity = parity ^ 1
         return following, parity
@@ -437,7 +439,7 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
     @cute.jit
     def _coming(self, scales: Value, step: Value, steps: Value, of_next: Value) -> Value:
         """Address of a stage's scale, or of the next tile's first."""
-        at = scales + Int64(step * self.scale_width)
+        at = scales + Int64(step * self.plan.scale_width)
         if step == steps:
             at = of_next
         return at
@@ -452,20 +454,20 @@ class Fp8WgmmaKernel(Fp8WgmmaPlan, WgmmaKernel):
             if more:
                 ptx.mbarrier_wait(full + Uint32(following * 8), later)
         at = stage if piece + 2 < _PIECES else following
-        return self._pairs(weights + Uint32(at * self.weight_bytes), (piece + 2) % _PIECES)
+        return self._pairs(weights + Uint32(at * self.plan.weight_bytes), (piece + 2) % _PIECES)
 
     @cute.jit
     def _multiply(self, product: Value, piece: int, stage: Value) -> None:
         """Begin the product of an expanded piece; the stage's first one begins its sums anew."""
         (anew, further), _, part, right, left, _ = product
         warpgroup.fence()
-        for k in cutlass.range_constexpr(self.piece):
-            u, column = divmod(piece * self.piece + k, 4)
+        for k in cutlass.range_constexpr(self.plan.piece):
+            u, column = divmod(piece * self.plan.piece + k, 4)
             cute.gemm(
                 anew if piece == k == 0 else further,
                 part,
                 left[piece % 2][None, None, k],
-                right[None, None, column, self.depth * stage + u],
+                right[None, None, column, self.plan.depth * stage + u],
                 part,
             )
         warpgroup.commit_group()

@@ -40,6 +40,7 @@ from dsv4.cute.device.epilogue import (
     transpose,
     transpose_outputs,
 )
+from dsv4.cute.device.kernel import PlannedKernel
 from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm90.gemm_wgmma_plan import LINE, WgmmaPlan
 
@@ -70,8 +71,10 @@ def words_of_weights() -> Any:
     )
 
 
-class WgmmaKernel(WgmmaPlan):
+class WgmmaKernel(PlannedKernel):
     """The kernel of one configuration."""
+
+    plan: WgmmaPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -120,34 +123,34 @@ class WgmmaKernel(WgmmaPlan):
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         atom, x_tiles, layout, mma = self.tools(x)
-        codes_atom, codes_tiles = self._copied(codes, self.code_bytes)
-        scales_atom, scales_tiles = self._copied(scales, self.scale_bytes)
+        codes_atom, codes_tiles = self._copied(codes, self.plan.code_bytes)
+        scales_atom, scales_tiles = self._copied(scales, self.plan.scale_bytes)
         self.kernel(
             atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
             global_scale, x_at, token_scale, out, tokens, token_tiles, token_span, k_blocks,
             row_tiles, row_blocks, group_blocks, token_stride, group_stride, cut0, cut1, cut2,
             scale_rows, groups, sixteen, limit,
         ).launch(
-            grid=[self.blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.blocks, 1, 1],
-            smem=self.shared_bytes,
+            grid=[self.plan.blocks, 1, 1],
+            block=[self.plan.threads, 1, 1],
+            cluster=[self.plan.blocks, 1, 1],
+            smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
     def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
         """Tensor copy of a box of X, X as it addresses it, layout of the stages, product."""
-        box = cute.select(self._layout(self.box, 1), mode=[0, 1])
+        box = cute.select(self._layout(self.plan.box, 1), mode=[0, 1])
         atom, x_tiles = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.box, 64)
+            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.plan.box, 64)
         )
-        layout = self._layout(self.token_block, self.depth * self.stages)
-        return atom, x_tiles, layout, self.product(self.token_block)
+        layout = self._layout(self.plan.token_block, self.plan.depth * self.plan.stages)
+        return atom, x_tiles, layout, self.product(self.plan.token_block)
 
     def _copied(self, whole: cute.Tensor, each: int) -> tuple[Value, Value]:
         """Tensor copy of so many bytes of every row tile of a block; all of them."""
-        box = (self.row_tiles, each // 4)
+        box = (self.plan.row_tiles, each // 4)
         return cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), whole, cute.make_layout(box, stride=(box[1], 1)), box
         )
@@ -167,7 +170,7 @@ class WgmmaKernel(WgmmaPlan):
             OperandMajorMode.K,
             OperandMajorMode.K,
         )
-        return cute.make_tiled_mma(op, (self.warpgroups, 1, 1))
+        return cute.make_tiled_mma(op, (self.plan.warpgroups, 1, 1))
 
     @cute.kernel
     def kernel(
@@ -238,48 +241,48 @@ class WgmmaKernel(WgmmaPlan):
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.blocks
-        first, stride = block // self.blocks, grid // self.blocks
+        rank = block % self.plan.blocks
+        first, stride = block // self.plan.blocks, grid // self.plan.blocks
         total = token_tiles * row_blocks
         order = (token_tiles, token_span, row_blocks)
-        every = k_blocks // self.depth
-        begin = rank * every // self.blocks
-        steps = (rank + 1) * every // self.blocks - begin
+        every = k_blocks // self.plan.depth
+        begin = rank * every // self.plan.blocks
+        steps = (rank + 1) * every // self.plan.blocks - begin
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
-        weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.turned_bytes).toint())
         room = Uint32(shared_x.iterator.toint())
-        if cutlass.const_expr(self.apart):
-            room = Uint32(smem.allocate_array(cutlass.Uint8, self.apart_bytes).toint())
-        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages + 2)
+        if cutlass.const_expr(self.plan.apart):
+            room = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.apart_bytes).toint())
+        full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages + 2)
         full = Uint32(full_at.toint())
-        empty = full + 8 * self.stages
-        gather = empty + 8 * self.stages
+        empty = full + 8 * self.plan.stages
+        gather = empty + 8 * self.plan.stages
         cute.arch.griddepcontrol_launch_dependents()
 
         # The copying warp makes the barriers and waits for nobody of its block: weights come first.
-        if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(self.copy_registers)
-            if warp == self.mma_warps:
-                if lane < self.stages:
+        if warp >= self.plan.mma_warps:
+            cute.arch.setmaxregister_decrease(self.plan.copy_registers)
+            if warp == self.plan.mma_warps:
+                if lane < self.plan.stages:
                     ptx.mbarrier_init(full + Uint32(lane * 8), 1)
-                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+                    ptx.mbarrier_init(empty + Uint32(lane * 8), self.plan.mma_warps)
                     ptx.fence_mbarrier_init()
                 self._make_gather(gather, rank, lane)
                 cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.threads)
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=self.plan.threads)
             self._arrive_cluster()
-            if warp == self.mma_warps + 1:
+            if warp == self.plan.mma_warps + 1:
                 self._prefetch(
                     (x_at, global_scale),
                     (Int32(first), order, group_blocks, lane),
                     (tokens, token_stride, group_stride, scale_rows, row_tiles, begin),
                 )
-            if warp == self.mma_warps:
+            if warp == self.plan.mma_warps:
                 self._copy(
                     (atom, codes_atom, scales_atom),
                     (x_tiles, codes_tiles, scales_tiles),
@@ -290,22 +293,22 @@ class WgmmaKernel(WgmmaPlan):
             self._wait_cluster()
         else:
             self._arrive_cluster()
-            cute.arch.setmaxregister_increase(self.mma_registers)
+            cute.arch.setmaxregister_increase(self.plan.mma_registers)
             slice_ = mma.get_slice(thread)
-            shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
-            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * self.piece))
+            shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.tiles)]
+            left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * self.plan.piece))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             product = (*self._products(mma, sums, shared_x, thread)[0], left, words)
             codes_from = Uint32(weights_at.toint())
-            scales_from = codes_from + Uint32(self.row_tiles * self.code_bytes)
+            scales_from = codes_from + Uint32(self.plan.row_tiles * self.plan.code_bytes)
             weights = (
-                codes_from + Uint32(warp * self.code_bytes + lane * 16),
-                scales_from + Uint32(warp * self.scale_bytes + lane // 4 * 8),
+                codes_from + Uint32(warp * self.plan.code_bytes + lane * 16),
+                scales_from + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8),
             )
             stage, parity, tile = Int32(0), Int32(0), Int32(first)
-            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.threads)
+            cute.arch.barrier(barrier_id=_READY, number_of_threads=self.plan.threads)
             skewed = total > stride and steps > self.skew
             self._fall_behind(warp, skewed)
             ahead = self._start(weights, full, tile < total)
@@ -314,7 +317,7 @@ class WgmmaKernel(WgmmaPlan):
                 rules = (cut0, cut1, cut2, scale_rows)
                 own = self._own(row_block, warp)
                 factors = self._factors_of(own, (global_scale, lane, row_tiles, rules))
-                for h in cutlass.range_constexpr(self.tiles):
+                for h in cutlass.range_constexpr(self.plan.tiles):
                     sums[h].fill(0.0)
                 ahead, stage, parity, before = self._multiply_ring(
                     product,
@@ -332,7 +335,7 @@ class WgmmaKernel(WgmmaPlan):
                     (token_tile, warp, lane, thread, rank),
                     # Tokens after those of the tile are another's.
                     (
-                        cutlass.min(tokens, (token_tile + 1) * self.token_block),
+                        cutlass.min(tokens, (token_tile + 1) * self.plan.token_block),
                         row_tiles, token_stride, groups, k_blocks, limit,
                     ),
                 )  # fmt: skip
@@ -347,40 +350,40 @@ class WgmmaKernel(WgmmaPlan):
         shared_x, weights_at, full_at, full, empty = rooms
         tile, stride, total, order, group_blocks, lane = walk
         begin, steps, every = sizes
-        primed = cutlass.min(steps, Int32(self.primed))
+        primed = cutlass.min(steps, Int32(self.plan.primed))
         cpasync.prefetch_descriptor(atoms[0])
         row_block, _ = tile_position(tile, order, cutlass.min)
-        at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
+        at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.plan.row_tiles)
         for k in cutlass.range(primed, unroll=1):
-            self._expect(full + Uint32(k * 8), self.token_block, lane)
+            self._expect(full + Uint32(k * 8), self.plan.token_block, lane)
             self._copy_weights(atoms, at_once, (begin + k, k), full_at + k)
         cute.arch.griddepcontrol_wait()
         to, source = self._pair(
             atoms[0],
             self._x_stages(shared_x),
-            cute.local_tile(wholes[0], (self.box, 64), (None, None)),
+            cute.local_tile(wholes[0], (self.plan.box, 64), (None, None)),
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
             row_block, token_tile = tile_position(tile, order, cutlass.min)
-            weights = self._weights_of(atoms, wholes, weights_at, row_block * self.row_tiles)
-            column = (row_block // group_blocks * every + begin) * self.depth
+            weights = self._weights_of(atoms, wholes, weights_at, row_block * self.plan.row_tiles)
+            column = (row_block // group_blocks * every + begin) * self.plan.depth
             for k in cutlass.range(steps, unroll=1):
                 if primed > 0:
                     primed -= 1
                 else:
                     ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
-                    self._expect(full + Uint32(stage * 8), self.token_block, lane)
+                    self._expect(full + Uint32(stage * 8), self.plan.token_block, lane)
                     self._copy_weights(atoms, weights, (begin + k, stage), full_at + stage)
-                for u in cutlass.range_constexpr(self.depth):
+                for u in cutlass.range_constexpr(self.plan.depth):
                     cute.copy(
                         atoms[0],
-                        source[(None, token_tile, column + self.depth * k + u)],
-                        to[(None, self.depth * stage + u)],
+                        source[(None, token_tile, column + self.plan.depth * k + u)],
+                        to[(None, self.plan.depth * stage + u)],
                         tma_bar_ptr=full_at + stage,
                     )
                 stage += 1
-                if stage == self.stages:
+                if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
             tile += stride
@@ -392,27 +395,29 @@ class WgmmaKernel(WgmmaPlan):
         tile, order, group_blocks, lane = walk
         tokens, token_stride, group_stride, scale_rows, row_tiles, begin = sizes
         row_block, token_tile = tile_position(tile, order, cutlass.min)
-        first = token_tile * self.token_block
-        column = row_block // group_blocks * group_stride + begin * (64 * self.depth)
-        for i in cutlass.range_constexpr(-(-self.token_block // 32)):
+        first = token_tile * self.plan.token_block
+        column = row_block // group_blocks * group_stride + begin * (64 * self.plan.depth)
+        for i in cutlass.range_constexpr(-(-self.plan.token_block // 32)):
             token = cutlass.min(first + i * 32 + lane, tokens - 1)
             start = x + (Int64(token) * token_stride + column) * 2
-            ptx.bulk_prefetch_l2(start, 128 * self.depth)
-        row = cutlass.min(row_block * self.row_tiles + lane, row_tiles - 1)
+            ptx.bulk_prefetch_l2(start, 128 * self.plan.depth)
+        row = cutlass.min(row_block * self.plan.row_tiles + lane, row_tiles - 1)
         ptx.prefetch_l2(global_scale + Int64(row * scale_rows) * 64)
 
     @cute.jit
     def _expect(self, barrier: Value, tokens: Value, lane: Value) -> None:
         """A stage of so many tokens and the weights is to come."""
         if lane == 0:
-            ptx.mbarrier_arrive_expect_tx(barrier, tokens * (128 * self.depth) + self.weight_bytes)
+            ptx.mbarrier_arrive_expect_tx(
+                barrier, tokens * (128 * self.plan.depth) + self.plan.weight_bytes
+            )
 
     def _weights_of(self, atoms: Value, wholes: Value, at: Value, row: Value) -> Value:
         """``_weights`` of the codes and of the scales."""
-        scales_at = at + self.row_tiles * self.code_bytes
+        scales_at = at + self.plan.row_tiles * self.plan.code_bytes
         return (
-            self._weights(atoms[1], at, wholes[1], row, self.code_bytes),
-            self._weights(atoms[2], scales_at, wholes[2], row, self.scale_bytes),
+            self._weights(atoms[1], at, wholes[1], row, self.plan.code_bytes),
+            self._weights(atoms[2], scales_at, wholes[2], row, self.plan.scale_bytes),
         )
 
     def _copy_weights(self, atoms: Value, weights: Value, where: Value, barrier: Value) -> None:
@@ -423,18 +428,21 @@ class WgmmaKernel(WgmmaPlan):
 
     def _x_stages(self, shared_x: Value) -> Value:
         """The boxes of X of all stages in shared memory."""
-        boxes = self.stages * self.depth * (self.token_block // self.box)
-        return cute.make_tensor(shared_x.iterator, self._layout(self.box, boxes).outer)
+        boxes = self.plan.stages * self.plan.depth * (self.plan.token_block // self.plan.box)
+        return cute.make_tensor(shared_x.iterator, self._layout(self.plan.box, boxes).outer)
 
     def _weights(self, atom: Value, at: Value, whole: Value, row: Value, each: int) -> Value:
         """Stages in shared memory, and what goes there, ``each`` bytes of tiles from a row on."""
         words = each // 4
         stages = cute.make_layout(
-            (self.row_tiles, words, self.stages), stride=(words, 1, self.weight_bytes // 4)
+            (self.plan.row_tiles, words, self.plan.stages),
+            stride=(words, 1, self.plan.weight_bytes // 4),
         )
         shared = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), stages)
         rows = cute.domain_offset((row, 0), whole)
-        return self._pair(atom, shared, cute.local_tile(rows, (self.row_tiles, words), (0, None)))
+        return self._pair(
+            atom, shared, cute.local_tile(rows, (self.plan.row_tiles, words), (0, None))
+        )
 
     def _pair(self, atom: Value, shared: Value, tiles: Value) -> Value:
         """Where copies go and whence, by stages or tiles."""
@@ -444,8 +452,8 @@ class WgmmaKernel(WgmmaPlan):
 
     def _own(self, row_block: Value, warp: Value) -> list[Value]:
         """The warp's tiles of 16 rows."""
-        first = row_block * self.row_tiles + warp
-        return [first + h * self.mma_warps for h in range(self.tiles)]
+        first = row_block * self.plan.row_tiles + warp
+        return [first + h * self.plan.mma_warps for h in range(self.plan.tiles)]
 
     def _factors_of(self, own: list[Value], told: Value) -> list[Value]:
         """``_factors`` of each tile."""
@@ -463,87 +471,89 @@ class WgmmaKernel(WgmmaPlan):
     @property
     def _turns(self) -> int:
         """How many times the results of a tile of rows are turned."""
-        return -(-self.own_tiles // self.turned_tiles)
+        return -(-self.own_tiles // self.plan.turned_tiles)
 
     @property
     def own_tiles(self) -> int:
         """Tiles of 8 tokens that a block stores, the last blocks of a cluster maybe fewer."""
-        return -(-self.token_block // 8 // self.blocks)
+        return -(-self.plan.token_block // 8 // self.plan.blocks)
 
     @cute.jit
     def _arrive_cluster(self) -> None:
         """This thread's block has made its barriers, or has others that make them."""
-        if cutlass.const_expr(self.blocks > 1):
+        if cutlass.const_expr(self.plan.blocks > 1):
             cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def _wait_cluster(self) -> None:
         """All blocks of the cluster have barriers."""
-        if cutlass.const_expr(self.blocks > 1):
+        if cutlass.const_expr(self.plan.blocks > 1):
             cute.arch.cluster_wait()
 
     @cute.jit
     def _make_gather(self, gather: Value, rank: Value, lane: Value) -> None:
         """Barriers of the sums that other blocks send, and of these blocks' being ready."""
-        if cutlass.const_expr(self.blocks > 1):
+        if cutlass.const_expr(self.plan.blocks > 1):
             own = cutlass.min(
-                cutlass.max(self.token_block // 8 - rank * self.own_tiles, 0), self.own_tiles
+                cutlass.max(self.plan.token_block // 8 - rank * self.own_tiles, 0), self.own_tiles
             )
             if lane == 0:
                 ptx.mbarrier_init(gather, 1)
-                ptx.mbarrier_init(gather + Uint32(8), self.blocks)
+                ptx.mbarrier_init(gather + Uint32(8), self.plan.blocks)
                 ptx.fence_mbarrier_init()
             cute.arch.sync_warp()
             if lane == 0:
-                ptx.mbarrier_arrive_expect_tx(gather, own * ((self.blocks - 1) * 8 * 4 * self.rows))
+                ptx.mbarrier_arrive_expect_tx(
+                    gather, own * ((self.plan.blocks - 1) * 8 * 4 * self.plan.rows)
+                )
 
     @cute.jit
     def _wait_for_room(self, gather: Value, thread: Value) -> None:
         """Until sums may be sent to the other blocks."""
-        if cutlass.const_expr(self.apart):
+        if cutlass.const_expr(self.plan.apart):
             self._wait_cluster()
         else:
             # When all warps of all blocks have read their last stage, sums may lie there.
-            cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.mma_warps * 32)
+            cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.plan.mma_warps * 32)
             self._wait_cluster()
-            if thread < self.blocks:
+            if thread < self.plan.blocks:
                 ptx.mbarrier_arrive_remote(ptx.map_to_cta(gather + Uint32(8), Int32(thread)))
             ptx.mbarrier_wait(gather + Uint32(8), Int32(0))
 
     @cute.jit
     def _gathered(self, sums: Value, room: Value, gather: Value, who: Value) -> Value:
         """The block's share of the sums: of each tile of rows, four values per 8 tokens."""
-        count = self.token_block // 8
-        if cutlass.const_expr(self.blocks == 1):
+        count = self.plan.token_block // 8
+        if cutlass.const_expr(self.plan.blocks == 1):
             return [[[one[n * 4 + i] for i in range(4)] for n in range(count)] for one in sums]
         rank, thread = who
-        line = 16 * 32 * self.mma_warps
-        part = self.own_tiles * self.tiles * line
+        line = 16 * 32 * self.plan.mma_warps
+        part = self.own_tiles * self.plan.tiles * line
         room += Uint32(thread * 16)
         self._wait_for_room(gather, thread)
         mine = room + Uint32(rank * part)
-        for owner in cutlass.range_constexpr(self.blocks):
+        for owner in cutlass.range_constexpr(self.plan.blocks):
             first, end = owner * self.own_tiles, min((owner + 1) * self.own_tiles, count)
             to, barrier = ptx.map_to_cta(mine, Int32(owner)), ptx.map_to_cta(gather, Int32(owner))
             for n in cutlass.range_constexpr(max(0, end - first)):
-                for h in cutlass.range_constexpr(self.tiles):
+                for h in cutlass.range_constexpr(self.plan.tiles):
                     four = [sums[h][(first + n) * 4 + i] for i in range(4)]
-                    place = (n * self.tiles + h) * line
+                    place = (n * self.plan.tiles + h) * line
                     if rank == owner:
                         ptx.store_shared_float4(mine + Uint32(place), four)
                     else:
                         ptx.async_store_remote4(to, four, barrier, place)
         ptx.mbarrier_wait(gather, Int32(0))
         found = []
-        for h in cutlass.range_constexpr(self.tiles):
+        for h in cutlass.range_constexpr(self.plan.tiles):
             fragments = []
             for n in cutlass.range_constexpr(self.own_tiles):
                 total = [Float32(0.0)] * 4
-                for r in cutlass.range_constexpr(self.blocks):
-                    at = room + Uint32(r * part + (n * self.tiles + h) * line)
+                for r in cutlass.range_constexpr(self.plan.blocks):
+                    at = room + Uint32(r * part + (n * self.plan.tiles + h) * line)
                     more = ptx.load_shared_float4(at)
                     total = [total[i] + more[i] for i in range(4)]
-                if cutlass.const_expr(count % self.blocks):
+                if cutlass.const_expr(count % self.plan.blocks):
                     # Where the cluster has no such tile, whatever lay there is no infinity.
                     there = rank * self.own_tiles + n < count
                     total = [ptx.select_float(there, one, Float32(0.0)) for one in total]
@@ -556,16 +566,16 @@ class WgmmaKernel(WgmmaPlan):
     ) -> list[tuple[Value, Value, Value]]:
         """For each size: the product, its part of the sums, right operands of all stages."""
         found = []
-        for tokens in self.sizes:
-            one = mma if tokens == self.token_block else self.product(tokens)
+        for tokens in self.plan.sizes:
+            one = mma if tokens == self.plan.token_block else self.product(tokens)
             one.set(warpgroup.Field.ACCUMULATE, True)
             slice_ = one.get_slice(thread)
-            shape = slice_.partition_shape_C((64 * self.warpgroups, tokens))
+            shape = slice_.partition_shape_C((64 * self.plan.warpgroups, tokens))
             parts = [cute.make_tensor(every.iterator, cute.make_layout(shape)) for every in sums]
             # Rows of 128 bytes in groups of 8, as a whole stage has them; the first so many.
             stages = cute.make_layout(
-                ((8, tokens // 8), (64, 1), (1, self.depth * self.stages)),
-                stride=((64, 512), (1, 0), (0, self.token_block * 64)),
+                ((8, tokens // 8), (64, 1), (1, self.plan.depth * self.plan.stages)),
+                stride=((64, 512), (1, 0), (0, self.plan.token_block * 64)),
             )
             rows = cute.make_tensor(shared_x.iterator, stages)
             found.append((one, parts, one.make_fragment_B(slice_.partition_B(rows))))
@@ -580,15 +590,15 @@ class WgmmaKernel(WgmmaPlan):
 
     def _load_first(self, weights: Value) -> list[Value]:
         """What ``ahead`` blocks of 64 columns need, of each of the warp's tiles."""
-        each = itertools.product(range(self.ahead), range(self.tiles))
+        each = itertools.product(range(self.plan.ahead), range(self.plan.tiles))
         return [self._load(weights, Int32(0), u, h) for u, h in each]
 
     def _load(self, weights: Value, stage: Value, u: int, h: int) -> list[Value]:
         """The lane's 4 words of codes and 2 of scales, of a stage's block of 64 columns."""
         codes, scales = weights
-        skip, further = Uint32(stage * self.weight_bytes), h * self.mma_warps
-        codes_from = codes + skip + Uint32(further * self.code_bytes + u * CODE_BYTES)
-        scales_from = scales + skip + Uint32(further * self.scale_bytes + u * SCALE_BYTES)
+        skip, further = Uint32(stage * self.plan.weight_bytes), h * self.plan.mma_warps
+        codes_from = codes + skip + Uint32(further * self.plan.code_bytes + u * CODE_BYTES)
+        scales_from = scales + skip + Uint32(further * self.plan.scale_bytes + u * SCALE_BYTES)
         return [*ptx.load_shared(codes_from, 4), *ptx.load_shared(scales_from, 2)]
 
     @cute.jit
@@ -607,32 +617,34 @@ class WgmmaKernel(WgmmaPlan):
         steps, is_last, lane, sixteen = rest
         for step in cutlass.range(steps, unroll=1):
             following, later = stage + 1, parity
-            if following == self.stages:
+            if following == self.plan.stages:
                 following = Int32(0)
                 later = parity ^ 1
-            for piece in cutlass.range_constexpr(4 * self.depth // self.piece):
-                u, start = divmod(piece * self.piece, 4)
-                for h in cutlass.range_constexpr(self.tiles):
-                    turn = (piece * self.tiles + h) % 2
-                    place = u % self.ahead * self.tiles + h
+            for piece in cutlass.range_constexpr(4 * self.plan.depth // self.plan.piece):
+                u, start = divmod(piece * self.plan.piece, 4)
+                for h in cutlass.range_constexpr(self.plan.tiles):
+                    turn = (piece * self.plan.tiles + h) % 2
+                    place = u % self.plan.ahead * self.plan.tiles + h
                     self._expand_some(words[turn], ahead[place], start, sixteen)
                     warpgroup.fence()
-                    for k in cutlass.range_constexpr(self.piece):
+                    for k in cutlass.range_constexpr(self.plan.piece):
                         cute.gemm(
                             mma,
                             sums[h],
                             left[turn][None, None, k],
-                            right[None, None, start + k, self.depth * stage + u],
+                            right[None, None, start + k, self.plan.depth * stage + u],
                             sums[h],
                         )
                     warpgroup.commit_group()
-                    if cutlass.const_expr(start + self.piece == 4):
+                    if cutlass.const_expr(start + self.plan.piece == 4):
                         # Of the block of 64 columns so many further on, maybe the next stage's.
-                        if cutlass.const_expr(u + self.ahead == self.depth and h == 0):  # noqa: SIM102
+                        if cutlass.const_expr(u + self.plan.ahead == self.plan.depth and h == 0):  # noqa: SIM102
                             if not (is_last and step + 1 == steps):
                                 ptx.mbarrier_wait(full + Uint32(following * 8), later)
-                        there = following if u + self.ahead >= self.depth else stage
-                        coming = self._load(weights, there, (u + self.ahead) % self.depth, h)
+                        there = following if u + self.plan.ahead >= self.plan.depth else stage
+                        coming = self._load(
+                            weights, there, (u + self.plan.ahead) % self.plan.depth, h
+                        )
                         ahead[place] = coming
                     warpgroup.wait_group(1)
                     if cutlass.const_expr(piece == h == 0):
@@ -649,26 +661,28 @@ class WgmmaKernel(WgmmaPlan):
 
         One then multiplies while the other stores its results.
         """
-        fits = self.warpgroups == 2 and self.blocks == 1 and self.token_block >= 128
-        return self.stages - 2 if fits else 0
+        fits = self.plan.warpgroups == 2 and self.plan.blocks == 1 and self.plan.token_block >= 128
+        return self.plan.stages - 2 if fits else 0
 
     @cute.jit
     def _fall_behind(self, warp: Value, skewed: Value) -> None:
         """The second warpgroup waits until the first is some stages ahead."""
         if cutlass.const_expr(self.skew):  # noqa: SIM102 - one is known to the compiler
             if skewed and warp >= 4:
-                cute.arch.barrier(barrier_id=_BEHIND, number_of_threads=self.mma_warps * 32)
+                cute.arch.barrier(barrier_id=_BEHIND, number_of_threads=self.plan.mma_warps * 32)
 
     @cute.jit
     def _let_follow(self, leads: Value, step: Value) -> None:
         """The first warpgroup, after so many stages of its first tile."""
         if cutlass.const_expr(self.skew and leads is not None):  # noqa: SIM102
             if leads and step == self.skew - 1:
-                cute.arch.barrier_arrive(barrier_id=_BEHIND, number_of_threads=self.mma_warps * 32)
+                cute.arch.barrier_arrive(
+                    barrier_id=_BEHIND, number_of_threads=self.plan.mma_warps * 32
+                )
 
     def _expand_some(self, words: Value, loaded: list[Value], start: int, sixteen: Value) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
-        for k in range(self.piece):
+        for k in range(self.plan.piece):
             both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
             for i, word in enumerate(dequantized_fragment(loaded[start + k], both)):
                 words[k * 4 + i] = word
@@ -701,32 +715,32 @@ class WgmmaKernel(WgmmaPlan):
         _, token_scale, out, x, *_ = places
         token_tile, row_tile, warp, lane, thread, rank, h = where
         tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
-        begin = token_tile * self.token_block
-        if cutlass.const_expr(self.blocks > 1):
+        begin = token_tile * self.plan.token_block
+        if cutlass.const_expr(self.plan.blocks > 1):
             begin += rank * (self.own_tiles * 8)
         # SwiGLU of what is infinite is NaN whatever the input held.
-        if cutlass.const_expr(not self.swiglu):  # noqa: SIM102 - one is known to the compiler
+        if cutlass.const_expr(not self.plan.swiglu):  # noqa: SIM102 - one is known to the compiler
             if cute.arch.vote_any_sync(self._any_infinite(fragments)):
                 flags = self._infinite(x, begin, (tokens, token_stride, k_blocks), lane)
                 fragments = self._without(fragments, flags, lane)
-        for chunk in cutlass.range_constexpr(0, self.own_tiles, self.turned_tiles):
-            start, count = begin + chunk * 8, min(self.turned_tiles, self.own_tiles - chunk)
+        for chunk in cutlass.range_constexpr(0, self.own_tiles, self.plan.turned_tiles):
+            start, count = begin + chunk * 8, min(self.plan.turned_tiles, self.own_tiles - chunk)
             values = self._scaled(
                 fragments[chunk : chunk + count],
                 factors,
                 (token_scale, start + lane % 4 * 2, tokens, groups),
             )
-            if cutlass.const_expr(self.swiglu):
+            if cutlass.const_expr(self.plan.swiglu):
                 values = [swiglu_outputs(four, limit, lane) for four in values]
                 values = self._weighted(values, places, chunk)
-            if cutlass.const_expr(self.float32_out):
+            if cutlass.const_expr(self.plan.float32_out):
                 self._scatter(values, out, (start, row_tile, lane), (tokens, row_tiles))
             else:
                 self._lines(
                     values,
                     places,
                     (start, row_tile - warp % 4, warp, lane, thread),
-                    (tokens, row_tiles, h * self._turns + chunk // self.turned_tiles),
+                    (tokens, row_tiles, h * self._turns + chunk // self.plan.turned_tiles),
                 )
 
     def _weighted(self, values: Value, places: Value, first: int) -> Value:
@@ -736,7 +750,7 @@ class WgmmaKernel(WgmmaPlan):
     @property
     def tile_outputs(self) -> int:
         """Results of a token in a tile of 16 rows."""
-        return 8 if self.swiglu else 16
+        return 8 if self.plan.swiglu else 16
 
     @cute.jit
     def _any_infinite(self, fragments: Value) -> Value:
@@ -764,7 +778,7 @@ class WgmmaKernel(WgmmaPlan):
         self, token_scale: Value, begin: Value, count: int, tokens: Value, groups: Value
     ) -> Value:
         """The scale of two tokens of each tile of 8."""
-        if cutlass.const_expr(not self.row_scaled):
+        if cutlass.const_expr(not self.plan.row_scaled):
             return [Float32(1.0)] * (2 * count)
         found = []
         for n in cutlass.range_constexpr(2 * count):
@@ -812,7 +826,7 @@ class WgmmaKernel(WgmmaPlan):
         for n in cutlass.range_constexpr(len(values)):
             for i in cutlass.range_constexpr(len(values[n])):
                 token = begin + n * 8 + lane % 4 * 2 + i % 2
-                row = swiglu_output_row(lane) if self.swiglu else lane // 4 + i // 2 * 8
+                row = swiglu_output_row(lane) if self.plan.swiglu else lane // 4 + i // 2 * 8
                 if token < tokens and row_tile < row_tiles:
                     line = Int64(token) * row_tiles + row_tile
                     place = (line * self.tile_outputs + row) * 4
@@ -824,12 +838,12 @@ class WgmmaKernel(WgmmaPlan):
         begin, row_tile, warp, lane, thread = where
         tokens, row_tiles, turns = sizes
         group, count = warp // 4, len(values)
-        each = self.turned_bytes // self.warpgroups // self.rooms
-        room = places[0] + Uint32((group * self.rooms + turns % self.rooms) * each)
+        each = self.plan.turned_bytes // self.plan.warpgroups // self.plan.rooms
+        room = places[0] + Uint32((group * self.plan.rooms + turns % self.plan.rooms) * each)
         # Of two rooms, the one before last has been read when all have written to the last.
-        if cutlass.const_expr(self.rooms == 1 or turns == 0):
+        if cutlass.const_expr(self.plan.rooms == 1 or turns == 0):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-        if cutlass.const_expr(self.swiglu):
+        if cutlass.const_expr(self.plan.swiglu):
             transpose_outputs(values, room, LINE, warp % 4, lane)
         else:
             for n in cutlass.range_constexpr(count):
@@ -851,7 +865,7 @@ class WgmmaKernel(WgmmaPlan):
     def _eight(self, at: Value) -> Value:
         """Eight results of a token, in order."""
         words = ptx.load_shared(at, 4)
-        return outputs_in_order(words) if self.swiglu else words
+        return outputs_in_order(words) if self.plan.swiglu else words
 
     @cute.jit
     def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:

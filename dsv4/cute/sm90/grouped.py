@@ -44,8 +44,10 @@ from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
 Value = Any
 
 
-class GroupedKernel(GroupedPlan, WgmmaKernel):
+class GroupedKernel(WgmmaKernel):
     """The kernel of one configuration."""
+
+    plan: GroupedPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -99,8 +101,8 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
         atom, x_tiles, layout, mma = self.tools(x)
-        codes_atom, codes_tiles = self._copied(codes, self.code_bytes)
-        scales_atom, scales_tiles = self._copied(scales, self.scale_bytes)
+        codes_atom, codes_tiles = self._copied(codes, self.plan.code_bytes)
+        scales_atom, scales_tiles = self._copied(scales, self.plan.scale_bytes)
         self.kernel(
             atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
             global_scale, x_at, token_scale, row_weight, out, offsets, codes_scale, block_scales,
@@ -108,9 +110,9 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
             scales_each, cut0, cut1, cut2, scale_rows, sixteen, above, most, beside, limit,
         ).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
+            block=[self.plan.threads, 1, 1],
             cluster=[1, 1, 1],
-            smem=self.shared_bytes,
+            smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -204,36 +206,38 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
         shared_x = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
-        weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.turned_bytes).toint())
         scale_room = self._room_for_scales(smem)
         slots = Uint32(smem.allocate_array(cutlass.Uint8, 24 * SLOTS).toint())
-        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
+        full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages)
         full = Uint32(full_at.toint())
-        empty = full + 8 * self.stages
+        empty = full + 8 * self.plan.stages
         tiles_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         table = (tiles_at, rows_at, experts)
-        if warp == self.mma_warps and lane < self.stages:
+        if warp == self.plan.mma_warps and lane < self.plan.stages:
             ptx.mbarrier_init(full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+            ptx.mbarrier_init(empty + Uint32(lane * 8), self.plan.mma_warps)
             ptx.fence_mbarrier_init()
-        if warp == self.mma_warps and lane < SLOTS:
-            ptx.mbarrier_init(self._read(slots, slots + Uint32(lane * 16)), 32 * self.mma_warps)
+        if warp == self.plan.mma_warps and lane < SLOTS:
+            ptx.mbarrier_init(
+                self._read(slots, slots + Uint32(lane * 16)), 32 * self.plan.mma_warps
+            )
             ptx.fence_mbarrier_init()
         if beside == 0:
             cute.arch.griddepcontrol_wait()
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
-            count_tiles(offsets, table, self.token_block, lane, (above, most))
+            count_tiles(offsets, table, self.plan.token_block, lane, (above, most))
         cute.arch.sync_threads()
         order = (table, row_blocks)
-        steps = k_blocks // self.depth
+        steps = k_blocks // self.plan.depth
 
-        if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(self.copy_registers)
-            if warp == self.mma_warps:
+        if warp >= self.plan.mma_warps:
+            cute.arch.setmaxregister_decrease(self.plan.copy_registers)
+            if warp == self.plan.mma_warps:
                 ring = (full_at, full, empty, slots)
                 self._copy(
                     (atom, codes_atom, scales_atom),
@@ -245,22 +249,22 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
                 )
             else:
                 lines = (last_row(table) + first, tokens, stride)
-                among = thread - 32 * (self.mma_warps + 1)
-                if cutlass.const_expr(self.quantized_out):
-                    room = (out, None if self.swizzled_out else block_scales, row_scale)
+                among = thread - 32 * (self.plan.mma_warps + 1)
+                if cutlass.const_expr(self.plan.quantized_out):
+                    room = (out, None if self.plan.swizzled_out else block_scales, row_scale)
                     columns = row_tiles * self.tile_outputs
                     clear_codes(room, lines, columns, among, 96)
-                    if cutlass.const_expr(self.swizzled_out):
+                    if cutlass.const_expr(self.plan.swizzled_out):
                         walk = (Int32(first), stride, tokens)
                         clear_padding(block_scales, table, walk, columns, among, 96)
                 else:
                     clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), among, 96)
         else:
-            cute.arch.setmaxregister_increase(self.mma_registers)
+            cute.arch.setmaxregister_increase(self.plan.mma_registers)
             slice_ = mma.get_slice(thread)
-            shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
-            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * PIECE))
+            shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.tiles)]
+            left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * PIECE))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             products = [
@@ -268,7 +272,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
             ]
             rules = (cut0, cut1, cut2, scale_rows)
             codes_from = Uint32(weights_at.toint())
-            scales_from = codes_from + Uint32(self.row_tiles * self.code_bytes)
+            scales_from = codes_from + Uint32(self.plan.row_tiles * self.plan.code_bytes)
             rooms = (codes_from, scales_from, scale_room)
             weights = self._weights_at(rooms, warp, lane, Uint32(sixteen))
             stage, parity, slot = Int32(0), Int32(0), slots
@@ -297,7 +301,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
                 if slot == slots + 16 * SLOTS:
                     slot = slots
                 padded = start
-                if cutlass.const_expr(self.swizzled_out):
+                if cutlass.const_expr(self.plan.swizzled_out):
                     padded = start + padding_before(table, expert, lane)
                 warpgroup.wait_group(0)
                 self._release(empty, before, lane)
@@ -310,12 +314,12 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
                     x_at + Int64(start) * token_stride * 2,
                     self._weights_among(fetched[1], lane),
                     (block_scales, padded)
-                    if self.swizzled_out
+                    if self.plan.swizzled_out
                     else block_scales + Int64(start) * (row_tiles // 2),
                     codes_scale + Int64(expert) * 4,
                 )
-                if cutlass.const_expr(self.quantized_out):  # noqa: SIM102 - one is constant
-                    if row_block == 0 and thread < cutlass.min(count, self.token_block):
+                if cutlass.const_expr(self.plan.quantized_out):  # noqa: SIM102 - one is constant
+                    if row_block == 0 and thread < cutlass.min(count, self.plan.token_block):
                         of_all = ptx.load_global_float(places[6])
                         ptx.store_global_float(row_scale + (Int64(start) + thread) * 4, of_all)
                 self._store_each(
@@ -339,15 +343,15 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
         warp, lane, row_tiles, (cut0, cut1, cut2, scale_rows) = where
         of_expert = global_scale + Int64(expert) * scales_each * 4
         of_rows = []
-        for first in range(0, 16 * self.tiles, 32):
-            row = (first + lane) % (16 * self.tiles)
-            row_tile = row_block * self.row_tiles + warp + row // 16 * self.mma_warps
+        for first in range(0, 16 * self.plan.tiles, 32):
+            row = (first + lane) % (16 * self.plan.tiles)
+            row_tile = row_block * self.plan.row_tiles + warp + row // 16 * self.plan.mma_warps
             at = cutlass.min(row_tile, row_tiles - 1) * 16 + row % 16
             index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
             index += scale_rows * (at - index)
             of_rows.append(ptx.load_global_float(of_expert + Int64(index) * 4))
         of_tokens = []
-        for first in range(0, self.token_block if self.row_weighted else 0, 32):
+        for first in range(0, self.plan.token_block if self.plan.row_weighted else 0, 32):
             token = start + cutlass.min(first + lane, count - 1)
             of_tokens.append(ptx.load_global_float(row_weight + Int64(token) * 4))
         return of_rows, of_tokens
@@ -355,7 +359,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
     def _factors_among(self, of_rows: Value, lane: Value) -> list[Value]:
         """Global scale times 2^7 of the lane's two rows of each tile."""
         factors = []
-        for h in range(self.tiles):
+        for h in range(self.plan.tiles):
             rows = [h % 2 * 16 + half * 8 + lane // 4 for half in range(2)]
             both = [cute.arch.shuffle_sync(of_rows[h // 2], row) for row in rows]
             factors.append([one * Float32(128.0) for one in both])
@@ -363,7 +367,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
 
     def _weights_among(self, of_tokens: Value, lane: Value) -> list[Value]:
         """What two tokens of each tile of 8 weigh, the lane's."""
-        count = self.token_block // 8 if self.row_weighted else 0
+        count = self.plan.token_block // 8 if self.plan.row_weighted else 0
         lanes = [[n % 4 * 8 + lane % 4 * 2 + i for i in range(2)] for n in range(count)]
         return [
             [cute.arch.shuffle_sync(of_tokens[n // 4], one) for one in two]
@@ -384,7 +388,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
         steps, row_tiles = sizes
         stage, parity, slot, again = Int32(0), Int32(1), slots, Int32(1)
         tile = self._following(first - stride, stride, counter, lane)
-        boxes = self.token_block // self.box  # of a block of 64 columns
+        boxes = self.plan.token_block // self.plan.box  # of a block of 64 columns
         room = self._x_stages(shared_x)
         while tile < self._total(order):
             expert, row_block, start, count = self._find(tile, order)
@@ -397,9 +401,9 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
                 slot = slots
                 again = again ^ 1
             tokens = cute.domain_offset((start, 0), wholes[0])
-            tiles = cute.local_tile(tokens, (self.box, 64), (None, None))
+            tiles = cute.local_tile(tokens, (self.plan.box, 64), (None, None))
             to, source = self._pair(atoms[0], room, tiles)
-            row = expert * row_tiles + row_block * self.row_tiles
+            row = expert * row_tiles + row_block * self.plan.row_tiles
             weights = self._weights_of(atoms, wholes, weights_at, row)
             width = self._width(count)
             for k in cutlass.range(steps, unroll=1):
@@ -407,16 +411,16 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
                 self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
                 self._copy_weights(atoms, weights, (k, stage), barrier)
-                for b in cutlass.range(width // self.box, unroll=1):
-                    for u in cutlass.range_constexpr(self.depth):
+                for b in cutlass.range(width // self.plan.box, unroll=1):
+                    for u in cutlass.range_constexpr(self.plan.depth):
                         cute.copy(
                             atoms[0],
-                            source[(None, b, self.depth * k + u)],
-                            to[(None, (self.depth * stage + u) * boxes + b)],
+                            source[(None, b, self.plan.depth * k + u)],
+                            to[(None, (self.plan.depth * stage + u) * boxes + b)],
                             tma_bar_ptr=barrier,
                         )
                 stage += 1
-                if stage == self.stages:
+                if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
             tile = self._following(tile, stride, counter, lane)
@@ -444,13 +448,13 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
     def _weights_at(self, rooms: Value, warp: Value, lane: Value, sixteen: Value) -> Value:
         """Where the lane finds its codes and scales in the first stage."""
         codes, scales, _ = rooms
-        codes += Uint32(warp * self.code_bytes + lane * 16)
-        return codes, scales + Uint32(warp * self.scale_bytes + lane // 4 * 8)
+        codes += Uint32(warp * self.plan.code_bytes + lane * 16)
+        return codes, scales + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8)
 
     def _width(self, count: Value) -> Value:
         """Tokens of the product of a tile with so many rows."""
-        width = Int32(self.sizes[0])
-        for one, following in itertools.pairwise(self.sizes):
+        width = Int32(self.plan.sizes[0])
+        for one, following in itertools.pairwise(self.plan.sizes):
             width += Int32(count > one) * (following - one)
         return width
 
@@ -474,7 +478,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
         full, empty, stage, parity, slot = ring
         steps, is_last, lane, sixteen = rest
         before = Int32(-1)
-        for h in cutlass.range_constexpr(self.tiles):
+        for h in cutlass.range_constexpr(self.plan.tiles):
             sums[h].fill(0.0)
         if cutlass.const_expr(len(sizes) == 1):
             places, rest = (full, empty, stage, parity, before), (steps, is_last, lane, sixteen)
@@ -486,7 +490,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
                     sizes[i],
                     (weights, ahead),
                     (full, empty, stage, parity, before),
-                    (steps * Int32(width == self.sizes[i]), is_last, lane, sixteen),
+                    (steps * Int32(width == self.plan.sizes[i]), is_last, lane, sixteen),
                 )
                 warpgroup.wait_group(0)
         return ahead, stage, parity, before
@@ -494,9 +498,9 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
     @property
     def tile_bytes(self) -> int:
         """Bytes of a token's results, or their codes, in a tile of 16 rows."""
-        if self.quantized_out:
+        if self.plan.quantized_out:
             return self.tile_outputs // 2
-        return self.tile_outputs * (4 if self.float32_out else 2)
+        return self.tile_outputs * (4 if self.plan.float32_out else 2)
 
     def _total(self, order: Value) -> Value:
         """Tiles of all experts' rows and columns of results."""
@@ -505,11 +509,11 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
 
     def _find(self, tile: Value, order: Value) -> Value:
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
-        return find_tile(tile, order, self.token_block)
+        return find_tile(tile, order, self.plan.token_block)
 
     def _weighted(self, values: Value, places: Value, first: int) -> Value:
         """As there."""
-        if not self.row_weighted:
+        if not self.plan.row_weighted:
             return values
         each = zip(values, places[4][first : first + len(values)], strict=True)
         return [[value * weight for value, weight in zip(*two, strict=True)] for two in each]
@@ -518,7 +522,7 @@ class GroupedKernel(GroupedPlan, WgmmaKernel):
     def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
         """As there, or as codes, of which neighbouring lanes have a block."""
         token, row, rows = where
-        if cutlass.const_expr(self.quantized_out):
+        if cutlass.const_expr(self.plan.quantized_out):
             # Of a line that is not there, what another lane has.
             words, scale = self._eight(at), ptx.load_global_float(places[6])
             store_coded(words, (places[2], places[5], scale), where, there)
