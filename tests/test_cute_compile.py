@@ -118,11 +118,11 @@ def plans_of_experts():
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
     found = {plan for plan in chosen if isinstance(plan, GroupedPlan)}
-    tiles = {(plan.sizes, plan.warpgroups) for plan in found}
+    tiles = {(plan.mma_widths, plan.warpgroups) for plan in found}
     for wanted in every:
         for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
-            if isinstance(plan, GroupedPlan) and (plan.sizes, plan.warpgroups) not in tiles:
-                tiles.add((plan.sizes, plan.warpgroups))
+            if isinstance(plan, GroupedPlan) and (plan.mma_widths, plan.warpgroups) not in tiles:
+                tiles.add((plan.mma_widths, plan.warpgroups))
                 found.add(plan)
     return found
 
@@ -227,14 +227,14 @@ def test_many_tokens(batch, tmp_path):
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
         # The weights are operands from registers: a product of 64 rows for each 16 columns.
-        each = plan.depth * plan.tiles
+        each = plan.stage_k_blocks * plan.warp_tiles
         assert count("HGMMA") == 4 * each
         # Were the operands of a product in flight overwritten, it would wait after every one: there
         # is one wait for every piece of 32 or 64 columns.
-        assert count("WARPGROUP.DEPBAR") == 4 // plan.piece * each + 1
+        assert count("WARPGROUP.DEPBAR") == 4 // plan.k_steps * each + 1
         # Weights come by tensor copies, before the kernel before has ended and after it, and from
         # shared memory by 16 bytes a lane.
-        assert count("UTMALDG.2D") == 4 + plan.depth
+        assert count("UTMALDG.2D") == 4 + plan.stage_k_blocks
         assert count("LDS.128") >= each
         assert not [i for i in instructions if i.startswith("LDG.E") and ".128" in i]
         if not plan.float32_out:
@@ -258,10 +258,10 @@ def test_fp8_weights(batch, tmp_path):
 
         assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
         assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
-        assert numbers["REG"] * plan.threads * plan.resident <= REGISTER_FILE
+        assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes
-        assert (plan.shared_bytes + 1024) * plan.resident <= MOST_SHARED + 1024
-        assert count("USETMAXREG") == (2 if plan.resident == 1 else 0)
+        assert (plan.shared_bytes + 1024) * plan.ctas_per_sm <= MOST_SHARED + 1024
+        assert count("USETMAXREG") == (2 if plan.ctas_per_sm == 1 else 0)
         # A product of 64 rows for each 16 columns, and a wait for each two of them. One more for
         # the sums; where these are shifted, which is rare, one within the loop and one after it.
         assert count("HGMMA") == 8
@@ -295,13 +295,13 @@ def test_routed_experts(batch, tmp_path):
         assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-        sizes, each = len(plan.sizes), plan.depth * plan.tiles
+        sizes, each = len(plan.mma_widths), plan.stage_k_blocks * plan.warp_tiles
         assert count("HGMMA") == sizes * 4 * each
         # One for every 32 columns; where there are loops of several sizes, one after each.
         waits = sizes * 2 * each + (sizes if sizes > 1 else 0) + 1
         assert count("WARPGROUP.DEPBAR") == waits
         # Weights come by tensor copies, and from shared memory by 16 bytes a lane.
-        assert count("UTMALDG.2D") == 2 + plan.depth
+        assert count("UTMALDG.2D") == 2 + plan.stage_k_blocks
         assert count("LDS.128") >= each
         # Codes by 4 bytes, block scales by 1; else rows that no expert owns are filled by 16.
         assert count("STG.E.U8") if plan.quantized_out else count("STG.E.128")
@@ -309,7 +309,7 @@ def test_routed_experts(batch, tmp_path):
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
         assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
         # Every round of expanded scales is 4 words a lane: one before the loops, then in each.
-        shared = sizes * plan.depth * plan.tiles // 4 + 1
+        shared = sizes * plan.stage_k_blocks * plan.warp_tiles // 4 + 1
         assert count("STS.128") >= shared * plan.shares_scales
 
     check_each(batch, tmp_path, check)
@@ -367,7 +367,7 @@ def test_swiglu(batch, tmp_path):
         if isinstance(plan, SmallMPlan):
             assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         else:
-            each = plan.depth * plan.tiles
+            each = plan.stage_k_blocks * plan.warp_tiles
             assert sum(i.startswith("HGMMA") for i in instructions) == 4 * each
 
     check_each(batch, tmp_path, check)
@@ -497,12 +497,12 @@ def test_plans_of_many_tokens_fit_their_matrix():
         for tokens in token_counts(8192):
             plan = choose(product, tokens)
             if isinstance(plan, WgmmaPlan):
-                assert columns // 64 % plan.depth == 0
-                assert columns // 64 >= plan.blocks * plan.depth
+                assert columns // 64 % plan.stage_k_blocks == 0
+                assert columns // 64 >= plan.blocks * plan.stage_k_blocks
                 assert groups == 1 or rows // groups % plan.rows == 0
-                ring = plan.stages * (plan.depth * plan.x_bytes + plan.weight_bytes)
-                assert plan.blocks == 1 or plan.apart or ring >= plan.exchanged_bytes
-                assert 1 <= plan.primed <= plan.stages
+                ring = plan.stages * (plan.stage_k_blocks * plan.x_bytes + plan.weight_bytes)
+                assert plan.blocks == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
+                assert 1 <= plan.early_stages <= plan.stages
             else:
                 assert tokens <= 16
 
@@ -517,7 +517,7 @@ def test_plans_of_fp8_fit_their_matrix(folded):
             assert columns // 128 >= plan.blocks
             assert groups == 1 or rows // groups % plan.rows == 0
             ring = plan.stages * (2 * plan.x_bytes + plan.weight_bytes)
-            assert plan.blocks == 1 or plan.apart or ring >= plan.exchanged_bytes
+            assert plan.blocks == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
 
 
 def test_fp8_plans_are_those_of_both_kinds_of_activations():
@@ -541,7 +541,7 @@ def test_plans_of_experts_fit_their_matrix():
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
             for plan in (plan for plan in found if isinstance(plan, GroupedPlan)):
-                assert wanted.columns // 64 % plan.depth == 0
+                assert wanted.columns // 64 % plan.stage_k_blocks == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]

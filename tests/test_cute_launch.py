@@ -186,7 +186,7 @@ def test_few_tokens(driver):
     ]
 
 
-MANY = [WgmmaPlan(128, 2, 1, 2, False, False), WgmmaPlan(64, 2, 5, 2, False, False, tiles=2)]
+MANY = [WgmmaPlan(128, 2, 1, 2, False, False), WgmmaPlan(64, 2, 5, 2, False, False, warp_tiles=2)]
 
 
 @pytest.mark.parametrize("plan", MANY, ids=repr)
@@ -201,8 +201,8 @@ def test_many_tokens(driver, plan):
     codes, scales, *rest, x = (addresses[n] for n in (0, 1, 2, 3, 4, 5, 3))
     boxes = (
         Matrix(300, 7168, 7168, plan.token_block),
-        Matrix(384, 112 * 128, 112 * 128, plan.rows // 16, plan.depth * 128, True),
-        Matrix(384, 112 * 16, 112 * 16, plan.rows // 16, plan.depth * 16, True),
+        Matrix(384, 112 * 128, 112 * 128, plan.rows // 16, plan.stage_k_blocks * 128, True),
+        Matrix(384, 112 * 16, 112 * 16, plan.rows // 16, plan.stage_k_blocks * 16, True),
     )
     assert driver.maps == list(zip((x, codes, scales), boxes, strict=True))
     assert flat(values) == [
@@ -422,9 +422,13 @@ def described_of(product, x):
     if isinstance(plan, GroupedFewPlan):
         return []
     tiles, k_blocks = EXPERTS * product.rows // 16, product.columns // 64
-    of_x = Matrix(x.shape[0], x.shape[1], x.stride(0), plan.box)
-    codes = Matrix(tiles, k_blocks * 128, k_blocks * 128, plan.row_tiles, plan.depth * 128, True)
-    scales = Matrix(tiles, k_blocks * 16, k_blocks * 16, plan.row_tiles, plan.depth * 16, True)
+    of_x = Matrix(x.shape[0], x.shape[1], x.stride(0), plan.tma_tokens)
+    codes = Matrix(
+        tiles, k_blocks * 128, k_blocks * 128, plan.cta_row_tiles, plan.stage_k_blocks * 128, True
+    )
+    scales = Matrix(
+        tiles, k_blocks * 16, k_blocks * 16, plan.cta_row_tiles, plan.stage_k_blocks * 16, True
+    )
     addresses = (t.data_ptr() for t in (x, product.codes, product.block))
     return list(zip(addresses, (of_x, codes, scales), strict=True))
 

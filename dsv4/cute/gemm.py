@@ -247,8 +247,8 @@ def packed_matrices(plan: WgmmaPlan, row_tiles: int, k_blocks: int) -> tuple[Mat
     """Codes and scales of so many tiles, as tensor copies of a block's stage read them."""
     codes, scales = k_blocks * 128, k_blocks * 16
     return (
-        Matrix(row_tiles, codes, codes, plan.row_tiles, plan.code_bytes // 4, True),
-        Matrix(row_tiles, scales, scales, plan.row_tiles, plan.scale_bytes // 4, True),
+        Matrix(row_tiles, codes, codes, plan.cta_row_tiles, plan.code_bytes // 4, True),
+        Matrix(row_tiles, scales, scales, plan.cta_row_tiles, plan.scale_bytes // 4, True),
     )
 
 

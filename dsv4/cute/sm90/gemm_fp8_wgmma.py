@@ -97,12 +97,12 @@ class Fp8WgmmaKernel(WgmmaKernel):
             token_scale, out, tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks,
             group_blocks, token_stride, group_stride, codes_stride, groups, scale_blocks,
         ).launch(
-            grid=[self.plan.blocks, 1, 1],
+            grid=[self.plan.ctas, 1, 1],
             block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.blocks, 1, 1],
+            cluster=[self.plan.ctas, 1, 1],
             smem=self.plan.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=self.plan.resident,
+            min_blocks_per_mp=self.plan.ctas_per_sm,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -165,13 +165,13 @@ class Fp8WgmmaKernel(WgmmaKernel):
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.plan.blocks
-        first, stride = block // self.plan.blocks, grid // self.plan.blocks
+        rank = block % self.plan.ctas
+        first, stride = block // self.plan.ctas, grid // self.plan.ctas
         total = token_tiles * row_blocks
         order = (token_tiles, token_span, row_blocks)
-        every = k_blocks // self.plan.depth
-        begin = rank * every // self.plan.blocks
-        steps = (rank + 1) * every // self.plan.blocks - begin
+        every = k_blocks // self.plan.stage_k_blocks
+        begin = rank * every // self.plan.ctas
+        steps = (rank + 1) * every // self.plan.ctas - begin
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
@@ -181,10 +181,12 @@ class Fp8WgmmaKernel(WgmmaKernel):
         shared_codes = smem.allocate_tensor(
             BFloat16, of_codes.outer, byte_alignment=1024, swizzle=of_codes.inner
         )
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.turned_bytes).toint())
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
         room = Uint32(shared_x.iterator.toint())
-        if cutlass.const_expr(self.plan.apart):
-            room = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.apart_bytes).toint())
+        if cutlass.const_expr(self.plan.has_exchange_buffer):
+            room = Uint32(
+                smem.allocate_array(cutlass.Uint8, self.plan.exchange_buffer_bytes).toint()
+            )
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages + 2)
         full = Uint32(full_at.toint())
         empty = full + 8 * self.plan.stages
@@ -192,7 +194,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp >= self.plan.mma_warps:
-            if cutlass.const_expr(self.plan.resident == 1):
+            if cutlass.const_expr(self.plan.ctas_per_sm == 1):
                 cute.arch.setmaxregister_decrease(self.plan.copy_registers)
             if warp == self.plan.mma_warps:
                 if lane < self.plan.stages:
@@ -220,7 +222,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
             self._wait_cluster()
         else:
             self._arrive_cluster()
-            if cutlass.const_expr(self.plan.resident == 1):
+            if cutlass.const_expr(self.plan.ctas_per_sm == 1):
                 cute.arch.setmaxregister_increase(self.plan.mma_registers)
             product = self._operands(mma, shared_x, thread)
             # Row lane // 4 of the warp's, its pieces of 16 bytes exchanged by that number.
@@ -232,7 +234,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
             skewed = total > stride and steps > self.skew
             self._fall_behind(warp, skewed)
             cute.arch.griddepcontrol_wait()
-            strips = (scales + Int64(begin * self.plan.scale_width), every, scale_blocks, warp)
+            strips = (scales + Int64(begin * self.plan.scale_item_bytes), every, scale_blocks, warp)
             scale = self._first_scale(
                 self._strip(strips, tile_position(tile, order, cutlass.min)[0])
             )
@@ -275,7 +277,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
         sums = cute.make_rmem_tensor(shape, Float32)
         part = sums if self.plan.folded else cute.make_rmem_tensor(shape, Float32)
-        left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * self.plan.piece))
+        left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * self.plan.k_steps))
         left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
         further, (part,), right = self._products(mma, [part], shared_x, thread)[0]
         anew = further
@@ -289,7 +291,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         """Address of the scale of this warp's rows and the block's first columns."""
         scales, every, scale_blocks, warp = strips
         row = cutlass.min(self._own(row_block, warp)[0] // 8, scale_blocks - 1)
-        return scales + Int64(row * every * self.plan.scale_width)
+        return scales + Int64(row * every * self.plan.scale_item_bytes)
 
     @cute.jit
     def _release(self, empty: Value, stage: Value, lane: Value) -> None:
@@ -319,7 +321,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         x_to, x = self._pair(
             atoms[0],
             self._x_stages(shared_x),
-            cute.local_tile(wholes[0], (self.plan.box, 64), (None, None)),
+            cute.local_tile(wholes[0], (self.plan.tma_tokens, 64), (None, None)),
         )
         codes_to, codes = self._pair(
             atoms[1], shared_codes, cute.local_tile(wholes[1], (self.plan.rows, 64), (None, None))
@@ -327,7 +329,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         stage, parity = Int32(0), Int32(1)
         while tile < total:
             row_block, token_tile = tile_position(tile, order, cutlass.min)
-            column = (row_block // group_blocks * every + begin) * self.plan.depth
+            column = (row_block // group_blocks * every + begin) * self.plan.stage_k_blocks
             for k in cutlass.range(steps, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), self.plan.token_block, lane)
@@ -337,11 +339,11 @@ class Fp8WgmmaKernel(WgmmaKernel):
                     codes_to[(None, stage)],
                     tma_bar_ptr=full_at + stage,
                 )
-                for u in cutlass.range_constexpr(self.plan.depth):
+                for u in cutlass.range_constexpr(self.plan.stage_k_blocks):
                     cute.copy(
                         atoms[0],
-                        x[(None, token_tile, column + self.plan.depth * k + u)],
-                        x_to[(None, self.plan.depth * stage + u)],
+                        x[(None, token_tile, column + self.plan.stage_k_blocks * k + u)],
+                        x_to[(None, self.plan.stage_k_blocks * stage + u)],
                         tma_bar_ptr=full_at + stage,
                     )
                 stage += 1
@@ -373,7 +375,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
     def _pairs(self, stage_at: Value, piece: int) -> list[Value]:
         """The lane's pairs of codes of a piece, as its left operands follow one another."""
         found = []
-        for step in range(piece * self.plan.piece, (piece + 1) * self.plan.piece):
+        for step in range(piece * self.plan.k_steps, (piece + 1) * self.plan.k_steps):
             at = stage_at ^ Uint32(step * 16)
             for k, h in itertools.product(range(2), repeat=2):  # 8 columns, or rows, further on
                 found.append(ptx.load_shared_u16(at, k * 8 + h * 8 * BLOCK))
@@ -439,7 +441,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
     @cute.jit
     def _coming(self, scales: Value, step: Value, steps: Value, of_next: Value) -> Value:
         """Address of a stage's scale, or of the next tile's first."""
-        at = scales + Int64(step * self.plan.scale_width)
+        at = scales + Int64(step * self.plan.scale_item_bytes)
         if step == steps:
             at = of_next
         return at
@@ -461,13 +463,13 @@ class Fp8WgmmaKernel(WgmmaKernel):
         """Begin the product of an expanded piece; the stage's first one begins its sums anew."""
         (anew, further), _, part, right, left, _ = product
         warpgroup.fence()
-        for k in cutlass.range_constexpr(self.plan.piece):
-            u, column = divmod(piece * self.plan.piece + k, 4)
+        for k in cutlass.range_constexpr(self.plan.k_steps):
+            u, column = divmod(piece * self.plan.k_steps + k, 4)
             cute.gemm(
                 anew if piece == k == 0 else further,
                 part,
                 left[piece % 2][None, None, k],
-                right[None, None, column, self.plan.depth * stage + u],
+                right[None, None, column, self.plan.stage_k_blocks * stage + u],
                 part,
             )
         warpgroup.commit_group()

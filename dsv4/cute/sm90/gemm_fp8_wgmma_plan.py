@@ -64,12 +64,12 @@ class Fp8WgmmaPlan(WgmmaPlan):
 
     Attributes:
         folded: Whether scales are E8M0, which operands are multiplied by, else float32.
-        resident: Blocks of a multiprocessor, 1 or, of 2 warpgroups and 16 tokens, 2: then the next
-            kernel's blocks begin beside this one's.
+        ctas_per_sm: CTAs of an SM, 1 or, of 2 warpgroups and 16 tokens, 2: then the next kernel's
+            CTAs begin beside this one's.
     """
 
     folded: bool = False
-    resident: int = 1
+    ctas_per_sm: int = 1
 
     @property
     def kernel(self) -> str:
@@ -78,19 +78,19 @@ class Fp8WgmmaPlan(WgmmaPlan):
         return f"dsv4.cute.sm90.gemm_fp8_wgmma:{name}"
 
     @property
-    def scale_width(self) -> int:
+    def scale_item_bytes(self) -> int:
         """Bytes of a scale."""
         return 1 if self.folded else 4
 
-    def _stages_in(self, taken: int) -> int:
+    def _stages_beside(self, taken: int) -> int:
         """As in ``WgmmaPlan``, of the multiprocessor's half where there are two blocks."""
-        if self.resident == 1:
-            return super()._stages_in(taken)
-        room = _SHARED_OF_TWO - 1024 - self.turned_bytes - self.beside_bytes - taken
+        if self.ctas_per_sm == 1:
+            return super()._stages_beside(taken)
+        room = _SHARED_OF_TWO - 1024 - self.epilogue_bytes - self.other_bytes - taken
         return room // self.stage_bytes
 
     @property
-    def piece(self) -> int:
+    def k_steps(self) -> int:
         """Steps of 16 columns that are expanded, and then multiplied, at a time."""
         return 2
 
@@ -129,13 +129,15 @@ def candidates(product: Product, tokens: int, folded: bool) -> Iterator[Fp8Wgmma
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
     for (warpgroups, token_block, resident), blocks in itertools.product(shapes, RESIDENT):
         plan = _configuration(
-            token_block, warpgroups, blocks, 2, *kind, folded=folded, resident=resident
+            token_block, warpgroups, blocks, 2, *kind, folded=folded, ctas_per_sm=resident
         )
         whole = product.groups == 1 or group_rows % plan.rows == 0
         if not whole or product.columns // BLOCK < blocks or token_block > 2 * max(tokens, 16):
             continue
         stages = plan.stages * (plan.stage_bytes - 16)
-        if plan.stages >= 2 and (blocks == 1 or plan.apart or plan.exchanged_bytes <= stages):
+        if plan.stages >= 2 and (
+            blocks == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages
+        ):
             yield plan
 
 
@@ -149,12 +151,12 @@ def estimated_cycles(plan: Fp8WgmmaPlan, product: Product, tokens: int) -> float
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
     """
-    costs = _COSTS[plan.folded, plan.resident]
+    costs = _COSTS[plan.folded, plan.ctas_per_sm]
     tiles = -(-product.rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // (RESIDENT[plan.blocks] * plan.resident))
-    steps = -(-product.columns // BLOCK // plan.blocks)
+    rounds = -(-tiles // (RESIDENT[plan.ctas] * plan.ctas_per_sm))
+    steps = -(-product.columns // BLOCK // plan.ctas)
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.blocks / PROCESSORS)
+    active = min(1.0, tiles * plan.ctas / PROCESSORS)
     busy = max(
         plan.warpgroups * (costs.expanding + costs.multiplying * plan.token_block),
         costs.waiting + 0.64 * plan.token_block,
@@ -162,7 +164,7 @@ def estimated_cycles(plan: Fp8WgmmaPlan, product: Product, tokens: int) -> float
     if plan.stages < 3:
         busy *= _SHALLOW
     busy += active * costs.byte * (plan.weight_bytes + 2 * plan.x_bytes)
-    tile = costs.tile + 1.33 * results / plan.blocks + steps * busy
-    tile += costs.exchanged * results * (plan.blocks - 1) / plan.blocks
+    tile = costs.tile + 1.33 * results / plan.ctas + steps * busy
+    tile += costs.exchanged * results * (plan.ctas - 1) / plan.ctas
     cycles = costs.launch + rounds * tile
-    return cycles + 9440 * (rounds - 1) if plan.blocks > 1 else cycles
+    return cycles + 9440 * (rounds - 1) if plan.ctas > 1 else cycles

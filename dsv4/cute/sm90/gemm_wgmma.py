@@ -131,9 +131,9 @@ class WgmmaKernel(PlannedKernel):
             row_tiles, row_blocks, group_blocks, token_stride, group_stride, cut0, cut1, cut2,
             scale_rows, groups, sixteen, limit,
         ).launch(
-            grid=[self.plan.blocks, 1, 1],
+            grid=[self.plan.ctas, 1, 1],
             block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.blocks, 1, 1],
+            cluster=[self.plan.ctas, 1, 1],
             smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
@@ -141,16 +141,16 @@ class WgmmaKernel(PlannedKernel):
 
     def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
         """Tensor copy of a box of X, X as it addresses it, layout of the stages, product."""
-        box = cute.select(self._layout(self.plan.box, 1), mode=[0, 1])
+        box = cute.select(self._layout(self.plan.tma_tokens, 1), mode=[0, 1])
         atom, x_tiles = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.plan.box, 64)
+            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.plan.tma_tokens, 64)
         )
-        layout = self._layout(self.plan.token_block, self.plan.depth * self.plan.stages)
+        layout = self._layout(self.plan.token_block, self.plan.stage_k_blocks * self.plan.stages)
         return atom, x_tiles, layout, self.product(self.plan.token_block)
 
     def _copied(self, whole: cute.Tensor, each: int) -> tuple[Value, Value]:
         """Tensor copy of so many bytes of every row tile of a block; all of them."""
-        box = (self.plan.row_tiles, each // 4)
+        box = (self.plan.cta_row_tiles, each // 4)
         return cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), whole, cute.make_layout(box, stride=(box[1], 1)), box
         )
@@ -241,23 +241,25 @@ class WgmmaKernel(PlannedKernel):
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.plan.blocks
-        first, stride = block // self.plan.blocks, grid // self.plan.blocks
+        rank = block % self.plan.ctas
+        first, stride = block // self.plan.ctas, grid // self.plan.ctas
         total = token_tiles * row_blocks
         order = (token_tiles, token_span, row_blocks)
-        every = k_blocks // self.plan.depth
-        begin = rank * every // self.plan.blocks
-        steps = (rank + 1) * every // self.plan.blocks - begin
+        every = k_blocks // self.plan.stage_k_blocks
+        begin = rank * every // self.plan.ctas
+        steps = (rank + 1) * every // self.plan.ctas - begin
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
         weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.turned_bytes).toint())
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
         room = Uint32(shared_x.iterator.toint())
-        if cutlass.const_expr(self.plan.apart):
-            room = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.apart_bytes).toint())
+        if cutlass.const_expr(self.plan.has_exchange_buffer):
+            room = Uint32(
+                smem.allocate_array(cutlass.Uint8, self.plan.exchange_buffer_bytes).toint()
+            )
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages + 2)
         full = Uint32(full_at.toint())
         empty = full + 8 * self.plan.stages
@@ -296,13 +298,15 @@ class WgmmaKernel(PlannedKernel):
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
             slice_ = mma.get_slice(thread)
             shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
-            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * self.plan.piece))
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.warp_tiles)]
+            left_shape = slice_.partition_shape_A(
+                (64 * self.plan.warpgroups, 16 * self.plan.k_steps)
+            )
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
             product = (*self._products(mma, sums, shared_x, thread)[0], left, words)
             codes_from = Uint32(weights_at.toint())
-            scales_from = codes_from + Uint32(self.plan.row_tiles * self.plan.code_bytes)
+            scales_from = codes_from + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
             weights = (
                 codes_from + Uint32(warp * self.plan.code_bytes + lane * 16),
                 scales_from + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8),
@@ -317,7 +321,7 @@ class WgmmaKernel(PlannedKernel):
                 rules = (cut0, cut1, cut2, scale_rows)
                 own = self._own(row_block, warp)
                 factors = self._factors_of(own, (global_scale, lane, row_tiles, rules))
-                for h in cutlass.range_constexpr(self.plan.tiles):
+                for h in cutlass.range_constexpr(self.plan.warp_tiles):
                     sums[h].fill(0.0)
                 ahead, stage, parity, before = self._multiply_ring(
                     product,
@@ -350,10 +354,10 @@ class WgmmaKernel(PlannedKernel):
         shared_x, weights_at, full_at, full, empty = rooms
         tile, stride, total, order, group_blocks, lane = walk
         begin, steps, every = sizes
-        primed = cutlass.min(steps, Int32(self.plan.primed))
+        primed = cutlass.min(steps, Int32(self.plan.early_stages))
         cpasync.prefetch_descriptor(atoms[0])
         row_block, _ = tile_position(tile, order, cutlass.min)
-        at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.plan.row_tiles)
+        at_once = self._weights_of(atoms, wholes, weights_at, row_block * self.plan.cta_row_tiles)
         for k in cutlass.range(primed, unroll=1):
             self._expect(full + Uint32(k * 8), self.plan.token_block, lane)
             self._copy_weights(atoms, at_once, (begin + k, k), full_at + k)
@@ -361,13 +365,15 @@ class WgmmaKernel(PlannedKernel):
         to, source = self._pair(
             atoms[0],
             self._x_stages(shared_x),
-            cute.local_tile(wholes[0], (self.plan.box, 64), (None, None)),
+            cute.local_tile(wholes[0], (self.plan.tma_tokens, 64), (None, None)),
         )
         stage, parity = Int32(0), Int32(1)
         while tile < total:
             row_block, token_tile = tile_position(tile, order, cutlass.min)
-            weights = self._weights_of(atoms, wholes, weights_at, row_block * self.plan.row_tiles)
-            column = (row_block // group_blocks * every + begin) * self.plan.depth
+            weights = self._weights_of(
+                atoms, wholes, weights_at, row_block * self.plan.cta_row_tiles
+            )
+            column = (row_block // group_blocks * every + begin) * self.plan.stage_k_blocks
             for k in cutlass.range(steps, unroll=1):
                 if primed > 0:
                     primed -= 1
@@ -375,11 +381,11 @@ class WgmmaKernel(PlannedKernel):
                     ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                     self._expect(full + Uint32(stage * 8), self.plan.token_block, lane)
                     self._copy_weights(atoms, weights, (begin + k, stage), full_at + stage)
-                for u in cutlass.range_constexpr(self.plan.depth):
+                for u in cutlass.range_constexpr(self.plan.stage_k_blocks):
                     cute.copy(
                         atoms[0],
-                        source[(None, token_tile, column + self.plan.depth * k + u)],
-                        to[(None, self.plan.depth * stage + u)],
+                        source[(None, token_tile, column + self.plan.stage_k_blocks * k + u)],
+                        to[(None, self.plan.stage_k_blocks * stage + u)],
                         tma_bar_ptr=full_at + stage,
                     )
                 stage += 1
@@ -396,12 +402,12 @@ class WgmmaKernel(PlannedKernel):
         tokens, token_stride, group_stride, scale_rows, row_tiles, begin = sizes
         row_block, token_tile = tile_position(tile, order, cutlass.min)
         first = token_tile * self.plan.token_block
-        column = row_block // group_blocks * group_stride + begin * (64 * self.plan.depth)
+        column = row_block // group_blocks * group_stride + begin * (64 * self.plan.stage_k_blocks)
         for i in cutlass.range_constexpr(-(-self.plan.token_block // 32)):
             token = cutlass.min(first + i * 32 + lane, tokens - 1)
             start = x + (Int64(token) * token_stride + column) * 2
-            ptx.bulk_prefetch_l2(start, 128 * self.plan.depth)
-        row = cutlass.min(row_block * self.plan.row_tiles + lane, row_tiles - 1)
+            ptx.bulk_prefetch_l2(start, 128 * self.plan.stage_k_blocks)
+        row = cutlass.min(row_block * self.plan.cta_row_tiles + lane, row_tiles - 1)
         ptx.prefetch_l2(global_scale + Int64(row * scale_rows) * 64)
 
     @cute.jit
@@ -409,12 +415,12 @@ class WgmmaKernel(PlannedKernel):
         """A stage of so many tokens and the weights is to come."""
         if lane == 0:
             ptx.mbarrier_arrive_expect_tx(
-                barrier, tokens * (128 * self.plan.depth) + self.plan.weight_bytes
+                barrier, tokens * (128 * self.plan.stage_k_blocks) + self.plan.weight_bytes
             )
 
     def _weights_of(self, atoms: Value, wholes: Value, at: Value, row: Value) -> Value:
         """``_weights`` of the codes and of the scales."""
-        scales_at = at + self.plan.row_tiles * self.plan.code_bytes
+        scales_at = at + self.plan.cta_row_tiles * self.plan.code_bytes
         return (
             self._weights(atoms[1], at, wholes[1], row, self.plan.code_bytes),
             self._weights(atoms[2], scales_at, wholes[2], row, self.plan.scale_bytes),
@@ -428,20 +434,24 @@ class WgmmaKernel(PlannedKernel):
 
     def _x_stages(self, shared_x: Value) -> Value:
         """The boxes of X of all stages in shared memory."""
-        boxes = self.plan.stages * self.plan.depth * (self.plan.token_block // self.plan.box)
-        return cute.make_tensor(shared_x.iterator, self._layout(self.plan.box, boxes).outer)
+        boxes = (
+            self.plan.stages
+            * self.plan.stage_k_blocks
+            * (self.plan.token_block // self.plan.tma_tokens)
+        )
+        return cute.make_tensor(shared_x.iterator, self._layout(self.plan.tma_tokens, boxes).outer)
 
     def _weights(self, atom: Value, at: Value, whole: Value, row: Value, each: int) -> Value:
         """Stages in shared memory, and what goes there, ``each`` bytes of tiles from a row on."""
         words = each // 4
         stages = cute.make_layout(
-            (self.plan.row_tiles, words, self.plan.stages),
+            (self.plan.cta_row_tiles, words, self.plan.stages),
             stride=(words, 1, self.plan.weight_bytes // 4),
         )
         shared = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), stages)
         rows = cute.domain_offset((row, 0), whole)
         return self._pair(
-            atom, shared, cute.local_tile(rows, (self.plan.row_tiles, words), (0, None))
+            atom, shared, cute.local_tile(rows, (self.plan.cta_row_tiles, words), (0, None))
         )
 
     def _pair(self, atom: Value, shared: Value, tiles: Value) -> Value:
@@ -452,8 +462,8 @@ class WgmmaKernel(PlannedKernel):
 
     def _own(self, row_block: Value, warp: Value) -> list[Value]:
         """The warp's tiles of 16 rows."""
-        first = row_block * self.plan.row_tiles + warp
-        return [first + h * self.plan.mma_warps for h in range(self.plan.tiles)]
+        first = row_block * self.plan.cta_row_tiles + warp
+        return [first + h * self.plan.mma_warps for h in range(self.plan.warp_tiles)]
 
     def _factors_of(self, own: list[Value], told: Value) -> list[Value]:
         """``_factors`` of each tile."""
@@ -471,52 +481,52 @@ class WgmmaKernel(PlannedKernel):
     @property
     def _turns(self) -> int:
         """How many times the results of a tile of rows are turned."""
-        return -(-self.own_tiles // self.plan.turned_tiles)
+        return -(-self.own_tiles // self.plan.epilogue_tiles)
 
     @property
     def own_tiles(self) -> int:
         """Tiles of 8 tokens that a block stores, the last blocks of a cluster maybe fewer."""
-        return -(-self.plan.token_block // 8 // self.plan.blocks)
+        return -(-self.plan.token_block // 8 // self.plan.ctas)
 
     @cute.jit
     def _arrive_cluster(self) -> None:
         """This thread's block has made its barriers, or has others that make them."""
-        if cutlass.const_expr(self.plan.blocks > 1):
+        if cutlass.const_expr(self.plan.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def _wait_cluster(self) -> None:
         """All blocks of the cluster have barriers."""
-        if cutlass.const_expr(self.plan.blocks > 1):
+        if cutlass.const_expr(self.plan.ctas > 1):
             cute.arch.cluster_wait()
 
     @cute.jit
     def _make_gather(self, gather: Value, rank: Value, lane: Value) -> None:
         """Barriers of the sums that other blocks send, and of these blocks' being ready."""
-        if cutlass.const_expr(self.plan.blocks > 1):
+        if cutlass.const_expr(self.plan.ctas > 1):
             own = cutlass.min(
                 cutlass.max(self.plan.token_block // 8 - rank * self.own_tiles, 0), self.own_tiles
             )
             if lane == 0:
                 ptx.mbarrier_init(gather, 1)
-                ptx.mbarrier_init(gather + Uint32(8), self.plan.blocks)
+                ptx.mbarrier_init(gather + Uint32(8), self.plan.ctas)
                 ptx.fence_mbarrier_init()
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.mbarrier_arrive_expect_tx(
-                    gather, own * ((self.plan.blocks - 1) * 8 * 4 * self.plan.rows)
+                    gather, own * ((self.plan.ctas - 1) * 8 * 4 * self.plan.rows)
                 )
 
     @cute.jit
     def _wait_for_room(self, gather: Value, thread: Value) -> None:
         """Until sums may be sent to the other blocks."""
-        if cutlass.const_expr(self.plan.apart):
+        if cutlass.const_expr(self.plan.has_exchange_buffer):
             self._wait_cluster()
         else:
             # When all warps of all blocks have read their last stage, sums may lie there.
             cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.plan.mma_warps * 32)
             self._wait_cluster()
-            if thread < self.plan.blocks:
+            if thread < self.plan.ctas:
                 ptx.mbarrier_arrive_remote(ptx.map_to_cta(gather + Uint32(8), Int32(thread)))
             ptx.mbarrier_wait(gather + Uint32(8), Int32(0))
 
@@ -524,36 +534,36 @@ class WgmmaKernel(PlannedKernel):
     def _gathered(self, sums: Value, room: Value, gather: Value, who: Value) -> Value:
         """The block's share of the sums: of each tile of rows, four values per 8 tokens."""
         count = self.plan.token_block // 8
-        if cutlass.const_expr(self.plan.blocks == 1):
+        if cutlass.const_expr(self.plan.ctas == 1):
             return [[[one[n * 4 + i] for i in range(4)] for n in range(count)] for one in sums]
         rank, thread = who
         line = 16 * 32 * self.plan.mma_warps
-        part = self.own_tiles * self.plan.tiles * line
+        part = self.own_tiles * self.plan.warp_tiles * line
         room += Uint32(thread * 16)
         self._wait_for_room(gather, thread)
         mine = room + Uint32(rank * part)
-        for owner in cutlass.range_constexpr(self.plan.blocks):
+        for owner in cutlass.range_constexpr(self.plan.ctas):
             first, end = owner * self.own_tiles, min((owner + 1) * self.own_tiles, count)
             to, barrier = ptx.map_to_cta(mine, Int32(owner)), ptx.map_to_cta(gather, Int32(owner))
             for n in cutlass.range_constexpr(max(0, end - first)):
-                for h in cutlass.range_constexpr(self.plan.tiles):
+                for h in cutlass.range_constexpr(self.plan.warp_tiles):
                     four = [sums[h][(first + n) * 4 + i] for i in range(4)]
-                    place = (n * self.plan.tiles + h) * line
+                    place = (n * self.plan.warp_tiles + h) * line
                     if rank == owner:
                         ptx.store_shared_float4(mine + Uint32(place), four)
                     else:
                         ptx.async_store_remote4(to, four, barrier, place)
         ptx.mbarrier_wait(gather, Int32(0))
         found = []
-        for h in cutlass.range_constexpr(self.plan.tiles):
+        for h in cutlass.range_constexpr(self.plan.warp_tiles):
             fragments = []
             for n in cutlass.range_constexpr(self.own_tiles):
                 total = [Float32(0.0)] * 4
-                for r in cutlass.range_constexpr(self.plan.blocks):
-                    at = room + Uint32(r * part + (n * self.plan.tiles + h) * line)
+                for r in cutlass.range_constexpr(self.plan.ctas):
+                    at = room + Uint32(r * part + (n * self.plan.warp_tiles + h) * line)
                     more = ptx.load_shared_float4(at)
                     total = [total[i] + more[i] for i in range(4)]
-                if cutlass.const_expr(count % self.plan.blocks):
+                if cutlass.const_expr(count % self.plan.ctas):
                     # Where the cluster has no such tile, whatever lay there is no infinity.
                     there = rank * self.own_tiles + n < count
                     total = [ptx.select_float(there, one, Float32(0.0)) for one in total]
@@ -566,7 +576,7 @@ class WgmmaKernel(PlannedKernel):
     ) -> list[tuple[Value, Value, Value]]:
         """For each size: the product, its part of the sums, right operands of all stages."""
         found = []
-        for tokens in self.plan.sizes:
+        for tokens in self.plan.mma_widths:
             one = mma if tokens == self.plan.token_block else self.product(tokens)
             one.set(warpgroup.Field.ACCUMULATE, True)
             slice_ = one.get_slice(thread)
@@ -574,7 +584,7 @@ class WgmmaKernel(PlannedKernel):
             parts = [cute.make_tensor(every.iterator, cute.make_layout(shape)) for every in sums]
             # Rows of 128 bytes in groups of 8, as a whole stage has them; the first so many.
             stages = cute.make_layout(
-                ((8, tokens // 8), (64, 1), (1, self.plan.depth * self.plan.stages)),
+                ((8, tokens // 8), (64, 1), (1, self.plan.stage_k_blocks * self.plan.stages)),
                 stride=((64, 512), (1, 0), (0, self.plan.token_block * 64)),
             )
             rows = cute.make_tensor(shared_x.iterator, stages)
@@ -590,7 +600,7 @@ class WgmmaKernel(PlannedKernel):
 
     def _load_first(self, weights: Value) -> list[Value]:
         """What ``ahead`` blocks of 64 columns need, of each of the warp's tiles."""
-        each = itertools.product(range(self.plan.ahead), range(self.plan.tiles))
+        each = itertools.product(range(self.plan.prefetched_k_blocks), range(self.plan.warp_tiles))
         return [self._load(weights, Int32(0), u, h) for u, h in each]
 
     def _load(self, weights: Value, stage: Value, u: int, h: int) -> list[Value]:
@@ -620,32 +630,31 @@ class WgmmaKernel(PlannedKernel):
             if following == self.plan.stages:
                 following = Int32(0)
                 later = parity ^ 1
-            for piece in cutlass.range_constexpr(4 * self.plan.depth // self.plan.piece):
-                u, start = divmod(piece * self.plan.piece, 4)
-                for h in cutlass.range_constexpr(self.plan.tiles):
-                    turn = (piece * self.plan.tiles + h) % 2
-                    place = u % self.plan.ahead * self.plan.tiles + h
+            for piece in cutlass.range_constexpr(4 * self.plan.stage_k_blocks // self.plan.k_steps):
+                u, start = divmod(piece * self.plan.k_steps, 4)
+                for h in cutlass.range_constexpr(self.plan.warp_tiles):
+                    turn = (piece * self.plan.warp_tiles + h) % 2
+                    place = u % self.plan.prefetched_k_blocks * self.plan.warp_tiles + h
                     self._expand_some(words[turn], ahead[place], start, sixteen)
                     warpgroup.fence()
-                    for k in cutlass.range_constexpr(self.plan.piece):
+                    for k in cutlass.range_constexpr(self.plan.k_steps):
                         cute.gemm(
                             mma,
                             sums[h],
                             left[turn][None, None, k],
-                            right[None, None, start + k, self.plan.depth * stage + u],
+                            right[None, None, start + k, self.plan.stage_k_blocks * stage + u],
                             sums[h],
                         )
                     warpgroup.commit_group()
-                    if cutlass.const_expr(start + self.plan.piece == 4):
+                    if cutlass.const_expr(start + self.plan.k_steps == 4):
                         # Of the block of 64 columns so many further on, maybe the next stage's.
-                        if cutlass.const_expr(u + self.plan.ahead == self.plan.depth and h == 0):  # noqa: SIM102
+                        coming = u + self.plan.prefetched_k_blocks
+                        whole = self.plan.stage_k_blocks
+                        if cutlass.const_expr(coming == whole and h == 0):  # noqa: SIM102
                             if not (is_last and step + 1 == steps):
                                 ptx.mbarrier_wait(full + Uint32(following * 8), later)
-                        there = following if u + self.plan.ahead >= self.plan.depth else stage
-                        coming = self._load(
-                            weights, there, (u + self.plan.ahead) % self.plan.depth, h
-                        )
-                        ahead[place] = coming
+                        there = following if coming >= whole else stage
+                        ahead[place] = self._load(weights, there, coming % whole, h)
                     warpgroup.wait_group(1)
                     if cutlass.const_expr(piece == h == 0):
                         self._release(empty, before, lane)
@@ -661,7 +670,7 @@ class WgmmaKernel(PlannedKernel):
 
         One then multiplies while the other stores its results.
         """
-        fits = self.plan.warpgroups == 2 and self.plan.blocks == 1 and self.plan.token_block >= 128
+        fits = self.plan.warpgroups == 2 and self.plan.ctas == 1 and self.plan.token_block >= 128
         return self.plan.stages - 2 if fits else 0
 
     @cute.jit
@@ -682,7 +691,7 @@ class WgmmaKernel(PlannedKernel):
 
     def _expand_some(self, words: Value, loaded: list[Value], start: int, sixteen: Value) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
-        for k in range(self.plan.piece):
+        for k in range(self.plan.k_steps):
             both = scales_to_bfloat16((loaded[4], loaded[5]), start + k, sixteen)
             for i, word in enumerate(dequantized_fragment(loaded[start + k], both)):
                 words[k * 4 + i] = word
@@ -716,15 +725,15 @@ class WgmmaKernel(PlannedKernel):
         token_tile, row_tile, warp, lane, thread, rank, h = where
         tokens, row_tiles, token_stride, groups, k_blocks, limit = sizes
         begin = token_tile * self.plan.token_block
-        if cutlass.const_expr(self.plan.blocks > 1):
+        if cutlass.const_expr(self.plan.ctas > 1):
             begin += rank * (self.own_tiles * 8)
         # SwiGLU of what is infinite is NaN whatever the input held.
         if cutlass.const_expr(not self.plan.swiglu):  # noqa: SIM102 - one is known to the compiler
             if cute.arch.vote_any_sync(self._any_infinite(fragments)):
                 flags = self._infinite(x, begin, (tokens, token_stride, k_blocks), lane)
                 fragments = self._without(fragments, flags, lane)
-        for chunk in cutlass.range_constexpr(0, self.own_tiles, self.plan.turned_tiles):
-            start, count = begin + chunk * 8, min(self.plan.turned_tiles, self.own_tiles - chunk)
+        for chunk in cutlass.range_constexpr(0, self.own_tiles, self.plan.epilogue_tiles):
+            start, count = begin + chunk * 8, min(self.plan.epilogue_tiles, self.own_tiles - chunk)
             values = self._scaled(
                 fragments[chunk : chunk + count],
                 factors,
@@ -740,7 +749,7 @@ class WgmmaKernel(PlannedKernel):
                     values,
                     places,
                     (start, row_tile - warp % 4, warp, lane, thread),
-                    (tokens, row_tiles, h * self._turns + chunk // self.plan.turned_tiles),
+                    (tokens, row_tiles, h * self._turns + chunk // self.plan.epilogue_tiles),
                 )
 
     def _weighted(self, values: Value, places: Value, first: int) -> Value:
@@ -838,10 +847,12 @@ class WgmmaKernel(PlannedKernel):
         begin, row_tile, warp, lane, thread = where
         tokens, row_tiles, turns = sizes
         group, count = warp // 4, len(values)
-        each = self.plan.turned_bytes // self.plan.warpgroups // self.plan.rooms
-        room = places[0] + Uint32((group * self.plan.rooms + turns % self.plan.rooms) * each)
+        each = self.plan.epilogue_bytes // self.plan.warpgroups // self.plan.epilogue_buffers
+        room = places[0] + Uint32(
+            (group * self.plan.epilogue_buffers + turns % self.plan.epilogue_buffers) * each
+        )
         # Of two rooms, the one before last has been read when all have written to the last.
-        if cutlass.const_expr(self.plan.rooms == 1 or turns == 0):
+        if cutlass.const_expr(self.plan.epilogue_buffers == 1 or turns == 0):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
         if cutlass.const_expr(self.plan.swiglu):
             transpose_outputs(values, room, LINE, warp % 4, lane)

@@ -38,22 +38,22 @@ class WgmmaPlan:
     Attributes:
         token_block: Tokens of a tile, a multiple of 8, at most 256.
         warpgroups: Warpgroups that multiply, 2 to 4.
-        blocks: Blocks of a cluster, which share K, at most 8.
-        depth: See above.
+        ctas: Blocks of a cluster, which share K, at most 8.
+        stage_k_blocks: See above.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
         swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
-        tiles: Tiles of 16 rows of a warp: 1, 2 or, for routed experts, 4.
+        warp_tiles: Tiles of 16 rows of a warp: 1, 2 or, for routed experts, 4.
     """
 
     token_block: int
     warpgroups: int
-    blocks: int
-    depth: int
+    ctas: int
+    stage_k_blocks: int
     float32_out: bool
     row_scaled: bool
     swiglu: bool = False
-    tiles: int = 1
+    warp_tiles: int = 1
 
     @property
     def kernel(self) -> str:
@@ -61,40 +61,45 @@ class WgmmaPlan:
         return "dsv4.cute.sm90.gemm_wgmma:WgmmaKernel"
 
     @property
+    def blocks(self) -> int:
+        """``ctas`` under the name that plans of other kernels have."""
+        return self.ctas
+
+    @property
     def rows(self) -> int:
         """Rows of a block."""
-        return 64 * self.warpgroups * self.tiles
+        return 64 * self.warpgroups * self.warp_tiles
 
     @property
-    def row_tiles(self) -> int:
+    def cta_row_tiles(self) -> int:
         """Tiles of 16 rows of a block."""
-        return self.mma_warps * self.tiles
+        return self.mma_warps * self.warp_tiles
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def mma_widths(self) -> tuple[int, ...]:
         """Tokens that a product can have, ascending."""
         return (self.token_block,)
 
     @property
-    def box(self) -> int:
+    def tma_tokens(self) -> int:
         """Tokens that are copied at a time."""
         return self.token_block
 
     @property
-    def ahead(self) -> int:
+    def prefetched_k_blocks(self) -> int:
         """Blocks of 64 columns whose weights registers hold ahead."""
-        return self.depth if self.tiles == 1 else 1
+        return self.stage_k_blocks if self.warp_tiles == 1 else 1
 
     @property
-    def piece(self) -> int:
+    def k_steps(self) -> int:
         """Steps of 16 columns that are expanded, and then multiplied, at a time: 2 or 4.
 
         With 4 a warp waits half as often, and has twice the registers of operands. With more tokens
         the tensor cores are the bound.
         """
         few = self.token_block <= 32 and not (self.float32_out and self.row_scaled)
-        fits = self.warpgroups < 4 or self.tiles == 1 or few
-        return 4 if self.depth == 2 and self.token_block <= 96 and fits else 2
+        fits = self.warpgroups < 4 or self.warp_tiles == 1 or few
+        return 4 if self.stage_k_blocks == 2 and self.token_block <= 96 and fits else 2
 
     @property
     def x_bytes(self) -> int:
@@ -104,76 +109,76 @@ class WgmmaPlan:
     @property
     def code_bytes(self) -> int:
         """Codes of 16 rows in a stage."""
-        return 512 * self.depth
+        return 512 * self.stage_k_blocks
 
     @property
     def scale_bytes(self) -> int:
         """Scales of 16 rows in a stage."""
-        return 64 * self.depth
+        return 64 * self.stage_k_blocks
 
     @property
     def weight_bytes(self) -> int:
         """Codes and scales of a stage."""
-        return self.row_tiles * (self.code_bytes + self.scale_bytes)
+        return self.cta_row_tiles * (self.code_bytes + self.scale_bytes)
 
     @property
     def stage_bytes(self) -> int:
         """X, weights and barriers of a stage."""
-        return self.depth * self.x_bytes + self.weight_bytes + 16
+        return self.stage_k_blocks * self.x_bytes + self.weight_bytes + 16
 
     @property
-    def exchanged_bytes(self) -> int:
+    def exchange_bytes(self) -> int:
         """Room for the sums of all blocks of a cluster that one of them adds."""
-        own = -(-self.token_block // 8 // self.blocks)
-        return self.blocks * own * 8 * self.rows * 4
+        own = -(-self.token_block // 8 // self.ctas)
+        return self.ctas * own * 8 * self.rows * 4
 
     @functools.cached_property
-    def apart(self) -> bool:
+    def has_exchange_buffer(self) -> bool:
         """Whether these sums have a room of their own: if enough stages are left beside it.
 
         Else they lie where stages have been, and are sent when all blocks have read these.
         """
         least = 3 if self.warpgroups == 2 else 4
-        return self.blocks > 1 and self._stages_in(self.exchanged_bytes) >= least
+        return self.ctas > 1 and self._stages_beside(self.exchange_bytes) >= least
 
     @property
-    def beside_bytes(self) -> int:
+    def other_bytes(self) -> int:
         """Shared memory beside stages and results: barriers of sums that blocks exchange."""
         return 16
 
     @property
-    def turned_tiles(self) -> int:
+    def epilogue_tiles(self) -> int:
         """Tiles of 8 tokens that are turned at a time."""
         return 4
 
     @property
-    def rooms(self) -> int:
+    def epilogue_buffers(self) -> int:
         """Rooms of a warpgroup in which results are turned: of two, one is read meanwhile."""
         return 2
 
     @property
-    def turned_bytes(self) -> int:
+    def epilogue_bytes(self) -> int:
         """The warpgroups' rooms."""
-        lines = min(8 * self.turned_tiles, self.token_block)
-        return self.warpgroups * self.rooms * lines * LINE
+        lines = min(8 * self.epilogue_tiles, self.token_block)
+        return self.warpgroups * self.epilogue_buffers * lines * LINE
 
     @functools.cached_property
     def stages(self) -> int:
         """Stages of X and the weights."""
-        return self._stages_in(self.apart_bytes)
+        return self._stages_beside(self.exchange_buffer_bytes)
 
-    def _stages_in(self, taken: int) -> int:
+    def _stages_beside(self, taken: int) -> int:
         """Stages that fit beside so many bytes and what every configuration has."""
-        room = _SHARED_ROOM - 1024 - self.turned_bytes - self.beside_bytes - taken
+        room = _SHARED_ROOM - 1024 - self.epilogue_bytes - self.other_bytes - taken
         return min(_MOST_STAGES, room // self.stage_bytes)
 
     @property
-    def apart_bytes(self) -> int:
+    def exchange_buffer_bytes(self) -> int:
         """Room for other blocks' sums beside the stages."""
-        return self.exchanged_bytes if self.apart else 0
+        return self.exchange_bytes if self.has_exchange_buffer else 0
 
     @property
-    def primed(self) -> int:
+    def early_stages(self) -> int:
         """Stages whose weights are asked for before the kernel before has ended.
 
         No more than memory delivers meanwhile: the first columns of X wait for all of them.
@@ -204,7 +209,7 @@ class WgmmaPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; 1024 to begin at a multiple of it."""
         stages = self.stages * self.stage_bytes
-        return 1024 + stages + self.turned_bytes + self.beside_bytes + self.apart_bytes
+        return 1024 + stages + self.epilogue_bytes + self.other_bytes + self.exchange_buffer_bytes
 
 
 # Few configurations serve all matrices, and keep what is derived from their fields.
@@ -250,7 +255,7 @@ def candidates(
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
     for (warpgroups, tiles, depth, token_block), blocks in itertools.product(shapes, RESIDENT):
         kind = (float32_out, row_scaled)
-        plan = _configuration(token_block, warpgroups, blocks, depth, *kind, tiles=tiles)
+        plan = _configuration(token_block, warpgroups, blocks, depth, *kind, warp_tiles=tiles)
         whole = rows == group_rows or group_rows % plan.rows == 0
         steps = columns // 64 // depth
         # What registers do not hold beside the sums.
@@ -258,7 +263,7 @@ def candidates(
         if spills or not whole or steps < blocks or token_block > 2 * max(tokens, 16):
             continue
         stages = plan.stages * (plan.stage_bytes - 16)
-        if blocks == 1 or plan.apart or plan.exchanged_bytes <= stages:
+        if blocks == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages:
             yield plan
 
 
@@ -268,19 +273,19 @@ def estimated_cycles(plan: WgmmaPlan, rows: int, columns: int, tokens: int) -> f
     Its constants are fitted to times on an H200; it is there to rank configurations.
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // RESIDENT[plan.blocks])
-    steps = -(-columns // 64 // plan.depth // plan.blocks) * plan.depth
+    rounds = -(-tiles // RESIDENT[plan.ctas])
+    steps = -(-columns // 64 // plan.stage_k_blocks // plan.ctas) * plan.stage_k_blocks
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.blocks / PROCESSORS)
+    active = min(1.0, tiles * plan.ctas / PROCESSORS)
     # More warpgroups hide more of a tile's start and end.
-    ends = (706 + 4.09 * results / plan.blocks) * (2 / plan.warpgroups) ** 0.53
-    tile = ends + steps * step_cycles(plan, active) + 318 * (plan.tiles - 1)
-    tile += 25.5 * results * (plan.blocks - 1) / plan.blocks
+    ends = (706 + 4.09 * results / plan.ctas) * (2 / plan.warpgroups) ** 0.53
+    tile = ends + steps * step_cycles(plan, active) + 318 * (plan.warp_tiles - 1)
+    tile += 25.5 * results * (plan.ctas - 1) / plan.ctas
     cycles = 1250 + rounds * tile
-    if plan.blocks > 1:
+    if plan.ctas > 1:
         cycles += 6470 * (rounds - 1)
     # The next kernel's blocks begin beside this one's, if they find a processor that is free.
-    return cycles - 1350 if 2 * tiles * plan.blocks <= PROCESSORS else cycles
+    return cycles - 1350 if 2 * tiles * plan.ctas <= PROCESSORS else cycles
 
 
 def step_cycles(plan: WgmmaPlan, active: float) -> float:
@@ -299,5 +304,5 @@ def step_cycles(plan: WgmmaPlan, active: float) -> float:
         units * 2.1 * plan.token_block,
         257 + 1.47 * plan.token_block,
     )
-    busy += 13.9 * (2 - plan.depth)  # what a stage costs, spread over its blocks
+    busy += 13.9 * (2 - plan.stage_k_blocks)  # what a stage costs, spread over its blocks
     return busy + active * (0.00221 * plan.x_bytes + 0.0146 * 36 * plan.rows)

@@ -207,7 +207,7 @@ class GroupedKernel(WgmmaKernel):
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
         weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.turned_bytes).toint())
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
         scale_room = self._room_for_scales(smem)
         slots = Uint32(smem.allocate_array(cutlass.Uint8, 24 * SLOTS).toint())
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages)
@@ -233,7 +233,7 @@ class GroupedKernel(WgmmaKernel):
             count_tiles(offsets, table, self.plan.token_block, lane, (above, most))
         cute.arch.sync_threads()
         order = (table, row_blocks)
-        steps = k_blocks // self.plan.depth
+        steps = k_blocks // self.plan.stage_k_blocks
 
         if warp >= self.plan.mma_warps:
             cute.arch.setmaxregister_decrease(self.plan.copy_registers)
@@ -263,7 +263,7 @@ class GroupedKernel(WgmmaKernel):
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
             slice_ = mma.get_slice(thread)
             shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
-            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.tiles)]
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.warp_tiles)]
             left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * PIECE))
             left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
             words = [cute.recast_tensor(one, Uint32) for one in left]
@@ -272,7 +272,7 @@ class GroupedKernel(WgmmaKernel):
             ]
             rules = (cut0, cut1, cut2, scale_rows)
             codes_from = Uint32(weights_at.toint())
-            scales_from = codes_from + Uint32(self.plan.row_tiles * self.plan.code_bytes)
+            scales_from = codes_from + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
             rooms = (codes_from, scales_from, scale_room)
             weights = self._weights_at(rooms, warp, lane, Uint32(sixteen))
             stage, parity, slot = Int32(0), Int32(0), slots
@@ -343,9 +343,9 @@ class GroupedKernel(WgmmaKernel):
         warp, lane, row_tiles, (cut0, cut1, cut2, scale_rows) = where
         of_expert = global_scale + Int64(expert) * scales_each * 4
         of_rows = []
-        for first in range(0, 16 * self.plan.tiles, 32):
-            row = (first + lane) % (16 * self.plan.tiles)
-            row_tile = row_block * self.plan.row_tiles + warp + row // 16 * self.plan.mma_warps
+        for first in range(0, 16 * self.plan.warp_tiles, 32):
+            row = (first + lane) % (16 * self.plan.warp_tiles)
+            row_tile = row_block * self.plan.cta_row_tiles + warp + row // 16 * self.plan.mma_warps
             at = cutlass.min(row_tile, row_tiles - 1) * 16 + row % 16
             index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
             index += scale_rows * (at - index)
@@ -359,7 +359,7 @@ class GroupedKernel(WgmmaKernel):
     def _factors_among(self, of_rows: Value, lane: Value) -> list[Value]:
         """Global scale times 2^7 of the lane's two rows of each tile."""
         factors = []
-        for h in range(self.plan.tiles):
+        for h in range(self.plan.warp_tiles):
             rows = [h % 2 * 16 + half * 8 + lane // 4 for half in range(2)]
             both = [cute.arch.shuffle_sync(of_rows[h // 2], row) for row in rows]
             factors.append([one * Float32(128.0) for one in both])
@@ -388,7 +388,7 @@ class GroupedKernel(WgmmaKernel):
         steps, row_tiles = sizes
         stage, parity, slot, again = Int32(0), Int32(1), slots, Int32(1)
         tile = self._following(first - stride, stride, counter, lane)
-        boxes = self.plan.token_block // self.plan.box  # of a block of 64 columns
+        boxes = self.plan.token_block // self.plan.tma_tokens  # of a block of 64 columns
         room = self._x_stages(shared_x)
         while tile < self._total(order):
             expert, row_block, start, count = self._find(tile, order)
@@ -401,9 +401,9 @@ class GroupedKernel(WgmmaKernel):
                 slot = slots
                 again = again ^ 1
             tokens = cute.domain_offset((start, 0), wholes[0])
-            tiles = cute.local_tile(tokens, (self.plan.box, 64), (None, None))
+            tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
             to, source = self._pair(atoms[0], room, tiles)
-            row = expert * row_tiles + row_block * self.plan.row_tiles
+            row = expert * row_tiles + row_block * self.plan.cta_row_tiles
             weights = self._weights_of(atoms, wholes, weights_at, row)
             width = self._width(count)
             for k in cutlass.range(steps, unroll=1):
@@ -411,12 +411,12 @@ class GroupedKernel(WgmmaKernel):
                 self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
                 self._copy_weights(atoms, weights, (k, stage), barrier)
-                for b in cutlass.range(width // self.plan.box, unroll=1):
-                    for u in cutlass.range_constexpr(self.plan.depth):
+                for b in cutlass.range(width // self.plan.tma_tokens, unroll=1):
+                    for u in cutlass.range_constexpr(self.plan.stage_k_blocks):
                         cute.copy(
                             atoms[0],
-                            source[(None, b, self.plan.depth * k + u)],
-                            to[(None, (self.plan.depth * stage + u) * boxes + b)],
+                            source[(None, b, self.plan.stage_k_blocks * k + u)],
+                            to[(None, (self.plan.stage_k_blocks * stage + u) * boxes + b)],
                             tma_bar_ptr=barrier,
                         )
                 stage += 1
@@ -453,8 +453,8 @@ class GroupedKernel(WgmmaKernel):
 
     def _width(self, count: Value) -> Value:
         """Tokens of the product of a tile with so many rows."""
-        width = Int32(self.plan.sizes[0])
-        for one, following in itertools.pairwise(self.plan.sizes):
+        width = Int32(self.plan.mma_widths[0])
+        for one, following in itertools.pairwise(self.plan.mma_widths):
             width += Int32(count > one) * (following - one)
         return width
 
@@ -478,7 +478,7 @@ class GroupedKernel(WgmmaKernel):
         full, empty, stage, parity, slot = ring
         steps, is_last, lane, sixteen = rest
         before = Int32(-1)
-        for h in cutlass.range_constexpr(self.plan.tiles):
+        for h in cutlass.range_constexpr(self.plan.warp_tiles):
             sums[h].fill(0.0)
         if cutlass.const_expr(len(sizes) == 1):
             places, rest = (full, empty, stage, parity, before), (steps, is_last, lane, sixteen)
@@ -490,7 +490,7 @@ class GroupedKernel(WgmmaKernel):
                     sizes[i],
                     (weights, ahead),
                     (full, empty, stage, parity, before),
-                    (steps * Int32(width == self.plan.sizes[i]), is_last, lane, sixteen),
+                    (steps * Int32(width == self.plan.mma_widths[i]), is_last, lane, sixteen),
                 )
                 warpgroup.wait_group(0)
         return ahead, stage, parity, before

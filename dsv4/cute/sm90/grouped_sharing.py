@@ -38,7 +38,7 @@ class GroupedSharingKernel(GroupedKernel):
         codes, scales, room = rooms
         codes += Uint32(warp * self.plan.code_bytes + lane * 16)
         # A quarter of the lanes has a pair: rows lane % 8 and lane % 8 + 8 of it.
-        h, u = lane // 8 % self.plan.tiles, lane // 8 // self.plan.tiles
+        h, u = lane // 8 % self.plan.warp_tiles, lane // 8 // self.plan.warp_tiles
         part = h * (self.plan.mma_warps * self.plan.scale_bytes) + u * SCALE_BYTES + lane % 8 * 8
         scales += Uint32(warp * self.plan.scale_bytes + part)
         room += Uint32(warp * 512)
@@ -47,7 +47,7 @@ class GroupedSharingKernel(GroupedKernel):
     def _load_first(self, weights: Value) -> list[Value]:
         """As there."""
         self._share_scales(weights, self._own_scales(weights, Int32(0), 0))
-        return [self._load(weights, Int32(0), 0, h) for h in range(self.plan.tiles)]
+        return [self._load(weights, Int32(0), 0, h) for h in range(self.plan.warp_tiles)]
 
     def _own_scales(self, weights: Value, stage: Value, u: int) -> tuple[Value, ...]:
         """The scales that the lane expands, from a stage's block of 64 columns on."""
@@ -70,7 +70,7 @@ class GroupedSharingKernel(GroupedKernel):
         skip = Uint32(stage * self.plan.weight_bytes)
         further = Uint32(h * self.plan.mma_warps * self.plan.code_bytes + u * CODE_BYTES)
         codes = ptx.load_shared(weights[0] + skip + further, 4)
-        pair = (u * self.plan.tiles + h) % 4
+        pair = (u * self.plan.warp_tiles + h) % 4
         return [*codes, *ptx.load_shared(weights[3] + Uint32(pair * 128), 4)]
 
     @cute.jit
@@ -82,7 +82,7 @@ class GroupedSharingKernel(GroupedKernel):
         weights, ahead = weight
         full, empty, stage, parity, before = ring
         steps, is_last, lane, _ = rest
-        groups = 4 * self.plan.depth // PIECE * self.plan.tiles
+        groups = 4 * self.plan.stage_k_blocks // PIECE * self.plan.warp_tiles
         self._expand_shared(words[0], ahead[0], 0)
         for step in cutlass.range(steps, unroll=1):
             following, later = stage + 1, parity
@@ -90,7 +90,7 @@ class GroupedSharingKernel(GroupedKernel):
                 following = Int32(0)
                 later = parity ^ 1
             for g in cutlass.range_constexpr(groups):
-                piece, h = divmod(g, self.plan.tiles)
+                piece, h = divmod(g, self.plan.warp_tiles)
                 u, start = divmod(piece * PIECE, 4)
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(PIECE):
@@ -98,21 +98,21 @@ class GroupedSharingKernel(GroupedKernel):
                         mma,
                         sums[h],
                         left[g % 2][None, None, k],
-                        right[None, None, start + k, self.plan.depth * stage + u],
+                        right[None, None, start + k, self.plan.stage_k_blocks * stage + u],
                         sums[h],
                     )
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(g == 0):
                     self._release(empty, before, lane)
-                piece, h = divmod((g + 1) % groups, self.plan.tiles)
+                piece, h = divmod((g + 1) % groups, self.plan.warp_tiles)
                 u, start = divmod(piece * PIECE, 4)
                 self._expand_shared(words[(g + 1) % 2], ahead[h], start)
                 # Of the next block of 64 columns, maybe the next stage's.
-                coming = (u + 1) % self.plan.depth
+                coming = (u + 1) % self.plan.stage_k_blocks
                 there = following if coming == 0 else stage
-                fresh = coming * self.plan.tiles % 4 == 0
-                early = start == 0 and h == self.plan.tiles - 1
+                fresh = coming * self.plan.warp_tiles % 4 == 0
+                early = start == 0 and h == self.plan.warp_tiles - 1
                 if cutlass.const_expr(coming == 0 and early):  # noqa: SIM102
                     if not (is_last and step + 1 == steps):
                         ptx.mbarrier_wait(full + Uint32(following * 8), later)
