@@ -446,9 +446,9 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     ("plan", "packed"),
     [
         (choose(Product(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
-        (WgmmaPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
-        (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
-        (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),
+        (WgmmaPlan(64, 4, 1, 2, False, False), gemm.WGMMA_ABI.parameters),
+        (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
+        (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
             grouped_gemm.FEW_PARAMETERS,

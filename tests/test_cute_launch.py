@@ -146,7 +146,7 @@ def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segmen
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, SmallMPlan)
-    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS
+    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters
     driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
     x = x.to(torch.bfloat16)
@@ -249,7 +249,7 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
     plan = Fp8WgmmaPlan(96, 2, blocks, 2, True, True)
     folded, asked = dtype == torch.float8_e8m0fnu, []
     monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *given: asked.append(given) or plan)
-    driver.kinds = gemm_fp8.PARAMETERS
+    driver.kinds = gemm_fp8.FP8_WGMMA_ABI.parameters
     x = torch.ones(300, 2, 512, dtype=torch.bfloat16)
     codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
     scales = torch.ones(8, 4).to(dtype)
@@ -306,7 +306,10 @@ def test_swiglu(driver, tokens, limit, told):
     plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
     few = isinstance(plan, SmallMPlan)
-    driver.kinds, driver.launches = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS, []
+    driver.kinds, driver.launches = (
+        gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters,
+        [],
+    )
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
     out = gemm.gemm_swiglu(GemmSwigluArgs(
         x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,

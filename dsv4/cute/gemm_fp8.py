@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
@@ -19,21 +18,14 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import FP8_WGMMA_ABI, Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.plans import Product, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 
-_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
+_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in L2
 
-# Parameters of the kernel, in the order of ``Fp8WgmmaKernel.kernel``. Before the addresses come
-# what tensor copies need, the sizes of X and of pairs of codes, and a layout without any content.
-PARAMETERS = Parameters(*["128s"] * 2, *["2i"] * 2, "s", *"qqqqq", *"iiiiiii", *"qqq", *"ii")
-_BEFORE, _ADDRESSES, _AFTER = (
-    struct.Struct("@4is0q"),
-    struct.Struct("@5q"),
-    struct.Struct("@7i3q2i"),
-)
+_pointers = FP8_WGMMA_ABI.pointers
 
 
 def gemm(args: GemmArgs) -> torch.Tensor:
@@ -74,7 +66,8 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
     """
     x, codes, scales, row_scale, out = addresses
     launch = _prepared(*kind, get_ident())
-    launch(stream, (codes, scales, x, row_scale, out), described=(x, codes))
+    pointers = _pointers(codes=codes, scales=scales, x=x, token_scale=row_scale, out=out)
+    launch(stream, pointers, described=(x, codes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,28 +96,28 @@ def _prepare(
 ) -> Launch:
     rows, columns, groups, *_ = product
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
-    after = _AFTER.pack(
-        tokens,
-        token_tiles,
-        max(1, _SPAN // plan.token_block),
-        columns // 64,
-        rows // 16,
-        row_blocks,
-        max(1, row_blocks // groups),
-        strides[0],
-        0 if groups == 1 else columns,
-        strides[1],
-        groups,
-        -(-rows // 128),
-    )
-    tiles = token_tiles * row_blocks
-    blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
+    tiles, (token_stride, codes_stride) = token_tiles * row_blocks, strides
     matrices = (
-        Matrix(tokens, columns * groups, strides[0], plan.token_block),
-        Matrix(rows, columns // 2, strides[1] // 2, plan.rows),
+        Matrix(tokens, columns * groups, token_stride, plan.token_block),
+        Matrix(rows, columns // 2, codes_stride // 2, plan.rows),
     )
-    before = _BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
-    return Launch(kernel, blocks, PARAMETERS, before, _ADDRESSES, after, matrices)
+    return FP8_WGMMA_ABI.launch(
+        kernel,
+        plan.ctas * (tiles if plan.ctas > 1 else min(tiles, resident)),
+        matrices,
+        tokens=tokens,
+        token_tiles=token_tiles,
+        token_span=max(1, _SPAN // plan.token_block),
+        k_blocks=columns // 64,
+        row_tiles=rows // 16,
+        row_blocks=row_blocks,
+        group_blocks=max(1, row_blocks // groups),
+        token_stride=token_stride,
+        group_stride=0 if groups == 1 else columns,
+        codes_stride=codes_stride,
+        groups=groups,
+        scale_blocks=-(-rows // 128),
+    )
 
 
 def plans(

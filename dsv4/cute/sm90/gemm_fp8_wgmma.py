@@ -31,8 +31,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.scheduler import tile_position
-from dsv4.cute.sm90.gemm_fp8_wgmma_plan import BLOCK, Fp8WgmmaPlan
-from dsv4.cute.sm90.gemm_wgmma import WgmmaKernel, rows_of_x
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import (
+    BLOCK,
+    FP8_WGMMA_ABI,
+    Fp8WgmmaArgs,
+    Fp8WgmmaPlan,
+    Fp8WgmmaTma,
+)
+from dsv4.cute.sm90.gemm_wgmma import WgmmaKernel, fake_x
 
 Value = Any
 _READY = 5  # a named barrier, after those of the warpgroups
@@ -44,59 +50,34 @@ _LOWEST, _HIGHEST = 10, 246
 class Fp8WgmmaKernel(WgmmaKernel):
     """The kernel of one configuration."""
 
+    abi = FP8_WGMMA_ABI
     plan: Fp8WgmmaPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        return cute.compile(
-            self,
-            rows_of_x(),
-            rows_of_x(),
-            *[Int64(0)] * 5,
-            *[Int32(1)] * 7,
-            *[Int64(8)] * 3,
-            *[Int32(1)] * 2,
-            CUstream(0),
-            options=options,
-        )
+        operands = (fake_x(), fake_x())
+        return cute.compile(self, *operands, self.abi.placeholders(), CUstream(0), options=options)
 
     @cute.jit
     def __call__(
-        self,
-        x: cute.Tensor,
-        codes: cute.Tensor,
-        codes_at: Int64,
-        scales: Int64,
-        x_at: Int64,
-        token_scale: Int64,
-        out: Int64,
-        tokens: Int32,
-        token_tiles: Int32,
-        token_span: Int32,
-        k_blocks: Int32,
-        row_tiles: Int32,
-        row_blocks: Int32,
-        group_blocks: Int32,
-        token_stride: Int64,
-        group_stride: Int64,
-        codes_stride: Int64,
-        groups: Int32,
-        scale_blocks: Int32,
-        stream: CUstream,
+        self, x: cute.Tensor, codes: cute.Tensor, args: Fp8WgmmaArgs, stream: CUstream
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        atom, x_tiles, layout, mma = self.tools(x)
-        codes_atom, codes_tiles = cpasync.make_tiled_tma_atom(
+        atom, x_tensor, layout, mma = self.tools(x)
+        codes_atom, codes_tensor = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             codes,
             cute.select(self._layout(self.plan.rows, 1), mode=[0, 1]),
             (self.plan.rows, 64),
         )
-        self.kernel(
-            atom, codes_atom, x_tiles, codes_tiles, layout, mma, codes_at, scales, x_at,
-            token_scale, out, tokens, token_tiles, token_span, k_blocks, row_tiles, row_blocks,
-            group_blocks, token_stride, group_stride, codes_stride, groups, scale_blocks,
-        ).launch(
+        tma = Fp8WgmmaTma(
+            x_tma=atom,
+            codes_tma=codes_atom,
+            x_tensor=x_tensor,
+            codes_tensor=codes_tensor,
+            x_layout=layout,
+        )
+        self.kernel(tma, mma, args).launch(
             grid=[self.plan.ctas, 1, 1],
             block=[self.plan.threads, 1, 1],
             cluster=[self.plan.ctas, 1, 1],
@@ -104,62 +85,23 @@ class Fp8WgmmaKernel(WgmmaKernel):
             stream=stream,
             min_blocks_per_mp=self.plan.ctas_per_sm,
             preferred_smem_carveout=100,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        atom: cute.CopyAtom,
-        codes_atom: cute.CopyAtom,
-        x_tiles: cute.Tensor,
-        codes_tiles: cute.Tensor,
-        layout: cute.ComposedLayout,
-        mma: cute.TiledMma,
-        codes_at: Int64,
-        scales: Int64,
-        x_at: Int64,
-        token_scale: Int64,
-        out: Int64,
-        tokens: Int32,
-        token_tiles: Int32,
-        token_span: Int32,
-        k_blocks: Int32,
-        row_tiles: Int32,
-        row_blocks: Int32,
-        group_blocks: Int32,
-        token_stride: Int64,
-        group_stride: Int64,
-        codes_stride: Int64,
-        groups: Int32,
-        scale_blocks: Int32,
-    ) -> None:
-        """See the module. What is not named here is as in ``WgmmaKernel.kernel``.
+    def kernel(self, tma: Fp8WgmmaTma, mma: cute.TiledMma, args: Fp8WgmmaArgs) -> None:
+        """Multiply the tiles of a cluster, one after another; see the module.
 
         Args:
-            atom: The tensor copy of 64 columns of a tile's X.
-            codes_atom: The tensor copy of a stage's codes.
-            x_tiles: X, ``[tokens, groups K]``, as the copy addresses it.
-            codes_tiles: The codes, ``[rows, K / 2]`` pairs, as the copy addresses them.
-            layout: Blocks of 64 columns of X, of all stages.
-            mma: The product of 64 rows a warpgroup.
-            codes_at: Address of the codes.
-            scales: Address of the block scales, ``[scale_blocks, K / 128]``.
-            x_at: Address of X.
-            token_scale: Address of float32 ``[tokens, groups]``, 0 if tokens have no scales.
-            out: Address of ``[tokens, rows]``.
-            tokens: At least 1.
-            token_tiles: Tiles of ``token_block`` tokens.
-            token_span: Of these, how many come one after another before the next rows do.
-            k_blocks: K / 64, a multiple of 2 and at least twice ``blocks``.
-            row_tiles: Rows of the weight / 16.
-            row_blocks: Rows of the weight / those of a block, rounded up.
-            group_blocks: Blocks of rows that share an input.
-            token_stride: Elements between tokens of X.
-            group_stride: Elements between groups of X: K.
-            codes_stride: Bytes between rows of codes.
-            groups: Inputs of every token.
-            scale_blocks: Rows of the weight / 128, rounded up.
+            tma: TMA copies and what they read.
+            mma: wgmma of 64 rows a warpgroup and ``token_block`` tokens.
+            args: The scalars.
         """
+        atom, codes_atom, x_tiles, codes_tiles, layout = tma
+        (
+            codes_at, scales, x_at, token_scale, out, tokens, token_tiles, token_span, k_blocks,
+            row_tiles, row_blocks, group_blocks, token_stride, group_stride, codes_stride, groups,
+            scale_blocks,
+        ) = args  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()

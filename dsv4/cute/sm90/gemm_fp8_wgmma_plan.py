@@ -8,6 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsv4.cute.runtime.kernel_abi import (
+    Empty,
+    Int32,
+    Int64,
+    KernelAbi,
+    Pointer,
+    TmaDescriptor,
+    TmaSizes,
+)
 from dsv4.cute.sm90.gemm_wgmma_plan import PROCESSORS, RESIDENT, WgmmaPlan
 from dsv4.cute.sm90.plans import Product, counted_as
 
@@ -54,6 +63,69 @@ _COSTS = {
 }
 _SHALLOW = 1.15  # times as long is a stage in a ring of two, where copies come late
 _SHARED_OF_TWO = 113 * 1024  # shared memory of each of two blocks of a multiprocessor
+
+
+class Fp8WgmmaTma(NamedTuple):
+    """What the compiler makes of the TMA copies, as in ``WgmmaTma``.
+
+    Attributes:
+        x_tma: Copies 64 columns of the X of a tile.
+        codes_tma: Copies the codes of a stage.
+        x_tensor: X, ``[tokens, groups K]``.
+        codes_tensor: E4M3 codes as pairs, ``[rows, K / 2]``.
+        x_layout: Shared-memory layout of the X of all stages.
+    """
+
+    x_tma: TmaDescriptor
+    codes_tma: TmaDescriptor
+    x_tensor: TmaSizes
+    codes_tensor: TmaSizes
+    x_layout: Empty
+
+
+class Fp8WgmmaArgs(NamedTuple):
+    """Arguments of the large-M GEMM with FP8 weights.
+
+    Attributes:
+        codes: E4M3 codes, ``[rows, K]``; TMA reads them through ``Fp8WgmmaTma.codes_tma``.
+        scales: Block scales, ``[scale_blocks, K / 128]``, float32 or E8M0.
+        x: bfloat16 ``[tokens, groups, K]``; TMA reads it through ``Fp8WgmmaTma.x_tma``.
+        token_scale: float32 ``[tokens, groups]``, 0 if tokens have no scales.
+        out: ``[tokens, rows]``, bfloat16 or float32.
+        tokens: At least 1.
+        token_tiles: Tiles of ``token_block`` tokens.
+        token_span: Token tiles that follow one another before the next block of rows does.
+        k_blocks: K / 64, a multiple of 2 and at least ``2 ctas``.
+        row_tiles: Rows of the weight / 16.
+        row_blocks: Rows of the weight / rows of a CTA, rounded up.
+        group_blocks: Blocks of rows that share an input.
+        token_stride: Elements of X from one token to the next.
+        group_stride: Elements of X from one group to the next.
+        codes_stride: Bytes from one row of codes to the next.
+        groups: Inputs of a token.
+        scale_blocks: Rows of the weight / 128, rounded up.
+    """
+
+    codes: Pointer
+    scales: Pointer
+    x: Pointer
+    token_scale: Pointer
+    out: Pointer
+    tokens: Int32
+    token_tiles: Int32
+    token_span: Int32
+    k_blocks: Int32
+    row_tiles: Int32
+    row_blocks: Int32
+    group_blocks: Int32
+    token_stride: Int64
+    group_stride: Int64
+    codes_stride: Int64
+    groups: Int32
+    scale_blocks: Int32
+
+
+FP8_WGMMA_ABI = KernelAbi(Fp8WgmmaTma, Fp8WgmmaArgs)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from dsv4.cute.device.epilogue import (
 )
 from dsv4.cute.device.kernel import PlannedKernel
 from dsv4.cute.device.scheduler import tile_position
-from dsv4.cute.sm90.gemm_wgmma_plan import LINE, WgmmaPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import LINE, WGMMA_ABI, WgmmaArgs, WgmmaPlan, WgmmaTma
 
 Value = Any
 CODE_BYTES, SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
@@ -51,7 +51,7 @@ _READY, _BEHIND, _ALL = 5, 6, 7  # named barriers, after those of the warpgroups
 _INFINITY = float("inf")
 
 
-def rows_of_x() -> Any:
+def fake_x() -> Any:
     """Any X, for the compiler: rows of bfloat16 that begin at multiples of 16 bytes."""
     return make_fake_tensor(
         BFloat16,
@@ -61,7 +61,7 @@ def rows_of_x() -> Any:
     )
 
 
-def words_of_weights() -> Any:
+def fake_weights() -> Any:
     """Packed codes or scales, for the compiler: rows of words of 32 bits."""
     return make_fake_tensor(
         Int32,
@@ -74,24 +74,13 @@ def words_of_weights() -> Any:
 class WgmmaKernel(PlannedKernel):
     """The kernel of one configuration."""
 
+    abi = WGMMA_ABI
     plan: WgmmaPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        return cute.compile(
-            self,
-            rows_of_x(),
-            words_of_weights(),
-            words_of_weights(),
-            *[Int64(0)] * 4,
-            *[Int32(1)] * 7,
-            Int64(8),
-            Int64(8),
-            *[Int32(1)] * 6,
-            Float32(1.0),
-            CUstream(0),
-            options=options,
-        )
+        operands = (fake_x(), fake_weights(), fake_weights())
+        return cute.compile(self, *operands, self.abi.placeholders(), CUstream(0), options=options)
 
     @cute.jit
     def __call__(
@@ -99,45 +88,30 @@ class WgmmaKernel(PlannedKernel):
         x: cute.Tensor,
         codes: cute.Tensor,
         scales: cute.Tensor,
-        global_scale: Int64,
-        x_at: Int64,
-        token_scale: Int64,
-        out: Int64,
-        tokens: Int32,
-        token_tiles: Int32,
-        token_span: Int32,
-        k_blocks: Int32,
-        row_tiles: Int32,
-        row_blocks: Int32,
-        group_blocks: Int32,
-        token_stride: Int64,
-        group_stride: Int64,
-        cut0: Int32,
-        cut1: Int32,
-        cut2: Int32,
-        scale_rows: Int32,
-        groups: Int32,
-        sixteen: Int32,
-        limit: Float32,
+        args: WgmmaArgs,
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        atom, x_tiles, layout, mma = self.tools(x)
-        codes_atom, codes_tiles = self._copied(codes, self.plan.code_bytes)
-        scales_atom, scales_tiles = self._copied(scales, self.plan.scale_bytes)
-        self.kernel(
-            atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
-            global_scale, x_at, token_scale, out, tokens, token_tiles, token_span, k_blocks,
-            row_tiles, row_blocks, group_blocks, token_stride, group_stride, cut0, cut1, cut2,
-            scale_rows, groups, sixteen, limit,
-        ).launch(
+        atom, x_tensor, layout, mma = self.tools(x)
+        codes_atom, codes_tensor = self._copied(codes, self.plan.code_bytes)
+        scales_atom, scales_tensor = self._copied(scales, self.plan.scale_bytes)
+        tma = WgmmaTma(
+            x_tma=atom,
+            codes_tma=codes_atom,
+            scales_tma=scales_atom,
+            x_tensor=x_tensor,
+            codes_tensor=codes_tensor,
+            scales_tensor=scales_tensor,
+            x_layout=layout,
+        )
+        self.kernel(tma, mma, args).launch(
             grid=[self.plan.ctas, 1, 1],
             block=[self.plan.threads, 1, 1],
             cluster=[self.plan.ctas, 1, 1],
             smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     def tools(self, x: cute.Tensor) -> tuple[Value, ...]:
         """Tensor copy of a box of X, X as it addresses it, layout of the stages, product."""
@@ -173,69 +147,20 @@ class WgmmaKernel(PlannedKernel):
         return cute.make_tiled_mma(op, (self.plan.warpgroups, 1, 1))
 
     @cute.kernel
-    def kernel(
-        self,
-        atom: cute.CopyAtom,
-        codes_atom: cute.CopyAtom,
-        scales_atom: cute.CopyAtom,
-        x_tiles: cute.Tensor,
-        codes_tiles: cute.Tensor,
-        scales_tiles: cute.Tensor,
-        layout: cute.ComposedLayout,
-        mma: cute.TiledMma,
-        global_scale: Int64,
-        x_at: Int64,
-        token_scale: Int64,
-        out: Int64,
-        tokens: Int32,
-        token_tiles: Int32,
-        token_span: Int32,
-        k_blocks: Int32,
-        row_tiles: Int32,
-        row_blocks: Int32,
-        group_blocks: Int32,
-        token_stride: Int64,
-        group_stride: Int64,
-        cut0: Int32,
-        cut1: Int32,
-        cut2: Int32,
-        scale_rows: Int32,
-        groups: Int32,
-        sixteen: Int32,
-        limit: Float32,
-    ) -> None:
-        """See the module.
+    def kernel(self, tma: WgmmaTma, mma: cute.TiledMma, args: WgmmaArgs) -> None:
+        """Multiply the tiles of a cluster, one after another; see the module.
 
         Args:
-            atom: The tensor copy of 64 columns of a tile's X.
-            codes_atom: The tensor copy of a stage's codes.
-            scales_atom: The tensor copy of its scales.
-            x_tiles: X, ``[tokens, groups K]``, as the copy addresses it.
-            codes_tiles: The packed codes, ``[row tiles, K / 64 128]`` words.
-            scales_tiles: The packed scales, ``[row tiles, K / 64 16]`` words.
-            layout: Blocks of 64 columns of X, of all stages.
-            mma: The product of 64 rows a warpgroup.
-            global_scale: Address of float32 global scales.
-            x_at: Address of X.
-            token_scale: Address of float32 ``[tokens, groups]``, where ``row_scaled``.
-            out: Address of ``[tokens, rows]``.
-            tokens: At least 1.
-            token_tiles: Tiles of ``token_block`` tokens.
-            token_span: Of these, how many come one after another before the next rows do.
-            k_blocks: K / 64, a multiple of ``depth`` and at least ``blocks depth``.
-            row_tiles: Rows of the weight / 16.
-            row_blocks: Rows of the weight / those of a block, rounded up.
-            group_blocks: Blocks of rows that share an input.
-            token_stride: Elements between tokens of X.
-            group_stride: Elements between groups of X: K.
-            cut0: First row of the second segment; ``cut1``, ``cut2`` of the third and fourth.
-            cut1: See ``cut0``.
-            cut2: See ``cut0``.
-            scale_rows: 1 where every row has its own global scale, else 0.
-            groups: Inputs of every token.
-            sixteen: 16, of which the compiler must not know.
-            limit: The clamp's bound, where ``swiglu``.
+            tma: TMA copies and what they read.
+            mma: wgmma of 64 rows a warpgroup and ``token_block`` tokens.
+            args: The scalars.
         """
+        atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout = tma
+        (
+            global_scale, x_at, token_scale, out, tokens, token_tiles, token_span, k_blocks,
+            row_tiles, row_blocks, group_blocks, token_stride, group_stride, cut0, cut1, cut2,
+            scale_rows, groups, sixteen, limit,
+        ) = args  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()

@@ -1,4 +1,8 @@
-"""Which configuration of the kernel in ``gemm_wgmma`` a product takes; needs no compiler."""
+"""Arguments and configurations of the large-M NVFP4 GEMM; needs no compiler.
+
+``wgmma_plan`` ranks every configuration that can multiply by ``estimated_cycles``, whose constants
+are fitted to times on an H200.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,18 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cute.runtime.kernel_abi import (
+    Empty,
+    Float32,
+    Int32,
+    Int64,
+    KernelAbi,
+    Pointer,
+    TmaDescriptor,
+    TmaSizes,
+)
 
 _SHARED_ROOM = 227 * 1024
 _MOST_STAGES = 12
@@ -26,6 +42,82 @@ _SHAPES = (
     (4, 1, 2, (32, 48, 64, 96)),
     (4, 2, 2, (32, 64)),
 )
+
+
+class WgmmaTma(NamedTuple):
+    """What the compiler makes of the TMA copies; these parameters come first.
+
+    In device code the descriptors are copy atoms and the sizes are tensors as the copies address
+    them.
+
+    Attributes:
+        x_tma: Copies 64 columns of the X of a tile.
+        codes_tma: Copies the codes of a stage.
+        scales_tma: Copies the block scales of a stage.
+        x_tensor: X, ``[tokens, groups K]``.
+        codes_tensor: Packed codes, ``[row tiles, K / 64 * 128]`` words.
+        scales_tensor: Packed block scales, ``[row tiles, K / 64 * 16]`` words.
+        x_layout: Shared-memory layout of the X of all stages.
+    """
+
+    x_tma: TmaDescriptor
+    codes_tma: TmaDescriptor
+    scales_tma: TmaDescriptor
+    x_tensor: TmaSizes
+    codes_tensor: TmaSizes
+    scales_tensor: TmaSizes
+    x_layout: Empty
+
+
+class WgmmaArgs(NamedTuple):
+    """Arguments of the large-M GEMM.
+
+    Attributes:
+        global_scale: float32 global scales: one, one per segment, or one per row.
+        x: bfloat16 ``[tokens, groups, K]``; TMA reads it through ``WgmmaTma.x_tma``.
+        token_scale: float32 ``[tokens, groups]``; read where the plan is ``row_scaled``.
+        out: ``[tokens, rows]``, bfloat16 or float32.
+        tokens: At least 1.
+        token_tiles: Tiles of ``token_block`` tokens.
+        token_span: Token tiles that follow one another before the next block of rows does.
+        k_blocks: K / 64, a multiple of ``stage_k_blocks``, at least ``ctas stage_k_blocks``.
+        row_tiles: Rows of the weight / 16.
+        row_blocks: Rows of the weight / rows of a CTA, rounded up.
+        group_blocks: Blocks of rows that share an input.
+        token_stride: Elements of X from one token to the next.
+        group_stride: Elements of X from one group to the next.
+        cut0: First row of the second segment, which has a global scale of its own.
+        cut1: First row of the third segment.
+        cut2: First row of the fourth segment.
+        scale_rows: 1 if every row has a global scale of its own, else 0.
+        groups: Inputs of a token.
+        opaque_16: 16. An argument, so that the compiler cannot turn products by it into shifts.
+        limit: Clamp of SwiGLU; infinity for none.
+    """
+
+    global_scale: Pointer
+    x: Pointer
+    token_scale: Pointer
+    out: Pointer
+    tokens: Int32
+    token_tiles: Int32
+    token_span: Int32
+    k_blocks: Int32
+    row_tiles: Int32
+    row_blocks: Int32
+    group_blocks: Int32
+    token_stride: Int64
+    group_stride: Int64
+    cut0: Int32
+    cut1: Int32
+    cut2: Int32
+    scale_rows: Int32
+    groups: Int32
+    opaque_16: Int32
+    limit: Float32
+
+
+WGMMA_ABI = KernelAbi(WgmmaTma, WgmmaArgs)
 
 
 @dataclass(frozen=True)

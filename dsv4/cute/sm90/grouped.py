@@ -38,7 +38,7 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import store_coded
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.gemm_wgmma import PIECE, WgmmaKernel, rows_of_x, words_of_weights
+from dsv4.cute.sm90.gemm_wgmma import PIECE, WgmmaKernel, fake_weights, fake_x
 from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
 
 Value = Any
@@ -53,9 +53,9 @@ class GroupedKernel(WgmmaKernel):
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
         return cute.compile(
             self,
-            rows_of_x(),
-            words_of_weights(),
-            words_of_weights(),
+            fake_x(),
+            fake_weights(),
+            fake_weights(),
             *[Int64(0)] * 10,
             *[Int32(1)] * 5,
             Int64(8),
