@@ -146,8 +146,9 @@ class Fp8WgmmaPlan(WgmmaPlan):
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
-        name = "FoldedFp8WgmmaKernel" if self.folded else "Fp8WgmmaKernel"
-        return f"dsv4.cute.sm90.gemm_fp8_wgmma:{name}"
+        if self.folded:
+            return "dsv4.cute.sm90.gemm_fp8_wgmma_folded:FoldedFp8WgmmaKernel"
+        return "dsv4.cute.sm90.gemm_fp8_wgmma:Fp8WgmmaKernel"
 
     @property
     def scale_item_bytes(self) -> int:

@@ -17,7 +17,7 @@ multiplies and stores, but:
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -38,10 +38,43 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import store_coded
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.gemm_wgmma import PIECE, WgmmaKernel, fake_weights, fake_x
+from dsv4.cute.sm90.gemm_wgmma import (
+    LaneWeights,
+    Loop,
+    Pipeline,
+    Position,
+    WgmmaKernel,
+    fake_weights,
+    fake_x,
+)
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
 from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
+from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread, Vector
 
 Value = Any
+
+
+class GroupedOutput(NamedTuple):
+    """As ``Output``, of an expert's rows from the tile's first on.
+
+    Attributes:
+        buffer: As there.
+        token_scale: As there.
+        out: As there; where ``quantized_out``, the results' codes.
+        x: As there.
+        weights: What the lane's two tokens of each tile of 8 weigh.
+        block_scales: Address of scale bytes; of all of them, with the row where the first token's
+            are, where ``swizzled_out``.
+        codes_scale: Address of the global scale of the codes.
+    """
+
+    buffer: Uint32
+    token_scale: Int64
+    out: Int64
+    x: Int64
+    weights: list[list[Float32]]
+    block_scales: Value
+    codes_scale: Int64
 
 
 class GroupedKernel(WgmmaKernel):
@@ -100,9 +133,10 @@ class GroupedKernel(WgmmaKernel):
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        atom, x_tiles, layout, mma = self.tools(x)
-        codes_atom, codes_tiles = self._copied(codes, self.plan.code_bytes)
-        scales_atom, scales_tiles = self._copied(scales, self.plan.scale_bytes)
+        atom, x_tiles = self._x_tma(x)
+        codes_atom, codes_tiles = self._weights_tma(codes, self.plan.code_bytes)
+        scales_atom, scales_tiles = self._weights_tma(scales, self.plan.scale_bytes)
+        layout, mma = self._x_layout(), self._mma(self.plan.token_block)
         self.kernel(
             atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
             global_scale, x_at, token_scale, row_weight, out, offsets, codes_scale, block_scales,
@@ -240,8 +274,9 @@ class GroupedKernel(WgmmaKernel):
             if warp == self.plan.mma_warps:
                 ring = (full_at, full, empty, slots)
                 self._copy(
-                    (atom, codes_atom, scales_atom),
-                    (x_tiles, codes_tiles, scales_tiles),
+                    WgmmaTma(
+                        atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout
+                    ),
                     (shared_x, weights_at),
                     ring,
                     (Int32(first), stride, counter, order, lane),
@@ -264,12 +299,7 @@ class GroupedKernel(WgmmaKernel):
             slice_ = mma.get_slice(thread)
             shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.warp_tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.plan.warpgroups, 16 * PIECE))
-            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
-            words = [cute.recast_tensor(one, Uint32) for one in left]
-            products = [
-                (*found, left, words) for found in self._products(mma, sums, shared_x, thread)
-            ]
+            products = self._operands(mma, sums, shared_x, thread)
             rules = (cut0, cut1, cut2, scale_rows)
             codes_from = Uint32(weights_at.toint())
             scales_from = codes_from + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
@@ -307,26 +337,28 @@ class GroupedKernel(WgmmaKernel):
                 self._release(empty, before, lane)
                 own = self._own(row_block, warp)
                 factors = self._factors_among(fetched[0], lane)
-                places = (
-                    turned,
-                    token_scale + Int64(start) * 4,
-                    out + Int64(start) * row_tiles * self.tile_bytes,
-                    x_at + Int64(start) * token_stride * 2,
-                    self._weights_among(fetched[1], lane),
-                    (block_scales, padded)
+                output = GroupedOutput(
+                    buffer=turned,
+                    token_scale=token_scale + Int64(start) * 4,
+                    out=out + Int64(start) * row_tiles * self.tile_bytes,
+                    x=x_at + Int64(start) * token_stride * 2,
+                    weights=self._weights_among(fetched[1], lane),
+                    block_scales=(block_scales, padded)
                     if self.plan.swizzled_out
                     else block_scales + Int64(start) * (row_tiles // 2),
-                    codes_scale + Int64(expert) * 4,
+                    codes_scale=codes_scale + Int64(expert) * 4,
                 )
                 if cutlass.const_expr(self.plan.quantized_out):  # noqa: SIM102 - one is constant
                     if row_block == 0 and thread < cutlass.min(count, self.plan.token_block):
-                        of_all = ptx.load_global_float(places[6])
+                        of_all = ptx.load_global_float(output.codes_scale)
                         ptx.store_global_float(row_scale + (Int64(start) + thread) * 4, of_all)
-                self._store_each(
-                    (self._gathered(sums, None, None, None), own, factors),
-                    places,
-                    (Int32(0), warp, lane, thread, Int32(0)),
-                    (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
+                reduced = self._fragments(sums)
+                self._store_tiles(
+                    [RowTile(*each) for each in zip(reduced, own, factors, strict=True)],
+                    output,
+                    Int32(0),
+                    Thread(thread, warp, lane, Int32(0)),
+                    Bounds(count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
                 count = self._told(slot)[3]
         # One block stands for the launch; the others' multiprocessors are for the next one's.
@@ -375,9 +407,7 @@ class GroupedKernel(WgmmaKernel):
         ]
 
     @cute.jit
-    def _copy(
-        self, atoms: Value, wholes: Value, rooms: Value, ring: Value, walk: Value, sizes: Value
-    ) -> None:
+    def _copy(self, tma: WgmmaTma, rooms: Value, ring: Value, walk: Value, sizes: Value) -> None:
         """A warp keeps the ring full, tile after tile, and says in a slot which tile it is.
 
         After the last one comes a stage of nothing, whose tile has no rows.
@@ -400,21 +430,21 @@ class GroupedKernel(WgmmaKernel):
             if slot == slots + 16 * SLOTS:
                 slot = slots
                 again = again ^ 1
-            tokens = cute.domain_offset((start, 0), wholes[0])
+            tokens = cute.domain_offset((start, 0), tma.x_tensor)
             tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
-            to, source = self._pair(atoms[0], room, tiles)
+            to, source = self._partition(tma.x_tma, room, tiles)
             row = expert * row_tiles + row_block * self.plan.cta_row_tiles
-            weights = self._weights_of(atoms, wholes, weights_at, row)
+            weights = self._weight_copies(tma, weights_at, row)
             width = self._width(count)
             for k in cutlass.range(steps, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
-                self._copy_weights(atoms, weights, (k, stage), barrier)
+                self._copy_weights(tma, weights, Int32(k), stage, barrier)
                 for b in cutlass.range(width // self.plan.tma_tokens, unroll=1):
                     for u in cutlass.range_constexpr(self.plan.stage_k_blocks):
                         cute.copy(
-                            atoms[0],
+                            tma.x_tma,
                             source[(None, b, self.plan.stage_k_blocks * k + u)],
                             to[(None, (self.plan.stage_k_blocks * stage + u) * boxes + b)],
                             tma_bar_ptr=barrier,
@@ -449,7 +479,7 @@ class GroupedKernel(WgmmaKernel):
         """Where the lane finds its codes and scales in the first stage."""
         codes, scales, _ = rooms
         codes += Uint32(warp * self.plan.code_bytes + lane * 16)
-        return codes, scales + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8)
+        return LaneWeights(codes, scales + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8))
 
     def _width(self, count: Value) -> Value:
         """Tokens of the product of a tile with so many rows."""
@@ -481,16 +511,25 @@ class GroupedKernel(WgmmaKernel):
         for h in cutlass.range_constexpr(self.plan.warp_tiles):
             sums[h].fill(0.0)
         if cutlass.const_expr(len(sizes) == 1):
-            places, rest = (full, empty, stage, parity, before), (steps, is_last, lane, sixteen)
-            ahead, stage, parity, before = self._multiply_ring(sizes[0], weight, places, rest)
+            ahead, (stage, parity, before) = self._multiply_ring(
+                sizes[0],
+                weights,
+                ahead,
+                Pipeline(full, empty),
+                Position(stage, parity, before),
+                Loop(steps, is_last, lane, sixteen),
+            )
         else:
             width = self._width(self._told(slot)[3])
             for i in cutlass.range_constexpr(len(sizes)):
-                ahead, stage, parity, before = self._multiply_ring(
+                rounds = steps * Int32(width == self.plan.mma_widths[i])
+                ahead, (stage, parity, before) = self._multiply_ring(
                     sizes[i],
-                    (weights, ahead),
-                    (full, empty, stage, parity, before),
-                    (steps * Int32(width == self.plan.mma_widths[i]), is_last, lane, sixteen),
+                    weights,
+                    ahead,
+                    Pipeline(full, empty),
+                    Position(stage, parity, before),
+                    Loop(rounds, is_last, lane, sixteen),
                 )
                 warpgroup.wait_group(0)
         return ahead, stage, parity, before
@@ -511,21 +550,23 @@ class GroupedKernel(WgmmaKernel):
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
         return find_tile(tile, order, self.plan.token_block)
 
-    def _weighted(self, values: Value, places: Value, first: int) -> Value:
+    def _weighted(self, values: Value, output: GroupedOutput, first: int) -> Value:
         """As there."""
         if not self.plan.row_weighted:
             return values
-        each = zip(values, places[4][first : first + len(values)], strict=True)
+        each = zip(values, output.weights[first : first + len(values)], strict=True)
         return [[value * weight for value, weight in zip(*two, strict=True)] for two in each]
 
     @cute.jit
-    def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
+    def _store_vector(
+        self, at: Value, output: GroupedOutput, vector: Vector, exists: Value
+    ) -> None:
         """As there, or as codes, of which neighbouring lanes have a block."""
-        token, row, rows = where
         if cutlass.const_expr(self.plan.quantized_out):
             # Of a line that is not there, what another lane has.
-            words, scale = self._eight(at), ptx.load_global_float(places[6])
-            store_coded(words, (places[2], places[5], scale), where, there)
-        elif there:
-            words = self._eight(at)
-            ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)
+            words, scale = self._load_vector(at), ptx.load_global_float(output.codes_scale)
+            store_coded(words, (output.out, output.block_scales, scale), vector, exists)
+        elif exists:
+            words = self._load_vector(at)
+            place = (Int64(vector.token) * vector.rows + vector.row) * 2
+            ptx.store_global4(output.out + place, words)

@@ -19,7 +19,15 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
-from dsv4.cute.sm90.gemm_wgmma import CODE_BYTES, PIECE, SCALE_BYTES
+from dsv4.cute.sm90.gemm_wgmma import (
+    CODE_BYTES,
+    K_STEPS,
+    SCALE_BYTES,
+    Loop,
+    Operands,
+    Pipeline,
+    Position,
+)
 from dsv4.cute.sm90.grouped import GroupedKernel
 
 Value = Any
@@ -75,14 +83,21 @@ class GroupedSharingKernel(GroupedKernel):
 
     @cute.jit
     def _multiply_ring(
-        self, product: Value, weight: Value, ring: Value, rest: Value, leads: Value = None
+        self,
+        operands: Operands,
+        weights: Value,
+        ahead: Value,
+        pipeline: Pipeline,
+        position: Position,
+        loop: Loop,
+        leads: Value = None,
     ) -> Value:
         """As there."""
-        mma, sums, right, left, words = product
-        weights, ahead = weight
-        full, empty, stage, parity, before = ring
-        steps, is_last, lane, _ = rest
-        groups = 4 * self.plan.stage_k_blocks // PIECE * self.plan.warp_tiles
+        mma, sums, right, left, words = operands
+        full, empty = pipeline
+        stage, parity, before = position
+        steps, is_last, lane, _ = loop
+        groups = 4 * self.plan.stage_k_blocks // K_STEPS * self.plan.warp_tiles
         self._expand_shared(words[0], ahead[0], 0)
         for step in cutlass.range(steps, unroll=1):
             following, later = stage + 1, parity
@@ -91,9 +106,9 @@ class GroupedSharingKernel(GroupedKernel):
                 later = parity ^ 1
             for g in cutlass.range_constexpr(groups):
                 piece, h = divmod(g, self.plan.warp_tiles)
-                u, start = divmod(piece * PIECE, 4)
+                u, start = divmod(piece * K_STEPS, 4)
                 warpgroup.fence()
-                for k in cutlass.range_constexpr(PIECE):
+                for k in cutlass.range_constexpr(K_STEPS):
                     cute.gemm(
                         mma,
                         sums[h],
@@ -106,7 +121,7 @@ class GroupedSharingKernel(GroupedKernel):
                 if cutlass.const_expr(g == 0):
                     self._release(empty, before, lane)
                 piece, h = divmod((g + 1) % groups, self.plan.warp_tiles)
-                u, start = divmod(piece * PIECE, 4)
+                u, start = divmod(piece * K_STEPS, 4)
                 self._expand_shared(words[(g + 1) % 2], ahead[h], start)
                 # Of the next block of 64 columns, maybe the next stage's.
                 coming = (u + 1) % self.plan.stage_k_blocks
@@ -118,18 +133,18 @@ class GroupedSharingKernel(GroupedKernel):
                         ptx.mbarrier_wait(full + Uint32(following * 8), later)
                 if cutlass.const_expr(fresh and early):
                     own = self._own_scales(weights, there, coming)
-                if cutlass.const_expr(fresh and start + PIECE == 4 and h == 0):
+                if cutlass.const_expr(fresh and start + K_STEPS == 4 and h == 0):
                     self._share_scales(weights, own)
-                if cutlass.const_expr(start + PIECE == 4):
+                if cutlass.const_expr(start + K_STEPS == 4):
                     ahead[h] = self._load(weights, there, coming, h)
             before = stage
             stage = following
             parity = later
-        return ahead, stage, parity, before
+        return ahead, Position(stage, parity, before)
 
     def _expand_shared(self, words: Value, loaded: list[Value], start: int) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
-        for k in range(PIECE):
+        for k in range(K_STEPS):
             expanded = dequantized_fragment(loaded[start + k], loaded[4 + start + k])
             for i, word in enumerate(expanded):
                 words[k * 4 + i] = word
