@@ -1,4 +1,4 @@
-"""CuTeDSL products with NVFP4 weights in the layout ``"fragments_16x64"``, or FP8 ones."""
+"""Launchers of the CuTeDSL GEMMs with NVFP4 weights in the layout ``fragments_16x64``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import bfloat16_operand
 
-_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in L2
+# Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
+_SPAN = 1024
 
 _small_m_pointers, _wgmma_pointers = SMALL_M_ABI.pointers, WGMMA_ABI.pointers
 
@@ -84,7 +85,7 @@ def _product(
     out: torch.Tensor,
     tokens: int,
 ) -> torch.Tensor:
-    """Fills and returns ``out``."""
+    """Fill and return ``out``."""
     if not tokens:
         return out
     device = x.get_device()
@@ -103,10 +104,10 @@ def _product(
 
 
 def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
-    """Launch a product on the current GPU.
+    """Launch a GEMM on the current GPU.
 
     Args:
-        kind: What ``_prepared`` takes first.
+        kind: First arguments of ``_prepared``.
         stream: The driver's handle.
         addresses: Of X, codes, block scales, global scales, scales of the rows of X or 0, and the
             result.
@@ -270,7 +271,7 @@ def plans(
     swiglu: bool = False,
     arch: str = HOPPER,
 ) -> list[Plan]:
-    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
+    """The configurations that a GEMM takes for 1 to ``max_tokens`` tokens, each once.
 
     Args:
         rows: N, of all groups, a multiple of 16 in each.

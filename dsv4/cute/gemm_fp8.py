@@ -1,4 +1,4 @@
-"""CuTeDSL product with an FP8 weight, one scale per 128 x 128 block, for many tokens on Hopper."""
+"""Launcher of the CuTeDSL GEMM with an FP8 weight, one scale per 128 x 128 block, on Hopper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dsv4.cute.sm90.plans import Product, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 
-_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in L2
+# Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
+_SPAN = 1024
 
 _pointers = FP8_WGMMA_ABI.pointers
 
@@ -57,10 +58,10 @@ def gemm(args: GemmArgs) -> torch.Tensor:
 
 
 def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
-    """Launch a product on the current GPU.
+    """Launch a GEMM on the current GPU.
 
     Args:
-        kind: What ``_prepared`` takes first.
+        kind: First arguments of ``_prepared``.
         stream: The driver's handle.
         addresses: Of X, codes, scales, scales of the rows of X or 0, and the result.
     """
@@ -79,7 +80,7 @@ def _prepared(
     device: int,
     thread: int,
 ) -> Launch:
-    """Made once in every thread, because it takes longer than a launch."""
+    """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
     plan = fp8_plan(product, tokens, folded)
     assert plan is not None
     kernel = loaded(plan, architecture(device))
@@ -129,7 +130,7 @@ def plans(
     scale_dtype: torch.dtype,
     max_tokens: int,
 ) -> list[Fp8WgmmaPlan]:
-    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
+    """The configurations that a GEMM takes for 1 to ``max_tokens`` tokens, each once.
 
     Args:
         rows: N, of all groups.

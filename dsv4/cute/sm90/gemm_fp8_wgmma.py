@@ -42,15 +42,8 @@ from dsv4.cute.sm90.gemm_fp8_wgmma_plan import (
     Fp8WgmmaPlan,
     Fp8WgmmaTma,
 )
-from dsv4.cute.sm90.gemm_wgmma import (
-    READY,
-    KPart,
-    Pipeline,
-    TileOrder,
-    Walk,
-    WgmmaKernel,
-    fake_x,
-)
+from dsv4.cute.sm90.gemm_wgmma import READY, WgmmaKernel
+from dsv4.cute.sm90.wgmma_copies import KPart, Pipeline, TileOrder, Walk, fake_x
 from dsv4.cute.sm90.wgmma_epilogue import Bounds, Exchange, Fragment, Fragments, RowTile, Thread
 
 PIECES = 4  # of 32 columns, of a stage
@@ -202,6 +195,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         warp = cute.arch.make_warp_uniform(thread // 32)
         rank = block % self.plan.ctas
         me = Thread(thread, warp, lane, rank)
+        # Tiles go to clusters in turn; a cluster of several CTAs has one tile.
         first, stride = block // self.plan.ctas, grid // self.plan.ctas
         total = args.token_tiles * args.row_blocks
         order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
@@ -275,6 +269,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
                 row_block, token_tile = tile_position(tile, order, cutlass.min)
                 own = self._own(row_block, warp)
                 sums.fill(Float32(0.0))
+                # Rows of the cluster's next tile, whose first scale is loaded in this one's loop.
                 following = cutlass.min(tile + stride, total - 1)
                 next_row = tile_position(following, order, cutlass.min)[0]
                 pairs, scale, stage, parity = self._multiply_ring(
@@ -336,6 +331,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         full, full_at = pipeline.full, shared.full
         cpasync.prefetch_descriptor(tma.x_tma)
         cpasync.prefetch_descriptor(tma.codes_tma)
+        # The preceding kernel may have written X, the codes or both.
         cute.arch.griddepcontrol_wait()
         x_tiles = cute.local_tile(tma.x_tensor, (self.plan.tma_tokens, 64), (None, None))
         x = self._partition(tma.x_tma, self._x_stages(shared.x), x_tiles)
@@ -519,6 +515,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
                 self._convert(words[(piece + 1) % 2], current, scale)
             warpgroup.wait_group(0)
             self._release(pipeline.empty, stage, loop.lane)
+            # This warpgroup has no MMAs in flight meanwhile; those of the others go on.
             for i in cutlass.range_constexpr(cute.size(sums)):
                 sums[i] = ptx.fma_float(stage_sums[i], scale, sums[i])
             self._let_follow(leads, step)
@@ -569,12 +566,14 @@ class Fp8WgmmaKernel(WgmmaKernel):
         if cutlass.const_expr(piece + 2 == PIECES):  # noqa: SIM102 - one is known to the compiler
             if more:
                 ptx.mbarrier_wait(full + Uint32(following * 8), later)
+        # The last two pieces of a stage are followed by the first two of the next one.
         at = stage if piece + 2 < PIECES else following
         return self._load_pairs(weights + Uint32(at * self.plan.weight_bytes), (piece + 2) % PIECES)
 
     @cute.jit
     def _multiply(self, operands: Fp8Operands, piece: cutlass.Constexpr, stage: Int32) -> None:
         """Start the MMAs of a converted piece; a stage's first one begins new sums."""
+        # Writes to left operands and accumulators come before the MMAs read them.
         warpgroup.fence()
         for k in cutlass.range_constexpr(self.plan.k_steps):
             u, column = divmod(piece * self.plan.k_steps + k, 4)

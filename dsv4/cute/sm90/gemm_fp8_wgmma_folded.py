@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.sm90.gemm_fp8_wgmma import PIECES, Fp8Loop, Fp8Operands, Fp8WgmmaKernel, Pairs
-from dsv4.cute.sm90.gemm_wgmma import Pipeline
+from dsv4.cute.sm90.wgmma_copies import Pipeline
 
 # Bytes of E8M0 scales with which every code is a normal bfloat16.
 _LOWEST, _HIGHEST = 10, 246
@@ -51,6 +51,7 @@ class FoldedFp8WgmmaKernel(Fp8WgmmaKernel):
 
     def _folded_scale(self, byte: Uint32, shift: Int32) -> FoldedScale:
         """The scale with the shift nearest to ``shift`` that keeps operands normal."""
+        # byte - shift within _LOWEST to _HIGHEST.
         good = cutlass.max(Int32(byte) - _HIGHEST, cutlass.min(Int32(byte) - _LOWEST, shift))
         # NaN keeps its byte.
         shift = Int32(ptx.select_word(byte == 255, Uint32(shift), Uint32(good)))
@@ -116,6 +117,7 @@ class FoldedFp8WgmmaKernel(Fp8WgmmaKernel):
     @cute.jit
     def _shifted(self, sums: cute.Tensor, old: Int32, new: Int32) -> Int32:
         """Make the sums those of another power of two, which is returned."""
+        # Seldom, and the same in all lanes of a warp: they share a block's scale.
         if old != new:
             warpgroup.wait_group(0)
             factor = ptx.bits_to_float(Uint32((old - new + 127) << 23))

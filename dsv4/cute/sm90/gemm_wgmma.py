@@ -47,12 +47,21 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
 from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaArgs, WgmmaTma
+from dsv4.cute.sm90.wgmma_copies import (
+    KPart,
+    Pipeline,
+    SharedMemory,
+    TileOrder,
+    Walk,
+    WgmmaCopies,
+    fake_weights,
+    fake_x,
+)
 from dsv4.cute.sm90.wgmma_epilogue import (
     Bounds,
     Exchange,
@@ -60,7 +69,6 @@ from dsv4.cute.sm90.wgmma_epilogue import (
     Output,
     RowTile,
     Thread,
-    WgmmaEpilogue,
 )
 
 CODE_BYTES, SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
@@ -68,100 +76,6 @@ K_STEPS = 2  # as ``WgmmaPlan.k_steps``, of routed experts
 READY, BEHIND = 5, 6  # named barriers, after those of the warpgroups
 
 LaneWords = list[Uint32]  # a lane's 4 words of codes and 2 of scales of a row tile and 64 columns
-
-
-class TileOrder(NamedTuple):
-    """What ``tile_position`` takes: the order in which clusters visit the tiles.
-
-    Attributes:
-        token_tiles: Tiles of tokens.
-        token_span: Token tiles that follow one another before the next block of rows does.
-        row_blocks: Blocks of rows.
-    """
-
-    token_tiles: Int32
-    token_span: Int32
-    row_blocks: Int32
-
-
-class Walk(NamedTuple):
-    """The tiles of a cluster.
-
-    Attributes:
-        first: Its first one.
-        stride: From one to the next: the number of clusters.
-        total: Tiles of all clusters.
-        order: Position of a tile.
-    """
-
-    first: Int32
-    stride: Int32
-    total: Int32
-    order: TileOrder
-
-
-class KPart(NamedTuple):
-    """A CTA's part of K, in stages.
-
-    Attributes:
-        begin: First stage.
-        stages: How many.
-        total: Stages of K.
-    """
-
-    begin: Int32
-    stages: Int32
-    total: Int32
-
-
-class Pipeline(NamedTuple):
-    """mbarriers of the ring, 8 bytes a stage.
-
-    Attributes:
-        full: Address of those that say that a stage has arrived.
-        empty: Address of those that say that all MMA warps have read it.
-    """
-
-    full: Uint32
-    empty: Uint32
-
-
-class SharedMemory(NamedTuple):
-    """Shared memory that the copy warp fills.
-
-    Attributes:
-        x: X of all stages.
-        weights: Codes of a stage's row tiles, then their scales; ``weight_bytes`` a stage.
-        full: As ``Pipeline.full``, a pointer as TMA copies take it.
-    """
-
-    x: cute.Tensor
-    weights: cute.Pointer
-    full: cute.Pointer
-
-
-class CopyPair(NamedTuple):
-    """Partitions of a TMA copy.
-
-    Attributes:
-        to: Shared memory, by stages.
-        source: Global memory, by tiles.
-    """
-
-    to: cute.Tensor
-    source: cute.Tensor
-
-
-class WeightCopies(NamedTuple):
-    """TMA copies of the weights of a block of rows.
-
-    Attributes:
-        codes: Of the codes.
-        scales: Of the block scales.
-    """
-
-    codes: CopyPair
-    scales: CopyPair
 
 
 class LaneWeights(NamedTuple):
@@ -224,27 +138,7 @@ class Loop(NamedTuple):
     opaque_16: Uint32
 
 
-def fake_x() -> cute.Tensor:
-    """Any X, for the compiler: rows of bfloat16 that begin at multiples of 16 bytes."""
-    return make_fake_tensor(
-        BFloat16,
-        (cute.sym_int(), cute.sym_int(divisibility=64)),
-        stride=(cute.sym_int64(divisibility=8), 1),
-        assumed_align=16,
-    )
-
-
-def fake_weights() -> cute.Tensor:
-    """Any packed codes or scales, for the compiler: rows of words of 32 bits."""
-    return make_fake_tensor(
-        Int32,
-        (cute.sym_int(), cute.sym_int(divisibility=16)),
-        stride=(cute.sym_int64(divisibility=16), 1),
-        assumed_align=16,
-    )
-
-
-class WgmmaKernel(WgmmaEpilogue):
+class WgmmaKernel(WgmmaCopies):
     """The kernel of one configuration."""
 
     abi = WGMMA_ABI
@@ -285,45 +179,6 @@ class WgmmaKernel(WgmmaEpilogue):
             min_blocks_per_mp=1,
         )
 
-    # Layouts, copies and instructions, made when compiling.
-
-    def _x_tma(self, x: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """TMA copy of 64 columns of ``tma_tokens`` tokens, and X as it addresses it."""
-        box = cute.select(self._layout(self.plan.tma_tokens, 1), mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, box, (self.plan.tma_tokens, 64)
-        )
-
-    def _weights_tma(
-        self, whole: cute.Tensor, tile_bytes: int
-    ) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """TMA copy of ``tile_bytes`` bytes of each row tile of a CTA, and what it reads."""
-        box = (self.plan.cta_row_tiles, tile_bytes // 4)
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), whole, cute.make_layout(box, stride=(box[1], 1)), box
-        )
-
-    def _x_layout(self) -> cute.ComposedLayout:
-        """Layout of the X of all stages."""
-        return self._layout(self.plan.token_block, self.plan.stage_k_blocks * self.plan.stages)
-
-    def _layout(self, tokens: int, count: int) -> cute.ComposedLayout:
-        """``count`` blocks of 64 columns of ``tokens`` rows, lines of 128 bytes, swizzled."""
-        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        return cute.tile_to_shape(swizzle, (tokens, 64, count), (0, 1, 2))
-
-    def _mma(self, tokens: int) -> cute.TiledMma:
-        """wgmma of 64 rows a warpgroup and ``tokens`` tokens."""
-        op = warpgroup.MmaF16BF16Op(
-            BFloat16,
-            Float32,
-            (64, tokens, 16),
-            warpgroup.OperandSource.RMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-        )
-        return cute.make_tiled_mma(op, (self.plan.warpgroups, 1, 1))
-
     @cute.kernel
     def kernel(self, tma: WgmmaTma, mma: cute.TiledMma, args: WgmmaArgs) -> None:
         """Multiply the tiles of a cluster, one after another; see the module.
@@ -340,6 +195,7 @@ class WgmmaKernel(WgmmaEpilogue):
         warp = cute.arch.make_warp_uniform(thread // 32)
         rank = block % self.plan.ctas
         me = Thread(thread, warp, lane, rank)
+        # Tiles go to clusters in turn; a cluster of several CTAs has one tile.
         first, stride = block // self.plan.ctas, grid // self.plan.ctas
         total = args.token_tiles * args.row_blocks
         order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
@@ -364,6 +220,8 @@ class WgmmaKernel(WgmmaEpilogue):
         full = Uint32(full_at.toint())
         pipeline = Pipeline(full, full + 8 * self.plan.stages)
         exchange = Exchange(sums_at, pipeline.empty + 8 * self.plan.stages)
+        # At once: the next kernel's CTAs start where SMs are free, and wait for this kernel's end
+        # before they read its results.
         cute.arch.griddepcontrol_launch_dependents()
 
         # The copy warp makes the mbarriers and waits for no other warp: weights come first.
@@ -374,6 +232,7 @@ class WgmmaKernel(WgmmaEpilogue):
                 self._make_exchange(exchange.barrier, me)
                 cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=self.plan.threads)
+            # A relaxed arrival: one that releases would wait for all loads that are under way.
             self._arrive_cluster()
             if warp == self.plan.mma_warps + 1:
                 self._prefetch(args, walk, part, lane)
@@ -444,14 +303,6 @@ class WgmmaKernel(WgmmaEpilogue):
     # The copy warps.
 
     @cute.jit
-    def _make_pipeline(self, pipeline: Pipeline, lane: Int32) -> None:
-        """One warp: make the ring's mbarriers."""
-        if lane < self.plan.stages:
-            ptx.mbarrier_init(pipeline.full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(pipeline.empty + Uint32(lane * 8), self.plan.mma_warps)
-            ptx.fence_mbarrier_init()
-
-    @cute.jit
     def _copy(
         self,
         tma: WgmmaTma,
@@ -468,6 +319,7 @@ class WgmmaKernel(WgmmaEpilogue):
         then adds the X of these stages.
         """
         full, full_at = pipeline.full, shared.full
+        # A part of K may have fewer stages than the ring.
         early = cutlass.min(part.stages, Int32(self.plan.early_stages))
         cpasync.prefetch_descriptor(tma.x_tma)
         row_block, _ = tile_position(walk.first, walk.order, cutlass.min)
@@ -487,6 +339,7 @@ class WgmmaKernel(WgmmaEpilogue):
             group = row_block // group_blocks
             column = (group * part.total + part.begin) * self.plan.stage_k_blocks
             for k in cutlass.range(part.stages, unroll=1):
+                # Stages whose weights are there already, and whose bytes are expected.
                 if early > 0:
                     early -= 1
                 else:
@@ -520,65 +373,23 @@ class WgmmaKernel(WgmmaEpilogue):
             token = cutlass.min(first + i * 32 + lane, args.tokens - 1)
             start = args.x + (Int64(token) * args.token_stride + column) * 2
             ptx.bulk_prefetch_l2(start, 128 * self.plan.stage_k_blocks)
+        # 64 bytes are the global scales of a row tile, where rows have their own.
         row = cutlass.min(row_block * self.plan.cta_row_tiles + lane, args.row_tiles - 1)
         ptx.prefetch_l2(args.global_scale + Int64(row * args.scale_rows) * 64)
 
-    @cute.jit
-    def _expect(self, barrier: Uint32, tokens: Int32, lane: Int32) -> None:
-        """Expect the bytes of a stage: X of ``tokens`` tokens, and the weights."""
-        if lane == 0:
-            x_bytes = tokens * (128 * self.plan.stage_k_blocks)
-            ptx.mbarrier_arrive_expect_tx(barrier, x_bytes + self.plan.weight_bytes)
-
-    def _weight_copies(self, tma: Any, weights: cute.Pointer, row: Int32) -> WeightCopies:
-        """The TMA copies of the weights from row tile ``row`` on."""
-        scales = weights + self.plan.cta_row_tiles * self.plan.code_bytes
-        return WeightCopies(
-            self._weight_copy(tma.codes_tma, weights, tma.codes_tensor, row, self.plan.code_bytes),
-            self._weight_copy(
-                tma.scales_tma, scales, tma.scales_tensor, row, self.plan.scale_bytes
-            ),
-        )
-
-    def _weight_copy(
-        self, atom: cute.CopyAtom, at: cute.Pointer, whole: cute.Tensor, row: Int32, tile_bytes: int
-    ) -> CopyPair:
-        """Stages at ``at``, and what is copied there: ``tile_bytes`` of each row tile."""
-        words = tile_bytes // 4
-        stages = cute.make_layout(
-            (self.plan.cta_row_tiles, words, self.plan.stages),
-            stride=(words, 1, self.plan.weight_bytes // 4),
-        )
-        shared = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), stages)
-        rows = cute.domain_offset((row, 0), whole)
-        tiles = cute.local_tile(rows, (self.plan.cta_row_tiles, words), (0, None))
-        return self._partition(atom, shared, tiles)
-
-    def _copy_weights(
-        self, tma: Any, weights: WeightCopies, k: Int32, stage: Int32, barrier: cute.Pointer
-    ) -> None:
-        """Copy codes and scales of stage ``k`` of K to a stage of the ring."""
-        codes, scales = weights.codes, weights.scales
-        cute.copy(
-            tma.codes_tma, codes.source[(None, k)], codes.to[(None, stage)], tma_bar_ptr=barrier
-        )
-        cute.copy(
-            tma.scales_tma, scales.source[(None, k)], scales.to[(None, stage)], tma_bar_ptr=barrier
-        )
-
-    def _x_stages(self, shared_x: cute.Tensor) -> cute.Tensor:
-        """X of all stages in shared memory, by the boxes of TMA copies."""
-        boxes_a_block = self.plan.token_block // self.plan.tma_tokens
-        boxes = self.plan.stages * self.plan.stage_k_blocks * boxes_a_block
-        return cute.make_tensor(shared_x.iterator, self._layout(self.plan.tma_tokens, boxes).outer)
-
-    def _partition(self, atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> CopyPair:
-        """Where copies go and whence, by stages or tiles."""
-        whole = cute.make_layout(1)
-        grouped = [cute.group_modes(each, 0, 2) for each in (shared, tiles)]
-        return CopyPair(*cpasync.tma_partition(atom, 0, whole, *grouped))
-
     # The MMA warps.
+
+    def _mma(self, tokens: int) -> cute.TiledMma:
+        """wgmma of 64 rows a warpgroup and ``tokens`` tokens."""
+        op = warpgroup.MmaF16BF16Op(
+            BFloat16,
+            Float32,
+            (64, tokens, 16),
+            warpgroup.OperandSource.RMEM,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+        return cute.make_tiled_mma(op, (self.plan.warpgroups, 1, 1))
 
     def _own(self, row_block: Int32, warp: Int32) -> list[Int32]:
         """The warp's row tiles in a block of rows."""
@@ -694,6 +505,7 @@ class WgmmaKernel(WgmmaEpilogue):
                     turn = (piece * self.plan.warp_tiles + h) % 2
                     place = u % self.plan.prefetched_k_blocks * self.plan.warp_tiles + h
                     self._dequantize(words[turn], prefetched[place], start, loop.opaque_16)
+                    # Writes to left operands and accumulators come before the MMAs read them.
                     warpgroup.fence()
                     for k in cutlass.range_constexpr(self.plan.k_steps):
                         cute.gemm(
@@ -716,6 +528,7 @@ class WgmmaKernel(WgmmaEpilogue):
                         prefetched[place] = self._load(weights, there, coming % whole, h)
                     # The MMAs before those just started are done: their operands may be written.
                     warpgroup.wait_group(1)
+                    # So the MMAs that read the stage before are done, too.
                     if cutlass.const_expr(piece == h == 0):
                         self._release(pipeline.empty, before, loop.lane)
             self._let_follow(leads, step)
@@ -745,6 +558,7 @@ class WgmmaKernel(WgmmaEpilogue):
 
         One then multiplies while the other stores its results.
         """
+        # Two stages less than the ring has: a skew of more stages than the ring has would hang.
         wide = self.plan.warpgroups == 2 and self.plan.ctas == 1 and self.plan.token_block >= 128
         return self.plan.stages - 2 if wide else 0
 

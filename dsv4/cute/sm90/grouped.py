@@ -38,17 +38,10 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import store_coded
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.gemm_wgmma import (
-    LaneWeights,
-    Loop,
-    Pipeline,
-    Position,
-    WgmmaKernel,
-    fake_weights,
-    fake_x,
-)
+from dsv4.cute.sm90.gemm_wgmma import LaneWeights, Loop, Position, WgmmaKernel
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
 from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
+from dsv4.cute.sm90.wgmma_copies import Pipeline, fake_weights, fake_x
 from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread, Vector
 
 Value = Any
@@ -215,7 +208,7 @@ class GroupedKernel(WgmmaKernel):
                 launch; or 0, and a block's tiles are every so many.
             tokens: Rows of X, all of them; 0 where rows of no expert are not this launch's to fill.
             experts: At most ``MOST_EXPERTS``.
-            k_blocks: K / 64, a multiple of ``depth``.
+            k_blocks: K / 64, a multiple of ``stage_k_blocks``.
             row_tiles: Rows of an expert's weight / 16.
             row_blocks: Those rows / those of a block, rounded up.
             token_stride: Elements between rows of X.

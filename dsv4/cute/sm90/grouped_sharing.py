@@ -19,16 +19,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
-from dsv4.cute.sm90.gemm_wgmma import (
-    CODE_BYTES,
-    K_STEPS,
-    SCALE_BYTES,
-    Loop,
-    Operands,
-    Pipeline,
-    Position,
-)
+from dsv4.cute.sm90.gemm_wgmma import CODE_BYTES, K_STEPS, SCALE_BYTES, Loop, Operands, Position
 from dsv4.cute.sm90.grouped import GroupedKernel
+from dsv4.cute.sm90.wgmma_copies import Pipeline
 
 Value = Any
 
