@@ -43,8 +43,8 @@ from dsv4.cute.sm90.gemm_fp8_wgmma_plan import (
     Fp8WgmmaTma,
 )
 from dsv4.cute.sm90.gemm_wgmma import READY, WgmmaKernel
-from dsv4.cute.sm90.wgmma_copies import KPart, Pipeline, TileOrder, Walk, fake_x
-from dsv4.cute.sm90.wgmma_epilogue import Bounds, Exchange, Fragment, Fragments, RowTile, Thread
+from dsv4.cute.sm90.wgmma_copies import KPart, Pipeline, Walk, fake_x
+from dsv4.cute.sm90.wgmma_epilogue import Bounds, Exchange, Fragment, Fragments, RowTile
 
 PIECES = 4  # of 32 columns, of a stage
 
@@ -188,22 +188,9 @@ class Fp8WgmmaKernel(WgmmaKernel):
             mma: wgmma of 64 rows a warpgroup and ``token_block`` tokens.
             args: The scalars.
         """
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        lane = thread % 32
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.plan.ctas
-        me = Thread(thread, warp, lane, rank)
-        # Tiles go to clusters in turn; a cluster of several CTAs has one tile.
-        first, stride = block // self.plan.ctas, grid // self.plan.ctas
-        total = args.token_tiles * args.row_blocks
-        order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
-        walk = Walk(Int32(first), stride, total, order)
-        # The ranks of a cluster share K as evenly as whole stages allow.
-        k_stages = args.k_blocks // self.plan.stage_k_blocks
-        begin = rank * k_stages // self.plan.ctas
-        part = KPart(begin, (rank + 1) * k_stages // self.plan.ctas - begin, k_stages)
+        me, walk, part = self._schedule(args)
+        thread, warp, lane, _ = me
+        first, stride, total, order = walk
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
@@ -214,11 +201,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
             BFloat16, codes_layout.outer, byte_alignment=1024, swizzle=codes_layout.inner
         )
         buffer = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
-        # Without a buffer of their own, exchanged sums lie where stages have been.
-        sums_at = Uint32(shared_x.iterator.toint())
-        if cutlass.const_expr(self.plan.has_exchange_buffer):
-            size = self.plan.exchange_buffer_bytes
-            sums_at = Uint32(smem.allocate_array(cutlass.Uint8, size).toint())
+        sums_at = self._exchange_buffer(smem, shared_x)
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages + 2)
         full = Uint32(full_at.toint())
         pipeline = Pipeline(full, full + 8 * self.plan.stages)
@@ -257,8 +240,8 @@ class Fp8WgmmaKernel(WgmmaKernel):
             self._fall_behind(warp, skewed)
             cute.arch.griddepcontrol_wait()
             table = ScaleTable(
-                args.scales + Int64(begin * self.plan.scale_item_bytes),
-                k_stages,
+                args.scales + Int64(part.begin * self.plan.scale_item_bytes),
+                part.total,
                 args.scale_blocks,
                 warp,
             )

@@ -56,7 +56,6 @@ from dsv4.cute.sm90.wgmma_copies import (
     KPart,
     Pipeline,
     SharedMemory,
-    TileOrder,
     Walk,
     WgmmaCopies,
     fake_weights,
@@ -68,7 +67,6 @@ from dsv4.cute.sm90.wgmma_epilogue import (
     Fragment,
     Output,
     RowTile,
-    Thread,
 )
 
 CODE_BYTES, SCALE_BYTES = 512, 64  # of 16 rows and 64 columns
@@ -188,22 +186,9 @@ class WgmmaKernel(WgmmaCopies):
             mma: wgmma of 64 rows a warpgroup and ``token_block`` tokens.
             args: The scalars.
         """
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        lane = thread % 32
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        rank = block % self.plan.ctas
-        me = Thread(thread, warp, lane, rank)
-        # Tiles go to clusters in turn; a cluster of several CTAs has one tile.
-        first, stride = block // self.plan.ctas, grid // self.plan.ctas
-        total = args.token_tiles * args.row_blocks
-        order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
-        walk = Walk(Int32(first), stride, total, order)
-        # The ranks of a cluster share K as evenly as whole stages allow.
-        k_stages = args.k_blocks // self.plan.stage_k_blocks
-        begin = rank * k_stages // self.plan.ctas
-        part = KPart(begin, (rank + 1) * k_stages // self.plan.ctas - begin, k_stages)
+        me, walk, part = self._schedule(args)
+        thread, warp, lane, _ = me
+        first, stride, total, order = walk
 
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
@@ -211,11 +196,7 @@ class WgmmaKernel(WgmmaCopies):
         )
         weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
         buffer = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
-        # Without a buffer of their own, exchanged sums lie where stages have been.
-        sums_at = Uint32(shared_x.iterator.toint())
-        if cutlass.const_expr(self.plan.has_exchange_buffer):
-            size = self.plan.exchange_buffer_bytes
-            sums_at = Uint32(smem.allocate_array(cutlass.Uint8, size).toint())
+        sums_at = self._exchange_buffer(smem, shared_x)
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages + 2)
         full = Uint32(full_at.toint())
         pipeline = Pipeline(full, full + 8 * self.plan.stages)

@@ -46,6 +46,7 @@ def choose(product: Product, tokens: int, arch: str = HOPPER) -> Plan | None:
     A ``SmallMPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
     small = _small_m(product, min(tokens, TOKENS))
+    # wgmma is Hopper's alone; elsewhere the small-M kernel multiplies 16 tokens at a time.
     if arch != HOPPER:
         return small
     if small is not None and tokens <= (TOKENS if _takes_16_tokens(product) else _SMALL_M):

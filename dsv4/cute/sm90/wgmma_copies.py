@@ -12,8 +12,9 @@ Who copies, and when, is the kernels' own: ``gemm_wgmma``, ``gemm_fp8_wgmma``, `
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -21,7 +22,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
-from dsv4.cute.sm90.wgmma_epilogue import WgmmaEpilogue
+from dsv4.cute.sm90.wgmma_epilogue import Thread, WgmmaEpilogue
 
 
 class TileOrder(NamedTuple):
@@ -167,6 +168,37 @@ class WgmmaCopies(WgmmaEpilogue):
         """``count`` blocks of 64 columns of ``tokens`` rows, lines of 128 bytes, swizzled."""
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         return cute.tile_to_shape(swizzle, (tokens, 64, count), (0, 1, 2))
+
+    def _schedule(self, args: Any) -> tuple[Thread, Walk, KPart]:
+        """Who this thread is, its cluster's tiles, and its CTA's part of K.
+
+        Args:
+            args: ``WgmmaArgs`` or ``Fp8WgmmaArgs``.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        rank = block % self.plan.ctas
+        me = Thread(thread, warp, lane, rank)
+        # Tiles go to clusters in turn; a cluster of several CTAs has one tile.
+        first, stride = block // self.plan.ctas, grid // self.plan.ctas
+        total = args.token_tiles * args.row_blocks
+        order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
+        walk = Walk(Int32(first), stride, total, order)
+        # The ranks of a cluster share K as evenly as whole stages allow.
+        stages = args.k_blocks // self.plan.stage_k_blocks
+        begin = rank * stages // self.plan.ctas
+        end = (rank + 1) * stages // self.plan.ctas
+        return me, walk, KPart(begin, end - begin, stages)
+
+    def _exchange_buffer(self, smem: Any, shared_x: Any) -> Uint32:
+        """Shared memory for sums of other CTAs; where stages have been, if there is no other."""
+        if not self.plan.has_exchange_buffer:
+            return Uint32(shared_x.iterator.toint())
+        buffer = smem.allocate_array(cutlass.Uint8, self.plan.exchange_buffer_bytes)
+        return Uint32(buffer.toint())
 
     @cute.jit
     def _make_pipeline(self, pipeline: Pipeline, lane: Int32) -> None:
