@@ -26,10 +26,10 @@ from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
 from dsv4.cute.sm90 import attention_args, grouped_plan
 from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan, NarrowPlan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan
-from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
-from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
 from tests import covering
 from tests.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
@@ -119,11 +119,11 @@ def plans_of_experts():
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
     found = {plan for plan in chosen if isinstance(plan, GroupedPlan)}
-    tiles = {(plan.sizes, plan.warpgroups) for plan in found}
+    tiles = {(plan.mma_widths, plan.warpgroups) for plan in found}
     for wanted in every:
         for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
-            if isinstance(plan, GroupedPlan) and (plan.sizes, plan.warpgroups) not in tiles:
-                tiles.add((plan.sizes, plan.warpgroups))
+            if isinstance(plan, GroupedPlan) and (plan.mma_widths, plan.warpgroups) not in tiles:
+                tiles.add((plan.mma_widths, plan.warpgroups))
                 found.add(plan)
     return found
 
@@ -217,7 +217,7 @@ def test_few_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans(), (ManyPlan,)))
+@pytest.mark.parametrize("batch", batches(plans(), (WgmmaPlan,)))
 def test_many_tokens(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -228,14 +228,14 @@ def test_many_tokens(batch, tmp_path):
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
         # The weights are operands from registers: a product of 64 rows for each 16 columns.
-        each = plan.depth * plan.tiles
+        each = plan.stage_k_blocks * plan.warp_tiles
         assert count("HGMMA") == 4 * each
         # Were the operands of a product in flight overwritten, it would wait after every one: there
         # is one wait for every piece of 32 or 64 columns.
-        assert count("WARPGROUP.DEPBAR") == 4 // plan.piece * each + 1
+        assert count("WARPGROUP.DEPBAR") == 4 // plan.k_steps * each + 1
         # Weights come by tensor copies, before the kernel before has ended and after it, and from
         # shared memory by 16 bytes a lane.
-        assert count("UTMALDG.2D") == 4 + plan.depth
+        assert count("UTMALDG.2D") == 4 + plan.stage_k_blocks
         assert count("LDS.128") >= each
         assert not [i for i in instructions if i.startswith("LDG.E") and ".128" in i]
         if not plan.float32_out:
@@ -251,7 +251,7 @@ def test_many_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (ManyFp8Plan,)))
+@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (Fp8WgmmaPlan,)))
 def test_fp8_weights(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -259,10 +259,10 @@ def test_fp8_weights(batch, tmp_path):
 
         assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
         assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
-        assert numbers["REG"] * plan.threads * plan.resident <= REGISTER_FILE
+        assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes
-        assert (plan.shared_bytes + 1024) * plan.resident <= MOST_SHARED + 1024
-        assert count("USETMAXREG") == (2 if plan.resident == 1 else 0)
+        assert (plan.shared_bytes + 1024) * plan.ctas_per_sm <= MOST_SHARED + 1024
+        assert count("USETMAXREG") == (2 if plan.ctas_per_sm == 1 else 0)
         # A product of 64 rows for each 16 columns, and a wait for each two of them. One more for
         # the sums; where these are shifted, which is rare, one within the loop and one after it.
         assert count("HGMMA") == 8
@@ -296,13 +296,13 @@ def test_routed_experts(batch, tmp_path):
         assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-        sizes, each = len(plan.sizes), plan.depth * plan.tiles
+        sizes, each = len(plan.mma_widths), plan.stage_k_blocks * plan.warp_tiles
         assert count("HGMMA") == sizes * 4 * each
         # One for every 32 columns; where there are loops of several sizes, one after each.
         waits = sizes * 2 * each + (sizes if sizes > 1 else 0) + 1
         assert count("WARPGROUP.DEPBAR") == waits
         # Weights come by tensor copies, and from shared memory by 16 bytes a lane.
-        assert count("UTMALDG.2D") == 2 + plan.depth
+        assert count("UTMALDG.2D") == 2 + plan.stage_k_blocks
         assert count("LDS.128") >= each
         # Codes by 4 bytes, block scales by 1; else rows that no expert owns are filled by 16.
         assert count("STG.E.U8") if plan.quantized_out else count("STG.E.128")
@@ -310,7 +310,7 @@ def test_routed_experts(batch, tmp_path):
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
         assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
         # Every round of expanded scales is 4 words a lane: one before the loops, then in each.
-        shared = sizes * plan.depth * plan.tiles // 4 + 1
+        shared = sizes * plan.stage_k_blocks * plan.warp_tiles // 4 + 1
         assert count("STS.128") >= shared * plan.shares_scales
 
     check_each(batch, tmp_path, check)
@@ -357,7 +357,7 @@ def test_other_kinds_of_experts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_swiglu(), (*FEW, ManyPlan)))
+@pytest.mark.parametrize("batch", batches(plans_of_swiglu(), (*FEW, WgmmaPlan)))
 def test_swiglu(batch, tmp_path):
     """The same products, an exponential and half the results."""
 
@@ -368,7 +368,7 @@ def test_swiglu(batch, tmp_path):
         if isinstance(plan, SmallMPlan):
             assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         else:
-            each = plan.depth * plan.tiles
+            each = plan.stage_k_blocks * plan.warp_tiles
             assert sum(i.startswith("HGMMA") for i in instructions) == 4 * each
 
     check_each(batch, tmp_path, check)
@@ -427,7 +427,7 @@ def test_one_image_is_for_all_of_blackwell():
         }
         assert len(codes) == 1
         assert cubin_cache.target(plan, HOPPER) == HOPPER
-    assert cubin_cache.target(ManyPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
+    assert cubin_cache.target(WgmmaPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
@@ -447,9 +447,9 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     ("plan", "packed"),
     [
         (choose(Product(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
-        (ManyPlan(64, 4, 1, 2, False, False), gemm.MANY_PARAMETERS),
-        (ManyFp8Plan(64, 2, 1, 2, False, True), gemm_fp8.PARAMETERS),
-        (ManyFp8Plan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.PARAMETERS),
+        (WgmmaPlan(64, 4, 1, 2, False, False), gemm.WGMMA_ABI.parameters),
+        (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
+        (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (
             grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
             grouped_gemm.FEW_PARAMETERS,
@@ -505,13 +505,13 @@ def test_plans_of_many_tokens_fit_their_matrix():
         product = Product(rows, columns, groups, False, False)
         for tokens in token_counts(8192):
             plan = choose(product, tokens)
-            if isinstance(plan, ManyPlan):
-                assert columns // 64 % plan.depth == 0
-                assert columns // 64 >= plan.blocks * plan.depth
+            if isinstance(plan, WgmmaPlan):
+                assert columns // 64 % plan.stage_k_blocks == 0
+                assert columns // 64 >= plan.blocks * plan.stage_k_blocks
                 assert groups == 1 or rows // groups % plan.rows == 0
-                ring = plan.stages * (plan.depth * plan.x_bytes + plan.weight_bytes)
-                assert plan.blocks == 1 or plan.apart or ring >= plan.exchanged_bytes
-                assert 1 <= plan.primed <= plan.stages
+                ring = plan.stages * (plan.stage_k_blocks * plan.x_bytes + plan.weight_bytes)
+                assert plan.blocks == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
+                assert 1 <= plan.early_stages <= plan.stages
             else:
                 assert tokens <= 16
 
@@ -526,7 +526,7 @@ def test_plans_of_fp8_fit_their_matrix(folded):
             assert columns // 128 >= plan.blocks
             assert groups == 1 or rows // groups % plan.rows == 0
             ring = plan.stages * (2 * plan.x_bytes + plan.weight_bytes)
-            assert plan.blocks == 1 or plan.apart or ring >= plan.exchanged_bytes
+            assert plan.blocks == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
 
 
 def test_fp8_plans_are_those_of_both_kinds_of_activations():
@@ -550,7 +550,7 @@ def test_plans_of_experts_fit_their_matrix():
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
             for plan in (plan for plan in found if isinstance(plan, GroupedPlan)):
-                assert wanted.columns // 64 % plan.depth == 0
+                assert wanted.columns // 64 % plan.stage_k_blocks == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
@@ -587,7 +587,7 @@ def test_resources(of_one_kind):
         assert plan.shared_bytes <= MOST_SHARED
         assert plan.threads <= 1024
         assert plan.threads % 32 == 0
-        if isinstance(plan, ManyPlan | GroupedPlan):
+        if isinstance(plan, WgmmaPlan | GroupedPlan):
             assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
 
 

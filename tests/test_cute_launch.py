@@ -21,10 +21,10 @@ from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
-from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan
-from dsv4.cute.sm90.many_plan import ManyPlan
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -146,7 +146,7 @@ def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segmen
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, SmallMPlan)
-    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS
+    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters
     driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
     x = x.to(torch.bfloat16)
@@ -186,7 +186,7 @@ def test_few_tokens(driver):
     ]
 
 
-MANY = [ManyPlan(128, 2, 1, 2, False, False), ManyPlan(64, 2, 5, 2, False, False, tiles=2)]
+MANY = [WgmmaPlan(128, 2, 1, 2, False, False), WgmmaPlan(64, 2, 5, 2, False, False, warp_tiles=2)]
 
 
 @pytest.mark.parametrize("plan", MANY, ids=repr)
@@ -201,8 +201,8 @@ def test_many_tokens(driver, plan):
     codes, scales, *rest, x = (addresses[n] for n in (0, 1, 2, 3, 4, 5, 3))
     boxes = (
         Matrix(300, 7168, 7168, plan.token_block),
-        Matrix(384, 112 * 128, 112 * 128, plan.rows // 16, plan.depth * 128, True),
-        Matrix(384, 112 * 16, 112 * 16, plan.rows // 16, plan.depth * 16, True),
+        Matrix(384, 112 * 128, 112 * 128, plan.rows // 16, plan.stage_k_blocks * 128, True),
+        Matrix(384, 112 * 16, 112 * 16, plan.rows // 16, plan.stage_k_blocks * 16, True),
     )
     assert driver.maps == list(zip((x, codes, scales), boxes, strict=True))
     assert flat(values) == [
@@ -246,10 +246,10 @@ def test_groups_and_scales_of_rows(driver, plan):
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_fp8_weights(driver, monkeypatch, blocks, dtype):
     """Two groups of rows whose codes lie apart, and activations with a scale each."""
-    plan = ManyFp8Plan(96, 2, blocks, 2, True, True)
+    plan = Fp8WgmmaPlan(96, 2, blocks, 2, True, True)
     folded, asked = dtype == torch.float8_e8m0fnu, []
     monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *given: asked.append(given) or plan)
-    driver.kinds = gemm_fp8.PARAMETERS
+    driver.kinds = gemm_fp8.FP8_WGMMA_ABI.parameters
     x = torch.ones(300, 2, 512, dtype=torch.bfloat16)
     codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
     scales = torch.ones(8, 4).to(dtype)
@@ -306,7 +306,10 @@ def test_swiglu(driver, tokens, limit, told):
     plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
     few = isinstance(plan, SmallMPlan)
-    driver.kinds, driver.launches = gemm.SMALL_M_ABI.parameters if few else gemm.MANY_PARAMETERS, []
+    driver.kinds, driver.launches = (
+        gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters,
+        [],
+    )
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
     out = gemm.gemm_swiglu(GemmSwigluArgs(
         x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,
@@ -422,9 +425,13 @@ def described_of(product, x):
     if isinstance(plan, GroupedFewPlan):
         return []
     tiles, k_blocks = EXPERTS * product.rows // 16, product.columns // 64
-    of_x = Matrix(x.shape[0], x.shape[1], x.stride(0), plan.box)
-    codes = Matrix(tiles, k_blocks * 128, k_blocks * 128, plan.row_tiles, plan.depth * 128, True)
-    scales = Matrix(tiles, k_blocks * 16, k_blocks * 16, plan.row_tiles, plan.depth * 16, True)
+    of_x = Matrix(x.shape[0], x.shape[1], x.stride(0), plan.tma_tokens)
+    codes = Matrix(
+        tiles, k_blocks * 128, k_blocks * 128, plan.cta_row_tiles, plan.stage_k_blocks * 128, True
+    )
+    scales = Matrix(
+        tiles, k_blocks * 16, k_blocks * 16, plan.cta_row_tiles, plan.stage_k_blocks * 16, True
+    )
     addresses = (t.data_ptr() for t in (x, product.codes, product.block))
     return list(zip(addresses, (of_x, codes, scales), strict=True))
 

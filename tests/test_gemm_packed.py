@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan
-from dsv4.cute.sm90.many_plan import candidates as many_plan_candidates
+from dsv4.cute.sm90.gemm_wgmma_plan import candidates as wgmma_candidates
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.elements import encode_e4m3
@@ -213,8 +213,8 @@ def configurations():
     found = {}
     for tokens in (32, 64, 128, 256):
         for columns in (512, 1408):
-            for plan in many_plan_candidates(592, 592, columns, tokens, False, False):
-                shape = (plan.token_block, plan.rows, plan.tiles, plan.blocks)
+            for plan in wgmma_candidates(592, 592, columns, tokens, False, False):
+                shape = (plan.token_block, plan.rows, plan.warp_tiles, plan.blocks)
                 found.setdefault(shape, (plan, columns))
     return list(found.values())
 

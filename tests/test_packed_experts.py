@@ -379,7 +379,7 @@ class TestPlans:
                 assert (
                     columns
                     // 64
-                    % (plan.stages if isinstance(plan, GroupedFewPlan) else plan.depth)
+                    % (plan.stages if isinstance(plan, GroupedFewPlan) else plan.stage_k_blocks)
                     == 0
                 )
                 assert plan.blocks == 1

@@ -233,5 +233,5 @@ class TestWarmup:
         every = kernel_calls.every_call(config)
         for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
             kinds = {type(plan).__name__ for plan in kernel_calls.kernel_plans(every, 8192, arch)}
-            assert ("ManyPlan" in kinds) == many
+            assert ("WgmmaPlan" in kinds) == many
             assert "SmallMPlan" in kinds

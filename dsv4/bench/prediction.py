@@ -166,7 +166,7 @@ def of_plan(plan: Any) -> Tile:
         tokens = 8 * plan.token_tiles
         rows, kind = 16 * plan.warps, "bf16"
         return Tile(rows, tokens, plan.ctas, plan.ctas_per_sm, plan.stages, kind, few=True)
-    return Tile(plan.rows, plan.token_block, plan.blocks, 1, plan.depth, "bf16")
+    return Tile(plan.rows, plan.token_block, plan.ctas, 1, plan.stage_k_blocks, "bf16")
 
 
 H200 = Machine("H200", 132, 1.7, 4.45, {"bf16": 791.0}, 3.86, 2.6, 0.0, 0.0, 73.0, 36.8)

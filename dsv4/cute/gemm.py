@@ -1,10 +1,9 @@
-"""CuTeDSL products with NVFP4 weights in the layout ``"fragments_16x64"``, or FP8 ones."""
+"""Launchers of the CuTeDSL GEMMs with NVFP4 weights in the layout ``fragments_16x64``."""
 
 from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from dsv4._leaving import left
 from dsv4.cute import gemm_fp8
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
@@ -25,25 +24,17 @@ from dsv4.cute.runtime.launch import (
     stream_of,
 )
 from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
-from dsv4.cute.sm90.many_plan import ManyPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaPlan
 from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import bfloat16_operand
 from dsv4.quant.formats import FP8_BLOCK
 
-_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
+# Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
+_SPAN = 1024
 
-# Parameters of the kernel for many tokens, in the order of ``ManyKernel.kernel``. Before them come
-# what tensor copies need, the sizes of X, codes and scales, and a layout without any content.
-MANY_PARAMETERS = Parameters(
-    *["128s"] * 3, *["2i"] * 3, "s", *"qqqq", *"iiiiiii", *"qq", *"iiiiii", "f"
-)
-# The same in pieces: what comes before the addresses (and after the maps), they, and the rest.
-_MANY_BEFORE = struct.Struct("@6is0q")
-_MANY_ADDRESSES, _MANY_AFTER = struct.Struct("@4q"), struct.Struct("@7i2q6if")
-
-_small_m_pointers = SMALL_M_ABI.pointers
+_small_m_pointers, _wgmma_pointers = SMALL_M_ABI.pointers, WGMMA_ABI.pointers
 
 # A launch for some of the tokens: the launch, whether it is of the small-M kernel, and bytes from
 # the first token's X, scale of X and result to those of the first of these tokens. A plain tuple,
@@ -94,7 +85,7 @@ def _product(
     out: torch.Tensor,
     tokens: int,
 ) -> torch.Tensor:
-    """Fills and returns ``out``."""
+    """Fill and return ``out``."""
     if not tokens:
         return out
     device = x.get_device()
@@ -113,10 +104,10 @@ def _product(
 
 
 def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
-    """Launch a product on the current GPU.
+    """Launch a GEMM on the current GPU.
 
     Args:
-        kind: What ``_prepared`` takes first.
+        kind: First arguments of ``_prepared``.
         stream: The driver's handle.
         addresses: Of X, codes, block scales, global scales, scales of the rows of X or 0, and the
             result.
@@ -135,7 +126,9 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
             )
             launch(stream, pointers)
         else:
-            pointers = (global_scale, part_x, part_scale, out + of_out)
+            pointers = _wgmma_pointers(
+                global_scale=global_scale, x=part_x, token_scale=part_scale, out=out + of_out
+            )
             launch(stream, pointers, described=(part_x, codes, scales))
 
 
@@ -161,14 +154,10 @@ def _prepared(
     assert plan is not None
     kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
+    inputs = (token_stride, segments, scales, limit)
     if isinstance(plan, SmallMPlan):
-        inputs = (token_stride, segments, scales, limit)
         return _small_m(kernel, resident, wanted, plan, tokens, *inputs)
-    groups = wanted.groups
-    scale_rows = not segments and scales > 1
-    group_stride = 0 if groups == 1 else wanted.columns
-    rest = (token_stride, group_stride, *cuts(segments), scale_rows, groups, 16, limit)
-    launch = _many(kernel, max(1, resident - leave), wanted, plan, tokens, rest)
+    launch = _large_m(kernel, max(1, resident - leave), wanted, plan, tokens, *inputs)
     if leave:
         launch.begin_late()
     return ((launch, False, 0, 0, 0),)
@@ -215,40 +204,52 @@ def _small_m(
     return tuple(parts)
 
 
-def _many(
+def _large_m(
     kernel: Kernel,
     resident: int,
     product: Product,
-    plan: ManyPlan,
+    plan: WgmmaPlan,
     tokens: int,
-    rest: tuple[Any, ...],
+    token_stride: int,
+    segments: tuple[int, ...],
+    scales: int,
+    limit: float,
 ) -> Launch:
-    columns = product.columns * product.groups
+    """The launch for any number of tokens; persistent CTAs, or one tile for every cluster."""
+    groups, row_tiles, k_blocks = product.groups, product.rows // 16, product.columns // 64
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
-    after = _MANY_AFTER.pack(
-        tokens,
-        token_tiles,
-        max(1, _SPAN // plan.token_block),
-        product.columns // 64,
-        product.rows // 16,
-        row_blocks,
-        max(1, row_blocks // product.groups),
-        *rest,
-    )
+    cut0, cut1, cut2 = cuts(segments)
     tiles = token_tiles * row_blocks
-    blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
-    of_x = Matrix(tokens, columns, rest[0], plan.token_block)
-    matrices = (of_x, *packed_matrices(plan, product.rows // 16, product.columns // 64))
-    before = _MANY_BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
-    return Launch(kernel, blocks, MANY_PARAMETERS, before, _MANY_ADDRESSES, after, matrices)
+    of_x = Matrix(tokens, product.columns * groups, token_stride, plan.token_block)
+    return WGMMA_ABI.launch(
+        kernel,
+        plan.ctas * (tiles if plan.ctas > 1 else min(tiles, resident)),
+        (of_x, *packed_matrices(plan, row_tiles, k_blocks)),
+        tokens=tokens,
+        token_tiles=token_tiles,
+        token_span=max(1, _SPAN // plan.token_block),
+        k_blocks=k_blocks,
+        row_tiles=row_tiles,
+        row_blocks=row_blocks,
+        group_blocks=max(1, row_blocks // groups),
+        token_stride=token_stride,
+        group_stride=0 if groups == 1 else product.columns,
+        cut0=cut0,
+        cut1=cut1,
+        cut2=cut2,
+        scale_rows=not segments and scales > 1,
+        groups=groups,
+        opaque_16=16,
+        limit=limit,
+    )
 
 
-def packed_matrices(plan: ManyPlan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:
-    """Codes and scales of so many tiles, as tensor copies of a block's stage read them."""
+def packed_matrices(plan: WgmmaPlan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:
+    """Codes and block scales of the weight, as the TMA copies of a CTA's stage read them."""
     codes, scales = k_blocks * 128, k_blocks * 16
     return (
-        Matrix(row_tiles, codes, codes, plan.row_tiles, plan.code_bytes // 4, True),
-        Matrix(row_tiles, scales, scales, plan.row_tiles, plan.scale_bytes // 4, True),
+        Matrix(row_tiles, codes, codes, plan.cta_row_tiles, plan.code_bytes // 4, True),
+        Matrix(row_tiles, scales, scales, plan.cta_row_tiles, plan.scale_bytes // 4, True),
     )
 
 
@@ -270,7 +271,7 @@ def plans(
     swiglu: bool = False,
     arch: str = HOPPER,
 ) -> list[Plan]:
-    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
+    """The configurations that a GEMM takes for 1 to ``max_tokens`` tokens, each once.
 
     Args:
         rows: N, of all groups, a multiple of 16 in each.

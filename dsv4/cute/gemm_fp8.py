@@ -1,16 +1,15 @@
-"""CuTeDSL product with an FP8 weight, one scale per 128 x 128 block, for many tokens on Hopper."""
+"""Launcher of the CuTeDSL GEMM with an FP8 weight, one scale per 128 x 128 block, on Hopper."""
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
@@ -19,21 +18,15 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.many_fp8_plan import ManyFp8Plan, fp8_plan
+from dsv4.cute.sm90.gemm_fp8_wgmma_plan import FP8_WGMMA_ABI, Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.plans import Product, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 
-_SPAN = 1024  # tokens that come one after another before the next rows: X of them stays in cache
+# Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
+_SPAN = 1024
 
-# Parameters of the kernel, in the order of ``ManyFp8Kernel.kernel``. Before the addresses come what
-# tensor copies need, the sizes of X and of pairs of codes, and a layout without any content.
-PARAMETERS = Parameters(*["128s"] * 2, *["2i"] * 2, "s", *"qqqqq", *"iiiiiii", *"qqq", *"ii")
-_BEFORE, _ADDRESSES, _AFTER = (
-    struct.Struct("@4is0q"),
-    struct.Struct("@5q"),
-    struct.Struct("@7i3q2i"),
-)
+_pointers = FP8_WGMMA_ABI.pointers
 
 
 def gemm(args: GemmArgs) -> torch.Tensor:
@@ -65,16 +58,17 @@ def gemm(args: GemmArgs) -> torch.Tensor:
 
 
 def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:
-    """Launch a product on the current GPU.
+    """Launch a GEMM on the current GPU.
 
     Args:
-        kind: What ``_prepared`` takes first.
+        kind: First arguments of ``_prepared``.
         stream: The driver's handle.
         addresses: Of X, codes, scales, scales of the rows of X or 0, and the result.
     """
     x, codes, scales, row_scale, out = addresses
     launch = _prepared(*kind, get_ident())
-    launch(stream, (codes, scales, x, row_scale, out), described=(x, codes))
+    pointers = _pointers(codes=codes, scales=scales, x=x, token_scale=row_scale, out=out)
+    launch(stream, pointers, described=(x, codes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,7 +80,7 @@ def _prepared(
     device: int,
     thread: int,
 ) -> Launch:
-    """Made once in every thread, because it takes longer than a launch."""
+    """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
     plan = fp8_plan(product, tokens, folded)
     assert plan is not None
     kernel = loaded(plan, architecture(device))
@@ -97,34 +91,34 @@ def _prepare(
     kernel: Kernel,
     resident: int,
     product: Product,
-    plan: ManyFp8Plan,
+    plan: Fp8WgmmaPlan,
     tokens: int,
     strides: tuple[int, int],
 ) -> Launch:
     rows, columns, groups, *_ = product
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
-    after = _AFTER.pack(
-        tokens,
-        token_tiles,
-        max(1, _SPAN // plan.token_block),
-        columns // 64,
-        rows // 16,
-        row_blocks,
-        max(1, row_blocks // groups),
-        strides[0],
-        0 if groups == 1 else columns,
-        strides[1],
-        groups,
-        -(-rows // 128),
-    )
-    tiles = token_tiles * row_blocks
-    blocks = plan.blocks * (tiles if plan.blocks > 1 else min(tiles, resident))
+    tiles, (token_stride, codes_stride) = token_tiles * row_blocks, strides
     matrices = (
-        Matrix(tokens, columns * groups, strides[0], plan.token_block),
-        Matrix(rows, columns // 2, strides[1] // 2, plan.rows),
+        Matrix(tokens, columns * groups, token_stride, plan.token_block),
+        Matrix(rows, columns // 2, codes_stride // 2, plan.rows),
     )
-    before = _BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
-    return Launch(kernel, blocks, PARAMETERS, before, _ADDRESSES, after, matrices)
+    return FP8_WGMMA_ABI.launch(
+        kernel,
+        plan.ctas * (tiles if plan.ctas > 1 else min(tiles, resident)),
+        matrices,
+        tokens=tokens,
+        token_tiles=token_tiles,
+        token_span=max(1, _SPAN // plan.token_block),
+        k_blocks=columns // 64,
+        row_tiles=rows // 16,
+        row_blocks=row_blocks,
+        group_blocks=max(1, row_blocks // groups),
+        token_stride=token_stride,
+        group_stride=0 if groups == 1 else columns,
+        codes_stride=codes_stride,
+        groups=groups,
+        scale_blocks=-(-rows // 128),
+    )
 
 
 def plans(
@@ -135,8 +129,8 @@ def plans(
     out_dtype: torch.dtype,
     scale_dtype: torch.dtype,
     max_tokens: int,
-) -> list[ManyFp8Plan]:
-    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once.
+) -> list[Fp8WgmmaPlan]:
+    """The configurations that a GEMM takes for 1 to ``max_tokens`` tokens, each once.
 
     Args:
         rows: N, of all groups.

@@ -282,7 +282,7 @@ def _launch(
     row_blocks = -(-experts.rows // plan.rows)
     after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest)
     matrices = (
-        Matrix(rows, experts.columns, int(rest[0]), plan.box, 64),
+        Matrix(rows, experts.columns, int(rest[0]), plan.tma_tokens, 64),
         *packed_matrices(plan, experts.experts * tiles, k_blocks),
     )
     before = _BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")

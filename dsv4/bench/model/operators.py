@@ -16,10 +16,10 @@ CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
 CLASSES = {
     "SmallMKernel": NVFP4_GEMM,
     "SmallMRingKernel": NVFP4_GEMM,
-    "ManyKernel": NVFP4_GEMM,
+    "WgmmaKernel": NVFP4_GEMM,
     "DenseKernel": NVFP4_GEMM,
-    "ManyFp8Kernel": FP8_GEMM,
-    "FoldedFp8Kernel": FP8_GEMM,
+    "Fp8WgmmaKernel": FP8_GEMM,
+    "FoldedFp8WgmmaKernel": FP8_GEMM,
     "GroupedKernel": EXPERTS,
     "GroupedFewKernel": EXPERTS,
     "GroupedSharingKernel": EXPERTS,

@@ -1,6 +1,6 @@
 """NVFP4 product of rows sorted by expert with their experts' weights, and its SwiGLU.
 
-``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, as ``many``
+``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, as ``gemm_wgmma``
 multiplies and stores, but:
 
 * Every block adds up the experts' numbers of tiles from ``offsets`` (they are the work of the
@@ -17,7 +17,7 @@ multiplies and stores, but:
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -38,22 +38,50 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import store_coded
 from dsv4.cute.grouped_problem import MOST_EXPERTS
+from dsv4.cute.sm90.gemm_wgmma import LaneWeights, Loop, Position, WgmmaKernel
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
 from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
-from dsv4.cute.sm90.many import PIECE, ManyKernel, rows_of_x, words_of_weights
+from dsv4.cute.sm90.wgmma_copies import Pipeline, fake_weights, fake_x
+from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread, Vector
 
 Value = Any
 
 
-class GroupedKernel(GroupedPlan, ManyKernel):
+class GroupedOutput(NamedTuple):
+    """As ``Output``, of an expert's rows from the tile's first on.
+
+    Attributes:
+        buffer: As there.
+        token_scale: As there.
+        out: As there; where ``quantized_out``, the results' codes.
+        x: As there.
+        weights: What the lane's two tokens of each tile of 8 weigh.
+        block_scales: Address of scale bytes; of all of them, with the row where the first token's
+            are, where ``swizzled_out``.
+        codes_scale: Address of the global scale of the codes.
+    """
+
+    buffer: Uint32
+    token_scale: Int64
+    out: Int64
+    x: Int64
+    weights: list[list[Float32]]
+    block_scales: Value
+    codes_scale: Int64
+
+
+class GroupedKernel(WgmmaKernel):
     """The kernel of one configuration."""
+
+    plan: GroupedPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
         return cute.compile(
             self,
-            rows_of_x(),
-            words_of_weights(),
-            words_of_weights(),
+            fake_x(),
+            fake_weights(),
+            fake_weights(),
             *[Int64(0)] * 10,
             *[Int32(1)] * 5,
             Int64(8),
@@ -98,9 +126,10 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         stream: CUstream,
     ) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        atom, x_tiles, layout, mma = self.tools(x)
-        codes_atom, codes_tiles = self._copied(codes, self.code_bytes)
-        scales_atom, scales_tiles = self._copied(scales, self.scale_bytes)
+        atom, x_tiles = self._x_tma(x)
+        codes_atom, codes_tiles = self._weights_tma(codes, self.plan.code_bytes)
+        scales_atom, scales_tiles = self._weights_tma(scales, self.plan.scale_bytes)
+        layout, mma = self._x_layout(), self._mma(self.plan.token_block)
         self.kernel(
             atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
             global_scale, x_at, token_scale, row_weight, out, offsets, codes_scale, block_scales,
@@ -108,9 +137,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             scales_each, cut0, cut1, cut2, scale_rows, sixteen, above, most, beside, limit,
         ).launch(
             grid=[1, 1, 1],
-            block=[self.threads, 1, 1],
+            block=[self.plan.threads, 1, 1],
             cluster=[1, 1, 1],
-            smem=self.shared_bytes,
+            smem=self.plan.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -153,7 +182,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         beside: Int32,
         limit: Float32,
     ) -> None:
-        """See the module. What is not named here is as in ``ManyKernel.kernel``.
+        """See the module. What is not named here is as in ``WgmmaKernel.kernel``.
 
         Args:
             atom: The tensor copy of a box of X.
@@ -179,7 +208,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 launch; or 0, and a block's tiles are every so many.
             tokens: Rows of X, all of them; 0 where rows of no expert are not this launch's to fill.
             experts: At most ``MOST_EXPERTS``.
-            k_blocks: K / 64, a multiple of ``depth``.
+            k_blocks: K / 64, a multiple of ``stage_k_blocks``.
             row_tiles: Rows of an expert's weight / 16.
             row_blocks: Those rows / those of a block, rounded up.
             token_stride: Elements between rows of X.
@@ -204,40 +233,43 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         shared_x = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
-        weights_at = smem.allocate_array(cutlass.Uint8, self.stages * self.weight_bytes)
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.turned_bytes).toint())
+        weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
+        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
         scale_room = self._room_for_scales(smem)
         slots = Uint32(smem.allocate_array(cutlass.Uint8, 24 * SLOTS).toint())
-        full_at = smem.allocate_array(cutlass.Int64, 2 * self.stages)
+        full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages)
         full = Uint32(full_at.toint())
-        empty = full + 8 * self.stages
+        empty = full + 8 * self.plan.stages
         tiles_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         table = (tiles_at, rows_at, experts)
-        if warp == self.mma_warps and lane < self.stages:
+        if warp == self.plan.mma_warps and lane < self.plan.stages:
             ptx.mbarrier_init(full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(empty + Uint32(lane * 8), self.mma_warps)
+            ptx.mbarrier_init(empty + Uint32(lane * 8), self.plan.mma_warps)
             ptx.fence_mbarrier_init()
-        if warp == self.mma_warps and lane < SLOTS:
-            ptx.mbarrier_init(self._read(slots, slots + Uint32(lane * 16)), 32 * self.mma_warps)
+        if warp == self.plan.mma_warps and lane < SLOTS:
+            ptx.mbarrier_init(
+                self._read(slots, slots + Uint32(lane * 16)), 32 * self.plan.mma_warps
+            )
             ptx.fence_mbarrier_init()
         if beside == 0:
             cute.arch.griddepcontrol_wait()
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
-            count_tiles(offsets, table, self.token_block, lane, (above, most))
+            count_tiles(offsets, table, self.plan.token_block, lane, (above, most))
         cute.arch.sync_threads()
         order = (table, row_blocks)
-        steps = k_blocks // self.depth
+        steps = k_blocks // self.plan.stage_k_blocks
 
-        if warp >= self.mma_warps:
-            cute.arch.setmaxregister_decrease(self.copy_registers)
-            if warp == self.mma_warps:
+        if warp >= self.plan.mma_warps:
+            cute.arch.setmaxregister_decrease(self.plan.copy_registers)
+            if warp == self.plan.mma_warps:
                 ring = (full_at, full, empty, slots)
                 self._copy(
-                    (atom, codes_atom, scales_atom),
-                    (x_tiles, codes_tiles, scales_tiles),
+                    WgmmaTma(
+                        atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout
+                    ),
                     (shared_x, weights_at),
                     ring,
                     (Int32(first), stride, counter, order, lane),
@@ -245,30 +277,25 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 )
             else:
                 lines = (last_row(table) + first, tokens, stride)
-                among = thread - 32 * (self.mma_warps + 1)
-                if cutlass.const_expr(self.quantized_out):
-                    room = (out, None if self.swizzled_out else block_scales, row_scale)
+                among = thread - 32 * (self.plan.mma_warps + 1)
+                if cutlass.const_expr(self.plan.quantized_out):
+                    room = (out, None if self.plan.swizzled_out else block_scales, row_scale)
                     columns = row_tiles * self.tile_outputs
                     clear_codes(room, lines, columns, among, 96)
-                    if cutlass.const_expr(self.swizzled_out):
+                    if cutlass.const_expr(self.plan.swizzled_out):
                         walk = (Int32(first), stride, tokens)
                         clear_padding(block_scales, table, walk, columns, among, 96)
                 else:
                     clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), among, 96)
         else:
-            cute.arch.setmaxregister_increase(self.mma_registers)
+            cute.arch.setmaxregister_increase(self.plan.mma_registers)
             slice_ = mma.get_slice(thread)
-            shape = slice_.partition_shape_C((64 * self.warpgroups, self.token_block))
-            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.tiles)]
-            left_shape = slice_.partition_shape_A((64 * self.warpgroups, 16 * PIECE))
-            left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
-            words = [cute.recast_tensor(one, Uint32) for one in left]
-            products = [
-                (*found, left, words) for found in self._products(mma, sums, shared_x, thread)
-            ]
+            shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
+            sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.warp_tiles)]
+            products = self._operands(mma, sums, shared_x, thread)
             rules = (cut0, cut1, cut2, scale_rows)
             codes_from = Uint32(weights_at.toint())
-            scales_from = codes_from + Uint32(self.row_tiles * self.code_bytes)
+            scales_from = codes_from + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
             rooms = (codes_from, scales_from, scale_room)
             weights = self._weights_at(rooms, warp, lane, Uint32(sixteen))
             stage, parity, slot = Int32(0), Int32(0), slots
@@ -297,32 +324,34 @@ class GroupedKernel(GroupedPlan, ManyKernel):
                 if slot == slots + 16 * SLOTS:
                     slot = slots
                 padded = start
-                if cutlass.const_expr(self.swizzled_out):
+                if cutlass.const_expr(self.plan.swizzled_out):
                     padded = start + padding_before(table, expert, lane)
                 warpgroup.wait_group(0)
                 self._release(empty, before, lane)
                 own = self._own(row_block, warp)
                 factors = self._factors_among(fetched[0], lane)
-                places = (
-                    turned,
-                    token_scale + Int64(start) * 4,
-                    out + Int64(start) * row_tiles * self.tile_bytes,
-                    x_at + Int64(start) * token_stride * 2,
-                    self._weights_among(fetched[1], lane),
-                    (block_scales, padded)
-                    if self.swizzled_out
+                output = GroupedOutput(
+                    buffer=turned,
+                    token_scale=token_scale + Int64(start) * 4,
+                    out=out + Int64(start) * row_tiles * self.tile_bytes,
+                    x=x_at + Int64(start) * token_stride * 2,
+                    weights=self._weights_among(fetched[1], lane),
+                    block_scales=(block_scales, padded)
+                    if self.plan.swizzled_out
                     else block_scales + Int64(start) * (row_tiles // 2),
-                    codes_scale + Int64(expert) * 4,
+                    codes_scale=codes_scale + Int64(expert) * 4,
                 )
-                if cutlass.const_expr(self.quantized_out):  # noqa: SIM102 - one is constant
-                    if row_block == 0 and thread < cutlass.min(count, self.token_block):
-                        of_all = ptx.load_global_float(places[6])
+                if cutlass.const_expr(self.plan.quantized_out):  # noqa: SIM102 - one is constant
+                    if row_block == 0 and thread < cutlass.min(count, self.plan.token_block):
+                        of_all = ptx.load_global_float(output.codes_scale)
                         ptx.store_global_float(row_scale + (Int64(start) + thread) * 4, of_all)
-                self._store_each(
-                    (self._gathered(sums, None, None, None), own, factors),
-                    places,
-                    (Int32(0), warp, lane, thread, Int32(0)),
-                    (count, row_tiles, token_stride, Int32(1), k_blocks, limit),
+                reduced = self._fragments(sums)
+                self._store_tiles(
+                    [RowTile(*each) for each in zip(reduced, own, factors, strict=True)],
+                    output,
+                    Int32(0),
+                    Thread(thread, warp, lane, Int32(0)),
+                    Bounds(count, row_tiles, token_stride, Int32(1), k_blocks, limit),
                 )
                 count = self._told(slot)[3]
         # One block stands for the launch; the others' multiprocessors are for the next one's.
@@ -339,15 +368,15 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         warp, lane, row_tiles, (cut0, cut1, cut2, scale_rows) = where
         of_expert = global_scale + Int64(expert) * scales_each * 4
         of_rows = []
-        for first in range(0, 16 * self.tiles, 32):
-            row = (first + lane) % (16 * self.tiles)
-            row_tile = row_block * self.row_tiles + warp + row // 16 * self.mma_warps
+        for first in range(0, 16 * self.plan.warp_tiles, 32):
+            row = (first + lane) % (16 * self.plan.warp_tiles)
+            row_tile = row_block * self.plan.cta_row_tiles + warp + row // 16 * self.plan.mma_warps
             at = cutlass.min(row_tile, row_tiles - 1) * 16 + row % 16
             index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
             index += scale_rows * (at - index)
             of_rows.append(ptx.load_global_float(of_expert + Int64(index) * 4))
         of_tokens = []
-        for first in range(0, self.token_block if self.row_weighted else 0, 32):
+        for first in range(0, self.plan.token_block if self.plan.row_weighted else 0, 32):
             token = start + cutlass.min(first + lane, count - 1)
             of_tokens.append(ptx.load_global_float(row_weight + Int64(token) * 4))
         return of_rows, of_tokens
@@ -355,7 +384,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
     def _factors_among(self, of_rows: Value, lane: Value) -> list[Value]:
         """Global scale times 2^7 of the lane's two rows of each tile."""
         factors = []
-        for h in range(self.tiles):
+        for h in range(self.plan.warp_tiles):
             rows = [h % 2 * 16 + half * 8 + lane // 4 for half in range(2)]
             both = [cute.arch.shuffle_sync(of_rows[h // 2], row) for row in rows]
             factors.append([one * Float32(128.0) for one in both])
@@ -363,7 +392,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
 
     def _weights_among(self, of_tokens: Value, lane: Value) -> list[Value]:
         """What two tokens of each tile of 8 weigh, the lane's."""
-        count = self.token_block // 8 if self.row_weighted else 0
+        count = self.plan.token_block // 8 if self.plan.row_weighted else 0
         lanes = [[n % 4 * 8 + lane % 4 * 2 + i for i in range(2)] for n in range(count)]
         return [
             [cute.arch.shuffle_sync(of_tokens[n // 4], one) for one in two]
@@ -371,9 +400,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         ]
 
     @cute.jit
-    def _copy(
-        self, atoms: Value, wholes: Value, rooms: Value, ring: Value, walk: Value, sizes: Value
-    ) -> None:
+    def _copy(self, tma: WgmmaTma, rooms: Value, ring: Value, walk: Value, sizes: Value) -> None:
         """A warp keeps the ring full, tile after tile, and says in a slot which tile it is.
 
         After the last one comes a stage of nothing, whose tile has no rows.
@@ -384,7 +411,7 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         steps, row_tiles = sizes
         stage, parity, slot, again = Int32(0), Int32(1), slots, Int32(1)
         tile = self._following(first - stride, stride, counter, lane)
-        boxes = self.token_block // self.box  # of a block of 64 columns
+        boxes = self.plan.token_block // self.plan.tma_tokens  # of a block of 64 columns
         room = self._x_stages(shared_x)
         while tile < self._total(order):
             expert, row_block, start, count = self._find(tile, order)
@@ -396,27 +423,27 @@ class GroupedKernel(GroupedPlan, ManyKernel):
             if slot == slots + 16 * SLOTS:
                 slot = slots
                 again = again ^ 1
-            tokens = cute.domain_offset((start, 0), wholes[0])
-            tiles = cute.local_tile(tokens, (self.box, 64), (None, None))
-            to, source = self._pair(atoms[0], room, tiles)
-            row = expert * row_tiles + row_block * self.row_tiles
-            weights = self._weights_of(atoms, wholes, weights_at, row)
+            tokens = cute.domain_offset((start, 0), tma.x_tensor)
+            tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
+            to, source = self._partition(tma.x_tma, room, tiles)
+            row = expert * row_tiles + row_block * self.plan.cta_row_tiles
+            weights = self._weight_copies(tma, weights_at, row)
             width = self._width(count)
             for k in cutlass.range(steps, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
-                self._copy_weights(atoms, weights, (k, stage), barrier)
-                for b in cutlass.range(width // self.box, unroll=1):
-                    for u in cutlass.range_constexpr(self.depth):
+                self._copy_weights(tma, weights, Int32(k), stage, barrier)
+                for b in cutlass.range(width // self.plan.tma_tokens, unroll=1):
+                    for u in cutlass.range_constexpr(self.plan.stage_k_blocks):
                         cute.copy(
-                            atoms[0],
-                            source[(None, b, self.depth * k + u)],
-                            to[(None, (self.depth * stage + u) * boxes + b)],
+                            tma.x_tma,
+                            source[(None, b, self.plan.stage_k_blocks * k + u)],
+                            to[(None, (self.plan.stage_k_blocks * stage + u) * boxes + b)],
                             tma_bar_ptr=barrier,
                         )
                 stage += 1
-                if stage == self.stages:
+                if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
             tile = self._following(tile, stride, counter, lane)
@@ -444,13 +471,13 @@ class GroupedKernel(GroupedPlan, ManyKernel):
     def _weights_at(self, rooms: Value, warp: Value, lane: Value, sixteen: Value) -> Value:
         """Where the lane finds its codes and scales in the first stage."""
         codes, scales, _ = rooms
-        codes += Uint32(warp * self.code_bytes + lane * 16)
-        return codes, scales + Uint32(warp * self.scale_bytes + lane // 4 * 8)
+        codes += Uint32(warp * self.plan.code_bytes + lane * 16)
+        return LaneWeights(codes, scales + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8))
 
     def _width(self, count: Value) -> Value:
         """Tokens of the product of a tile with so many rows."""
-        width = Int32(self.sizes[0])
-        for one, following in itertools.pairwise(self.sizes):
+        width = Int32(self.plan.mma_widths[0])
+        for one, following in itertools.pairwise(self.plan.mma_widths):
             width += Int32(count > one) * (following - one)
         return width
 
@@ -474,19 +501,28 @@ class GroupedKernel(GroupedPlan, ManyKernel):
         full, empty, stage, parity, slot = ring
         steps, is_last, lane, sixteen = rest
         before = Int32(-1)
-        for h in cutlass.range_constexpr(self.tiles):
+        for h in cutlass.range_constexpr(self.plan.warp_tiles):
             sums[h].fill(0.0)
         if cutlass.const_expr(len(sizes) == 1):
-            places, rest = (full, empty, stage, parity, before), (steps, is_last, lane, sixteen)
-            ahead, stage, parity, before = self._multiply_ring(sizes[0], weight, places, rest)
+            ahead, (stage, parity, before) = self._multiply_ring(
+                sizes[0],
+                weights,
+                ahead,
+                Pipeline(full, empty),
+                Position(stage, parity, before),
+                Loop(steps, is_last, lane, sixteen),
+            )
         else:
             width = self._width(self._told(slot)[3])
             for i in cutlass.range_constexpr(len(sizes)):
-                ahead, stage, parity, before = self._multiply_ring(
+                rounds = steps * Int32(width == self.plan.mma_widths[i])
+                ahead, (stage, parity, before) = self._multiply_ring(
                     sizes[i],
-                    (weights, ahead),
-                    (full, empty, stage, parity, before),
-                    (steps * Int32(width == self.sizes[i]), is_last, lane, sixteen),
+                    weights,
+                    ahead,
+                    Pipeline(full, empty),
+                    Position(stage, parity, before),
+                    Loop(rounds, is_last, lane, sixteen),
                 )
                 warpgroup.wait_group(0)
         return ahead, stage, parity, before
@@ -494,9 +530,9 @@ class GroupedKernel(GroupedPlan, ManyKernel):
     @property
     def tile_bytes(self) -> int:
         """Bytes of a token's results, or their codes, in a tile of 16 rows."""
-        if self.quantized_out:
+        if self.plan.quantized_out:
             return self.tile_outputs // 2
-        return self.tile_outputs * (4 if self.float32_out else 2)
+        return self.tile_outputs * (4 if self.plan.float32_out else 2)
 
     def _total(self, order: Value) -> Value:
         """Tiles of all experts' rows and columns of results."""
@@ -505,23 +541,25 @@ class GroupedKernel(GroupedPlan, ManyKernel):
 
     def _find(self, tile: Value, order: Value) -> Value:
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
-        return find_tile(tile, order, self.token_block)
+        return find_tile(tile, order, self.plan.token_block)
 
-    def _weighted(self, values: Value, places: Value, first: int) -> Value:
+    def _weighted(self, values: Value, output: GroupedOutput, first: int) -> Value:
         """As there."""
-        if not self.row_weighted:
+        if not self.plan.row_weighted:
             return values
-        each = zip(values, places[4][first : first + len(values)], strict=True)
+        each = zip(values, output.weights[first : first + len(values)], strict=True)
         return [[value * weight for value, weight in zip(*two, strict=True)] for two in each]
 
     @cute.jit
-    def _write_eight(self, at: Value, places: Value, where: Value, there: Value) -> None:
+    def _store_vector(
+        self, at: Value, output: GroupedOutput, vector: Vector, exists: Value
+    ) -> None:
         """As there, or as codes, of which neighbouring lanes have a block."""
-        token, row, rows = where
-        if cutlass.const_expr(self.quantized_out):
+        if cutlass.const_expr(self.plan.quantized_out):
             # Of a line that is not there, what another lane has.
-            words, scale = self._eight(at), ptx.load_global_float(places[6])
-            store_coded(words, (places[2], places[5], scale), where, there)
-        elif there:
-            words = self._eight(at)
-            ptx.store_global4(places[2] + (Int64(token) * rows + row) * 2, words)
+            words, scale = self._load_vector(at), ptx.load_global_float(output.codes_scale)
+            store_coded(words, (output.out, output.block_scales, scale), vector, exists)
+        elif exists:
+            words = self._load_vector(at)
+            place = (Int64(vector.token) * vector.rows + vector.row) * 2
+            ptx.store_global4(output.out + place, words)

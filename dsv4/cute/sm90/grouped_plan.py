@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
-from dsv4.cute.sm90.many_plan import ManyPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 
 PLACES = 8  # of sums of row tiles, in its shared memory
 STATE_BYTES = 48 + 4 * 16
@@ -42,7 +42,7 @@ _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 24 * SLOTS  # a slot has a barrier
 
 
 @dataclass(frozen=True)
-class GroupedPlan(ManyPlan):
+class GroupedPlan(WgmmaPlan):
     """One configuration of the kernel; ``blocks`` is 1.
 
     Attributes:
@@ -72,9 +72,9 @@ class GroupedPlan(ManyPlan):
         Of four pairs of a row tile and a block of 64 columns at a time, if registers hold it.
         """
         # 128 sums of a thread leave too few for float32 results, or four tiles and scales of rows.
-        most = self.tiles * self.token_block == 256
-        spills = most and (self.float32_out or (self.row_scaled and self.tiles == 4))
-        whole = self.tiles > 1 and self.tiles * self.depth % 4 == 0
+        most = self.warp_tiles * self.token_block == 256
+        spills = most and (self.float32_out or (self.row_scaled and self.warp_tiles == 4))
+        whole = self.warp_tiles > 1 and self.warp_tiles * self.stage_k_blocks % 4 == 0
         # Of three warpgroups the assembler follows one loop alone.
         fits = self.warpgroups == 2 or (self.warpgroups == 3 and not self.narrow)
         return fits and whole and not spills
@@ -85,27 +85,27 @@ class GroupedPlan(ManyPlan):
         return 512 * self.mma_warps if self.shares_scales else 0
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def mma_widths(self) -> tuple[int, ...]:
         """As there, the narrower ones first."""
         return (*self.narrow, self.token_block)
 
     @property
-    def box(self) -> int:
+    def tma_tokens(self) -> int:
         """As there: every size is some of them."""
-        return math.gcd(*self.sizes)
+        return math.gcd(*self.mma_widths)
 
     @property
-    def piece(self) -> int:
+    def k_steps(self) -> int:
         """As there."""
         return 2
 
     @property
-    def rooms(self) -> int:
+    def epilogue_buffers(self) -> int:
         """As there; one, so that there is room for stages."""
         return 1
 
     @property
-    def beside_bytes(self) -> int:
+    def other_bytes(self) -> int:
         """As there: tables of the experts' tiles and first rows, slots, expanded scales."""
         return _TABLE_BYTES + self.scale_room_bytes
 
@@ -424,12 +424,15 @@ def _cycles(plan: GroupedPlan, wanted: Experts, tokens: int) -> float:
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
     """
-    steps, results = wanted.columns // 64, 10.3 * plan.token_block * plan.warpgroups * plan.tiles
-    each = {size: 1500 + steps * _step_cycles(plan, size) + results for size in plan.sizes}
+    steps, results = (
+        wanted.columns // 64,
+        10.3 * plan.token_block * plan.warpgroups * plan.warp_tiles,
+    )
+    each = {size: 1500 + steps * _step_cycles(plan, size) + results for size in plan.mma_widths}
     cycles = tiles = 0.0
     for rows, share in _rows_of_one(tokens / wanted.experts):
         whole, rest = divmod(rows, plan.token_block)
-        last = next(size for size in plan.sizes if size >= rest)
+        last = next(size for size in plan.mma_widths if size >= rest)
         tiles += share * (whole + bool(rest))
         cycles += share * (whole * each[plan.token_block] + bool(rest) * each[last])
     row_blocks = wanted.experts * -(-wanted.rows // plan.rows)
@@ -444,9 +447,9 @@ def _step_cycles(plan: GroupedPlan, size: int) -> float:
 
     Bound by instructions and the tensor cores, which get in each other's way, or by memory.
     """
-    issue = _ISSUE[plan.tiles] + _BOTH * size
+    issue = _ISSUE[plan.warp_tiles] + _BOTH * size
     return max(
-        plan.warpgroups * plan.tiles * max(issue, _TENSOR[plan.tiles] * size),
+        plan.warpgroups * plan.warp_tiles * max(issue, _TENSOR[plan.warp_tiles] * size),
         _MEMORY * 36 * plan.rows,
     )
 

@@ -19,8 +19,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
+from dsv4.cute.sm90.gemm_wgmma import CODE_BYTES, K_STEPS, SCALE_BYTES, Loop, Operands, Position
 from dsv4.cute.sm90.grouped import GroupedKernel
-from dsv4.cute.sm90.many import CODE_BYTES, PIECE, SCALE_BYTES
+from dsv4.cute.sm90.wgmma_copies import Pipeline
 
 Value = Any
 
@@ -30,28 +31,30 @@ class GroupedSharingKernel(GroupedKernel):
 
     def _room_for_scales(self, smem: Value) -> Value:
         """Where the warps leave expanded scales."""
-        room = smem.allocate_array(cutlass.Uint8, self.scale_room_bytes, byte_alignment=16)
+        room = smem.allocate_array(cutlass.Uint8, self.plan.scale_room_bytes, byte_alignment=16)
         return Uint32(room.toint())
 
     def _weights_at(self, rooms: Value, warp: Value, lane: Value, sixteen: Value) -> Value:
         """As there, but which scales the lane expands; where it leaves them, and finds its own."""
         codes, scales, room = rooms
-        codes += Uint32(warp * self.code_bytes + lane * 16)
+        codes += Uint32(warp * self.plan.code_bytes + lane * 16)
         # A quarter of the lanes has a pair: rows lane % 8 and lane % 8 + 8 of it.
-        h, u = lane // 8 % self.tiles, lane // 8 // self.tiles
-        part = h * (self.mma_warps * self.scale_bytes) + u * SCALE_BYTES + lane % 8 * 8
-        scales += Uint32(warp * self.scale_bytes + part)
+        h, u = lane // 8 % self.plan.warp_tiles, lane // 8 // self.plan.warp_tiles
+        part = h * (self.plan.mma_warps * self.plan.scale_bytes) + u * SCALE_BYTES + lane % 8 * 8
+        scales += Uint32(warp * self.plan.scale_bytes + part)
         room += Uint32(warp * 512)
         return codes, scales, room + Uint32(lane * 16), room + Uint32(lane // 4 * 16), sixteen
 
     def _load_first(self, weights: Value) -> list[Value]:
         """As there."""
         self._share_scales(weights, self._own_scales(weights, Int32(0), 0))
-        return [self._load(weights, Int32(0), 0, h) for h in range(self.tiles)]
+        return [self._load(weights, Int32(0), 0, h) for h in range(self.plan.warp_tiles)]
 
     def _own_scales(self, weights: Value, stage: Value, u: int) -> tuple[Value, ...]:
         """The scales that the lane expands, from a stage's block of 64 columns on."""
-        return ptx.load_shared(weights[1] + Uint32(stage * self.weight_bytes + u * SCALE_BYTES), 2)
+        return ptx.load_shared(
+            weights[1] + Uint32(stage * self.plan.weight_bytes + u * SCALE_BYTES), 2
+        )
 
     def _share_scales(self, weights: Value, own: Value) -> None:
         """Expand them and leave them for all lanes, which have read what was there before."""
@@ -65,69 +68,76 @@ class GroupedSharingKernel(GroupedKernel):
 
         Of the last four pairs that were expanded.
         """
-        skip = Uint32(stage * self.weight_bytes)
-        further = Uint32(h * self.mma_warps * self.code_bytes + u * CODE_BYTES)
+        skip = Uint32(stage * self.plan.weight_bytes)
+        further = Uint32(h * self.plan.mma_warps * self.plan.code_bytes + u * CODE_BYTES)
         codes = ptx.load_shared(weights[0] + skip + further, 4)
-        pair = (u * self.tiles + h) % 4
+        pair = (u * self.plan.warp_tiles + h) % 4
         return [*codes, *ptx.load_shared(weights[3] + Uint32(pair * 128), 4)]
 
     @cute.jit
     def _multiply_ring(
-        self, product: Value, weight: Value, ring: Value, rest: Value, leads: Value = None
+        self,
+        operands: Operands,
+        weights: Value,
+        ahead: Value,
+        pipeline: Pipeline,
+        position: Position,
+        loop: Loop,
+        leads: Value = None,
     ) -> Value:
         """As there."""
-        mma, sums, right, left, words = product
-        weights, ahead = weight
-        full, empty, stage, parity, before = ring
-        steps, is_last, lane, _ = rest
-        groups = 4 * self.depth // PIECE * self.tiles
+        mma, sums, right, left, words = operands
+        full, empty = pipeline
+        stage, parity, before = position
+        steps, is_last, lane, _ = loop
+        groups = 4 * self.plan.stage_k_blocks // K_STEPS * self.plan.warp_tiles
         self._expand_shared(words[0], ahead[0], 0)
         for step in cutlass.range(steps, unroll=1):
             following, later = stage + 1, parity
-            if following == self.stages:
+            if following == self.plan.stages:
                 following = Int32(0)
                 later = parity ^ 1
             for g in cutlass.range_constexpr(groups):
-                piece, h = divmod(g, self.tiles)
-                u, start = divmod(piece * PIECE, 4)
+                piece, h = divmod(g, self.plan.warp_tiles)
+                u, start = divmod(piece * K_STEPS, 4)
                 warpgroup.fence()
-                for k in cutlass.range_constexpr(PIECE):
+                for k in cutlass.range_constexpr(K_STEPS):
                     cute.gemm(
                         mma,
                         sums[h],
                         left[g % 2][None, None, k],
-                        right[None, None, start + k, self.depth * stage + u],
+                        right[None, None, start + k, self.plan.stage_k_blocks * stage + u],
                         sums[h],
                     )
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(g == 0):
                     self._release(empty, before, lane)
-                piece, h = divmod((g + 1) % groups, self.tiles)
-                u, start = divmod(piece * PIECE, 4)
+                piece, h = divmod((g + 1) % groups, self.plan.warp_tiles)
+                u, start = divmod(piece * K_STEPS, 4)
                 self._expand_shared(words[(g + 1) % 2], ahead[h], start)
                 # Of the next block of 64 columns, maybe the next stage's.
-                coming = (u + 1) % self.depth
+                coming = (u + 1) % self.plan.stage_k_blocks
                 there = following if coming == 0 else stage
-                fresh = coming * self.tiles % 4 == 0
-                early = start == 0 and h == self.tiles - 1
+                fresh = coming * self.plan.warp_tiles % 4 == 0
+                early = start == 0 and h == self.plan.warp_tiles - 1
                 if cutlass.const_expr(coming == 0 and early):  # noqa: SIM102
                     if not (is_last and step + 1 == steps):
                         ptx.mbarrier_wait(full + Uint32(following * 8), later)
                 if cutlass.const_expr(fresh and early):
                     own = self._own_scales(weights, there, coming)
-                if cutlass.const_expr(fresh and start + PIECE == 4 and h == 0):
+                if cutlass.const_expr(fresh and start + K_STEPS == 4 and h == 0):
                     self._share_scales(weights, own)
-                if cutlass.const_expr(start + PIECE == 4):
+                if cutlass.const_expr(start + K_STEPS == 4):
                     ahead[h] = self._load(weights, there, coming, h)
             before = stage
             stage = following
             parity = later
-        return ahead, stage, parity, before
+        return ahead, Position(stage, parity, before)
 
     def _expand_shared(self, words: Value, loaded: list[Value], start: int) -> None:
         """Left operands of a piece, from that step of 16 columns on."""
-        for k in range(PIECE):
+        for k in range(K_STEPS):
             expanded = dequantized_fragment(loaded[start + k], loaded[4 + start + k])
             for i, word in enumerate(expanded):
                 words[k * 4 + i] = word

@@ -1,6 +1,6 @@
-"""Which kernel a product takes, in which configuration; needs no compiler.
+"""Which kernel an NVFP4 GEMM takes, in which configuration; needs no compiler.
 
-That for few tokens runs on every architecture, that for many is Hopper's alone (``wgmma``).
+The small-M kernels run on every architecture, the large-M kernel on Hopper alone (``wgmma``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
-from dsv4.cute.sm90.many_plan import ManyPlan, many_plan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
 
-Plan = SmallMPlan | ManyPlan
-# The kernel for few tokens is the faster one up to 8, and up to 16 for small matrices.
-_FEW_TOKENS = 8
-_SMALL = 24 << 20  # weights
+Plan = SmallMPlan | WgmmaPlan
+# The small-M kernel is the faster one up to 8 tokens, and up to 16 for small matrices (H200).
+_SMALL_M = 8
+_SMALL_MATRIX = 24 << 20  # weights
 
 
 class Product(NamedTuple):
@@ -28,7 +28,7 @@ class Product(NamedTuple):
         groups: Groups of rows with an input each.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every token has a scale of its own (quantised activations).
-        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
     """
 
     rows: int
@@ -45,18 +45,19 @@ def choose(product: Product, tokens: int, arch: str = HOPPER) -> Plan | None:
 
     A ``SmallMPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
-    few = _few(product, min(tokens, TOKENS))
+    small = _small_m(product, min(tokens, TOKENS))
+    # wgmma is Hopper's alone; elsewhere the small-M kernel multiplies 16 tokens at a time.
     if arch != HOPPER:
-        return few
-    if few is not None and tokens <= (TOKENS if _takes_sixteen(product) else _FEW_TOKENS):
-        return few
-    return _many(product, counted_as(tokens)) or few
+        return small
+    if small is not None and tokens <= (TOKENS if _takes_16_tokens(product) else _SMALL_M):
+        return small
+    return _large_m(product, counted_as(tokens)) or small
 
 
 def counted_as(tokens: int) -> int:
-    """The number of tokens that stands for this one: steps of 16, 64 and 512, at most 8192.
+    """The number of tokens whose configuration this one takes: steps of 16, 64 and 512 up to 8192.
 
-    So that few configurations have to be compiled.
+    Coarse, so that few configurations have to be compiled.
     """
     for most, step in ((256, 16), (1024, 64), (8192, 512)):
         if tokens <= most:
@@ -65,14 +66,14 @@ def counted_as(tokens: int) -> int:
 
 
 def token_counts(most: int) -> list[int]:
-    """Numbers of tokens that stand for all from 1 to ``most``."""
-    stand = {counted_as(tokens) for tokens in range(TOKENS + 1, min(most, 8192) + 1)}
-    return [*range(1, min(most, TOKENS) + 1), *sorted(stand)]
+    """Every ``counted_as`` of 1 to ``most`` tokens, ascending."""
+    counted = {counted_as(tokens) for tokens in range(TOKENS + 1, min(most, 8192) + 1)}
+    return [*range(1, min(most, TOKENS) + 1), *sorted(counted)]
 
 
-def _takes_sixteen(product: Product) -> bool:
-    """Whether few tokens means 16: in small matrices, and where that was measured."""
-    if product.rows * product.columns <= _SMALL:
+def _takes_16_tokens(product: Product) -> bool:
+    """Whether the small-M kernel takes up to 16 tokens: small matrices, and measured ones."""
+    if product.rows * product.columns <= _SMALL_MATRIX:
         return True
     tiles = product.rows // 16
     kind = (product.float32_out, product.row_scaled)
@@ -80,7 +81,7 @@ def _takes_sixteen(product: Product) -> bool:
 
 
 @functools.cache
-def _few(product: Product, tokens: int) -> SmallMPlan | None:
+def _small_m(product: Product, tokens: int) -> SmallMPlan | None:
     tiles = product.rows // 16
     plan = small_m_plan(
         tiles,
@@ -94,8 +95,8 @@ def _few(product: Product, tokens: int) -> SmallMPlan | None:
 
 
 @functools.cache
-def _many(product: Product, tokens: int) -> ManyPlan | None:
-    plan = many_plan(
+def _large_m(product: Product, tokens: int) -> WgmmaPlan | None:
+    plan = wgmma_plan(
         product.rows,
         product.rows // product.groups,
         product.columns,

@@ -1,0 +1,250 @@
+"""Arguments and configurations of the large-M GEMM with FP8 weights; needs no compiler."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cute.runtime.kernel_abi import (
+    Empty,
+    Int32,
+    Int64,
+    KernelAbi,
+    Pointer,
+    TmaDescriptor,
+    TmaSizes,
+)
+from dsv4.cute.sm90.gemm_wgmma_plan import CLUSTERS, SMS, WgmmaPlan
+from dsv4.cute.sm90.plans import Product, counted_as
+
+BLOCK = 128  # rows, and columns, that share a scale
+# Warpgroups, and tokens of a tile: what registers hold. float32 scales take two sets of
+# accumulators, folded ones take one, so their tiles may be wider.
+_SHAPES = (
+    (2, (16, 32, 64, 96, 128, 160)),
+    (4, (16, 32)),
+)
+_FOLDED_SHAPES = (
+    (2, (16, 32, 64, 96, 128, 160, 192, 256)),
+    (4, (16, 32, 64)),
+)
+
+
+class _Costs(NamedTuple):
+    """Fitted cycles of a launch, of a tile, and of a stage in it.
+
+    Attributes:
+        launch: Before the first tile.
+        tile: Of a tile, beside its stages and results.
+        dequantizing: Of a stage's instructions in a warpgroup.
+        multiplying: Of these, and of the tensor cores, for a token.
+        latency: Of a warp's path through a stage.
+        byte: Of a byte through L2, with all SMs at work.
+        exchanged: Of 64 results that go from one CTA to another.
+    """
+
+    launch: float
+    tile: float
+    dequantizing: float
+    multiplying: float
+    latency: float
+    byte: float
+    exchanged: float
+
+
+# By whether scales are folded, and CTAs of an SM; fitted to times on an H200.
+_COSTS = {
+    (False, 1): _Costs(7230, 1420, 337, 3.75, 1040, 0.0122, 35.9),
+    (True, 1): _Costs(6910, 2520, 474, 3.34, 1270, 0.00947, 44.8),
+    (False, 2): _Costs(10600, 36.4, 285, 0.613, 711, 0.0498, 0.17),
+    (True, 2): _Costs(11800, 1590, 247, 0.499, 988, 0.0409, 0.0154),
+}
+_SHALLOW = 1.15  # a stage takes that much longer in a ring of two stages, where copies come late
+_SHARED_OF_TWO = 113 * 1024  # shared memory of each of two CTAs of an SM
+
+
+class Fp8WgmmaTma(NamedTuple):
+    """What the compiler makes of the TMA copies, as in ``WgmmaTma``.
+
+    Attributes:
+        x_tma: Copies 64 columns of the X of a tile.
+        codes_tma: Copies the codes of a stage.
+        x_tensor: X, ``[tokens, groups K]``.
+        codes_tensor: E4M3 codes as pairs, ``[rows, K / 2]``.
+        x_layout: Shared-memory layout of the X of all stages.
+    """
+
+    x_tma: TmaDescriptor
+    codes_tma: TmaDescriptor
+    x_tensor: TmaSizes
+    codes_tensor: TmaSizes
+    x_layout: Empty
+
+
+class Fp8WgmmaArgs(NamedTuple):
+    """Arguments of the large-M GEMM with FP8 weights.
+
+    Attributes:
+        codes: E4M3 codes, ``[rows, K]``; TMA reads them through ``Fp8WgmmaTma.codes_tma``.
+        scales: Block scales, ``[scale_blocks, K / 128]``, float32 or E8M0.
+        x: bfloat16 ``[tokens, groups, K]``; TMA reads it through ``Fp8WgmmaTma.x_tma``.
+        token_scale: float32 ``[tokens, groups]``, 0 if tokens have no scales.
+        out: ``[tokens, rows]``, bfloat16 or float32.
+        tokens: At least 1.
+        token_tiles: Tiles of ``token_block`` tokens.
+        token_span: Token tiles that follow one another before the next block of rows does.
+        k_blocks: K / 64, a multiple of 2 and at least ``2 ctas``.
+        row_tiles: Rows of the weight / 16.
+        row_blocks: Rows of the weight / rows of a CTA, rounded up.
+        group_blocks: Blocks of rows that share an input.
+        token_stride: Elements of X from one token to the next.
+        group_stride: Elements of X from one group to the next.
+        codes_stride: Bytes from one row of codes to the next.
+        groups: Inputs of a token.
+        scale_blocks: Rows of the weight / 128, rounded up.
+    """
+
+    codes: Pointer
+    scales: Pointer
+    x: Pointer
+    token_scale: Pointer
+    out: Pointer
+    tokens: Int32
+    token_tiles: Int32
+    token_span: Int32
+    k_blocks: Int32
+    row_tiles: Int32
+    row_blocks: Int32
+    group_blocks: Int32
+    token_stride: Int64
+    group_stride: Int64
+    codes_stride: Int64
+    groups: Int32
+    scale_blocks: Int32
+
+
+FP8_WGMMA_ABI = KernelAbi(Fp8WgmmaTma, Fp8WgmmaArgs)
+
+
+@dataclass(frozen=True)
+class Fp8WgmmaPlan(WgmmaPlan):
+    """One configuration: ``WgmmaPlan`` with ``stage_k_blocks`` 2, so that a stage has one scale.
+
+    ``row_scaled`` is True: the launch says whether tokens have scales, not the configuration.
+
+    Attributes:
+        folded: Whether scales are E8M0, which operands are multiplied by, else float32.
+        ctas_per_sm: 1 or, of 2 warpgroups and 16 tokens, 2: then CTAs of the next kernel are there
+            when this one ends. 7168 x 3072 with 16 tokens 10.9 us instead of 12.1, but 2048 x 7168
+            10.1 instead of 9.8 (H200).
+    """
+
+    folded: bool = False
+    ctas_per_sm: int = 1
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's class, as ``module:class``."""
+        if self.folded:
+            return "dsv4.cute.sm90.gemm_fp8_wgmma_folded:FoldedFp8WgmmaKernel"
+        return "dsv4.cute.sm90.gemm_fp8_wgmma:Fp8WgmmaKernel"
+
+    @property
+    def scale_item_bytes(self) -> int:
+        """Bytes of a scale."""
+        return 1 if self.folded else 4
+
+    def _stages_beside(self, taken: int) -> int:
+        """As in ``WgmmaPlan``; of half an SM where it has two CTAs."""
+        if self.ctas_per_sm == 1:
+            return super()._stages_beside(taken)
+        left = _SHARED_OF_TWO - 1024 - self.epilogue_bytes - self.other_bytes - taken
+        return left // self.stage_bytes
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of 16 columns that are converted, and then multiplied, at a time."""
+        return 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes of a stage."""
+        return self.rows * BLOCK
+
+
+# Few configurations serve all matrices, and keep what is derived from their fields.
+_configuration = functools.cache(Fp8WgmmaPlan)
+
+
+@functools.cache
+def fp8_plan(product: Product, tokens: int, folded: bool) -> Fp8WgmmaPlan | None:
+    """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
+
+    Args:
+        product: Its columns a multiple of 128; no SwiGLU.
+        tokens: At least 1.
+        folded: As in ``Fp8WgmmaPlan``.
+    """
+    counted = counted_as(tokens)
+    return min(
+        candidates(product, counted, folded),
+        key=lambda plan: estimated_cycles(plan, product, counted),
+        default=None,
+    )
+
+
+def candidates(product: Product, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
+    """Every configuration that can multiply; arguments as in ``fp8_plan``."""
+    group_rows, kind = product.rows // product.groups, (product.float32_out, True)
+    if product.columns % BLOCK or group_rows % 16:
+        return
+    shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
+    for (warpgroups, token_block, resident), blocks in itertools.product(shapes, CLUSTERS):
+        plan = _configuration(
+            token_block, warpgroups, blocks, 2, *kind, folded=folded, ctas_per_sm=resident
+        )
+        whole = product.groups == 1 or group_rows % plan.rows == 0
+        if not whole or product.columns // BLOCK < blocks or token_block > 2 * max(tokens, 16):
+            continue
+        stages = plan.stages * (plan.stage_bytes - 16)
+        if plan.stages >= 2 and (
+            blocks == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages
+        ):
+            yield plan
+
+
+def _shapes(folded: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Warpgroups, and tokens of a tile."""
+    return _FOLDED_SHAPES if folded else _SHAPES
+
+
+def estimated_cycles(plan: Fp8WgmmaPlan, product: Product, tokens: int) -> float:
+    """Cycles of a GEMM: rounds of tiles, each of steps of 128 columns.
+
+    Its constants are fitted to times on an H200; it is there to rank configurations.
+
+    Args:
+        plan: The configuration.
+        product: The GEMM.
+        tokens: M.
+    """
+    costs = _COSTS[plan.folded, plan.ctas_per_sm]
+    tiles = -(-product.rows // plan.rows) * -(-tokens // plan.token_block)
+    rounds = -(-tiles // (CLUSTERS[plan.ctas] * plan.ctas_per_sm))
+    steps = -(-product.columns // BLOCK // plan.ctas)
+    results = plan.token_block * plan.rows / 64
+    active = min(1.0, tiles * plan.ctas / SMS)
+    busy = max(
+        plan.warpgroups * (costs.dequantizing + costs.multiplying * plan.token_block),
+        costs.latency + 0.64 * plan.token_block,
+    )
+    if plan.stages < 3:
+        busy *= _SHALLOW
+    busy += active * costs.byte * (plan.weight_bytes + 2 * plan.x_bytes)
+    tile = costs.tile + 1.33 * results / plan.ctas + steps * busy
+    tile += costs.exchanged * results * (plan.ctas - 1) / plan.ctas
+    cycles = costs.launch + rounds * tile
+    return cycles + 9440 * (rounds - 1) if plan.ctas > 1 else cycles
