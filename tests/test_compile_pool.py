@@ -126,7 +126,7 @@ def test_no_fork_where_there_are_threads():
     """A library that starts a thread when it is imported; the lock of one that is lost is held."""
     code = (
         "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True)"
-        ".start(); from dsv4 import _compile_worker as w; w.main_of_forks([1], []); "
+        ".start(); from dsv4.compilation import worker as w; w.main_of_forks([1], []); "
         "print(1)"
     )
     process = _compile_forks.interpreter(code)
@@ -162,7 +162,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-            from dsv4 import _compile_pool
+            from dsv4.compilation import pool as _compile_pool
             from tests.compile_job_cases import Doubled
             print("begins")
             jobs = [Doubled(i) for i in range(4)]

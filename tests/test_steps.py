@@ -29,7 +29,8 @@ NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SOURCE = """
 import json, sys
 from triton.runtime.jit import JITFunction
-from dsv4 import ModelConfig, _steps, device, dispatch
+from dsv4 import ModelConfig, device, dispatch
+from dsv4.compilation import steps as _steps
 from dsv4.compilation.recipe import Recipe
 from dsv4.triton import _images, _launch, moe
 

@@ -143,7 +143,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from dsv4 import _steps
+from dsv4.compilation import steps as _steps
 from dsv4.debug import compilations
 from dsv4.ops.slots import WindowSlotsArgs
 from dsv4.triton import _launch, slots

@@ -204,7 +204,7 @@ class PagedCache(AtomicSteps):
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Give a row and its pages back; tables on the device change with the next ``prepare``.
+        """Give a row and its pages back.
 
         Raises:
             ValueError: if it is not allocated.
@@ -214,7 +214,7 @@ class PagedCache(AtomicSteps):
         self._live[sequence] = False
 
     def reset(self, sequence: int) -> None:
-        """Forget the tokens of a sequence, as ``free``; the row stays allocated."""
+        """Forget the tokens of a sequence; the row stays allocated."""
         self._check_allocated("reset", sequence)
         self._release(sequence)
         self.lengths[sequence] = 0
@@ -241,7 +241,8 @@ class PagedCache(AtomicSteps):
         self._tokens[sequence] = 0
         self._grown.discard(sequence)
         for table in self._tables.values():
-            table.release(sequence)  # on the device, too, with the next ``prepare``
+            table.release(sequence)
+            table.flush()
 
     def fork(self, source: int) -> int:
         """A new sequence that goes on where ``source`` is, to continue both apart.
