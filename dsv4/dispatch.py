@@ -69,6 +69,7 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
+        reserves_sms: Whether the function takes ``reserve_sms``.
     """
 
     op: str
@@ -78,6 +79,7 @@ class Implementation:
     slower_than_later: str | None = None
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
+    reserves_sms: bool = False
 
     def is_proven(self, call: Call) -> bool:
         """Whether it was seen right on the GPU of a call."""
@@ -146,12 +148,21 @@ def _cute(
     *ops: str,
     slower_than_later: str | None = None,
     proven: frozenset[tuple[int, int]] | None = None,
+    reserves_sms: bool = False,
 ) -> tuple[Implementation, ...]:
     """The same of ``cute.supports``."""
     slower = slower_than_later and f"dsv4.cute.supports:{slower_than_later}"
     check = f"dsv4.cute.supports:{supports}"
     return tuple(
-        Implementation(op, name, f"dsv4.cute.{module}:{op}", check, slower, proven=proven)
+        Implementation(
+            op,
+            name,
+            f"dsv4.cute.{module}:{op}",
+            check,
+            slower,
+            proven=proven,
+            reserves_sms=reserves_sms,
+        )
         for op in ops
     )
 
@@ -168,7 +179,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("dequantize", "dequantize", "dequantize"),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
-    *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER),
+    *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER, reserves_sms=True),
     Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", "dsv4.triton.supports:packed_gemm"),
     Implementation(
         "gemm", "scaled_mm", "dsv4.blas.gemm:gemm", "dsv4.blas.supports:scaled_mm", proven=_NOWHERE
@@ -176,7 +187,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("gemm_fp8", "fp8_gemm", "gemm"),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
-    *_cute("cute", "gemm", "gemm_swiglu", "gemm_swiglu", proven=_ON_HOPPER),
+    *_cute("cute", "gemm", "gemm_swiglu", "gemm_swiglu", proven=_ON_HOPPER, reserves_sms=True),
     Implementation(
         "gemm_swiglu",
         "parts",
@@ -380,19 +391,29 @@ def _warn_unproven(op: str, name: str, capability: tuple[int, int] | None) -> No
     )
 
 
-def run(op: str, args: Any, backend: str = AUTO, out: torch.Tensor | None = None) -> Any:
+def run(
+    op: str,
+    args: Any,
+    backend: str = AUTO,
+    out: torch.Tensor | None = None,
+    reserve_sms: int = 0,
+) -> Any:
     """Run an operator.
 
     Args:
         op: Its name.
         args: Its arguments, see ``Call.args``.
         backend: Name of an implementation, or ``"auto"``.
-        out: Takes the first result, for operators that can be told (``_library.define_out``).
+        out: Takes the first result, for operators with ``_library.define_out``.
+        reserve_sms: SMs to leave to work on other streams; for implementations that can.
     """
     call = Call(op, args, _device(args))
     if _explaining.get():
         raise _Explained(call, requested_backend(backend))
-    implementation = _load(choose(call, backend).target)
+    row = choose(call, backend)
+    implementation = _load(row.target)
+    if reserve_sms and row.reserves_sms:
+        return implementation(args, reserve_sms=reserve_sms)
     return implementation(args) if out is None else implementation(args, out=out)
 
 
