@@ -466,9 +466,10 @@ def _product(
     reserve_sms: int = 0,
 ) -> torch.Tensor:
     activation, common = _quantising(layers)
+    weight = _joined(layers)
     return gemm(
         x,
-        _joined(layers),
+        weight,
         activation=activation,
         input_scale=common,
         out_dtype=out_dtype,
@@ -504,9 +505,10 @@ def joint_swiglu(
         if layer.observer is not None:
             layer.observer.see(x)
             activation, scale = "bf16", None
+    weight = joint.whole()
     return gemm_swiglu(
         x,
-        joint.whole(),
+        weight,
         limit,
         activation=activation,
         input_scale=scale,

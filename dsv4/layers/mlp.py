@@ -51,8 +51,9 @@ class DeepseekV4MLP(nn.Module):
 
     def inner(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
         """``[..., H]`` to ``[..., I]``, what the down projection takes."""
-        layers = self.gate_proj, self.up_proj
-        inner = joint_swiglu(*layers, x, self.limit, reserve_sms=reserve_sms)
+        gate, up = self.gate_proj, self.up_proj
+        inner = joint_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)
         if inner is None:
-            inner = swiglu(joint_linear(layers, x, reserve_sms=reserve_sms), self.limit)
+            gate_up = joint_linear((gate, up), x, reserve_sms=reserve_sms)
+            inner = swiglu(gate_up, self.limit)
         return inner
