@@ -18,7 +18,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     Attributes:
         op: Name of the operator.
         args: The operator's arguments by name, without ``backend``: the ``NamedTuple`` beside its
-            public function, e.g. ``dsv4.ops.gemm.GemmArgs``.
+            public function, e.g. ``dsv4.ops.gemm.GemmArgs``. The first one is a tensor.
         device: Device of the first tensor argument.
     """
 
@@ -333,30 +333,24 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
         NotImplementedError: if the named implementation, or every one, cannot run it; with the
             reasons.
     """
-    requested = requested_backend(backend)
-    rows = implementations(call.op)
-    if requested != AUTO:
-        rows = tuple(row for row in rows if row.name == requested)
-        if not rows:
-            known = ", ".join(row.name for row in implementations(call.op))
-            raise ValueError(
-                f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}"
-            )
-    return _first(rows, call, requested)
+    return _first(call, requested_backend(backend))
 
 
-def _first(rows: Sequence[Implementation], call: Call, requested: str) -> Implementation:
-    """The first row that runs a call.
-
-    Raises:
-        NotImplementedError: with the reason of each, if none does.
-    """
+def _first(call: Call, requested: str) -> Implementation:
+    """The first row that runs a call, of those with the name ``requested``; see ``choose``."""
     reasons = []
-    for row in rows:
-        reason = row.unsupported_reason(call, requested) or _unproven(row, call, requested)
+    for row in implementations(call.op):
+        if requested not in (AUTO, row.name):
+            continue
+        reason = None if row.supports is None else row.unsupported_reason(call, requested)
+        if reason is None and row.proven is not None:
+            reason = _unproven(row, call, requested)
         if reason is None:
             return row
         reasons.append(f"{row.name}: {reason}")
+    if not reasons:
+        known = ", ".join(row.name for row in implementations(call.op))
+        raise ValueError(f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}")
     raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
 
 
@@ -407,10 +401,10 @@ def run(
         out: Takes the first result, for operators with ``_library.define_out``.
         reserve_sms: SMs to leave to work on other streams; for implementations that can.
     """
-    call = Call(op, args, _device(args))
+    call, requested = Call(op, args, args[0].device), requested_backend(backend)
     if _explaining.get():
-        raise _Explained(call, requested_backend(backend))
-    row = choose(call, backend)
+        raise _Explained(call, requested)
+    row = _first(call, requested)
     implementation = _load(row.target)
     if reserve_sms and row.reserves_sms:
         return implementation(args, reserve_sms=reserve_sms)
@@ -425,7 +419,7 @@ def is_free(backend: str) -> bool:
 
 def implementation(op: str, args: Any) -> Callable[..., Any]:
     """What ``"auto"`` gives a call to; ``args`` as in ``Call``."""
-    return _load(choose(Call(op, args, _device(args))).target)
+    return _load(choose(Call(op, args, args[0].device)).target)
 
 
 def wait_of(call: Call) -> str | None:
@@ -440,8 +434,7 @@ def first(op: str, args: Any) -> Any:
 
     For implementations that are made of other operators; ``args`` as in ``Call``.
     """
-    call = Call(op, args, _device(args))
-    return _load(_first(implementations(op), call, AUTO).target)(args)
+    return _load(_first(Call(op, args, args[0].device), AUTO).target)(args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -493,10 +486,3 @@ def _explanation(call: Call, requested: str) -> Explanation:
     )
     wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]
     return Explanation(call.op, requested, wanted[0] if wanted else None, candidates)
-
-
-def _device(args: Sequence[Any]) -> torch.device:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device
-    return torch.device("cpu")

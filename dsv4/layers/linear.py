@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -105,10 +105,16 @@ class Linear(FixedDtypeModule):
             ValueError: if the last axes of ``x`` are not those.
             TypeError: if ``x`` is not floating, or not of a plain weight's dtype.
         """
-        self._check(x, out_dtype)
+        is_plain = self.format is None
+        if (
+            x.shape[-1] != self.in_features
+            or not x.is_floating_point()
+            or (is_plain and out_dtype is None and x.dtype != self.weight.dtype)
+        ):
+            self._refuse(x)
         if self.observer is not None:
             self.observer.see(x)
-        if self.format is None:
+        if is_plain:
             return self._plain(x, out_dtype)
         quantises = self.activation == "nvfp4" and self.observer is None
         return gemm(
@@ -121,7 +127,8 @@ class Linear(FixedDtypeModule):
             reserve_sms=reserve_sms,
         )
 
-    def _check(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    def _refuse(self, x: torch.Tensor) -> NoReturn:
+        """Say why ``x`` does not fit."""
         name = type(self).__name__
         if x.shape[-1] != self.in_features:
             raise ValueError(
@@ -129,10 +136,7 @@ class Linear(FixedDtypeModule):
             )
         if not x.is_floating_point():
             raise TypeError(f"{name}: x has dtype {x.dtype}, wanted a floating type")
-        if self.format is None and out_dtype is None and x.dtype != self.weight.dtype:
-            raise TypeError(
-                f"{name}: x has dtype {x.dtype}, wanted the weight's, {self.weight.dtype}"
-            )
+        raise TypeError(f"{name}: x has dtype {x.dtype}, wanted the weight's, {self.weight.dtype}")
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         if out_dtype is None:

@@ -105,13 +105,14 @@ def _observer() -> Callable[[], bool]:
         least: Any = keys(key.BackendSelect)
         most: Any = least | keys(key.ADInplaceOrView)
         plain = frozenset((least.raw_repr(), most.raw_repr()))
-        include_set = torch._C._dispatch_tls_local_include_set
+        include_set: Any = torch._C._dispatch_tls_local_include_set
+        function_modes = torch._C._len_torch_function_stack
+        profiling = torch.autograd._profiler_enabled
     except AttributeError:
         return lambda: False
 
     def unobserved() -> bool:
-        found: Any = include_set()
-        return found.raw_repr() in plain and not is_watched()
+        return include_set().raw_repr() in plain and not function_modes() and not profiling()
 
     return unobserved
 
@@ -264,7 +265,8 @@ class Operation:
             out: Takes the first result, where ``has_out``.
             reserve_sms: See ``dispatch.run``.
         """
-        self.check_values(args)
+        if self.check is not None:
+            self.check_values(args)
         if self.has_out:
             return self._others(dispatch.run(self.op, args, backend, out=out))
         if reserve_sms:
