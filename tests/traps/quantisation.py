@@ -443,7 +443,8 @@ MUTANTS = (
         "a packed shared expert's limit is divided by its global scale",
         LAYERS + "linear.py",
         "    weight = joint.whole()\n",
-        "    weight = joint.whole()\n    limit = limit and limit / float(joint.global_scale.amax())\n",
+        "    weight = joint.whole()\n"
+        "    limit = limit and limit / float(joint.global_scale.amax())\n",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
