@@ -34,9 +34,9 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
-# For tests._tools.mutants: a failure is wanted, its smallest form is not.
+# For tests._tools.mutants: a failure is expected, its smallest form is not needed.
 settings.register_profile(
-    "traps",
+    "mutants",
     max_examples=25,
     derandomize=True,
     database=None,
@@ -45,7 +45,7 @@ settings.register_profile(
 )
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(_PROFILE)
-# Those that are run most and watch no trap do without what the markers in pyproject.toml name.
+# Those that are run most and watch no mutant do without what the markers in pyproject.toml name.
 _QUICK = _PROFILE in ("dev", "ci")
 
 

@@ -89,5 +89,5 @@ def test_the_formula_of_swizzled_scales() -> None:
 
 def test_every_pitfall_with_a_mutant_is_one() -> None:
     known = set(map(int, re.findall(r"\*\*Pitfall (\d+)\. ", TEXT)))
-    numbers = {int(m.trap.split()[1]) for m in MUTANTS if m.trap.startswith("pitfall ")}
+    numbers = {int(m.topic.split()[1]) for m in MUTANTS if m.topic.startswith("pitfall ")}
     assert numbers <= known

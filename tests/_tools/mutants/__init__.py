@@ -1,7 +1,7 @@
-"""A table of mistakes: every known way of getting the model wrong, as a change of the code.
+"""A table of mutants: every known way of getting the model wrong, as a change of one function.
 
-``python -m tests._tools.mutants [9 ...]`` makes each of them in a copy and watches the named test
-fail. A number is that of a known pitfall (specification, section 15). "HF" are mistakes of the
+``python -m tests._tools.mutants [9 ...]`` applies each of them to a copy and expects the named test
+to fail. A number is that of a known pitfall (specification, section 15). "HF" are mistakes of the
 drop-in for transformers; "files" are mistakes with files that are replaced, or come from elsewhere;
 "load" are mistakes of packing while a checkpoint is read; P1 to P4 are mistakes of plans, tapes and
 launches;

@@ -1,4 +1,4 @@
-"""Make each mistake in a copy of the repository and watch its test."""
+"""Apply each mutant to a copy of the repository and run its test."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from . import MUTANTS, Mutant
+from .mutant import StaleMutantError
 
 ROOT = Path(__file__).resolve().parents[3]
 # Imported once and forked from: importing torch takes longer than most of the tests.
@@ -92,7 +93,7 @@ def _pytest(test: str, copy: Path, report: Path, output: Path) -> None:
     # This module is imported from the original; the tests are those of the copy.
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    os.environ.update(PYTHONPATH=str(copy), HYPOTHESIS_PROFILE="traps")
+    os.environ.update(PYTHONPATH=str(copy), HYPOTHESIS_PROFILE="mutants")
     with output.open("w") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
@@ -118,48 +119,48 @@ def outcome(code: int, report: Path) -> Outcome:
 
 
 def watch(mutant: Mutant, original: Path) -> Outcome:
-    """What the test does when the mistake is made."""
+    """What the test does on a copy with the mutant."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(original, copy)
         file = copy / mutant.file
-        file.write_text(file.read_text().replace(mutant.old, mutant.new))
+        file.write_text(mutant.apply(file.read_text()))
         return run(mutant.test, copy)
 
 
 def problems(chosen: Sequence[Mutant], original: Path, pool: ThreadPoolExecutor) -> list[str]:
-    """What makes the experiment void: texts that are not there once, tests that fail anyway."""
-    found = [
-        f"{m.trap} {m.what}: {m.old!r} does not stand once in {m.file}"
-        for m in chosen
-        if (original / m.file).read_text().count(m.old) != 1
-    ]
+    """What makes the experiment void: mutants that do not apply, tests that fail anyway."""
+    reasons = []
+    for mutant in chosen:
+        try:
+            mutant.apply((original / mutant.file).read_text())
+        except (StaleMutantError, OSError) as error:
+            reasons.append(f"{mutant.topic} {mutant.what}: {error}")
     tests = sorted({m.test for m in chosen})
     for test, result in zip(tests, pool.map(partial(run, copy=original), tests), strict=True):
         if result.code:
             why = ", ".join(result.failures + result.errors)
-            found.append(f"{test} fails on the unbroken code (exit code {result.code}): {why}")
-    return found
+            reasons.append(f"{test} fails on the unbroken code (exit code {result.code}): {why}")
+    return reasons
 
 
-def main(wanted: Sequence[str]) -> int:
-    """Watch the mutants of the wanted pitfalls (``9`` or a name), all by default.
+def main(names: Sequence[str]) -> int:
+    """Run the mutants of the named topics (``9`` is ``pitfall 9``), all by default.
 
     Returns:
         0; or 1 if a mutant survives, that is, if its test still passes, or fails because the mutant
         does not run at all: a survivor is a hole in the tests; or 2 if a name is unknown, a test
-        fails on the unbroken code, or the text that a mutant replaces does not stand exactly once
-        in its file.
+        fails on the unbroken code, or a function no longer has what a mutant replaces in it.
     """
     start = time.monotonic()
-    wanted = [f"pitfall {name}" if name.isdigit() else name for name in wanted]
-    chosen = [m for m in MUTANTS if not wanted or m.trap in wanted]
-    if unknown := set(wanted) - {m.trap for m in chosen}:
+    topics = [f"pitfall {name}" if name.isdigit() else name for name in names]
+    chosen = [m for m in MUTANTS if not topics or m.topic in topics]
+    if unknown := set(topics) - {m.topic for m in chosen}:
         print(f"no mutant for {', '.join(sorted(unknown))}")
         return 2
     os.environ["OMP_NUM_THREADS"] = "1"
     # What is preloaded imports Triton, whose own functions are interpreted only if this is set
-    # by then; the tests say so too late. Mistakes are watched on the CPU.
+    # by then; the tests say so too late. Mutants run on the CPU.
     os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     _FORKS.set_forkserver_preload(_PRELOADED)
     jobs = min(8, os.cpu_count() or 1)
@@ -171,7 +172,7 @@ def main(wanted: Sequence[str]) -> int:
             return 2
         survivors = _watch_all(chosen, original, pool)
     seconds = time.monotonic() - start
-    print(f"{len(chosen) - survivors} of {len(chosen)} mistakes are caught, in {seconds:.0f} s")
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants are killed, in {seconds:.0f} s")
     return int(survivors > 0)
 
 
@@ -182,6 +183,6 @@ def _watch_all(chosen: Sequence[Mutant], original: Path, pool: ThreadPoolExecuto
     results = pool.map(partial(watch, original=original), chosen)
     for mutant, result in zip(chosen, results, strict=True):
         survivors += not result.killed
-        row = (f"{mutant.trap:10}", f"{mutant.what:{width}}", f"{result!s:25}", mutant.test)
+        row = (f"{mutant.topic:10}", f"{mutant.what:{width}}", f"{result!s:25}", mutant.test)
         print(" | ".join(row), flush=True)
     return survivors
