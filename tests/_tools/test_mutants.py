@@ -109,7 +109,7 @@ def test_what_stands_elsewhere_is_not_replaced() -> None:
     for where in ("first", "Shape"):
         with pytest.raises(StaleMutantError, match=f"module:{where} has no 'b = 2'"):
             mutated(where, "b = 2", "b = 3")
-    with pytest.raises(StaleMutantError, match="module.py has no second"):
+    with pytest.raises(StaleMutantError, match=r"module\.py has no second"):
         mutated("second", "f(x)", "g(x)")
 
 

@@ -87,6 +87,19 @@ def test_pitfall_9_against_float64(device, case):
     assert_within_budget(out, truth, budget_of(x, truth, limit, x.dtype))
 
 
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("limit", [10.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pitfall_9_on_both_sides_of_each_bound(device, dtype, limit, layout):
+    """Every gate with every up, so that no bound depends on which examples are drawn."""
+    side = torch.tensor([-8, -2, -1.25, -1, -0.75, 0, 0.75, 1, 1.25, 2, 8], device=device) * limit
+    gate, up = torch.meshgrid(side, side, indexing="ij")
+    x = torch.cat((gate, up), -1).to(dtype)
+    truth = oracle(x, limit)
+    out = swiglu(interleave(x) if layout == "interleaved" else x, limit, layout=layout)
+    assert_within_budget(out, truth, budget_of(x, truth, limit, dtype))
+
+
 def silu(x):
     return x / (1 + math.exp(-x))
 
