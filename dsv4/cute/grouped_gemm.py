@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4._counters import zeros
-from dsv4._nearly import nearly_done
 from dsv4.cute.gemm import packed_matrices
 from dsv4.cute.grouped_problem import Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
@@ -54,9 +52,6 @@ _FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 # Their fields, without the names.
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 _ROW_SCALED = 4
-# Rows up to which launches are noted for a tape, which would not call ``nearly_done`` as early as
-# products of many rows have to. The host launches those faster than the GPU runs them.
-_NOTED = 1024
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,10 +163,9 @@ def _product(
     counters = 0
     prepared = _prepared(*kind, get_ident())
     if prepared.counted:
-        numbers = zeros(len(prepared.launches), x.device)
+        numbers = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
         counters = numbers.data_ptr()
-    elif tokens <= _NOTED:
-        nearly_done()  # before the launches are noted, because it launches others
+    else:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
         return
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
@@ -192,8 +186,6 @@ def _launch_all(
     """
     prepared = _prepared(*kind, get_ident())
     for i, (launch, few) in enumerate(prepared.launches):
-        if i == prepared.fullest:
-            nearly_done()
         if few:  # which reads the weight by itself, and has no counter
             launch(stream, addresses[1:])
         else:
@@ -217,13 +209,10 @@ class _Prepared(NamedTuple):
     Attributes:
         launches: Each with whether it is of the kernel for few rows.
         counted: Whether their blocks count tiles.
-        fullest: Where they do, the launch for experts of about as many rows as the average, behind
-            which there are few tiles; else the first.
     """
 
     launches: tuple[tuple[Launch, bool], ...]
     counted: bool
-    fullest: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -257,9 +246,7 @@ def _prepared(
     )
     few = [isinstance(share.plan, GroupedSmallMPlan) for share in found]
     counted = len(found) > 1 and counts_tiles(experts, tokens)
-    mean = tokens / experts.experts
-    fullest = next(i for i, share in enumerate(found) if share.above < mean)
-    return _Prepared(tuple(zip(launches, few, strict=True)), counted, fullest if counted else 0)
+    return _Prepared(tuple(zip(launches, few, strict=True)), counted)
 
 
 def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:

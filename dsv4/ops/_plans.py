@@ -216,7 +216,8 @@ class PlanCache:
         if arguments is None:
             return function(*args, **kwargs)
         tensors = arguments.tensors(values)
-        if not tensors or not is_worth_it(tensors[0]):
+        # ``planned`` has asked it of a tensor that comes first.
+        if not tensors or (tensors[0] is not values[0] and not is_worth_it(tensors[0])):
             return function(*args, **kwargs)
         key = (
             arguments,
@@ -273,7 +274,13 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or not is_plain_call(kwargs.get("backend", "auto")):
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor) and not is_worth_it(args[0]):
+            return function(*args, **kwargs)
+        if not is_plain_call(kwargs.get("backend", "auto")):
+            return function(*args, **kwargs)
+        if kwargs.get("reserve_sms"):  # a recorder sees registered operators, which have none
             return function(*args, **kwargs)
         return PLANS.call(function, args, kwargs)
 

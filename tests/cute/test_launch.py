@@ -12,9 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4._counters import one_launch_of_zeros
-from dsv4._leaving import leaving
-from dsv4._nearly import nearly_done, when_nearly_done
 from dsv4.cute import gemm, gemm_fp8, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import driver as cuda_driver
@@ -142,7 +139,9 @@ def _kernel_of(plan):
     return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
 
 
-def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=()):
+def launched(
+    driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=(), reserve_sms=0
+):
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, SmallMPlan)
@@ -156,7 +155,7 @@ def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segmen
     out = gemm.gemm(GemmArgs(
         x, codes, block, scale, segments, "nvfp4", "fragments_16x64", "bf16", None, groups,
         torch.bfloat16,
-    ))  # fmt: skip
+    ), reserve_sms)  # fmt: skip
     addresses = [t.data_ptr() for t in (codes, block, scale, x)] + [0, out.data_ptr()]
     return plan, addresses, driver.launches
 
@@ -212,23 +211,22 @@ def test_many_tokens(driver, plan):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("leave", [0, 20, 200])
+@pytest.mark.parametrize("reserve_sms", [0, 20, 200])
 @pytest.mark.parametrize("plan", MANY, ids=repr)
-def test_many_tokens_leave_multiprocessors_to_others(driver, plan, leave):
+def test_many_tokens_reserve_sms(driver, plan, reserve_sms):
     driver.plan = plan
-    with leaving(leave):
-        _, _, [(inside, *_)] = launched(driver, 300)
-    _, _, [(outside, *_)] = launched(driver, 300)
-    assert driver.early == [leave == 0, True]
-    # A block of many takes tiles in turn, a cluster has one.
-    assert inside == (outside if plan.blocks > 1 else max(1, outside - leave))
+    _, _, [(reserving, *_)] = launched(driver, 300, reserve_sms=reserve_sms)
+    _, _, [(whole, *_)] = launched(driver, 300)
+    assert driver.early == [reserve_sms == 0, True]
+    # Single CTAs are persistent, a cluster has one tile.
+    assert reserving == (whole if plan.blocks > 1 else max(1, whole - reserve_sms))
 
 
-def test_few_tokens_leave_nothing(driver):
-    with leaving(20):
-        _, _, [(inside, *_)] = launched(driver, 5)
-    assert driver.launches[0][0] == inside
-    assert driver.early == [True]
+def test_few_tokens_reserve_nothing(driver):
+    _, _, [(reserving, *_)] = launched(driver, 5, reserve_sms=20)
+    _, _, [(whole, *_)] = launched(driver, 5)
+    assert reserving == whole
+    assert driver.early == [True, True]
 
 
 @pytest.mark.parametrize("plan", MANY, ids=repr)
@@ -506,48 +504,6 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
     start = counters.data_ptr()
     assert (counters.dtype, counters.shape) == (torch.int32, (len(launches),))
     assert places == [start + 4 * i for i in range(len(launches))]
-
-
-def test_products_together_have_one_tensor_of_counters(driver, monkeypatch):
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
-    product, x = Grouped(HIDDEN, INNER), torch.empty(300, INNER).bfloat16()
-    held, zeros = [], torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
-    places = []
-    with one_launch_of_zeros():
-        for _ in range(2):
-            launches = product(driver, grouped_gemm.grouped_gemm, x)
-            places += [values["counter"] for *_, values in launches]
-        assert len(held) == 1
-        start, bytes_ = held[0].data_ptr(), held[0].nbytes
-        assert places == [start + 4 * i for i in range(2 * len(launches))]
-        while len(held) == 1:  # more than there are
-            launches = product(driver, grouped_gemm.grouped_gemm, x)
-            places = [values["counter"] for *_, values in launches]
-        assert places[0] == held[1].data_ptr()
-        assert not any(start <= place < start + bytes_ for place in places)
-    product(driver, grouped_gemm.grouped_gemm, x)
-    assert len(held) == 3
-
-
-@pytest.mark.parametrize("tokens", [FEW, 192, 300, 460, 1000])
-def test_what_waits_for_the_end_is_called_before_the_fullest_launch(driver, monkeypatch, tokens):
-    """Once; before the first launch where blocks do not take tiles as they are done."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
-    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
-    called = []
-    with when_nearly_done(lambda: called.append(len(driver.launches))):
-        product(driver, grouped_gemm.grouped_gemm, x)
-        [before] = called
-        nearly_done()
-        product(driver, grouped_gemm.grouped_gemm, x)
-    assert called == [before]
-    if not grouped_gemm_plans.counts_tiles(product.wanted, tokens):
-        assert before == 0
-        return
-    share = product.shares[before]
-    assert share.above < tokens / EXPERTS <= share.most
-    assert before > 0
 
 
 @pytest.mark.parametrize(

@@ -438,17 +438,16 @@ MUTANTS = (
         "pitfall 32",
         "a packed shared expert ignores the clamp",
         LAYERS + "mlp:DeepseekV4MLP.inner",
-        "joint_swiglu(self.gate_proj, self.up_proj, x, self.limit)",
-        "joint_swiglu(self.gate_proj, self.up_proj, x, None)",
+        "joint_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)",
+        "joint_swiglu(gate, up, x, None, reserve_sms=reserve_sms)",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
         "pitfall 32",
         "a packed shared expert's limit is divided by its global scale",
         LAYERS + "linear:joint_swiglu",
-        "gemm_swiglu(x, joint.whole(), limit, activation=activation, input_scale=scale)",
-        "gemm_swiglu(x, joint.whole(), limit / float(joint.global_scale.amax()), "
-        "activation=activation, input_scale=scale)",
+        "weight = joint.whole()",
+        "weight = joint.whole()\nlimit = limit and limit / float(joint.global_scale.amax())",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
