@@ -6,8 +6,8 @@ two files that differ, that only one of them has, and that differ between two ru
 exits with 1 if there are any. To compare two trees, run ``write`` with each tree's folder as
 ``PYTHONPATH`` on the same machine.
 
-``--shapes`` and ``--tokens`` choose the sizes, ``--shard 2/8`` runs every eighth case, so that eight
-processes divide the work. Inputs are drawn on the device from the seed, so both trees see the same.
+``--shapes`` and ``--tokens`` choose the sizes; ``--shard 2/8`` runs every eighth case, so that eight
+processes divide the work. Inputs are drawn on the device from the seed: both trees see the same.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def hashes(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def _module(name: str) -> Any:
     """A module of the bench, wherever this tree has it."""
-    for place in (f"dsv4.bench.{name}", f"dsv4.bench.cases.{name}", f"dsv4.bench.checks.{name}"):
+    for path in (f"dsv4.bench.{name}", f"dsv4.bench.cases.{name}", f"dsv4.bench.checks.{name}"):
         try:
-            return importlib.import_module(place)
+            return importlib.import_module(path)
         except ModuleNotFoundError:
             continue
     raise ModuleNotFoundError(f"dsv4.bench has no module {name!r}")
