@@ -6,8 +6,8 @@ two files that differ, that only one of them has, and that differ between two ru
 exits with 1 if there are any. To compare two trees, run ``write`` with each tree's folder as
 ``PYTHONPATH`` on the same machine.
 
-``--shapes`` and ``--tokens`` choose the sizes; ``--shard 2/8`` runs every eighth case, so that eight
-processes divide the work. Inputs are drawn on the device from the seed: both trees see the same.
+``--shapes`` and ``--tokens`` choose the sizes. ``--shard 2/8`` runs every eighth case, for eight
+processes. Inputs are drawn on the device from the seed, so both trees see the same.
 """
 
 from __future__ import annotations
