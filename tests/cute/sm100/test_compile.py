@@ -6,6 +6,7 @@ pair of values of two fields.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import os
@@ -67,54 +68,80 @@ def check(plan, arch, image, numbers, instructions):
     assert numbers["REG"] * plan.threads <= REGISTER_FILE
     assert image.shared_bytes == plan.shared_bytes <= dense_plan.MOST_SHARED
     assert numbers["SHARED"] <= 1024, "what the system keeps of every block"
-    # A stage: four products of 64 columns with a scale for 16, scales of rows and of tokens.
+    # GEMMs of 64 columns with a scale for 16, copies of scales, all of them of both CTAs of a pair.
     both = ".2CTA" if plan.pair == 2 else ""
-    assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
-    copies = 4 * (1 + plan.scale_tiles)
-    assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
-    # Rows before and after what the kernel before wrote is waited for; tokens; scales likewise.
-    assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") == 3
-    assert begins("UTMALDG.3D") == 3
-    assert count(f"UTMALDG.3D.MULTICAST{both}") == (1 if plan.shared_scales else 0)
-    assert count(f"UTMALDG.3D{both}") == (2 if plan.shared_scales else 3)
-    # The stage and the sums are announced, to both blocks.
-    assert begins("UTCBAR") == 2
-    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.shared_scales else 0)
+    assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") > 0
+    assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") > 0
+    assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") > 0
+    scales, shared = count(f"UTMALDG.3D{both}"), count(f"UTMALDG.3D.MULTICAST{both}")
+    assert begins("UTMALDG.3D") == scales + shared
+    assert bool(shared) == plan.shared_scales
+    # The stage and the sums are announced, to both CTAs.
+    assert count("UTCBAR.2CTA.MULTICAST") == (begins("UTCBAR") if plan.shared_scales else 0)
     # A chunk of 32 tokens of a warp's 32 rows.
-    assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
-    assert begins("UTMACCTL.PF") == 4, "operands' descriptions are asked for early"
+    assert begins("LDTM") == count("LDTM.16dp256bit.x4") > 0
+    assert begins("UTMACCTL.PF"), "operands' descriptions are prefetched"
     assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
     assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
     assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu
-    # Tiles of 8 tokens that a warp stores at a time, of 16 rows each, and the sums of others.
-    tiles = 2 * (dense_plan.CHUNK // 8 if plan.parts == 1 else plan.own_tiles)
-    assert count("LD.E.128") == (plan.parts * tiles if plan.parts > 1 else 0)
+    # Sums of the other parts of K are read by 16 bytes a lane.
+    assert bool(count("LD.E.128")) == (plan.parts > 1)
     if plan.float32_out:
         assert begins("STSM") == begins("STG.E.128") == 0
-        assert begins("STG.E") == tiles * (2 if plan.swiglu else 4)
+        assert begins("STG.E")
     else:
-        assert begins("STG.E.128") == -(-4 * tiles * plan.tile_outputs // 128)
-        assert begins("STSM") == (0 if plan.swiglu else tiles)
+        assert begins("STG.E.128")
+        assert bool(begins("STSM")) == (not plan.swiglu)
+    return counted(instructions)
 
 
-def check_each(wanted, arch, folder, check):
-    """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
-    images = [cubin_cache.compile_image(plan, arch) for plan in wanted]
+COUNTED = ("UTCOMMA", "UTCCP", "UTMALDG", "UTCBAR", "LDTM", "UTMACCTL.PF")
+COUNTED += ("LD.E.128", "LDG.E.128", "STG.E", "STS", "SHFL", "MUFU.EX2")
+
+
+def counted(instructions):
+    """How many instructions there are of each spelling of these."""
+    names = (i.split()[0] for i in instructions)
+    return dict(collections.Counter(name for name in names if name.startswith(COUNTED)))
+
+
+def check_each(plans, arch, folder, check):
+    """Compile and inspect all of a batch, and say which of them ``check`` objects to.
+
+    Returns:
+        What ``check`` returns for each plan, by its name: figures for a snapshot.
+    """
+    images = [cubin_cache.compile_image(plan, arch) for plan in plans]
     listings = instructions_of(images, arch, folder / "code")
-    objections = []
-    for plan, image, instructions in zip(wanted, images, listings, strict=True):
+    failures, figures = [], {}
+    for plan, image, instructions in zip(plans, images, listings, strict=True):
         try:
-            check(plan, arch, image, usage_of(image, folder / "cubin"), instructions)
+            usage = usage_of(image, folder / "cubin")
+            figures[repr(plan)] = check(plan, arch, image, usage, instructions)
         except AssertionError as error:
-            objections.append(f"{plan}: {error}")
-    assert not objections, "\n".join(objections)
+            failures.append(f"{plan}: {error}")
+    assert not failures, "\n".join(failures)
+    return figures
+
+
+def subjects_of(batches):
+    """Names of the configurations that are compiled in every profile."""
+    return [repr(plan) for batch in batches if not batch.marks for plan in batch.values[0]]
+
+
+BATCHES = covering.batches([*plans(1), *plans(2)], 16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", covering.batches([*plans(1), *plans(2)], 16))
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("arch", SPELLED)
-def test_every_configuration(arch, batch, tmp_path):
-    check_each(batch, arch, tmp_path, check)
+def test_every_configuration(arch, batch, tmp_path, snapshots):
+    snapshots.check(arch, check_each(batch, arch, tmp_path, check))
+
+
+@pytest.mark.parametrize("arch", SPELLED)
+def test_figures_are_of_these_configurations(arch, snapshots):
+    snapshots.check_no_others(arch, subjects_of(BATCHES))
 
 
 def test_instructions_and_parameters(tmp_path):
