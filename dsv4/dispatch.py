@@ -91,9 +91,13 @@ class Implementation:
         With ``requested`` ``"auto"`` also why it is not taken though it can: a later row is faster.
         """
         reason = None if self.supports is None else _reason(self.supports)(call)
-        if reason is None and requested == AUTO and self.slower_than_later is not None:
-            return _reason(self.slower_than_later)(call)
-        return reason
+        return self.slower_reason(call, requested) if reason is None else reason
+
+    def slower_reason(self, call: Call, requested: str | None) -> str | None:
+        """Why ``"auto"`` does not take it though it can run a call: a later row is faster."""
+        if requested != AUTO or self.slower_than_later is None:
+            return None
+        return _reason(self.slower_than_later)(call)
 
 
 @dataclass(frozen=True)
@@ -342,7 +346,9 @@ def _first(call: Call, requested: str) -> Implementation:
     for row in implementations(call.op):
         if requested not in (AUTO, row.name):
             continue
-        reason = None if row.supports is None else row.unsupported_reason(call, requested)
+        reason = None if row.supports is None else _reason(row.supports)(call)
+        if reason is None and row.slower_than_later is not None:
+            reason = row.slower_reason(call, requested)
         if reason is None and row.proven is not None:
             reason = _unproven(row, call, requested)
         if reason is None:
@@ -401,7 +407,9 @@ def run(
         out: Takes the first result, for operators with ``_library.define_out``.
         reserve_sms: SMs to leave to work on other streams; for implementations that can.
     """
-    call, requested = Call(op, args, args[0].device), requested_backend(backend)
+    call, requested = Call(op, args, args[0].device), backend
+    if backend == AUTO and (_override.get() != AUTO or _VARIABLE in _ENVIRONMENT):
+        requested = requested_backend()
     if _explaining.get():
         raise _Explained(call, requested)
     row = _first(call, requested)

@@ -299,7 +299,7 @@ def _is_plain(call: _Call) -> bool:
         and streams.shape[0] == 1
         and streams.numel() > 0
         and is_launch_bound(streams.shape[1])
-        and _plans.is_worth_it(streams)
+        and streams.device.type in _plans.PLANNED_DEVICES
         and _plans.is_plain_call("auto")
         and _OPTIONS.issuperset(options)
         and options.get("position_ids") is None

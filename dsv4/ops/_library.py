@@ -306,7 +306,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     """What runs at once where the registered operator would do no more, else that operator."""
-    name, run = operation.name, operation.run_record
+    name, op, check, run = operation.name, operation.op, operation.check, operation.run_record
     OPERATIONS[name] = operation
 
     def body(*flat: Any) -> Any:
@@ -343,6 +343,8 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
                 return through_torch(args, backend, out)
         if out is not None and (out.is_neg() or (grad and out.requires_grad)):
             return through_torch(args, backend, out)
+        if out is None and check is None:
+            return dispatch.run(op, args, backend, None, reserve_sms)
         return run(args, backend, out, reserve_sms)
 
     def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:

@@ -216,7 +216,7 @@ def codes_by_sixteen_bytes(plan, instructions):
 
 MANY_TOKENS = batches(plans(), (WgmmaPlan,))
 FP8_WEIGHTS = batches(plans_of_fp8(), (Fp8WgmmaPlan,))
-EXPERTS = batches(plans_of_experts(), (GroupedPlan,))
+EXPERTS = batches(plans_of_experts(), (GroupedWgmmaPlan,))
 SWIGLU = batches(plans_of_swiglu(), (*FEW, WgmmaPlan))
 
 
