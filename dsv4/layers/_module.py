@@ -210,4 +210,4 @@ def refused_while_packed(tensor: str) -> str:
 
 def hooked(*modules: nn.Module) -> bool:
     """Whether someone watches a module, whose parts then must not be run without it."""
-    return any([m._forward_hooks or m._forward_pre_hooks for m in modules])
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)

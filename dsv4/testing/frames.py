@@ -12,9 +12,7 @@ import dsv4
 
 _PACKAGE = str(Path(dsv4.__file__).parent)
 # Packages of implementations. What these call is part of an implementation, too.
-_IMPLEMENTATIONS = tuple(
-    f"{_PACKAGE}/{name}/" for name in ("reference", "triton", "cute", "blas")
-)
+_IMPLEMENTATIONS = tuple(f"{_PACKAGE}/{name}/" for name in ("reference", "triton", "cute", "blas"))
 
 
 def frames_outside_implementations(call: Callable[[], Any]) -> Counter[str]:

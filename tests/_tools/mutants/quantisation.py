@@ -173,12 +173,10 @@ MUTANTS = (
         "pitfall 28",
         "the largest global scale for a fused matrix",
         LAYERS + "linear:_product",
-        "weight = _joined(layers)\n"
-        "return gemm(x, weight, activation=activation, input_scale=common, out_dtype=out_dtype)",
+        "weight = _joined(layers)",
         "weight = _joined(layers)\n"
         "weight = QuantizedTensor(weight.codes, weight.scales, weight.global_scale.amax(0, "
-        "keepdim=True), weight.format)\n"
-        "return gemm(x, weight, activation=activation, input_scale=common, out_dtype=out_dtype)",
+        "keepdim=True), weight.format)",
         QUANTISED + "test_pitfall_28_fused_parts_keep_their_own_global_scale",
     ),
     Mutant(
