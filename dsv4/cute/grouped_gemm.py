@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4._counters import zeros
-from dsv4._nearly import nearly_done
 from dsv4.cute.gemm import packed_matrices
 from dsv4.cute.grouped_problem import Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
@@ -54,9 +52,6 @@ _ROW_SCALED = 4
 _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs
 _small_m_pointers = GROUPED_SMALL_M_ABI.pointers
 _wgmma_pointers = GROUPED_WGMMA_ABI.pointers
-# Rows up to which launches are noted for a tape, which would not call ``nearly_done`` as early as
-# products of many rows have to. The host launches those faster than the GPU runs them.
-_NOTED = 1024
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,17 +155,14 @@ def _multiply(
     segments, stream = tuple(args.segments), stream_of(device)
     scales = global_scale.shape[-1]
     kind = (problem, tokens, token_stride, segments, scales, limit, offsets_ready, device)
-    counters = 0
     prepared = _prepared(*kind, get_ident())
-    if prepared.counted:
-        numbers = zeros(len(prepared.launches), x.device)
-        counters = numbers.data_ptr()
-    elif tokens <= _NOTED:
-        nearly_done()  # before the launches are noted, because it launches others
+    if not prepared.counted:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
         return
+    # A tape would repeat the launches, but not set the counters to 0.
+    counters = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
-    _launch_all(kind, stream, addresses, counters)
+    _launch_all(kind, stream, addresses, counters.data_ptr())
 
 
 def _launch_all(
@@ -188,8 +180,6 @@ def _launch_all(
     out, offsets, result_scale, out_block_scales, out_row_scale = others
     prepared = _prepared(*kind, get_ident())
     for i, (launch, is_small_m) in enumerate(prepared.launches):
-        if i == prepared.fullest:
-            nearly_done()
         if is_small_m:  # which reads codes and scales without TMA, and has no counter
             pointers = _small_m_pointers(
                 codes=codes,
@@ -238,13 +228,10 @@ class _Prepared(NamedTuple):
         launches: Each with whether it is of the small-M kernel. Plain tuples, because unpacking a
             named one takes 0.1 us more in every launch (CPython 3.11).
         counted: Whether their CTAs take tiles by counters.
-        fullest: With counters, the launch for experts of about as many rows as the average, behind
-            which there are few tiles; else the first.
     """
 
     launches: tuple[tuple[Launch, bool], ...]
     counted: bool
-    fullest: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -305,9 +292,7 @@ def _prepared(
             launch = _wgmma(kernel, ctas, launch_plan, experts, x, i > 0, values)
             launches.append((launch, False))
     counted = len(planned) > 1 and uses_tile_counters(experts, tokens)
-    mean = tokens / experts.experts
-    fullest = next(i for i, launch_plan in enumerate(planned) if launch_plan.above_rows < mean)
-    return _Prepared(tuple(launches), counted, fullest if counted else 0)
+    return _Prepared(tuple(launches), counted)
 
 
 def _small_m(
