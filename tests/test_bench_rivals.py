@@ -1,4 +1,4 @@
-"""Rivals of the bench: found without their libraries, prepared on copies, compiled when asked."""
+"""Baselines of the bench: listed without their libraries, prepared on copies, compiled by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from dsv4 import dispatch, ops
-from dsv4.bench import rivals
-from dsv4.bench.cases import MAKERS, cases
-from dsv4.bench.problem import Draw, Problem
-from dsv4.bench.rivals import (
+from dsv4.bench import baselines
+from dsv4.bench.baselines import (
     _prepare,
     flash_mla,
     inductor,
@@ -25,6 +23,8 @@ from dsv4.bench.rivals import (
     tile_kernels,
     torchao,
 )
+from dsv4.bench.cases import MAKERS, cases
+from dsv4.bench.problem import Draw, Problem
 from dsv4.ops.norm import RmsNormArgs
 
 CPU = torch.device("cpu")
@@ -41,10 +41,10 @@ def _norm(*args: torch.Tensor) -> Problem:
     return Problem(ops.rms_norm, args, {"eps": 1e-6}, lambda *_: pytest.fail("judged"), 0)
 
 
-def test_importing_the_rivals_imports_no_library():
+def test_importing_the_baselines_imports_no_library():
     code = """
 import sys
-import dsv4.bench.rivals
+import dsv4.bench.baselines
 names = ("triton", "liger_kernel", "torchao", "tile_kernels", "tilelang", "torch._inductor")
 names += ("quack", "humming", "cutlass")
 print([name for name in names if name in sys.modules])
@@ -54,45 +54,47 @@ print([name for name in names if name in sys.modules])
     assert done.stdout == "[]\n"
 
 
-def test_rivals_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rivals, "RIVALS", {})
+def test_baselines_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(baselines, "BASELINES", {})
     asked = []
 
     def of(name: str, call):
         return lambda problem: asked.append(name) or call
 
-    rivals.register("rope", "quick")(of("quick", lambda: 1))
-    rivals.register("rope", "unable")(of("unable", None))
-    rivals.register("rope", rivals.SLOW[0])(of("slow", lambda: 2))
+    baselines.register("rope", "quick")(of("quick", lambda: 1))
+    baselines.register("rope", "unable")(of("unable", None))
+    baselines.register("rope", baselines.SLOW[0])(of("slow", lambda: 2))
     problem = _problem("rope")
-    assert {name: call() for name, call in rivals.rivals("rope", problem).items()} == {"quick": 1}
+    assert {
+        name: call() for name, call in baselines.prepare_baselines("rope", problem).items()
+    } == {"quick": 1}
     assert asked == ["quick", "unable"]
-    found = rivals.rivals("rope", problem, ("inductor", "unable", "unknown"))
+    found = baselines.prepare_baselines("rope", problem, ("inductor", "unable", "unknown"))
     assert {name: call() for name, call in found.items()} == {"inductor": 2}
-    assert rivals.rivals("swiglu", problem) == {}
+    assert baselines.prepare_baselines("swiglu", problem) == {}
 
 
 @pytest.mark.parametrize("asked", ["Quick (no norm)", "quick", "QUICK"])
-def test_a_rival_is_named_without_its_note_too(asked: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rivals, "RIVALS", {})
+def test_a_baseline_is_named_without_its_note_too(asked: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(baselines, "BASELINES", {})
     for name in ("Quick (no norm)", "Quick (in place)", "Quicker"):
-        rivals.register("rope", name)(lambda problem: lambda: 1)
-    found = list(rivals.rivals("rope", _problem("rope"), (asked,)))
+        baselines.register("rope", name)(lambda problem: lambda: 1)
+    found = list(baselines.prepare_baselines("rope", _problem("rope"), (asked,)))
     exact = asked == "Quick (no norm)"
     assert found == (["Quick (no norm)"] if exact else ["Quick (no norm)", "Quick (in place)"])
 
 
 @pytest.mark.parametrize("op", sorted(MAKERS))
 def test_without_libraries_and_gpu_only_pytorch_is_left(op: str):
-    found = rivals.rivals(op, _problem(op))
-    assert set(found) == set(plain.RIVALS.get(op, {}))
+    found = baselines.prepare_baselines(op, _problem(op))
+    assert set(found) == set(plain.BASELINES.get(op, {}))
     for call in found.values():
         call()
 
 
 def test_names_do_not_collide():
-    tables = [source.RIVALS for source in (plain, inductor, *LIBRARIES)]
-    for op, known in rivals.RIVALS.items():
+    tables = [source.BASELINES for source in (plain, inductor, *LIBRARIES)]
+    for op, known in baselines.BASELINES.items():
         assert len(known) == sum(len(table.get(op, {})) for table in tables)
         # The command line separates names with commas.
         assert not any("," in name for name in known)
@@ -100,22 +102,22 @@ def test_names_do_not_collide():
 
 @pytest.mark.parametrize("source", LIBRARIES, ids=lambda source: source.__name__.split(".")[-1])
 def test_libraries_take_the_arguments_of_the_schema(source):
-    for op, known in source.RIVALS.items():
-        for rival in known.values():
-            assert list(inspect.signature(rival.prepare).parameters) == ["library", "args"], op
+    for op, known in source.BASELINES.items():
+        for baseline in known.values():
+            assert list(inspect.signature(baseline.prepare).parameters) == ["library", "args"], op
 
 
 def test_a_library_is_asked_on_its_device_alone(monkeypatch: pytest.MonkeyPatch):
     asked = []
     found = SimpleNamespace(double=lambda x: 2 * x)
     monkeypatch.setattr(_prepare, "_imported", lambda name: asked.append(name) or found)
-    rival = _prepare.FromLibrary("library", lambda library, args: lambda: library.double(args.x))
+    baseline = _prepare.FromLibrary("library", lambda library, args: lambda: library.double(args.x))
     x = torch.ones(2, 4)
-    assert rival(_norm(x, None)) is None
+    assert baseline(_norm(x, None)) is None
     assert asked == []
     call = dispatch.Call("rms_norm", RmsNormArgs(x, None, 1e-6), torch.device("cuda"))
     monkeypatch.setattr(_prepare, "captured", lambda problem: call)
-    prepared = rival(_norm(x, None))
+    prepared = baseline(_norm(x, None))
     assert prepared is not None
     assert torch.equal(prepared(), 2 * x)
     assert asked == ["library"]
@@ -123,7 +125,7 @@ def test_a_library_is_asked_on_its_device_alone(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("error", [NotImplementedError, AssertionError, TypeError, ValueError])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_refused_is_no_rival(error: type[Exception], late: bool, caplog):
+def test_what_is_refused_is_no_baseline(error: type[Exception], late: bool, caplog):
     def run():
         raise error("a shape of mine")
 
@@ -157,7 +159,7 @@ def test_arguments_are_captured_with_copies_of_what_changes():
 
 
 def test_products_have_no_compiled_reference():
-    named = {op for op, known in rivals.RIVALS.items() if inductor.NAME in known}
+    named = {op for op, known in baselines.BASELINES.items() if inductor.NAME in known}
     assert named == set(dispatch.operators()) - set(inductor.PRODUCTS)
 
 
@@ -182,12 +184,12 @@ def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
 
 def test_sizes_without_end_are_compiled():
     # Past PyTorch's own limit of 8 a function is compiled no more.
-    rival = inductor.of_reference("aot_eager")
+    baseline = inductor.of_reference("aot_eager")
     for tokens in range(1, 20):
-        assert rival(_norm(torch.randn(tokens, 8), None)) is not None
+        assert baseline(_norm(torch.randn(tokens, 8), None)) is not None
 
 
-def test_what_cannot_be_compiled_is_no_rival():
+def test_what_cannot_be_compiled_is_no_baseline():
     for op in READS_VALUES:
         assert inductor.of_reference("aot_eager")(_problem(op)) is None
 
@@ -211,7 +213,7 @@ def test_equal_sizes_are_compiled_once():
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_inductor_itself():
     problem = _problem("swiglu")
-    found = rivals.rivals("swiglu", problem, ("inductor",))
+    found = baselines.prepare_baselines("swiglu", problem, ("inductor",))
     assert set(found) == {"inductor"}
     torch.testing.assert_close(found["inductor"](), problem.run("reference")[0])
 
@@ -232,7 +234,7 @@ def _multiplier(log: list, wrong: float = 0.0):
     return packed._checked(make)
 
 
-def test_packed_rivals_get_the_weight_once_in_rows_with_one_scale():
+def test_packed_baselines_get_the_weight_once_in_rows_with_one_scale():
     log: list = []
     prepare, library = _multiplier(log), SimpleNamespace(__name__="fake")
     for tokens in (5, 9, 3):
@@ -245,7 +247,7 @@ def test_packed_rivals_get_the_weight_once_in_rows_with_one_scale():
     torch.testing.assert_close(weight.global_scale, problem.args[1].global_scale[:1])
 
 
-def test_a_wrong_packed_rival_is_left_out(caplog):
+def test_a_wrong_packed_baseline_is_left_out(caplog):
     prepare, library = _multiplier([], wrong=0.05), SimpleNamespace(__name__="other")
     args = _prepare.captured(_case("q_a+kv")).args
     assert _prepare.attempt(lambda: prepare(library, args), "") is None
@@ -254,7 +256,7 @@ def test_a_wrong_packed_rival_is_left_out(caplog):
 
 
 @pytest.mark.parametrize("name", ["q_a+kv w4a4", "o_a", "q_b fp8"])
-def test_packed_rivals_refuse_what_they_do_not_do(name: str):
+def test_packed_baselines_refuse_what_they_do_not_do(name: str):
     prepare, library = _multiplier([]), SimpleNamespace(__name__="fake")
     with pytest.raises(ValueError, match=r"to torch\.bfloat16"):
         prepare(library, _prepare.captured(_case(name)).args)

@@ -164,7 +164,7 @@ def _baselines(to: argparse.ArgumentParser, example: str) -> None:
     to.add_argument(
         "--baselines",
         "--rivals",
-        dest="rivals",
+        dest="baselines",
         type=lambda text: () if text == "none" else tuple(text.split(",")),
         metavar="NAMES",
         help=f"what to time for comparison, comma-separated, or none; e.g. {example} "
@@ -179,7 +179,8 @@ def _rest(to: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SECONDS",
         help="time everything, baselines too, once more with so much rest before each timed run, "
-        "in rows named 'rested' (a GPU at its power limit has a lower clock without); 0.06, say",
+        "in rows named 'cooled' (a GPU at its power limit has a lower clock without); "
+        "0.06, say",
     )
 
 

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench import environment, main_job, report, results, rivals, tables, verdict
+from dsv4.bench import baselines, environment, report, results, tables, verdict
 from dsv4.bench.arguments import parser
-from dsv4.bench.cases import MAKERS, PRESETS, cases, operators, own_gemm
+from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
+from dsv4.bench.cases.gemm import own_gemm
 from dsv4.bench.measure import Options, attempt
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
+from dsv4.bench.suites import main_job
 from dsv4.bench.verdict import Check
 
 ATTENTION = ("attention", "indexer", "attention_layer")
@@ -66,9 +68,9 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
     device = _device(options)
     repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 5)
     check, seed = getattr(options, "check", True), getattr(options, "seed", 0)
-    rivals = getattr(options, "rivals", None)
+    named = getattr(options, "baselines", None)
     rest = getattr(options, "rest", 0.0)
-    return Options(device, backend, check, repeat, seed, rivals, rest)
+    return Options(device, backend, check, repeat, seed, named, rest)
 
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
@@ -101,15 +103,16 @@ def _cases(options: argparse.Namespace, op: str, preset: str, tokens: int) -> li
 
 def _check_baselines(options: argparse.Namespace, ops: Sequence[str]) -> None:
     """Refuse names of baselines that none of the operators has."""
-    known = [name for op in ops for one in operators(op) for name in rivals.RIVALS.get(one, {})]
-    rivals.check_names(options.rivals, known)
+    called = [name for op in ops for name in operators(op)]
+    known = [name for op in called for name in baselines.BASELINES.get(op, {})]
+    baselines.check_names(options.baselines, known)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.rest and (options.check or any(name in ATTENTION for name in options.ops)):
         raise UsageError(f"--rest is for operators, not for --check and {', '.join(ATTENTION)}")
     if options.check:
-        if options.n or options.k or options.rivals is not None:
+        if options.n or options.k or options.baselines is not None:
             raise UsageError("--check has sizes of its own and no --n, --k and --baselines")
         return _validate(options)
     options.check = options.check is None
@@ -134,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _attention(options: argparse.Namespace) -> int:
-    from dsv4.bench import attention
+    from dsv4.bench.suites import attention
 
     if len(options.ops) > 1 or "," in options.backend:
         raise UsageError(f"{', '.join(ATTENTION)}: wanted one at a time, by one backend")
@@ -164,15 +167,15 @@ def _check_group_baselines(options: argparse.Namespace, group: str) -> None:
     if group in _OPERATORS:
         _check_baselines(options, [_OPERATORS[group]])
         return
-    from dsv4.bench.rivals import inductor, transformers_attention
+    from dsv4.bench.baselines import inductor, transformers_attention
 
     known = (transformers_attention.EAGER, transformers_attention.COMPILED, inductor.NAME)
-    rivals.check_names(options.rivals, known)
+    baselines.check_names(options.baselines, known)
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from dsv4.bench import validate
-    from dsv4.bench.validate_kernel import Request
+    from dsv4.bench.validate import command as validate
+    from dsv4.bench.validate.kernel import Request
 
     if options.ops != ["gemm"]:
         raise UsageError("--check validates gemm: run gemm --check")
@@ -245,6 +248,8 @@ def _finish(
         print("\n".join([*lines, *report.wrong(rows)]))
     else:
         report.table(rows)
+    if any(row.timer == "clock" for row in rows):
+        print(environment.WITHOUT_GPU)
     print()
     written = []
     if hasattr(options, "json"):
@@ -276,14 +281,14 @@ def _list(options: argparse.Namespace) -> int:
     body = []
     for op in MAKERS:
         names = [case.name for case in cases(op, "tiny", 1) if case.name]
-        every = [row.name for one in operators(op) for row in dispatch.implementations(one)]
+        every = [row.name for name in operators(op) for row in dispatch.implementations(name)]
         body.append((op, ", ".join(dict.fromkeys(every)), ", ".join(names)))
     print("\n".join(tables.plain(("operator", "implementations", "cases"), body)))
     return OK
 
 
 def _layer(options: argparse.Namespace) -> int:
-    from dsv4.bench import layer
+    from dsv4.bench.suites import layer
 
     device = _device(options)
     if device.type != "cuda":
@@ -303,7 +308,7 @@ def _layer(options: argparse.Namespace) -> int:
 
 
 def _moe(options: argparse.Namespace) -> int:
-    from dsv4.bench import moe
+    from dsv4.bench.suites import moe
 
     header = _print_header(options)
     found: moe.Found = {}
@@ -324,8 +329,8 @@ def _moe(options: argparse.Namespace) -> int:
 
 
 def _model(options: argparse.Namespace) -> int:
-    from dsv4.bench.model import command
-    from dsv4.bench.model.document import ModelResults
+    from dsv4.bench.suites.model import command
+    from dsv4.bench.suites.model.document import ModelResults
 
     device = _device(options)
     found = ModelResults()

@@ -1,4 +1,4 @@
-"""The machine: names, versions, and the rates that floors are computed from."""
+"""The machine: names, versions, and the rates that roofline bounds are computed from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import dsv4
 from dsv4.bench import timing
 
+WITHOUT_GPU = "no GPU: times are of the reference implementation on the CPU, not of any kernel"
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors")
 
 
@@ -40,7 +41,7 @@ class Rates:
     bf16_tflops: float
     node_us: float = 0.0
 
-    def floor_us(self, nbytes: int, flops: int) -> float:
+    def bound_us(self, nbytes: int, flops: int) -> float:
         """Time below which no implementation can be: moving the bytes, or doing the arithmetic."""
         return max(nbytes / (self.read_tbs * 1e6), flops / (self.bf16_tflops * 1e6))
 
@@ -171,4 +172,6 @@ def lines(header: dict[str, object]) -> list[str]:
         f"read {header['read_tbs']:.3g} TB/s, bf16 product {header['bf16_tflops']:.3g} TFLOP/s, "
         f"empty graph node {header['node_us']:.2f} us",
     ]
+    if header["driver"] == "none":
+        described.append(f"note      {WITHOUT_GPU}")
     return [part for line in described for part in textwrap.wrap(line, 120, subsequent_indent=_IN)]

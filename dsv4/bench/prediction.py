@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsv4.bench.cases import PRESETS, matrices
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.cases.gemm import matrices
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.plans import Product, choose
 
@@ -99,7 +100,7 @@ class Prediction(NamedTuple):
         tiles: All of them.
         waves: Rounds of tiles.
         us: Predicted.
-        floor_us: Bytes at the memory's rate or operations at the tensor cores'.
+        bound_us: Bytes at the memory's rate or operations at the tensor cores'.
         bound: ``"memory"``, ``"tensor"``, ``"expansion"`` or ``"level 2"``.
     """
 
@@ -109,7 +110,7 @@ class Prediction(NamedTuple):
     tiles: int
     waves: int
     us: float
-    floor_us: float
+    bound_us: float
     bound: str
 
 
@@ -155,9 +156,10 @@ def predict(machine: Machine, shape: Shape, tile: Tile, *, launches: int = 1) ->
     memory = moved / (1e6 * machine.read_tbs)
     launch = machine.few_launch_us if tile.few else machine.launch_us
     us = launches * launch + max(busy, memory)
-    floor = max((weights + x + out) / machine.read_tbs, flops / machine.tflops[tile.element]) / 1e6
+    needed = weights + x + out
+    bound_us = max(needed / machine.read_tbs, flops / machine.tflops[tile.element]) / 1e6
     bound = "memory" if memory >= busy else step
-    return Prediction(round(weights + x + out), flops, tile, tiles, waves, us, floor, bound)
+    return Prediction(round(needed), flops, tile, tiles, waves, us, bound_us, bound)
 
 
 def of_plan(plan: Any) -> Tile:
@@ -265,7 +267,7 @@ def _line(name: str, shape: Shape, found: Prediction, few: Prediction | None) ->
         found.tiles,
         found.waves,
         found.tile.depth,
-        f"{found.floor_us:.1f}",
+        f"{found.bound_us:.1f}",
         f"{found.us:.1f}",
         found.bound,
         "-" if few is None else f"{few.us:.1f}",
@@ -305,8 +307,8 @@ def markdown() -> str:
     for preset in ("pro", "flash"):
         lines += ["", f"## {preset.capitalize()}", ""]
         lines.append(
-            "| matrix | tokens | MB | GFLOP | tile | tiles | waves | depth | floor us | us | bound "
-            "| few us |"
+            "| matrix | tokens | MB | GFLOP | tile | tiles | waves | depth | roofline us | us "
+            "| bound | few us |"
         )
         lines.append("|---|" + "---:|" * 3 + "---|" + "---:|" * 5 + "---|---:|")
         for name, shape in shapes(preset):

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "bench",
         "an unknown baseline is ignored",
-        BENCH + "rivals/__init__.py",
+        BENCH + "baselines/__init__.py",
         "        if not any(is_among(name, (asked,)) for name in known):",
         "        if not known:",
         COMMANDS + "TestBaselines::test_unknown_names_are_errors",
