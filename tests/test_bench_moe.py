@@ -178,9 +178,9 @@ def test_the_bound_counts_what_has_to_be_moved(layer):
     assert found["pair"] == tuple(map(sum, zip(found["gate_up"], found["down"], strict=True)))
     assert found["block"][1] == found["pair"][1]
     assert found["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
-    ids, places, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * 9
-    assert found["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + places + offsets, 0)
-    assert found["combine"] == (2 * h * (rows + 2 * tokens) + places + offsets, 0)
+    ids, positions, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * 9
+    assert found["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + positions + offsets, 0)
+    assert found["combine"] == (2 * h * (rows + 2 * tokens) + positions + offsets, 0)
     assert found["around"] == (found["sort"][0] + found["combine"][0], 0)
 
 
@@ -259,11 +259,11 @@ def test_a_wrong_sort_has_no_time(layer, monkeypatch, name):
     right = moe_parts.sort
 
     def moved(*args):
-        rows, row_weight, offsets, places = right(*args)
+        rows, row_weight, offsets, positions = right(*args)
         wrong = {
-            "the sorted rows": (rows.flip(0), row_weight, offsets, places),
-            "their weights": (rows, row_weight.flip(0), offsets, places),
-            "places": (rows, row_weight, offsets, places.roll(1, 0)),
+            "the sorted rows": (rows.flip(0), row_weight, offsets, positions),
+            "their weights": (rows, row_weight.flip(0), offsets, positions),
+            "places": (rows, row_weight, offsets, positions.roll(1, 0)),
         }
         return wrong[name]
 

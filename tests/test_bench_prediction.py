@@ -32,7 +32,7 @@ def test_errors(files, median, worst):
 
 
 @pytest.mark.parametrize(
-    "name", ["launch_us", "few_launch_us", "tile_cycles", "shared_cycles", "l2_bytes"]
+    "name", ["launch_us", "small_m_launch_us", "tile_cycles", "shared_cycles", "l2_bytes"]
 )
 def test_the_fitted_numbers_are_the_best(name):
     best = prediction.loss(H200)
@@ -67,14 +67,14 @@ def test_what_bounds_a_product():
     assert one.us == pytest.approx(one.bytes / (machine.read_tbs * 1e6))
     narrow = dataclasses.replace(machine, l2_bytes=10.0)
     alone, pair = (predict(narrow, wide, tile._replace(pair=pair)) for pair in (False, True))
-    assert alone.bound == pair.bound == "level 2"
+    assert alone.bound == pair.bound == "L2"
     assert pair.us < alone.us
 
 
 @pytest.mark.parametrize("preset", ["pro", "flash"])
 def test_a_b200_is_never_below_its_bound(preset):
     for _, shape in prediction.shapes(preset):
-        found, few = block_scaled(B200, shape), prediction.few_on_blackwell(B200, shape)
+        found, small_m = block_scaled(B200, shape), prediction.small_m_on_blackwell(B200, shape)
         assert found.us >= found.bound_us + B200.launch_us - 1e-9
-        assert (few is None) == (shape.tokens > 64)
-        assert few is None or few.us >= few.bound_us
+        assert (small_m is None) == (shape.tokens > 64)
+        assert small_m is None or small_m.us >= small_m.bound_us

@@ -352,7 +352,7 @@ class TestMainJob:
         logits = torch.ones(1, 2, 3)
         assert main_job._agree("x", [1, 2], [1, 2], logits, logits).passed
         tokens = main_job._agree("x", [1, 3], [1, 2], logits, logits)
-        assert (tokens.passed, tokens.found) == (False, "1 of 2 tokens differ, logits 0.0e+00 off")
+        assert (tokens.passed, tokens.detail) == (False, "1 of 2 tokens differ, logits 0.0e+00 off")
         assert not main_job._agree("x", [1], [1, 2], logits, logits).passed
         assert not main_job._agree("x", [1], [1], logits * 1.001, logits).passed
         assert capsys.readouterr().out.count("WRONG") == 3

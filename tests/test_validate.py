@@ -77,7 +77,7 @@ def test_the_report(capsys):
         assert [word for word in line if word.endswith(":")] == ["1:", "17:"]
     assert any(line.startswith("not run: cute: ") for line in lines)
     assert any(line.startswith("not run: scaled_mm: ") for line in lines)
-    assert lines[-1] == "PASSED: 4 kernels passed; 52 products compared"
+    assert lines[-1] == "PASSED: 4 kernels passed; 52 GEMMs compared"
 
 
 def test_the_report_as_json(tmp_path, capsys):

@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    wanted = getattr(options, "device", None)
-    if wanted is None:
+    name = getattr(options, "device", None)
+    if name is None:
         return environment.default_device()
-    if wanted.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {wanted!r}, wanted cpu, cuda or cuda:<number>")
-    device = torch.device(wanted)
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {name!r}, wanted cpu, cuda or cuda:<number>")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device is {wanted!r}, found {torch.cuda.device_count()} CUDA devices")
+        raise UsageError(f"--device is {name!r}, found {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -75,17 +75,17 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     """Each case at all token counts before the next: they share weights, which are kept."""
-    found = []
+    candidates = []
     for op in ops:
         for preset in options.shapes.split(","):
             by_tokens = [_cases(options, op, preset, tokens) for tokens in options.tokens]
-            found += [case for same in zip(*by_tokens, strict=True) for case in same]
+            candidates += [case for same in zip(*by_tokens, strict=True) for case in same]
     patterns = getattr(options, "cases", None)
     if patterns is None:
-        return found
-    chosen = [case for case in found if any(fnmatchcase(case.name, p) for p in patterns)]
+        return candidates
+    chosen = [case for case in candidates if any(fnmatchcase(case.name, p) for p in patterns)]
     if not chosen:
-        names = ", ".join(dict.fromkeys(case.name for case in found if case.name))
+        names = ", ".join(dict.fromkeys(case.name for case in candidates if case.name))
         raise UsageError(f"--cases matches none of {names or 'these operators, which have one'}")
     return chosen
 
@@ -124,14 +124,14 @@ def _run(options: argparse.Namespace) -> int:
     header = _print_header(options)
     backends = options.backend.split(",")
     rates = environment.rates(_device(options))
-    wanted = [(case, backend) for case in chosen for backend in backends]
+    runs = [(case, backend) for case in chosen for backend in backends]
     rows: list[Row] = []
     try:
-        for case, backend in wanted:
+        for case, backend in runs:
             timed = _measuring(options, backend).conditions()
-            rows += [attempt(case, each, rates) for each in timed]
+            rows += [attempt(case, condition, rates) for condition in timed]
     except KeyboardInterrupt:
-        stopped = f"interrupted after {len(rows)} of {len(wanted)} rows"
+        stopped = f"interrupted after {len(rows)} of {len(runs)} rows"
         return _finish(options, header, rows, stopped=stopped) or INTERRUPTED
     return _finish(options, header, rows)
 
@@ -145,9 +145,9 @@ def _attention(options: argparse.Namespace) -> int:
         raise UsageError("--n and --k are for gemm alone")
     (group,), device = options.ops, _device(options)
     _check_group_baselines(options, group)
-    gpu, given = device.type == "cuda", options.arguments
-    shapes = options.shapes if _names(given, "--shapes") or not gpu else "flash,pro"
-    tokens = options.tokens if _names(given, "--tokens") else attention.usual_tokens(group, gpu)
+    gpu, arguments = device.type == "cuda", options.arguments
+    shapes = options.shapes if _names(arguments, "--shapes") or not gpu else "flash,pro"
+    tokens = options.tokens if _names(arguments, "--tokens") else attention.usual_tokens(group, gpu)
     measuring = _measuring(options, options.backend)
     rows: list[Row] = []
     header, stopped = _print_header(options), ""
@@ -185,9 +185,9 @@ def _validate(options: argparse.Namespace) -> int:
         raise UsageError(f"--json is {options.json!r}, wanted a file for --check")
     device = _device(options)
     usual = ("flash,pro", validate.TOKENS) if device.type == "cuda" else ("tiny", [1, 17])
-    given = options.arguments
-    shapes = options.shapes if _names(given, "--shapes") else usual[0]
-    tokens = options.tokens if _names(given, "--tokens") else usual[1]
+    arguments = options.arguments
+    shapes = options.shapes if _names(arguments, "--shapes") else usual[0]
+    tokens = options.tokens if _names(arguments, "--tokens") else usual[1]
     patterns = options.cases or ["*"]
     if not any(fnmatchcase(name, pattern) for name in validate.NAMES for pattern in patterns):
         raise UsageError(f"--cases matches none of {', '.join(validate.NAMES)}")
@@ -201,12 +201,12 @@ def _validate(options: argparse.Namespace) -> int:
         getattr(options, "seed", 0),
         options.backend.split(","),
     )
-    found = validate.run(shapes.split(","), request)
-    print("\n".join(found.lines()))
+    validation = validate.run(shapes.split(","), request)
+    print("\n".join(validation.lines()))
     if hasattr(options, "json"):
-        print(f"wrote {validate.write_json(options.json, found, header)}")
-    print(found.verdict(), flush=True)
-    return WRONG if found.wrong or not found.kernels else OK
+        print(f"wrote {validate.write_json(options.json, validation, header)}")
+    print(validation.verdict(), flush=True)
+    return WRONG if validation.wrong or not validation.kernels else OK
 
 
 def _names(arguments: Sequence[str], option: str) -> bool:
@@ -311,21 +311,21 @@ def _moe(options: argparse.Namespace) -> int:
     from dsv4.bench.suites import moe
 
     header = _print_header(options)
-    found: moe.Found = {}
+    points: moe.Measured = {}
     failed, stopped = OK, ""
     try:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
-        wanted = options.shapes.split(","), options.routings, options.tokens or usual
-        moe.run(*wanted, _measuring(options), environment.rates(_device(options)), found)
+        selection = options.shapes.split(","), options.routings, options.tokens or usual
+        moe.run(*selection, _measuring(options), environment.rates(_device(options)), points)
     except KeyboardInterrupt:
-        failed, stopped = INTERRUPTED, f"interrupted after {len(found)} points"
+        failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:
         raise
     except Exception:  # whatever it is, what was measured until then is kept
-        failed, stopped = IMPOSSIBLE, f"error after {len(found)} points"
+        failed, stopped = IMPOSSIBLE, f"error after {len(points)} points"
         traceback.print_exc()
-    rows = [row for parts in found.values() for row in parts.values()]
-    return _finish(options, header, rows, moe.lines(found), stopped) or failed
+    rows = [row for parts in points.values() for row in parts.values()]
+    return _finish(options, header, rows, moe.lines(points), stopped) or failed
 
 
 def _model(options: argparse.Namespace) -> int:
@@ -333,13 +333,13 @@ def _model(options: argparse.Namespace) -> int:
     from dsv4.bench.suites.model.document import ModelResults
 
     device = _device(options)
-    found = ModelResults()
-    found.start.process_s = command.seconds_since_process_start()
+    measured = ModelResults()
+    measured.start.process_s = command.seconds_since_process_start()
     request = command.prepare(options, device)
     header = _print_header(options)
-    command.measure(request, environment.rates(device), found)
-    good = command.finish(options, request, header, found)
-    if found.stopped:
+    command.measure(request, environment.rates(device), measured)
+    good = command.finish(options, request, header, measured)
+    if measured.stopped:
         return INTERRUPTED
     return OK if good else WRONG
 
@@ -352,11 +352,11 @@ def _env(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     for case in _chosen(options, [options.op]):
         problem = case.build(Draw(0, _device(options)))
-        found = dispatch.explain(
+        explanation = dispatch.explain(
             problem.function, *problem.args, **problem.kwargs, backend=options.backend
         )
         row = Row(case.op, case.name, case.shape, case.tokens, "")
-        print(f"{verdict.where(row)}\n{dataclasses.replace(found, op=case.op)}\n")
+        print(f"{verdict.where(row)}\n{dataclasses.replace(explanation, op=case.op)}\n")
     return OK
 
 
@@ -364,9 +364,9 @@ def _compare(options: argparse.Namespace) -> int:
     from dsv4.bench.compare import Comparison
 
     files = results.read_json(options.a), results.read_json(options.b)
-    found = Comparison(*files, options.threshold)
-    print("\n".join(found.lines()), flush=True)
-    return WRONG if found.failed() else OK
+    comparison = Comparison(*files, options.threshold)
+    print("\n".join(comparison.lines()), flush=True)
+    return WRONG if comparison.failed() else OK
 
 
 _COMMANDS = {

@@ -110,13 +110,18 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
 
 
 def _choice(problem: Problem, backend: str) -> tuple[str, str]:
-    found = dispatch.explain(problem.function, *problem.args, **problem.kwargs, backend=backend)
-    known = [name for name, _ in found.candidates]
-    if found.requested not in (dispatch.AUTO, *known):
-        raise UsageError(f"{found.op} has no backend {found.requested!r}, only {', '.join(known)}")
-    if found.chosen is None:
-        raise UsageError(f"{found.op}: {found.reason}")
-    return found.chosen, found.reason
+    explanation = dispatch.explain(
+        problem.function, *problem.args, **problem.kwargs, backend=backend
+    )
+    known = [name for name, _ in explanation.candidates]
+    if explanation.requested not in (dispatch.AUTO, *known):
+        listed = ", ".join(known)
+        raise UsageError(
+            f"{explanation.op} has no backend {explanation.requested!r}, only {listed}"
+        )
+    if explanation.chosen is None:
+        raise UsageError(f"{explanation.op}: {explanation.reason}")
+    return explanation.chosen, explanation.reason
 
 
 def _writes(problem: Problem) -> int:
@@ -131,9 +136,9 @@ def verify(problem: Problem, backend: str) -> Verdict:
     actual = tested.run(backend)
     judged = dataclasses.replace(problem, backend=backend)
     if problem.of_tokens:
-        some = chosen(actual[0].shape[0]).to(actual[0].device)
-        judged, oracle = judged.only(some), problem.only(some).widened()
-        actual = (actual[0][some],)
+        sample = chosen(actual[0].shape[0]).to(actual[0].device)
+        judged, oracle = judged.only(sample), problem.only(sample).widened()
+        actual = (actual[0][sample],)
     return problem.judge(judged, actual, oracle.run("reference"))
 
 
@@ -145,7 +150,7 @@ def chosen(tokens: int) -> torch.Tensor:
 def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     problems = [problem, *_copies(case, options, problem)]
     taken = timing.measure(
-        [_call(each, options.backend) for each in problems],
+        [_call(copied, options.backend) for copied in problems],
         options.device,
         options.repeat,
         options.rest,
@@ -156,7 +161,7 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     op = dispatch.arguments(problem.function, *problem.args, **problem.kwargs).op
     able = prepare_baselines(op, problem, options.baselines, refused)
     # Who cannot do the first is not asked again: a compiler takes seconds to say so each time.
-    others = [prepare_baselines(op, each, tuple(able)) for each in problems[1:]]
+    others = [prepare_baselines(op, copied, tuple(able)) for copied in problems[1:]]
     for name, call in able.items():
         if not all(name in calls for calls in others):
             continue  # it did not fit the memory as often as the problem does

@@ -58,11 +58,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
     reasons = dict.fromkeys(dict.fromkeys(short(row.reason, REASON) for row in rows), 0)
     reasons = {reason: i + 1 for i, reason in enumerate(reasons)}
     body = [(label(row), (*_numbers(row), str(reasons[short(row.reason, REASON)]))) for row in rows]
-    found = labelled((_LABEL, *_NUMBERS, "why"), body)
+    text = labelled((_LABEL, *_NUMBERS, "why"), body)
     if any(reasons):
-        found += ["", "why this implementation runs (`explain OP` has the whole reason):"]
-        found += [f"{i:>3}  {reason}" for reason, i in reasons.items()]
-    return [*found, *baseline_table(rows), *notes(rows)]
+        text += ["", "why this implementation runs (`explain OP` has the whole reason):"]
+        text += [f"{i:>3}  {reason}" for reason, i in reasons.items()]
+    return [*text, *baseline_table(rows), *notes(rows)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -100,11 +100,11 @@ def table(rows: Sequence[Row], stream: TextIO | None = None) -> None:
 
 def wrong(rows: Sequence[Row]) -> list[str]:
     """The checks that failed, each with all that was found."""
-    found = []
+    text = []
     for row in rows:
         if row.match is False:
-            found += wrapped(f"WRONG {where(row)}: {row.message}")
-    return found
+            text += wrapped(f"WRONG {where(row)}: {row.message}")
+    return text
 
 
 def _rich(text: Sequence[str], stream: TextIO) -> None:
@@ -139,8 +139,8 @@ def write_csv(path: str, rows: Sequence[Row]) -> Path:
                 " ".join(f"{k}={v}" for k, v in pairs.items())
                 for pairs in (row.shape, row.baselines)
             )
-            found = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
-            found += [row.bound_us, row.copy_share, row.bytes, row.flops, baselines]
-            found += [row.baseline_ratio, row.reason]
-            writer.writerow(found)
+            cells = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
+            cells += [row.bound_us, row.copy_share, row.bytes, row.flops, baselines]
+            cells += [row.baseline_ratio, row.reason]
+            writer.writerow(cells)
     return target

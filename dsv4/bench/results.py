@@ -50,6 +50,7 @@ _ADDED: dict[str, Any] = {"ratio": (*_OPTIONAL_NUMBER, str)}
 # Names of fields, and how names of cases ended, in files of earlier versions.
 _FORMER_FIELDS = {"rivals": "baselines", "floor_us": "bound_us"}
 _FORMER_ENDING, _ENDING = "rested", "cooled"
+_FORMER_CASE, _CASE = "between the products", "between the GEMMs"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Row:
         bound_us: What the machine's measured rates allow at best.
         copy_share: ``bytes`` over what a plain copy moves in ``us``; None without a time.
         bytes: Bytes that have to be moved, each once.
-        flops: Operations of the products.
+        flops: Operations of the GEMMs.
         baselines: Microseconds of other implementations, by name; empty if the check failed.
         error: Largest error of a row over the norm of the row against float64, ``"bitwise"``, or
             None if unchecked.
@@ -132,8 +133,10 @@ def _upgraded_row(row: Any) -> Any:
     case = fields.get("case")
     if len(fields) != len(row):
         return row  # both names of one field: unknown to the schema
-    if isinstance(case, str) and case.split(" ")[-1:] == [_FORMER_ENDING]:
-        fields["case"] = case.removesuffix(_FORMER_ENDING) + _ENDING
+    if isinstance(case, str):
+        if case.split(" ")[-1] == _FORMER_ENDING:
+            case = case.removesuffix(_FORMER_ENDING) + _ENDING
+        fields["case"] = case.replace(_FORMER_CASE, _CASE)
     return fields
 
 

@@ -38,10 +38,10 @@ _REFUSALS = (
 @contextmanager
 def reasons() -> Iterator[list[str]]:
     """Collects why baselines that are prepared inside cannot be timed."""
-    found: list[str] = []
-    token = _reasons.set(found)
+    collected: list[str] = []
+    token = _reasons.set(collected)
     try:
-        yield found
+        yield collected
     finally:
         _reasons.reset(token)
 
@@ -49,9 +49,9 @@ def reasons() -> Iterator[list[str]]:
 def _refuse(reason: str) -> None:
     """Log a reason at level INFO, and give it to ``reasons``."""
     _log.info("%s", reason)
-    found = _reasons.get()
-    if found is not None:
-        found.append(reason)
+    collected = _reasons.get()
+    if collected is not None:
+        collected.append(reason)
 
 
 def captured(problem: Problem) -> dispatch.Call:
@@ -75,14 +75,14 @@ class FromLibrary:
 
     def __call__(self, problem: Problem) -> Call | None:
         """The prepared call, or None."""
-        found = captured(problem)
-        if found.device.type != "cuda":
-            _refuse(f"{self.module}: runs on a CUDA GPU, the tensors are on {found.device.type}")
+        call = captured(problem)
+        if call.device.type != "cuda":
+            _refuse(f"{self.module}: runs on a CUDA GPU, the tensors are on {call.device.type}")
             return None
         library = _imported(self.module)
         if library is None:
             return None
-        return attempt(lambda: self.prepare(library, found.args), f"{self.module}: {found.op}")
+        return attempt(lambda: self.prepare(library, call.args), f"{self.module}: {call.op}")
 
 
 def attempt(prepare: Callable[[], Call], what: str) -> Call | None:

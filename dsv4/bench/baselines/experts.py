@@ -1,15 +1,15 @@
 """Others that multiply sorted rows with their experts' weights, for ``dsv4.bench.suites.moe``.
 
-No product has the SwiGLU of these experts in it, so this package's kernel follows it; what is timed
-is the product and that.
+No library's GEMM has the SwiGLU of these experts fused, so this package's SwiGLU kernel follows it,
+and both are timed together.
 
 * ``torch._grouped_mm`` multiplies bfloat16 weights, of 3.6 times the bytes.
 * Humming multiplies NVFP4 weights packed its own way, with one global scale for an expert: it is
   given that of the expert's first row. Seen with humming-kernels 0.1.19.
-* transformers' own experts take tokens and their choices, so they stand beside the block. ``eager``
-  loops over the experts that have rows, waits for the GPU and is not in a graph; ``grouped_mm``
-  sorts; ``batched_mm`` copies the weights of every choice. All have bfloat16 weights, the routing
-  weight after the second product, and no shared expert.
+* transformers' own experts take tokens and their choices, so they are compared with the block.
+  ``eager`` loops over the experts that have rows, waits for the GPU and is not in a graph;
+  ``grouped_mm`` sorts; ``batched_mm`` copies the weights of every choice. All have bfloat16
+  weights, the routing weight after the second GEMM, and no shared expert.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dsv4.quant.formats import LINEAR, QuantizedTensor
 from dsv4.reference.fragments import apart
 
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
-_SPARE = 16 << 30  # bytes that inputs and results of every size take beside weights
+_SPARE = 16 << 30  # bytes that inputs and results of every size take besides weights
 _ROWS = 8
 _TOKENS = 2  # each has k experts to dequantise
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ Multiply = Callable[[torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pair:
-    """Both products of a baseline.
+    """Both GEMMs of a baseline.
 
     Attributes:
         gate_up: Takes rows ``[R, H]`` and what ``offsets`` gave; returns ``[R, 2 I]``.
@@ -71,7 +71,7 @@ Prepare = Callable[[QuantizedTensor, QuantizedTensor], Baseline]
 
 
 def attempt(action: Callable[[], _T]) -> _T | str:
-    """What ``action`` returns, or in words why it fails: a library may fail in any way."""
+    """What ``action`` returns, or the reason why it fails: a library may fail in any way."""
     try:
         return action()
     except Exception as problem:
@@ -87,11 +87,11 @@ def release(device: torch.device) -> None:
 
 def of_expert(weight: QuantizedTensor, expert: int, one_scale: bool) -> QuantizedTensor:
     """``[N, K]`` of one expert, with its own global scales or the first of them."""
-    found = weight[expert]
-    assert found.global_scale is not None
+    matrix = weight[expert]
+    assert matrix.global_scale is not None
     if not one_scale:
-        return found
-    return dataclasses.replace(found, global_scale=found.global_scale[:1].contiguous())
+        return matrix
+    return dataclasses.replace(matrix, global_scale=matrix.global_scale[:1].contiguous())
 
 
 def _dense(weight: QuantizedTensor, expert: int, one_scale: bool) -> torch.Tensor:
@@ -112,12 +112,12 @@ def compare(
     """
     expert = int(offsets.diff().argmax())
     start, end = offsets[expert : expert + 2].tolist()
-    some = slice(start, min(end, start + _ROWS))
+    sample = slice(start, min(end, start + _ROWS))
     inner = rows[:, : weights[1].columns].contiguous()
     for x, multiply, weight in ((rows, made.gate_up, weights[0]), (inner, made.down, weights[1])):
-        found = multiply(x, made.offsets(offsets))[some].float()
-        truth = x[some].float() @ _dense(weight, expert, made.one_scale).float().T
-        error = float((found - truth).norm() / truth.norm())
+        result = multiply(x, made.offsets(offsets))[sample].float()
+        truth = x[sample].float() @ _dense(weight, expert, made.one_scale).float().T
+        error = float((result - truth).norm() / truth.norm())
         if not error <= _TOLERANCE:
             raise ValueError(f"off by {error:.1e}, left out")
 
@@ -130,27 +130,27 @@ def compare_whole(
 ) -> None:
     """Compare the first tokens with the dequantised weights' sums; raises as ``compare`` does."""
     x, ids, factors = routed
-    found = made.forward(*routed, limit)[:_TOKENS].double()
-    truth = torch.zeros_like(found)
+    result = made.forward(*routed, limit)[:_TOKENS].double()
+    truth = torch.zeros_like(result)
     for token in range(len(truth)):
         for expert, factor in zip(ids[token].tolist(), factors[token].double(), strict=True):
             first, second = (_dense(weight, expert, False).double() for weight in weights)
             both = first @ x[token].double()
             truth[token] += factor * (second @ ops.swiglu(both, limit, layout="interleaved"))
-    error = float((found - truth).norm() / truth.norm())
+    error = float((result - truth).norm() / truth.norm())
     if not error <= _TOLERANCE:
         raise ValueError(f"off by {error:.1e}, left out")
 
 
-def _room(device: torch.device, needed: int) -> None:
-    """Raise RuntimeError unless a GPU has so many bytes to spare."""
+def _check_memory(device: torch.device, needed: int) -> None:
+    """Raise RuntimeError unless a GPU has ``needed`` bytes to spare."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     if needed + _SPARE > free:
-        wanted = f"{needed / 1e9:.0f} GB and {_SPARE / 1e9:.0f} to spare"
-        raise RuntimeError(f"its weights take {wanted}, {free / 1e9:.0f} GB are free")
+        required = f"{needed / 1e9:.0f} GB and {_SPARE / 1e9:.0f} to spare"
+        raise RuntimeError(f"its weights take {required}, {free / 1e9:.0f} GB are free")
 
 
 def grouped_mm(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
@@ -159,13 +159,13 @@ def grouped_mm(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
     Raises:
         RuntimeError: if they do not fit the GPU.
     """
-    _room(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
+    _check_memory(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
     multiply = getattr(torch, "_grouped_mm")  # noqa: B009, not in torch's annotations
 
-    def product(weight: torch.Tensor) -> Multiply:
+    def multiplier(weight: torch.Tensor) -> Multiply:
         return lambda x, ends: multiply(x, weight, offs=ends)
 
-    first, second = (product(_stacked(w).transpose(1, 2)) for w in (gate_up, down))
+    first, second = (multiplier(_stacked(w).transpose(1, 2)) for w in (gate_up, down))
     return Pair(first, second, lambda offsets: offsets[1:].contiguous(), False)
 
 
@@ -188,7 +188,7 @@ def transformers_experts(
     """
     library = importlib.import_module("transformers")
     models = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    _room(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
+    _check_memory(gate_up.device, 2 * sum(w.codes.numel() * 2 for w in (gate_up, down)))
     experts, hidden, inner = down.shape
     config = library.DeepseekV4Config(
         n_routed_experts=experts, hidden_size=hidden, moe_intermediate_size=inner
@@ -219,14 +219,14 @@ def humming(gate_up: QuantizedTensor, down: QuantizedTensor) -> Pair:
         RuntimeError: if the weights do not fit the GPU twice.
     """
     library = importlib.import_module("humming.layer")
-    _room(gate_up.device, 2 * gate_up.nbytes + down.nbytes)
+    _check_memory(gate_up.device, 2 * gate_up.nbytes + down.nbytes)
     config = {"gemm_type": "grouped_contiguous"}
 
-    def product(weight: QuantizedTensor) -> Multiply:
+    def multiplier(weight: QuantizedTensor) -> Multiply:
         layer = _humming_layer(library, weight)
         return lambda x, offsets: layer(x, expert_layout=offsets, compute_config=config)
 
-    first, second = (product(weight) for weight in (gate_up, down))
+    first, second = (multiplier(weight) for weight in (gate_up, down))
     return Pair(first, second, lambda offsets: offsets.long(), True)
 
 

@@ -41,8 +41,8 @@ def _refuse(entry_format: str, heads: int) -> None:
 
 def _checked(call: Call, args: SparseAttentionArgs) -> Call:
     own = args._replace(cos=None, sin=None)
-    wanted = torch.ops.dsv4.sparse_attention.default(*own, "auto")
-    error = float((call().float() - wanted.float()).norm() / wanted.float().norm())
+    expected = torch.ops.dsv4.sparse_attention.default(*own, "auto")
+    error = float((call().float() - expected.float()).norm() / expected.float().norm())
     if not error <= _TOLERANCE:
         raise ValueError(f"off by {error:.1e}, left out")
     return call

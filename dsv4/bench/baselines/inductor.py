@@ -4,7 +4,7 @@ An operator itself is opaque to the compiler, so its plain PyTorch implementatio
 the operator's arguments. It is compiled whole: one graph without returns to Python. The
 compiler divides approximately and drops a rounding between two steps that it joins, so up to two
 codes or scales in a hundred are not those of the operator.
-Operators whose time is a product with a quantised matrix are left out; their reference is no way to
+Operators whose time is a GEMM with a quantised matrix are left out; their reference is no way to
 compute one.
 """
 
@@ -21,10 +21,10 @@ from dsv4.bench.baselines._prepare import Baseline, Call, Table, attempt, captur
 from dsv4.bench.problem import Problem
 
 NAME = "inductor"
-PRODUCTS = ("gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu_quantize")
+GEMMS = ("gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu_quantize")
 _MOST_TOKENS = 64  # of attention, whose reference is unrolled for more
-# Every size of every case is compiled anew; past its own limit the compiler gives up.
-_MANY = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+# Every size of every case is compiled again; past its own limit the compiler gives up.
+_UNLIMITED = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
 
 def compiled(
@@ -43,7 +43,7 @@ def compiled(
     from torch._dynamo import config
 
     run = _compiler(function, backend)
-    with config.patch(_MANY):
+    with config.patch(_UNLIMITED):
         run(*args)
     return lambda: run(*args)
 
@@ -57,17 +57,15 @@ def of_reference(backend: str) -> Baseline:
     """The baseline that compiles an operator's reference with a backend of ``torch.compile``."""
 
     def baseline(problem: Problem) -> Call | None:
-        found = captured(problem)
-        if found.op == "sparse_attention" and found.args.q.shape[0] > _MOST_TOKENS:
+        call = captured(problem)
+        if call.op == "sparse_attention" and call.args.q.shape[0] > _MOST_TOKENS:
             return None
-        reference = dispatch._load(dispatch.implementations(found.op)[-1].target)
-        return attempt(
-            lambda: compiled(reference, (found.args,), backend), f"{backend}: {found.op}"
-        )
+        reference = dispatch._load(dispatch.implementations(call.op)[-1].target)
+        return attempt(lambda: compiled(reference, (call.args,), backend), f"{backend}: {call.op}")
 
     return baseline
 
 
 BASELINES: Table = {
-    op: {NAME: of_reference("inductor")} for op in dispatch.operators() if op not in PRODUCTS
+    op: {NAME: of_reference("inductor")} for op in dispatch.operators() if op not in GEMMS
 }

@@ -2,12 +2,12 @@
 
 They are kernels for training. Seen with liger-kernel 0.8.5:
 
-- The product with ``fn`` is by one program for 32 tokens, however few there are; a float32 ``fn``
+- The GEMM with ``fn`` is by one program for 32 tokens, however few there are; a float32 ``fn``
   is multiplied in TF32. With ``fn`` in bfloat16, which its documentation recommends, tensor cores
   take the streams as they are; ``fn`` itself is then rounded.
-- That product's loop is unrolled, and the token count is a constant of every kernel: each count
-  compiles anew, for about a minute.
-- The mixing matrix is the transpose of ours where it is applied: it is turned before timing.
+- The loop of that GEMM is unrolled, and the token count is a constant of every kernel: each count
+  compiles again, for about a minute.
+- The mixing matrix is the transpose of ours where it is applied: it is transposed before timing.
 - By default results are float32, and its autograd functions narrow them in a pass of PyTorch. Here
   the kernels store into tensors of the dtype wanted.
 """
@@ -25,7 +25,7 @@ from dsv4.ops.hyper_connection import HcPostArgs, HcPostPreNormArgs, HcPreArgs, 
 from dsv4.ops.norm import RmsNormArgs
 
 NAME = "Liger"
-# By the dtype of the factor of the product.
+# By the dtype of the factor of the GEMM.
 SLOW = ("Liger (fn in fp32)", "Liger (fn in bf16)")
 _MODULE = "liger_kernel.ops"
 Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -44,17 +44,17 @@ def _reader(library: Any, args: HcPreArgs | HcPreNormArgs | HcPostPreNormArgs) -
         pre, post, comb = mhc.mhc_split_sinkhorn_fwd(
             mixes, bias, *alphas, tmax=args.iterations, post_mult=2.0, **eps
         )
-        collapsed = torch.empty_like(streams[:, 0])
-        return mhc.mhc_pre_fwd(streams, pre, out=collapsed), post, comb
+        layer_input = torch.empty_like(streams[:, 0])
+        return mhc.mhc_pre_fwd(streams, pre, out=layer_input), post, comb
 
     return read
 
 
 def _writer(library: Any, args: HcPostArgs | HcPostPreNormArgs) -> Callable[[], torch.Tensor]:
     y, streams, post = args.y, args.streams, args.post
-    turned = args.comb.transpose(-1, -2).contiguous()
+    transposed = args.comb.transpose(-1, -2).contiguous()
     write = library.mhc.mhc_post_res_fwd
-    return lambda: write(streams, y, post, turned, out=torch.empty_like(streams))
+    return lambda: write(streams, y, post, transposed, out=torch.empty_like(streams))
 
 
 def _pre(library: Any, args: HcPreArgs) -> Call:
@@ -66,8 +66,8 @@ def _pre_norm(library: Any, args: HcPreNormArgs) -> Call:
     read = _reader(library, args)
 
     def call() -> tuple[torch.Tensor, ...]:
-        collapsed, post, comb = read(args.streams)
-        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        layer_input, post, comb = read(args.streams)
+        normed = _norm(library, RmsNormArgs(layer_input, args.norm_weight, args.norm_eps))()
         return normed, post, comb
 
     return call
@@ -78,8 +78,8 @@ def _post_pre_norm(library: Any, args: HcPostPreNormArgs) -> Call:
 
     def call() -> tuple[torch.Tensor, ...]:
         mixed = write()
-        collapsed, *coefficients = read(mixed)
-        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        layer_input, *coefficients = read(mixed)
+        normed = _norm(library, RmsNormArgs(layer_input, args.norm_weight, args.norm_eps))()
         return mixed, normed, *coefficients
 
     return call

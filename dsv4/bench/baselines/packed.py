@@ -1,4 +1,4 @@
-"""Products with NVFP4 weights: cuBLAS on the dequantised weight, and two libraries.
+"""GEMMs with NVFP4 weights: cuBLAS on the dequantised weight, and two libraries.
 
 The libraries multiply bfloat16 activations with packed weights and compile kernels for each matrix,
 in seconds to a minute. Both take one global scale for a matrix: "(one global scale)" is given that
@@ -30,7 +30,7 @@ from dsv4.ops.gemm import GemmArgs
 from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor, format_named
 
 SLOW = ("QuACK (one global scale)", "Humming (one global scale)")
-_ROWS = 4  # of x, whose products are compared
+_ROWS = 4  # of x, whose results are compared
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -93,11 +93,11 @@ def _checked(make: Callable[[Any, QuantizedTensor], Callable[[torch.Tensor], Any
     return prepare
 
 
-def _compare(name: str, found: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> None:
+def _compare(name: str, result: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> None:
     """Raise ValueError unless the first and last rows of ``x`` were multiplied rightly."""
     dense = _dense(weight, one_scale=True)
     rows = torch.cat((x[:_ROWS], x[-_ROWS:])).float()
-    truth, ours = rows @ dense.float().T, torch.cat((found[:_ROWS], found[-_ROWS:])).float()
+    truth, ours = rows @ dense.float().T, torch.cat((result[:_ROWS], result[-_ROWS:])).float()
     error = float((ours - truth).norm() / truth.norm())
     if not error <= _TOLERANCE:
         _log.warning("%s: %s: off by %.1e, left out", name, weight, error)

@@ -13,8 +13,8 @@ from dsv4.bench.baselines._prepare import Table
 from dsv4.bench.problem import Problem
 
 
-def _bf16_product(problem: Problem) -> Callable[[], Any] | None:
-    """On a CPU; on a GPU it is the product by cuBLAS in ``packed``."""
+def _bf16_gemm(problem: Problem) -> Callable[[], Any] | None:
+    """On a CPU; on a GPU it is the GEMM by cuBLAS in ``packed``."""
     x, quantized = problem.args
     if x.device.type == "cuda":
         return None
@@ -53,7 +53,7 @@ def _copy(problem: Problem) -> Callable[[], Any]:
 
 
 BASELINES: Table = {
-    "gemm": {"torch bf16": _bf16_product},
+    "gemm": {"torch bf16": _bf16_gemm},
     "rms_norm": {"torch rms_norm": _rms_norm},
     "swiglu": {"torch bf16": _swiglu},
     "moe_gather": {"torch index_select": _gather},

@@ -4,8 +4,8 @@ Each is compiled with the CUDA compiler when first used, in a second or two. The
 library has them by default, without programmatic dependent launch. Seen with tile_kernels 2.1.0,
 which runs with PyTorch 2.11 and CUDA 13.0 though it asks for later ones:
 
-- The product with ``fn`` of the hyper-connections, and that of the router, are not in the library:
-  "(no product)" is given it, in as many parts as the library's reduction takes by default.
+- The GEMM with ``fn`` of the hyper-connections, and that of the router, are not in the library:
+  "(no GEMM)" is given it, in as many parts as the library's reduction takes by default.
 - It quantises with block scales alone: "(no global scale)" has no second scale to find or to apply,
   and writes block scales in rows, whatever the layout asked for.
 - Rotation and the round trip through FP8 are done in place: "(in place)" need not write the
@@ -50,8 +50,8 @@ def _of(prepare: Callable[..., Call]) -> Baseline:
     return FromLibrary("tile_kernels", prepare)
 
 
-def _partial_products(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products with ``fn [M, n H]`` and sums of squares, each in parts ``[S, T, ...]``."""
+def _partial_sums(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums of the GEMM with ``fn [M, n H]``, and of squares: ``[S, T, ...]``."""
     parts = streams.flatten(1).float().unflatten(1, (_SPLITS, -1)).transpose(0, 1)
     factors = fn.float().unflatten(1, (_SPLITS, -1)).permute(1, 2, 0)
     return torch.bmm(parts, factors), parts.square().sum(-1)
@@ -60,34 +60,34 @@ def _partial_products(streams: torch.Tensor, fn: torch.Tensor) -> tuple[torch.Te
 def _reader(
     library: Any,
     args: HcPreArgs | HcPreNormArgs | HcPostPreNormArgs,
-    products: tuple[torch.Tensor, torch.Tensor],
+    partial_sums: tuple[torch.Tensor, torch.Tensor],
 ) -> Read:
-    """Streams ``[T, n, H]`` to collapsed, post and comb, in one launch after the product."""
+    """Streams ``[T, n, H]`` to the layer's input, post and comb, in one launch after the GEMM."""
     fuse, eps = library.mhc.mhc_pre_big_fuse_fwd, (args.norm_eps, args.hc_eps, args.hc_eps)
     scale, base, iterations = args.scale, args.base, args.iterations
 
     def read(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens, n, hidden = streams.shape
-        collapsed = streams.new_empty(tokens, hidden)
+        layer_input = streams.new_empty(tokens, hidden)
         post = torch.empty(tokens, n, device=streams.device)
         comb = torch.empty(tokens, n * n, device=streams.device)
-        fuse(*products, scale, base, streams, post, comb, collapsed, *eps, 2.0, iterations)
-        return collapsed, post, comb.view(tokens, n, n)
+        fuse(*partial_sums, scale, base, streams, post, comb, layer_input, *eps, 2.0, iterations)
+        return layer_input, post, comb.view(tokens, n, n)
 
     return read
 
 
 def _pre(library: Any, args: HcPreArgs) -> Call:
-    read = _reader(library, args, _partial_products(args.streams, args.fn))
+    read = _reader(library, args, _partial_sums(args.streams, args.fn))
     return lambda: read(args.streams)
 
 
 def _pre_norm(library: Any, args: HcPreNormArgs) -> Call:
-    read = _reader(library, args, _partial_products(args.streams, args.fn))
+    read = _reader(library, args, _partial_sums(args.streams, args.fn))
 
     def call() -> tuple[torch.Tensor, ...]:
-        collapsed, post, comb = read(args.streams)
-        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        layer_input, post, comb = read(args.streams)
+        normed = _norm(library, RmsNormArgs(layer_input, args.norm_weight, args.norm_eps))()
         return normed, post, comb
 
     return call
@@ -95,41 +95,41 @@ def _pre_norm(library: Any, args: HcPreNormArgs) -> Call:
 
 def _post_pre_norm(library: Any, args: HcPostPreNormArgs) -> Call:
     write = _post(library, args)
-    read = _reader(library, args, _partial_products(write(), args.fn))
+    read = _reader(library, args, _partial_sums(write(), args.fn))
 
     def call() -> tuple[torch.Tensor, ...]:
         mixed = write()
-        collapsed, *coefficients = read(mixed)
-        normed = _norm(library, RmsNormArgs(collapsed, args.norm_weight, args.norm_eps))()
+        layer_input, *coefficients = read(mixed)
+        normed = _norm(library, RmsNormArgs(layer_input, args.norm_weight, args.norm_eps))()
         return mixed, normed, *coefficients
 
     return call
 
 
 def _post(library: Any, args: HcPostArgs | HcPostPreNormArgs) -> Call:
-    given = (args.y[None], args.streams[None], args.post[None, ..., None], args.comb[None])
-    return lambda: library.mhc.mhc_post_fwd(*given)[0]
+    operands = (args.y[None], args.streams[None], args.post[None, ..., None], args.comb[None])
+    return lambda: library.mhc.mhc_post_fwd(*operands)[0]
 
 
 def _head(library: Any, args: HcHeadArgs) -> Call:
-    """Three launches: add the parts and normalise, the weights, the collapse."""
+    """Three launches: add the partial sums and normalise, the weights, the weighted sum."""
     streams = args.streams
     mhc, (tokens, n, hidden) = library.mhc, streams.shape
-    parts, squares = (part.unsqueeze(2) for part in _partial_products(streams, args.fn))
+    parts, squares = (part.unsqueeze(2) for part in _partial_sums(streams, args.fn))
 
     def call() -> torch.Tensor:
-        product, mixes, weights = (
+        summed, mixes, weights = (
             torch.empty(shape, device=streams.device)
             for shape in ((tokens, 1, n), (tokens, n), (tokens, n))
         )
         square = torch.empty(tokens, 1, device=streams.device)
-        collapsed = streams.new_empty(tokens, hidden)
+        out = streams.new_empty(tokens, hidden)
         mhc.mhc_reduce_partials_and_rmsnorm_fwd(
-            parts, squares, product, square, mixes, n * hidden, args.norm_eps, _SPLITS
+            parts, squares, summed, square, mixes, n * hidden, args.norm_eps, _SPLITS
         )
         mhc.mhc_head_compute_mix_fwd(mixes, args.scale, args.base, weights, args.hc_eps)
-        mhc.mhc_pre_apply_mix_fwd(streams, weights, collapsed)
-        return collapsed
+        mhc.mhc_pre_apply_mix_fwd(streams, weights, out)
+        return out
 
     return call
 
@@ -217,11 +217,11 @@ def _route(library: Any, args: RouteTopkArgs) -> Call:
 
 
 BASELINES: Table = {
-    "hc_pre": {"TileKernels (no product)": _of(_pre)},
+    "hc_pre": {"TileKernels (no GEMM)": _of(_pre)},
     "hc_post": {"TileKernels": _of(_post)},
-    "hc_pre_norm": {"TileKernels (no product)": _of(_pre_norm)},
-    "hc_post_pre_norm": {"TileKernels (no product)": _of(_post_pre_norm)},
-    "hc_head": {"TileKernels (no product)": _of(_head)},
+    "hc_pre_norm": {"TileKernels (no GEMM)": _of(_pre_norm)},
+    "hc_post_pre_norm": {"TileKernels (no GEMM)": _of(_post_pre_norm)},
+    "hc_head": {"TileKernels (no GEMM)": _of(_head)},
     "quantize_nvfp4": {"TileKernels (no global scale)": _of(_nvfp4)},
     "quantize_mxfp4": {"TileKernels (scales in rows)": _of(_mxfp4)},
     "quantize_fp8_block": {"TileKernels": _of(_fp8_block)},
@@ -231,5 +231,5 @@ BASELINES: Table = {
     "rope": {"TileKernels (in place)": _of(_rope)},
     "head_norm_rope_": {"TileKernels (two launches)": _of(_head_norm_rope)},
     "fake_quantize_kv": {"TileKernels (in place)": _of(_fake_quantize)},
-    "route_topk": {"TileKernels (no product)": _of(_route)},
+    "route_topk": {"TileKernels (no GEMM)": _of(_route)},
 }

@@ -7,7 +7,7 @@ compiled. Seen with torchao 0.18, against ours:
 - It multiplies by the reciprocal of the block scale where we divide, so a code on the border
   between two values may be the other one.
 - Block scales are at least 2^-6, the smallest normal number of E4M3; ours may be subnormal or 0.
-- A block with a NaN or an infinity is not kept apart.
+- A block with a NaN or an infinity is not handled separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' attention beside the whole sublayer: in eager mode, and compiled by Inductor.
+"""transformers' attention as a baseline of the whole sublayer: eager, and compiled by Inductor.
 
 Its module alone, without the norm in front, with bfloat16 weights and its own cache. That is a
 Python object which a step changes, so no CUDA graph holds it, and both are timed by the host's
@@ -37,7 +37,7 @@ class Step:
     Attributes:
         config: Sizes of the layer.
         layer_type: Its type.
-        tokens: A token each of so many sequences, or of one sequence's prefill.
+        tokens: Sequences, each with one token; for a prefill, tokens of its one sequence.
         context: Tokens of each sequence before the step; 0: a prefill.
     """
 
@@ -53,19 +53,19 @@ def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
     Eager on a GPU, or wherever baselines are asked for; compiled where Inductor is.
     """
     asked = {name.lower() for name in options.baselines or ()}
-    wanted: dict[str, str | None] = {}
+    backends: dict[str, str | None] = {}
     if options.device.type == "cuda" or options.baselines is not None:
-        wanted[EAGER] = None
+        backends[EAGER] = None
     if asked & {inductor.NAME, COMPILED}:
-        wanted[COMPILED] = inductor.NAME
-    found, missing = dict[str, float](), list[str]()
-    for name, backend in wanted.items():
+        backends[COMPILED] = inductor.NAME
+    measured, missing = dict[str, float](), list[str]()
+    for name, backend in backends.items():
         try:
-            found[name] = step_us(step, options, backend)
+            measured[name] = step_us(step, options, backend)
         except Exception as problem:  # another's library may fail in any way
             first = (str(problem).splitlines() or [""])[0]
             missing.append(f"{name}: {type(problem).__name__}: {first}")
-    return found, "; ".join(missing)
+    return measured, "; ".join(missing)
 
 
 def step_us(step: Step, options: Options, backend: str | None = None) -> float:
@@ -118,9 +118,9 @@ def _prepared(
     for part in ids[:, : step.context].split(1024, 1) if step.context else ():
         model(input_ids=part, past_key_values=cache, use_cache=True)
     attention = model.layers[0].self_attn
-    kept: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     hook = attention.register_forward_pre_hook(
-        lambda module, args, kwargs: kept.update(args=args, kwargs=kwargs), with_kwargs=True
+        lambda module, args, kwargs: arguments.update(args=args, kwargs=kwargs), with_kwargs=True
     )
     ids = torch.zeros((rows, step.tokens if prefill else 1), dtype=torch.long, device=device)
     model(input_ids=ids, past_key_values=copy.deepcopy(cache))
@@ -128,9 +128,9 @@ def _prepared(
 
     def renew() -> Callable[[Callable[..., Any]], Any]:
         # Called "cache" from transformers 5.24 on.
-        name = "cache" if "cache" in kept["kwargs"] else "past_key_values"
-        new = {**kept["kwargs"], name: copy.deepcopy(cache)}
-        return lambda run: run(*kept["args"], **new)
+        name = "cache" if "cache" in arguments["kwargs"] else "past_key_values"
+        new = {**arguments["kwargs"], name: copy.deepcopy(cache)}
+        return lambda run: run(*arguments["args"], **new)
 
     return attention, renew
 

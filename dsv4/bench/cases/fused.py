@@ -33,15 +33,15 @@ def rope_tables(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def build(draw: Draw) -> Problem:
         positions = draw.integers(0, c.max_position_embeddings, (tokens,))
-        given = {"parameters": c.rope_compress.inv_freq().to(draw.device)}
-        read = nbytes(positions, *given.values())
-        return Problem(ops.rope_tables, (positions,), given, fused_judges.rope_tables, read)
+        kwargs = {"parameters": c.rope_compress.inv_freq().to(draw.device)}
+        read = nbytes(positions, *kwargs.values())
+        return Problem(ops.rope_tables, (positions,), kwargs, fused_judges.rope_tables, read)
 
     yield Case("rope_tables", "", {"R": c.qk_rope_head_dim}, tokens, build)
 
 
 def rms_norm_pair(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Both norms of the joined projection."""
+    """Both norms of the fused projection."""
     first, second = c.q_lora_rank, c.head_dim
 
     def build(draw: Draw) -> Problem:
@@ -110,8 +110,8 @@ def rope_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def parts(problem: Problem) -> object:
         x, cos, sin = problem.args
-        turned = ops.rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
-        grouped = turned.reshape(tokens, groups, -1)
+        rotated = ops.rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
+        grouped = rotated.reshape(tokens, groups, -1)
         return ops.quantize(grouped, "nvfp4", scaling="token", backend="reference")
 
     def build(draw: Draw) -> Problem:
@@ -124,7 +124,7 @@ def rope_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """New key-values from the joined projection into pages; the last one is skipped."""
+    """New KV entries from the fused projection into pages; the last one is skipped."""
     d, rope = c.head_dim, c.qk_rope_head_dim
 
     def build(draw: Draw) -> Problem:
@@ -151,7 +151,7 @@ def norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def moe_gather_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Rows of the routed experts, with scales for this package's products and for others'."""
+    """Rows of the routed experts, with scales for this package's GEMMs and for others'."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok
 
     def build(draw: Draw, layout: str) -> Problem:
@@ -245,14 +245,14 @@ def indexer_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Rotation, Hadamard transform and FP4 of the indexer's queries."""
     heads, d = c.index_n_heads, c.index_head_dim
 
-    def turned(problem: Problem) -> Problem:
+    def rotated(problem: Problem) -> Problem:
         q, cos, sin = problem.args
         # The reference's: a rotation that contracts a * b + c rounds a few values differently.
         rotated = ops.rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
         return Problem(ops.indexer_rotate_quantize, (rotated,), {}, budgets.rotated_fp4, 0)
 
     def judge(problem: Problem, actual: tuple, truth: tuple) -> budgets.Verdict:
-        return budgets.rotated_fp4(turned(problem), actual, truth)
+        return budgets.rotated_fp4(rotated(problem), actual, truth)
 
     def build(draw: Draw) -> Problem:
         args = (draw.normal(tokens, heads, d), *_tables(c, tokens, draw))

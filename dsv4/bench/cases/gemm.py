@@ -132,7 +132,7 @@ def _case(
             ops.gemm,
             (x, weight),
             {"activation": activation, "groups": groups},
-            within(budgets.product),
+            within(budgets.gemm),
             nbytes(x, weight),
             2 * tokens * groups * rows * columns,
             writes=x.element_size() * tokens * groups * rows,

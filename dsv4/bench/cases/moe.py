@@ -152,7 +152,7 @@ def _experts(
             ops.grouped_gemm,
             (x, weight, offsets),
             {"activation": activation},
-            within(budgets.product),
+            within(budgets.gemm),
             nbytes(x, offsets) + live * weight.nbytes // experts,
             2 * tokens * k * rows * columns,
         )
@@ -162,7 +162,7 @@ def _experts(
 
 
 def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """The routed experts' gate and up projections, rows in turn, and their SwiGLU."""
+    """The routed experts' gate and up projections, interleaved, and their SwiGLU."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok
     inner, hidden = c.moe_intermediate_size, c.hidden_size
 
@@ -193,17 +193,17 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def parts(problem: Problem) -> QuantizedTensor:
         activation = problem.kwargs["activation"]
-        found = ops.grouped_gemm_swiglu(*problem.args, activation=activation)
-        of_rows = torch.ones(found.shape[0], device=found.device)
+        result = ops.grouped_gemm_swiglu(*problem.args, activation=activation)
+        of_rows = torch.ones(result.shape[0], device=result.device)
         for expert, (start, end) in enumerate(pairwise(problem.args[2].tolist())):
             of_rows[start:end] = problem.kwargs["result_scale"][expert]
-        wanted = ops.quantize(
-            found, "nvfp4", scaling="static", global_scale=of_rows, backend="reference"
+        quantized = ops.quantize(
+            result, "nvfp4", scaling="static", global_scale=of_rows, backend="reference"
         )
         if problem.kwargs.get("scale_layout") == SWIZZLED_EXPERTS:
-            scales = swizzle_expert_scales(wanted.scales, problem.args[2])
-            wanted = replace(wanted, scales=scales, layout=SWIZZLED_EXPERTS)
-        return wanted
+            scales = swizzle_expert_scales(quantized.scales, problem.args[2])
+            quantized = replace(quantized, scales=scales, layout=SWIZZLED_EXPERTS)
+        return quantized
 
     def build(draw: Draw, activation: str) -> Problem:
         _, offsets = _sorted(c, tokens, draw)

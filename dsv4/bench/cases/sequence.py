@@ -274,7 +274,7 @@ def _filled(c: ModelConfig, entries: int, draw: Draw) -> Pages:
 
 
 def angles(c: ModelConfig, draw: Draw, tokens: int) -> dict[str, torch.Tensor]:
-    """Tables of any positions, by which attention's result is turned back."""
+    """Tables of any positions, by which attention's result is rotated back."""
     angle = 3 * draw.normal(tokens, c.qk_rope_head_dim // 2, dtype=torch.float32)
     return {"cos": angle.cos(), "sin": angle.sin()}
 

@@ -30,8 +30,8 @@ _CHUNK = 64 << 20  # bytes of gathered entries at a time
 _LONG = 1 << 14  # keys of a sequence from which on they are kept of one sequence alone
 
 
-def product(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
-    """``sum_error(K)`` and 3 roundings by scales, on the product of the operands' magnitudes.
+def gemm(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
+    """``sum_error(K)`` and 3 roundings by scales, on the GEMM of the operands' magnitudes.
 
     Taking the sign bits off codes and activations gives the magnitudes; NVFP4 quantisation of
     activations commutes with it.
@@ -67,10 +67,10 @@ def dequantized(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
 def rotation(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     """Two products and a sum, each rounded: 2 u on the magnitudes. The other dims: exact."""
     x, cos, sin = (widen(value).abs() for value in problem.args)
-    kept = x.shape[-1] - 2 * cos.shape[-1]
-    even, odd = x[..., kept:].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return 2.02 * U * F.pad(turned, (kept, 0))
+    nope_dim = x.shape[-1] - 2 * cos.shape[-1]
+    even, odd = x[..., nope_dim:].unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return 2.02 * U * F.pad(rotated, (nope_dim, 0))
 
 
 def activation(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def pooling_error(problem: Problem) -> torch.Tensor:
 
 
 def routing(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """Logits as a product; ids exact but for ties; weights follow from the ids that were found.
+    """Logits as those of a GEMM; ids exact but for ties; weights follow from the actual ids.
 
     ``s = sqrt(softplus(l))`` has the relative error ``(dl + softplus's own) / 2``, because
     ``sigmoid(l) <= softplus(l)``; a weight has that of its score and of the sum.
@@ -159,19 +159,19 @@ def _routed_ids(
     scores: torch.Tensor,
     relative: torch.Tensor,
     ids: torch.Tensor,
-    wanted: torch.Tensor,
+    expected: torch.Tensor,
 ) -> Verdict:
     if "top_k" not in problem.kwargs:
-        return same(ids, wanted, "ids")
+        return same(ids, expected, "ids")
     biased = scores + widen(problem.args[2])
     error = relative * scores + U * biased.abs()
-    return ranked(biased, ids, wanted, error.amax(-1, keepdim=True))
+    return ranked(biased, ids, expected, error.amax(-1, keepdim=True))
 
 
 def _mix_error(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Each mix of the flattened streams before scale and base, and how far off it may be.
 
-    A product of length n H, times the inverse root mean square, whose relative error is as in
+    A GEMM of length n H, times the inverse root mean square, whose relative error is as in
     ``norm``.
     """
     streams, fn = (widen(value) for value in problem.args[:2])
@@ -187,7 +187,7 @@ def _gate_error(mixes: torch.Tensor, error: torch.Tensor, scale: float, base: to
     return argument / 4 + 2 * FUNCTION + 2 * U
 
 
-def _collapse_budget(
+def _pre_budget(
     problem: Problem, error: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """A sum over n streams with weights of at most 1 that are each off by ``error [..., n]``."""
@@ -201,7 +201,7 @@ def hyper_head(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     mixes, error = _mix_error(problem)
     scale, base = (widen(value) for value in problem.args[2:4])
     error = _gate_error(mixes, error, float(scale[0]), base)
-    budget = _collapse_budget(problem, error, truth[0], actual[0].dtype)
+    budget = _pre_budget(problem, error, truth[0], actual[0].dtype)
     return compare(actual[0], truth[0], budget, "the result")
 
 
@@ -211,20 +211,20 @@ def hyper_pre(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     Sinkhorn's steps do not expand relative differences, so the roundings of its ``2 iterations``
     half-steps, (n + 3) u each on rows and columns, add up.
     """
-    allowed = collapse_error(problem, truth[0], actual[0].dtype)
+    allowed = pre_error(problem, truth[0], actual[0].dtype)
     return combine(
         compare(actual[0], truth[0], allowed, "streams"),
         hyper_coefficients(problem, actual[1:], truth[1:]),
     )
 
 
-def collapse_error(problem: Problem, truth: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def pre_error(problem: Problem, truth: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What the collapsed row of ``hc_pre`` may be off by."""
     n = problem.args[0].shape[-2]
     mixes, error = _mix_error(problem)
     scale, base = (widen(value) for value in problem.args[2:4])
     pre = _gate_error(mixes[..., :n], error[..., :n], float(scale[0]), base[:n])
-    return _collapse_budget(problem, pre, truth, dtype)
+    return _pre_budget(problem, pre, truth, dtype)
 
 
 def hyper_coefficients(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
@@ -362,17 +362,19 @@ def attention(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     # An error of either dim of a pair reaches both. The rotation adds 2 u of |a cos| + |b sin|,
     # which is at most sqrt(2) of the length of the pair.
     cos, sin = widen(cos).abs().unsqueeze(1), widen(sin).abs().unsqueeze(1)
-    kept = truth.shape[-1] - 2 * cos.shape[-1]
-    even, odd = budget[..., kept:].unflatten(-1, (-1, 2)).unbind(-1)
-    length = truth[..., kept:].unflatten(-1, (-1, 2)).norm(dim=-1)
+    nope_dim = truth.shape[-1] - 2 * cos.shape[-1]
+    even, odd = budget[..., nope_dim:].unflatten(-1, (-1, 2)).unbind(-1)
+    length = truth[..., nope_dim:].unflatten(-1, (-1, 2)).norm(dim=-1)
     both = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1)
     both = both + (3 * U * length).unsqueeze(-1)
-    return torch.cat((budget[..., :kept], both.flatten(-2)), -1)
+    return torch.cat((budget[..., :nope_dim], both.flatten(-2)), -1)
 
 
 def _rounds_weights(problem: Problem) -> bool:
-    found = explain(problem.function, *problem.args, **problem.kwargs, backend=problem.backend)
-    return found.chosen in ("cute", "triton")
+    explanation = explain(
+        problem.function, *problem.args, **problem.kwargs, backend=problem.backend
+    )
+    return explanation.chosen in ("cute", "triton")
 
 
 def _attention_part(
@@ -400,8 +402,8 @@ def _attention_part(
 
 def _spread(probabilities: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """``sum_j p_j |v_j - mean|``, a head at a time: ``[t, h, K]`` and ``[t, K, D]``."""
-    found = torch.empty_like(probabilities @ kv)
-    for head in range(found.shape[1]):
+    deviation = torch.empty_like(probabilities @ kv)
+    for head in range(deviation.shape[1]):
         p = probabilities[:, head : head + 1]
-        found[:, head] = (p @ (kv - p @ kv).abs()).squeeze(1)
-    return found
+        deviation[:, head] = (p @ (kv - p @ kv).abs()).squeeze(1)
+    return deviation

@@ -26,18 +26,18 @@ def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
     """Every output equals, bit for bit, what ``parts`` of the problem returns."""
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-        found = parts(problem)
-        wanted = (found.codes, found.scales, found.global_scale)
-        return combine(*(same(a, w, n) for a, w, n in zip(actual, wanted, names, strict=True)))
+        quantized = parts(problem)
+        expected = (quantized.codes, quantized.scales, quantized.global_scale)
+        return combine(*(same(a, w, n) for a, w, n in zip(actual, expected, names, strict=True)))
 
     return judge
 
 
 def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """Every output equals, bit for bit, what the reference gives for the same inputs."""
-    wanted = problem.run("reference")
+    expected = problem.run("reference")
     return combine(
-        *(same(a, w, f"output {i}") for i, (a, w) in enumerate(zip(actual, wanted, strict=True)))
+        *(same(a, w, f"output {i}") for i, (a, w) in enumerate(zip(actual, expected, strict=True)))
     )
 
 
@@ -52,7 +52,7 @@ def rope_tables(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 
 def gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """The errors of both products through SwiGLU."""
+    """The errors of both GEMMs through SwiGLU."""
     x, weight, limit = problem.args
     inner = dataclasses.replace(problem, function=ops.gemm, args=(x, weight))
     budget = _through_swiglu(inner, limit) + 1e-5 * truth[0].abs()
@@ -79,14 +79,14 @@ def grouped_gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Ve
     return compare(actual[0], truth[0], budget + storing(truth[0], actual[0].dtype), "the result")
 
 
-def _through_swiglu(product: Problem, limit: float | None) -> torch.Tensor:
-    """Error of SwiGLU whose slope in the gate is at most 1.1, of a product that has errors.
+def _through_swiglu(gemm: Problem, limit: float | None) -> torch.Tensor:
+    """Error of SwiGLU whose slope in the gate is at most 1.1, of a GEMM that has errors.
 
     A clamp brings values nearer. exp and the division may be the hardware's, within 1e-5 of the
     result, which is not in here.
     """
-    exact = product.widened().run("reference")[0]
-    error = budgets.product(product, exact)
+    exact = gemm.widened().run("reference")[0]
+    error = budgets.gemm(gemm, exact)
     gate, up = exact.unflatten(-1, (-1, 2)).unbind(-1)
     gate_error, up_error = error.unflatten(-1, (-1, 2)).unbind(-1)
     if limit is not None:
@@ -118,12 +118,12 @@ def _rotated_error(
     normed: torch.Tensor, error: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """Error of the rotated last dims of ``normed``, whose own error is ``error``."""
-    kept = normed.shape[-1] - 2 * cos.shape[-1]
+    nope_dim = normed.shape[-1] - 2 * cos.shape[-1]
     size = error + 2.02 * U * normed.abs()
-    even, odd = size[..., kept:].unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = size[..., nope_dim:].unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.abs(), sin.abs()
-    turned = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((error[..., :kept], turned), -1)
+    rotated = torch.stack((even * cos + odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((error[..., :nope_dim], rotated), -1)
 
 
 def head_norm_rope(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
@@ -137,9 +137,9 @@ def head_norm_rope(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict
 
 def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """The norm as ``rms_norm``; the codes are those of the norm returned."""
-    wanted = ops.quantize(actual[0], "nvfp4", backend="reference", **_scaling(problem))
-    parts = (wanted.codes, wanted.scales, wanted.global_scale)
-    assert wanted.global_scale is not None
+    expected = ops.quantize(actual[0], "nvfp4", backend="reference", **_scaling(problem))
+    parts = (expected.codes, expected.scales, expected.global_scale)
+    assert expected.global_scale is not None
     return combine(
         compare(
             actual[0],
@@ -157,8 +157,8 @@ def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict
 
 def _scaling(problem: Problem) -> dict[str, Any]:
     names = ("global_scale", "scaling", "layout")
-    given = {name: problem.kwargs[name] for name in names if name in problem.kwargs}
-    return {"scaling": "token", **given}
+    chosen = {name: problem.kwargs[name] for name in names if name in problem.kwargs}
+    return {"scaling": "token", **chosen}
 
 
 def _half_step(size: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     error = error + storing(normed, kv.dtype)
     exact = ops.rope(normed, cos, sin, backend="reference")
     error = _rotated_error(normed, error, cos, sin) + storing(exact, kv.dtype)
-    found = ops.read_kv(
+    entries = ops.read_kv(
         dataclasses.replace(pages, data=actual[0]), slots, torch.float64, backend="reference"
     )
     budget = error + _rounding(pages, exact, error)
@@ -191,7 +191,7 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
         for data in (actual[0], truth[0])
     )
     return combine(
-        compare(found[live], exact[live], budget[live], "entries"),
+        compare(entries[live], exact[live], budget[live], "entries"),
         same(untouched, before, "entries that are not written"),
     )
 
@@ -231,11 +231,11 @@ def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Ver
     number = positions.div(problem.args[2].shape[0], rounding_mode="floor")
     slots = ops.entry_slots(table, pages.page_size, sequence, number, backend="reference")
     live, budget = slots >= 0, error + _rounding(pages, exact, error)
-    found = ops.read_kv(
+    entries = ops.read_kv(
         dataclasses.replace(pages, data=actual[1]), slots, torch.float64, backend="reference"
     )
     return combine(
-        compare(found[live], exact[live], budget[live], "entries"),
+        compare(entries[live], exact[live], budget[live], "entries"),
         same(actual[0][:, :, 0], truth[0][:, :, 0], "state kv"),
     )
 
@@ -253,11 +253,11 @@ def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.T
         # Half the distance of E2M1 values around each.
         binade = torch.exp2(torch.floor(torch.log2(groups / scale)).clamp(min=0))
         return (binade * scale * 0.25).flatten(-2)
-    kept = pages.layout.nope_dim
-    size = (exact.abs() + error)[..., :kept]
-    groups = torch.nn.functional.pad(size, (0, -kept % 64)).unflatten(-1, (-1, 64))
-    step = _half_step(groups, groups.amax(-1, keepdim=True)).flatten(-2)[..., :kept]
-    return torch.cat((step, unit_roundoff(torch.bfloat16) * exact[..., kept:].abs() * 1.01), -1)
+    nope_dim = pages.layout.nope_dim
+    size = (exact.abs() + error)[..., :nope_dim]
+    groups = torch.nn.functional.pad(size, (0, -nope_dim % 64)).unflatten(-1, (-1, 64))
+    step = _half_step(groups, groups.amax(-1, keepdim=True)).flatten(-2)[..., :nope_dim]
+    return torch.cat((step, unit_roundoff(torch.bfloat16) * exact[..., nope_dim:].abs() * 1.01), -1)
 
 
 def hyper_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
@@ -269,10 +269,10 @@ def hyper_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     *args, weight = problem.args
     kwargs = {name: v for name, v in problem.kwargs.items() if name not in ("global_scale",)}
     pre = dataclasses.replace(problem, function=ops.hc_pre, args=tuple(args), kwargs=kwargs)
-    collapsed, post, comb = pre.widened().run("reference")
-    error = budgets.collapse_error(pre, collapsed, problem.args[0].dtype)
-    size = collapsed.square().mean(-1, keepdim=True) + problem.kwargs["norm_eps"]
-    carried = collapsed.abs() * (collapsed.abs() * error).mean(-1, keepdim=True) / size
+    layer_input, post, comb = pre.widened().run("reference")
+    error = budgets.pre_error(pre, layer_input, problem.args[0].dtype)
+    size = layer_input.square().mean(-1, keepdim=True) + problem.kwargs["norm_eps"]
+    carried = layer_input.abs() * (layer_input.abs() * error).mean(-1, keepdim=True) / size
     budget = widen(weight).abs() * (error + carried) * torch.rsqrt(size) * 1.01
     budget = budget + budgets.norm(problem, truth[0]) + storing(truth[0], actual[0].dtype)
     return combine(
@@ -315,9 +315,9 @@ def _unquantized(problem: Problem, function: Callable[..., Any]) -> Problem:
     return dataclasses.replace(problem, function=function, kwargs=kwargs)
 
 
-def _codes_of(problem: Problem, normed: torch.Tensor, found: Outputs) -> Iterator[Verdict]:
+def _codes_of(problem: Problem, normed: torch.Tensor, actual: Outputs) -> Iterator[Verdict]:
     """Whether codes, scales and global scale are those of ``normed``, bit for bit."""
-    wanted = ops.quantize(normed, "nvfp4", backend="reference", **_scaling(problem))
-    assert wanted.global_scale is not None
-    parts = (wanted.codes, wanted.scales, wanted.global_scale)
-    return (same(a, w, n) for a, w, n in zip(found, parts, QUANTIZED, strict=True))
+    expected = ops.quantize(normed, "nvfp4", backend="reference", **_scaling(problem))
+    assert expected.global_scale is not None
+    parts = (expected.codes, expected.scales, expected.global_scale)
+    return (same(a, w, n) for a, w, n in zip(actual, parts, QUANTIZED, strict=True))

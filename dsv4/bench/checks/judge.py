@@ -7,8 +7,8 @@ its derivation. ``u = 2^-24`` is the unit roundoff of float32.
 A float32 sum of K terms of magnitude S is off by at most ``(K - 1) u S``, and by ``8 sqrt(K) u S``
 but for a chance below 1e-13 if rounding errors have mean zero and are independent (Higham and Mary,
 "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019, with
-lambda = 8). The smaller of the two is used: the first alone lets a long product be wrong by several
-percent unseen.
+lambda = 8). The smaller of the two is used: the first alone lets a long dot product be wrong by
+several percent unseen.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def worst(actual: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | flo
 
 
 def same(actual: torch.Tensor, truth: torch.Tensor, what: str) -> Verdict:
-    """Equal values, NaN beside NaN; in the dtype of a byte or integer, or widened to float64."""
+    """Equal values, NaN equal to NaN; in the dtype of a byte or integer, or widened to float64."""
     if actual.shape != truth.shape:
         shapes = f"{list(actual.shape)}, wanted {list(truth.shape)}"
         return Verdict(False, None, f"{what} has shape {shapes}")
@@ -95,10 +95,10 @@ def same(actual: torch.Tensor, truth: torch.Tensor, what: str) -> Verdict:
     if count == 0:
         return Verdict(True)
     first = tuple(differ.nonzero()[0].tolist())
-    found, wanted = left[first].item(), right[first].item()
-    place = f"at {count} of {differ.numel()} places, first at {list(first)}"
+    value, expected = left[first].item(), right[first].item()
+    where = f"at {count} of {differ.numel()} places, first at {list(first)}"
     return Verdict(
-        False, row_error(left, right), f"{what} differs {place}: {found}, wanted {wanted}"
+        False, row_error(left, right), f"{what} differs {where}: {value}, wanted {expected}"
     )
 
 
@@ -132,15 +132,15 @@ def within(budget: Budget) -> Judge:
     """The one output is inside ``budget``, plus the rounding to its dtype."""
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-        ((found,), (wanted,)) = actual, truth
-        allowed = budget(problem, wanted)
-        return compare(found, wanted, allowed + storing(wanted, found.dtype), "the result")
+        ((result,), (expected,)) = actual, truth
+        allowed = budget(problem, expected)
+        return compare(result, expected, allowed + storing(expected, result.dtype), "the result")
 
     return judge
 
 
 def ranked(
-    scores: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor, error: torch.Tensor
+    scores: torch.Tensor, ids: torch.Tensor, expected: torch.Tensor, error: torch.Tensor
 ) -> Verdict:
     """``ids`` are the largest scores in order, up to ties within the error of a score.
 
@@ -152,14 +152,14 @@ def ranked(
     Args:
         scores: float64 ``[T, C]``.
         ids: ``[T, k]`` found.
-        wanted: ``[T, k]`` of the oracle.
+        expected: ``[T, k]`` of the oracle.
         error: float64 ``[T, 1]``, d.
     """
-    if ids.shape != wanted.shape:
+    if ids.shape != expected.shape:
         return Verdict(
-            False, None, f"ids have shape {list(ids.shape)}, wanted {list(wanted.shape)}"
+            False, None, f"ids have shape {list(ids.shape)}, wanted {list(expected.shape)}"
         )
-    none = wanted < 0
+    none = expected < 0
     valid = torch.where(none, ids == -1, (ids >= 0) & (ids < scores.shape[1]))
     if not bool(valid.all()):
         return Verdict(False, None, f"{int((~valid).sum())} ids are out of range or not -1")
@@ -167,8 +167,8 @@ def ranked(
     sorted_ids = marks.sort(-1).values
     if bool((sorted_ids[:, 1:] == sorted_ids[:, :-1]).any()):
         return Verdict(False, None, "an id occurs twice for one token")
-    gap = (scores.gather(1, ids.clamp(min=0)) - scores.gather(1, wanted.clamp(min=0))).abs()
-    differ = ~none & (ids != wanted)
+    gap = (scores.gather(1, ids.clamp(min=0)) - scores.gather(1, expected.clamp(min=0))).abs()
+    differ = ~none & (ids != expected)
     bad = differ & ~(gap <= 2 * error)
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
@@ -176,6 +176,6 @@ def ranked(
             False,
             None,
             f"{int(bad.sum())} ids are wrong beyond ties, first at {list(where)}: "
-            f"{int(ids[where])}, wanted {int(wanted[where])}",
+            f"{int(ids[where])}, wanted {int(expected[where])}",
         )
     return Verdict(True, float(gap[differ].max()) if bool(differ.any()) else None)

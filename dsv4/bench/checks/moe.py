@@ -23,29 +23,29 @@ _ROWS_CHECKED, _TOKENS_CHECKED = 8, 64
 def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
     """Each of ``PARTS`` against the float64 oracle, in rows of a few experts and a few tokens.
 
-    Every other value has to be finite. A product is checked on what the one before really gave, and
-    the block as the sum of what the pair gave.
+    Every other value has to be finite. A GEMM is checked on the actual output of the one before,
+    the block as the sum of the pair's actual output.
     """
     inner = moe_parts.gate_up(layer, inputs)
     out = moe_parts.down(layer, inputs, inner)
-    found = {
+    verdicts = {
         "gate_up": check.combine(_finite(inner), *_verify_gate_up(layer, inputs, inner)),
         "down": check.combine(_finite(out), *_verify_down(layer, inputs, inner, out)),
     }
-    found["pair"] = check.combine(found["gate_up"], found["down"])
-    rows, row_weight, offsets, places = moe_parts.sort(layer, inputs)
-    found["sort"] = check.combine(
+    verdicts["pair"] = check.combine(verdicts["gate_up"], verdicts["down"])
+    rows, row_weight, offsets, positions = moe_parts.sort(layer, inputs)
+    verdicts["sort"] = check.combine(
         check.same(rows, inputs.rows, "the sorted rows"),
         check.same(row_weight, inputs.row_weight, "their weights"),
         check.same(offsets, inputs.offsets, "offsets"),
-        check.same(places, inputs.places, "places"),
+        check.same(positions, inputs.positions, "places"),
     )
     for name in ("combine", "around"):
         sums = getattr(moe_parts, name)(layer, inputs)
-        found[name] = _verify_sum(inputs, inputs.rows, sums)
+        verdicts[name] = _verify_sum(inputs, inputs.rows, sums)
     summed = _verify_sum(inputs, out, moe_parts.block(layer, inputs))
-    found["block"] = check.combine(found["pair"], summed)
-    return found
+    verdicts["block"] = check.combine(verdicts["pair"], summed)
+    return verdicts
 
 
 def verify_layer(layer: Layer, whole: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> Verdict:
@@ -53,13 +53,13 @@ def verify_layer(layer: Layer, whole: DeepseekV4SparseMoeBlock, x: torch.Tensor)
 
     The layer's output is held to the sum of what the pair and the shared expert gave.
     """
-    some = _chosen(x)
+    sample = _chosen(x)
     assert whole.shared_experts is not None
     routed, shared = whole.gate(x), whole.shared_experts(x)
     inputs = moe_parts.sorted_by(layer.config, x, shared, routed[2], routed[1])
     return check.combine(
-        moe_layer.verify_router(whole, x, routed, some),
-        moe_layer.verify_shared(whole, x, shared, some),
+        moe_layer.verify_router(whole, x, routed, sample),
+        moe_layer.verify_shared(whole, x, shared, sample),
         verify(layer, inputs)["block"],
         _verify_sum(inputs, moe_parts.pair(layer, inputs), moe_layer.forward(whole, x)),
     )
@@ -77,8 +77,8 @@ def _sampled(offsets: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     by_size = sorted(live, key=lambda e: bounds[e + 1] - bounds[e])
     for expert in sorted({by_size[0], by_size[-1], live[0], live[-1]}):
         start, end = bounds[expert : expert + 2]
-        places = torch.linspace(start, end - 1, min(end - start, _ROWS_CHECKED))
-        yield expert, places.round().long().to(offsets.device)
+        rows = torch.linspace(start, end - 1, min(end - start, _ROWS_CHECKED))
+        yield expert, rows.round().long().to(offsets.device)
 
 
 def _expert(weight: QuantizedTensor, expert: int) -> QuantizedTensor:
@@ -91,8 +91,8 @@ def _expert(weight: QuantizedTensor, expert: int) -> QuantizedTensor:
     )
 
 
-def _judged(problem: Problem, found: torch.Tensor) -> Verdict:
-    return problem.judge(problem, (found,), problem.widened().run("reference"))
+def _judged(problem: Problem, actual: torch.Tensor) -> Verdict:
+    return problem.judge(problem, (actual,), problem.widened().run("reference"))
 
 
 def _all(rows: torch.Tensor) -> torch.Tensor:
@@ -114,20 +114,20 @@ def _verify_down(
 ) -> Iterator[Verdict]:
     for expert, rows in _sampled(inputs.offsets):
         args = (inner[rows], _expert(layer.down, expert), _all(rows))
-        judge = check.within(budgets.product)
+        judge = check.within(budgets.gemm)
         yield _judged(Problem(ops.grouped_gemm, args, {}, judge, 0), out[rows])
 
 
-def _verify_sum(inputs: Inputs, out: torch.Tensor, found: torch.Tensor) -> Verdict:
-    chosen = _chosen(found)
-    places = inputs.places[chosen]
-    y = out[places.flatten().long()]
-    rows = torch.arange(y.shape[0], dtype=torch.int32, device=y.device).view(places.shape)
-    ones = torch.ones(places.shape, device=y.device)
+def _verify_sum(inputs: Inputs, out: torch.Tensor, sums: torch.Tensor) -> Verdict:
+    chosen = _chosen(sums)
+    positions = inputs.positions[chosen]
+    y = out[positions.flatten().long()]
+    rows = torch.arange(y.shape[0], dtype=torch.int32, device=y.device).view(positions.shape)
+    ones = torch.ones(positions.shape, device=y.device)
     kwargs = {"shared": inputs.shared[chosen]}
     judge = check.within(budgets.combination)
     summed = Problem(ops.moe_combine, (y, rows, _all(y), ones), kwargs, judge, 0)
-    return check.combine(_finite(found), _judged(summed, found[chosen]))
+    return check.combine(_finite(sums), _judged(summed, sums[chosen]))
 
 
 def _chosen(x: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def _shared(
 def indexer(preset: str, tokens: int) -> Iterator[Case]:
     """See the module."""
     c = _config(preset)
-    for context in dict.fromkeys(_bounded(some, c) for some in _CONTEXTS):
+    for context in dict.fromkeys(_bounded(context, c) for context in _CONTEXTS):
         for name in ("plain", "index_fp8", "index_mxfp4"):
             yield _select(c, f"{preset} {context} tokens {name}", tokens, context, name)
 
@@ -250,16 +250,16 @@ def _measured(
     options: Options,
     rates: Rates,
 ) -> Iterator[Row]:
-    def wanted(name: str) -> bool:
+    def is_selected(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     if group in CASES:
         for case in CASES[group](preset, tokens):
-            if wanted(case.name):
+            if is_selected(case.name):
                 yield measure(case, options, rates)
         return
     for kind in attention_layer.KINDS:
-        if wanted(f"{preset} {kind}"):
+        if is_selected(f"{preset} {kind}"):
             yield attention_layer.measure(_config(preset), preset, kind, tokens, options, rates)
 
 
@@ -289,7 +289,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """A line a row, baselines, why a timer is no graph, and baselines that are not there."""
-    found = plain(HEADINGS, [cells(row) for row in rows], keys=2)
+    table = plain(HEADINGS, [cells(row) for row in rows], keys=2)
     notes = dict.fromkeys(
         f"{row.case}: {row.message}" for row in rows if row.message and row.match is not False
     )
@@ -298,4 +298,4 @@ def lines(rows: Sequence[Row]) -> list[str]:
             importlib.import_module(flash_mla.MODULE)
         except Exception as missing:  # whatever it is that another's library does not find
             notes[f"{flash_mla.NAME} was not run: {missing}"] = None
-    return [*found, *baseline_table(rows), *(line for note in notes for line in wrapped(note))]
+    return [*table, *baseline_table(rows), *(line for note in notes for line in wrapped(note))]

@@ -96,7 +96,7 @@ def _context(c: ModelConfig) -> int:
 
 
 def inputs(layer: Sublayer, tokens: int, draw: Draw) -> tuple[torch.Tensor, PagedCache, Batch]:
-    """Hidden states, a cache with what comes before them, and their places."""
+    """Hidden states, a cache with what comes before them, and their positions."""
     c, prefill = layer.config, tokens > MOST_DECODED
     context = 0 if prefill else _context(c) - 1
     cache = PagedCache(
@@ -117,7 +117,7 @@ def inputs(layer: Sublayer, tokens: int, draw: Draw) -> tuple[torch.Tensor, Page
 
 
 def costs(layer: Sublayer, tokens: int) -> tuple[int, int]:
-    """Bytes that a step has to move, each once, and operations of its products.
+    """Bytes that a step has to move, each once, and operations of its GEMMs.
 
     Weights, hidden states, and of a decode step the entries and index keys that each sequence's
     token reads. A prefill's own entries need not leave the GPU's caches.
@@ -139,11 +139,11 @@ def costs(layer: Sublayer, tokens: int) -> tuple[int, int]:
     flops += 4 * c.num_attention_heads * c.head_dim * int(seen.sum())
     flops += 2 * c.index_n_heads * c.index_head_dim * int(keys.sum())
     if tokens <= MOST_DECODED:
-        for count, name, dims, turned in (
+        for count, name, dims, inverse in (
             (seen, "fp8", c.head_dim, c.qk_rope_head_dim),
             (keys, "index_mxfp4", c.index_head_dim, 0),
         ):
-            entry = entry_layout(name, dims, turned)
+            entry = entry_layout(name, dims, inverse)
             moved += int(count.sum()) * (entry.data_bytes + entry.scale_bytes)
     return moved, flops
 
@@ -154,7 +154,7 @@ def check(
     """The largest error of a row over its norm, the least agreement on entries, and the result."""
     other, chosen_slots = copy.deepcopy(cache), list[torch.Tensor]()
     with _selecting(layer, chosen_slots.append):
-        found = layer(x, copy.deepcopy(cache), batch)
+        result = layer(x, copy.deepcopy(cache), batch)
     common, agreements = iter(tuple(chosen_slots)), [1.0]
 
     def same(slots: torch.Tensor) -> torch.Tensor:
@@ -163,9 +163,9 @@ def check(
         return first
 
     with dispatch.use_backend("reference"), _selecting(layer, same):
-        wanted = layer(x, other, batch)
-    some = chosen(x.shape[0]).to(x.device)
-    return row_error(found[some], wanted[some]), min(agreements), found
+        expected = layer(x, other, batch)
+    sample = chosen(x.shape[0]).to(x.device)
+    return row_error(result[sample], expected[sample]), min(agreements), result
 
 
 @contextmanager
@@ -199,14 +199,14 @@ def _selecting(
         del vars(compressor)["begin_paged"]
 
 
-def _agreement(one: torch.Tensor, other: torch.Tensor) -> float:
+def _agreement(slots: torch.Tensor, other: torch.Tensor) -> float:
     """The smallest share of a row's slots that are a slot of the other's row, too; -1 is none."""
-    found = torch.ones((), dtype=torch.float64)
-    for a, b in zip(one.split(64), other.split(64), strict=True):
+    least = torch.ones((), dtype=torch.float64)
+    for a, b in zip(slots.split(64), other.split(64), strict=True):
         both = ((a.unsqueeze(2) == b.unsqueeze(1)).any(2) & (a >= 0)).sum(1)
-        each = both.double() / (a >= 0).sum(1).clamp(min=1)
-        found = torch.minimum(found, torch.where((a >= 0).any(1), each, 1.0).min().cpu())
-    return float(found)
+        share = both.double() / (a >= 0).sum(1).clamp(min=1)
+        least = torch.minimum(least, torch.where((a >= 0).any(1), share, 1.0).min().cpu())
+    return float(least)
 
 
 @torch.inference_mode()
@@ -230,9 +230,9 @@ def measure(
         "flops": flops,
     }
     if options.check:
-        error, agreement, found = check(layer, x, cache, batch)
+        error, agreement, result = check(layer, x, cache, batch)
         near = error <= _TOLERANCE and agreement >= _AGREEMENT
-        right = near and bool(found.isfinite().all())
+        right = near and bool(result.isfinite().all())
         row |= {"error": error, "match": right}
         if not right:
             said = f"off by {error:.1e} of a row's norm, {agreement:.0%} of its entries the same"

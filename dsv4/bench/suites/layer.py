@@ -1,9 +1,9 @@
-"""What a decode step of one layer costs beside its matrix products and its attention.
+"""Time of a decode step of one layer without its GEMMs and its attention.
 
-The layer is the real one, captured in a CUDA graph as it would be, but every matrix product and
-the attention itself hand out a buffer that was filled before. What is left in the graph are the
-steps between them. Beside it: transformers' own layer in eager mode, its kernels counted and summed
-without those that multiply matrices.
+The layer is the real one, captured in a CUDA graph as it would be, but every GEMM and the
+attention itself return a buffer that was filled before. What is left in the graph are the
+steps between them. The baseline is transformers' own layer in eager mode, its kernels counted and
+summed without those that multiply matrices.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dsv4.layers.decoder import DeepseekV4DecoderLayer
 from dsv4.layers.rotary import LABELS, DeepseekV4RotaryEmbedding
 
 # What a kernel's name contains if it multiplies matrices.
-_PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "splitk", "bmm", "dot_kernel", "sgemm")
+_GEMM_NAMES = ("gemm", "gemv", "nvjet", "cutlass", "splitk", "bmm", "dot_kernel", "sgemm")
 
 
 @dataclass
 class _Buffers:
-    """Results of the products, in the order of the calls of one forward."""
+    """Results of the GEMMs, in the order of the calls of one forward."""
 
     device: torch.device
     made: list[torch.Tensor] = field(default_factory=list)
@@ -45,20 +45,20 @@ class _Buffers:
         return self.made[self.next - 1]
 
     @contextmanager
-    def replacing_products(self) -> Iterator[None]:
-        """Inside, the layers' products and attention return buffers and launch nothing."""
+    def replacing_gemms(self) -> Iterator[None]:
+        """Inside, the layers' GEMMs and attention return buffers and launch nothing."""
 
         def linear(layer: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
             width = layer.out_features // layer.groups
             return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
-        def joint(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
+        def fused(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
             width = sum(layer.out_features for layer in layers)
             return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
-        def fused(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
+        def split(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
             widths = [layer.out_features for layer in layers]
-            return list(joint(layers, x, out_dtype).split(widths, -1))
+            return list(fused(layers, x, out_dtype).split(widths, -1))
 
         def experts(layer: Any, name: str, rows: torch.Tensor, *_: Any) -> Any:
             gate_up = name == "gate_up_proj"
@@ -73,7 +73,7 @@ class _Buffers:
             "dsv4.layers.linear.DeepseekV4GroupedLinear.forward": linear,
             "dsv4.layers.attention.fused_linear": fused,
             "dsv4.layers._pooling.fused_linear": fused,
-            "dsv4.layers.mlp.joint_linear": joint,
+            "dsv4.layers.mlp.joint_linear": split,
             "dsv4.layers.experts.DeepseekV4Experts._project": experts,
             "dsv4.layers.attention.sparse_attention": attention,
         }
@@ -86,7 +86,7 @@ class _Buffers:
         self.next = 0
 
 
-def between_products(
+def between_gemms(
     preset: str, config: ModelConfig, tokens: int, context: int, device: torch.device
 ) -> tuple[float, list[tuple[str, float]]]:
     """Microseconds of one replay, and name and microseconds of each kernel in it.
@@ -126,7 +126,7 @@ def between_products(
                 past_key_values=CacheStep(cache, batch),
             )
 
-    with buffers.replacing_products():
+    with buffers.replacing_gemms():
         graph = _captured(forward)
     times = [_replay_us(graph) for _ in range(20)]
     return statistics.median(times), _kernels(graph.replay)
@@ -140,7 +140,7 @@ def _csa_layer(preset: str, config: ModelConfig) -> int:
 
 
 def _filled(layer: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """The layer on the device, the parameters of products left out, the others random."""
+    """The layer on the device, the parameters of GEMMs left out, the others random."""
     small = 1 << 24
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -216,13 +216,13 @@ def transformers_layer(
         model = DeepseekV4ForCausalLM(theirs).bfloat16().eval().model
     ids = torch.randint(0, 1024, (tokens, context), device=device)
     cache = DynamicCache(config=theirs)
-    one = ids[:, :1]
+    first_ids = ids[:, :1]
     with torch.inference_mode():
         for part in ids.split(1024, 1):
             model(input_ids=part, past_key_values=cache, use_cache=True)
 
         def step() -> None:
-            model(input_ids=one, past_key_values=cache, use_cache=True)
+            model(input_ids=first_ids, past_key_values=cache, use_cache=True)
 
         for _ in range(5):
             step()
@@ -237,24 +237,24 @@ def transformers_layer(
 
 def multiplies(kernel: str) -> bool:
     """Whether a kernel of that name multiplies matrices."""
-    return any(word in kernel.lower() for word in _PRODUCTS)
+    return any(word in kernel.lower() for word in _GEMM_NAMES)
 
 
 def row(
     preset: str, config: ModelConfig, tokens: int, context: int, rates: Rates, device: torch.device
 ) -> tuple[Row, list[tuple[str, float]]]:
     """Both measured; the result row, and our kernels."""
-    us, ours = between_products(preset, config, tokens, context, device)
+    us, ours = between_gemms(preset, config, tokens, context, device)
     baselines: dict[str, float] = {}
     shape = {"context": context, "launches": len(ours)}
     wall, theirs = transformers_layer(config, tokens, context, device)
     others = [(name, taken) for name, taken in theirs if not multiplies(name)]
     baselines["transformers eager, whole layer"] = wall
-    baselines["transformers eager, kernels that are no products"] = sum(t for _, t in others)
+    baselines["transformers eager, kernels that are no GEMMs"] = sum(t for _, t in others)
     shape["transformers_launches"] = len(others)
-    found = Row(
+    result = Row(
         op="layer",
-        case=f"{preset} C4A between the products",
+        case=f"{preset} C4A between the GEMMs",
         shape=shape,
         tokens=tokens,
         backend="auto",
@@ -266,4 +266,4 @@ def row(
         baselines=baselines,
         timer="graph",
     )
-    return found, ours
+    return result, ours

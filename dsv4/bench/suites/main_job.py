@@ -2,7 +2,7 @@
 
 A small random model is written in NVIDIA's layout, loaded back, and generates greedily three times:
 in this package's model, in transformers' model with this package's layers, and in transformers'
-own model that holds the dequantised weights and runs the whole sequence anew for every token. The
+own model that holds the dequantised weights and reruns the whole sequence for every token. The
 tokens must be the same and the logits equal to ``TOLERANCE``.
 """
 
@@ -92,8 +92,8 @@ def _write(path: Path, seed: int) -> tuple[None, str]:
 
 
 def _load(path: Path, device: torch.device) -> tuple[DeepseekV4ForCausalLM, str]:
-    with checkpoint.Checkpoint.open(path) as found:
-        formats = [e.format.name if e.format else "plain" for e in found.entries.values()]
+    with checkpoint.Checkpoint.open(path) as source:
+        formats = [e.format.name if e.format else "plain" for e in source.entries.values()]
     counts = ", ".join(f"{formats.count(name)} {name}" for name in sorted(set(formats)))
     model = checkpoint.load(
         path, device=device, numerics="transformers", dtype=torch.float32, progress=False
@@ -108,14 +108,14 @@ def _compare(
     dropped = _step(_DROP_IN, lambda: _drop_in(path, model.device))
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
-        wanted = _greedy(twin, ids)
+        expected = _greedy(twin, ids)
         theirs = _generate(dropped, ids)
-        sequence = torch.tensor([[*prompt, *wanted]], device=model.device)
+        sequence = torch.tensor([[*prompt, *expected]], device=model.device)
         truth = twin(sequence, use_cache=False).logits
         ours, swapped = model(sequence), dropped(sequence, use_cache=False).logits
     return [
-        _agree(_OWN, tokens, wanted, ours, truth),
-        _agree(_DROP_IN, theirs, wanted, swapped, truth),
+        _agree(_OWN, tokens, expected, ours, truth),
+        _agree(_DROP_IN, theirs, expected, swapped, truth),
     ]
 
 
@@ -131,7 +131,7 @@ def _drop_in(path: Path, device: torch.device) -> tuple[Any, str]:
 
 
 def _greedy(twin: Any, ids: torch.Tensor) -> list[int]:
-    """The whole sequence anew for every token: no cache takes part."""
+    """Rerun the whole sequence for every token, without a cache."""
     start = ids.shape[1]
     for _ in range(NEW):
         last = twin(ids, use_cache=False).logits[:, -1]
@@ -149,14 +149,16 @@ def _generate(model: Any, ids: torch.Tensor) -> list[int]:
 
 
 def _agree(
-    name: str, tokens: list[int], wanted: list[int], logits: torch.Tensor, truth: torch.Tensor
+    name: str, tokens: list[int], expected: list[int], logits: torch.Tensor, truth: torch.Tensor
 ) -> Check:
     """Print and return whether tokens and logits are those of the independent model."""
     error = float((logits.double() - truth.double()).norm() / truth.double().norm())
-    good = tokens == wanted and error <= TOLERANCE
-    differ = sum(a != b for a, b in zip(tokens, wanted, strict=False))
-    differ += abs(len(tokens) - len(wanted))
-    words = f"{differ} of {len(wanted)} tokens differ" if differ else f"{len(wanted)} tokens equal"
+    good = tokens == expected and error <= TOLERANCE
+    differ = sum(a != b for a, b in zip(tokens, expected, strict=False))
+    differ += abs(len(tokens) - len(expected))
+    words = (
+        f"{differ} of {len(expected)} tokens differ" if differ else f"{len(expected)} tokens equal"
+    )
     words += f", logits {error:.1e} off"
     print(
         f"{'compare':<11}{'ok' if good else 'WRONG':>7}  {name}: {words} "
@@ -164,7 +166,7 @@ def _agree(
         flush=True,
     )
     if differ:
-        print(f"{'found':>18}  {tokens}\n{'wanted':>18}  {wanted}", flush=True)
+        print(f"{'found':>18}  {tokens}\n{'expected':>18}  {expected}", flush=True)
     return Check(_KIND, name, good, words)
 
 

@@ -1,6 +1,6 @@
-"""Routed experts of a layer: both products as a pair, the block around them, and the whole layer.
+"""Routed experts of a layer: both GEMMs as a pair, the block around them, and the whole layer.
 
-The block goes from the router's choice to the output; "around" is the block without its products:
+The block goes from the router's choice to the output; "around" is the block without its GEMMs:
 the sort and the sum, here of the sorted rows themselves. The layer
 has its router and its shared expert, too, so its routing is the router's.
 
@@ -54,17 +54,17 @@ def measure(
 ) -> dict[str, Row]:
     """A row for each of ``PARTS``, checked first; one that is wrong has no time."""
     inputs = all_inputs(layer, routing, tokens, options)
-    touched = sum(one.touched for one in inputs) / len(inputs)
+    touched = sum(drawn.touched for drawn in inputs) / len(inputs)
     moved = moe_parts.costs(layer, tokens, touched)
     verdicts = moe_checks.verify(layer, inputs[0])
-    inners = [moe_parts.gate_up(layer, one) for one in inputs]
+    inners = [moe_parts.gate_up(layer, drawn) for drawn in inputs]
     calls: dict[str, list[Callable[[], Any]]] = {
-        part: [partial(getattr(moe_parts, part), layer, one) for one in inputs]
+        part: [partial(getattr(moe_parts, part), layer, drawn) for drawn in inputs]
         for part in PARTS
         if part != "down"
     }
     both = zip(inputs, inners, strict=True)
-    calls["down"] = [partial(moe_parts.down, layer, *each) for each in both]
+    calls["down"] = [partial(moe_parts.down, layer, *pair) for pair in both]
     rows = {}
     for part in PARTS:
         row = _row(layer, routing, tokens, part, round(touched), moved[part], rates)
@@ -137,26 +137,26 @@ def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> 
         "sort": (ops.moe_sort, (inputs.x, inputs.ids, inputs.weights, c.n_routed_experts), {}),
         "combine": (
             ops.moe_combine,
-            (inputs.rows, inputs.places, offsets, None),
+            (inputs.rows, inputs.positions, offsets, None),
             {"shared": inputs.shared},
         ),
     }
     if part not in calls:
         return {}
     function, args, named = calls[part]
-    found = dispatch.explain(function, *args, **named)
-    return {"backend": found.chosen or "none", "reason": found.reason}
+    explanation = dispatch.explain(function, *args, **named)
+    return {"backend": explanation.chosen or "none", "reason": explanation.reason}
 
 
 def _checked(verdict: Verdict) -> dict[str, Any]:
     error = "bitwise" if verdict.match and verdict.error is None else verdict.error
-    found = {"match": verdict.match, "error": error, "message": verdict.message}
-    return {**found, "ratio": verdict.ratio}
+    fields = {"match": verdict.match, "error": error, "message": verdict.message}
+    return {**fields, "ratio": verdict.ratio}
 
 
 # Preset, routing (ROUTER for the layer), tokens, seconds of rest before each timed run.
 Point = tuple[str, str, int, float]
-Found = dict[Point, dict[str, Row]]
+Measured = dict[Point, dict[str, Row]]
 
 
 def run(
@@ -165,9 +165,9 @@ def run(
     tokens: Sequence[int],
     options: Options,
     rates: Rates,
-    found: Found,
+    measured: Measured,
 ) -> None:
-    """Measure everything into ``found``, a point at a time, then the baselines.
+    """Measure everything into ``measured``, a point at a time, then the baselines.
 
     Baselines come last, because one that writes out of bounds ends the process's use of a GPU.
 
@@ -185,18 +185,18 @@ def run(
         for routing in routings:
             for count, timed in itertools.product(tokens, options.conditions()):
                 rows = measure(layer, routing, count, timed, rates)
-                _keep(found, (preset, routing, count, timed.rest), rows)
+                _keep(measured, (preset, routing, count, timed.rest), rows)
         whole = moe_layer.build(
             layer.config, layer.gate_up, layer.down, Draw(options.seed, options.device)
         )
         for count, timed in itertools.product(tokens, options.conditions()):
             rows = {"layer": measure_layer(layer, whole, count, timed, rates)}
-            _keep(found, (preset, ROUTER, count, timed.rest), rows)
+            _keep(measured, (preset, ROUTER, count, timed.rest), rows)
         del layer, whole
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device))
         for name, prepare in _baselines(options).items():
-            _run_baseline(layer, name, prepare, options, found)
+            _run_baseline(layer, name, prepare, options, measured)
         del layer
 
 
@@ -209,20 +209,20 @@ def _baselines(options: Options) -> dict[str, moe_baselines.Prepare]:
     return {name: prepare for name, prepare in known.items() if is_among(name, asked)}
 
 
-def _keep(found: Found, point: Point, rows: dict[str, Row]) -> None:
-    found[point] = rows
+def _keep(measured: Measured, point: Point, rows: dict[str, Row]) -> None:
+    measured[point] = rows
     print("  ".join(cells(point, rows)), flush=True)
 
 
 def _run_baseline(
-    layer: Layer, name: str, prepare: moe_baselines.Prepare, options: Options, found: Found
+    layer: Layer, name: str, prepare: moe_baselines.Prepare, options: Options, measured: Measured
 ) -> None:
     """Time one baseline at every point of a preset; why it could not is said in the pair's row."""
-    points = [point for point in found if point[0] == layer.preset and point[1] != ROUTER]
+    points = [point for point in measured if point[0] == layer.preset and point[1] != ROUTER]
     print(f"{layer.preset}: {name}", flush=True)
     made = moe_baselines.attempt(lambda: prepare(layer.gate_up, layer.down))
     for point in points:
-        rows = found[point]
+        rows = measured[point]
         if not all(row.match for row in rows.values()):
             continue
         if isinstance(made, str):
@@ -244,31 +244,31 @@ def _run_baseline(
 def _baseline_times(
     layer: Layer, made: moe_baselines.Baseline, point: Point, options: Options
 ) -> dict[str, float]:
-    """Microseconds of each product and of both, SwiGLU by this package's own kernel; or of all."""
+    """Microseconds of each GEMM and of both, with this package's SwiGLU kernel; or of all."""
     inputs = all_inputs(layer, point[1], point[2], options)
     if isinstance(made, moe_baselines.Whole):
         return _whole_times(layer, made, inputs, options)
     limit = layer.config.swiglu_limit
     moe_baselines.compare(made, inputs[0].rows, inputs[0].offsets, (layer.gate_up, layer.down))
-    ends = [made.offsets(one.offsets) for one in inputs]
+    ends = [made.offsets(drawn.offsets) for drawn in inputs]
     both = list(zip(inputs, ends, strict=True))
 
-    def first(one: Inputs, end: Any) -> torch.Tensor:
-        product = made.gate_up(one.rows, end)
-        return ops.swiglu(product, limit, layout="interleaved", row_weight=one.row_weight)
+    def first(drawn: Inputs, end: Any) -> torch.Tensor:
+        gate_up = made.gate_up(drawn.rows, end)
+        return ops.swiglu(gate_up, limit, layout="interleaved", row_weight=drawn.row_weight)
 
-    def pair_of(one: Inputs, end: Any) -> torch.Tensor:
-        return made.down(first(one, end), end)
+    def pair_of(drawn: Inputs, end: Any) -> torch.Tensor:
+        return made.down(first(drawn, end), end)
 
-    inners = [first(*each) for each in both]
+    inners = [first(*pair) for pair in both]
     calls: dict[str, list[Callable[[], Any]]] = {
-        "gate_up": [partial(first, *each) for each in both],
+        "gate_up": [partial(first, *pair) for pair in both],
         "down": [partial(made.down, i, end) for i, end in zip(inners, ends, strict=True)],
-        "pair": [partial(pair_of, *each) for each in both],
+        "pair": [partial(pair_of, *pair) for pair in both],
     }
     return {
-        part: timing.measure(some, options.device, options.repeat, options.rest).us
-        for part, some in calls.items()
+        part: timing.measure(part_calls, options.device, options.repeat, options.rest).us
+        for part, part_calls in calls.items()
     }
 
 
@@ -277,9 +277,9 @@ def _whole_times(
 ) -> dict[str, float]:
     """Of the block, at the same routing."""
     limit = layer.config.swiglu_limit
-    routed = [(one.x, one.ids, one.weights) for one in inputs]
+    routed = [(drawn.x, drawn.ids, drawn.weights) for drawn in inputs]
     moe_baselines.compare_whole(made, routed[0], limit, (layer.gate_up, layer.down))
-    calls = [partial(made.forward, *one, limit) for one in routed]
+    calls = [partial(made.forward, *drawn, limit) for drawn in routed]
     taken = timing.measure(calls, options.device, options.repeat, options.rest)
     return {"block": taken.us}
 
@@ -333,9 +333,9 @@ def _over(us: float | None, other: float | None, digits: int = 2) -> str:
     return "-" if us is None or other is None else f"{us / other:.{digits}f}"
 
 
-def lines(found: Found) -> list[str]:
+def lines(measured: Measured) -> list[str]:
     """A line a point, then baselines and why some have no time."""
-    table = plain(HEADINGS, [cells(*item) for item in found.items()], keys=4)
-    rows = [row for parts in found.values() for row in parts.values()]
+    table = plain(HEADINGS, [cells(*item) for item in measured.items()], keys=4)
+    rows = [row for parts in measured.values() for row in parts.values()]
     notes = dict.fromkeys(row.message for row in rows if row.message and row.match is not False)
     return [*table, *baseline_table(rows), *(line for note in notes for line in wrapped(note))]

@@ -33,8 +33,8 @@ def build(
     for linear in (shared.gate_proj, shared.up_proj, shared.down_proj):
         linear.set_weight(draw.quantized(linear.out_features, linear.in_features))
     _hold(block.experts, gate_up, down)
-    kept = pack_(block).kept
-    assert not kept, kept
+    unpacked = pack_(block).kept
+    assert not unpacked, unpacked
     return block
 
 
@@ -63,11 +63,11 @@ def _shared(block: DeepseekV4SparseMoeBlock) -> DeepseekV4MLP:
 
 
 def _shared_weights(block: DeepseekV4SparseMoeBlock) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Gate and up in turn, and down."""
+    """Gate and up, interleaved, and down."""
     mlp = _shared(block)
-    joint = mlp.gate_proj.joint
-    assert joint is not None
-    return joint.whole(), mlp.down_proj.quantized_weight()
+    gate_up = mlp.gate_proj.joint
+    assert gate_up is not None
+    return gate_up.whole(), mlp.down_proj.quantized_weight()
 
 
 def forward(block: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> torch.Tensor:
@@ -76,45 +76,45 @@ def forward(block: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> torch.Tensor:
 
 
 def costs(block: DeepseekV4SparseMoeBlock, tokens: int, touched: float) -> tuple[int, int]:
-    """Bytes that a forward has to move, and operations of its products.
+    """Bytes that a forward has to move, and operations of its GEMMs.
 
     Weights of the experts that have rows, of the shared one and of the router, once; tokens and the
     result, nothing between them.
     """
     experts, gate = block.experts, block.gate
     routed = [experts.quantized_weight(name).nbytes for name in ("gate_up_proj", "down_proj")]
-    beside = nbytes(gate.weight, gate.e_score_correction_bias, *_shared_weights(block))
-    moved = round(touched * sum(routed) / experts.num_experts) + beside
+    others = nbytes(gate.weight, gate.e_score_correction_bias, *_shared_weights(block))
+    moved = round(touched * sum(routed) / experts.num_experts) + others
     matrix = 3 * experts.intermediate_dim * experts.hidden_dim
     per_token = (experts.num_experts_per_tok + 1) * matrix + gate.weight.numel()
     return moved + 4 * tokens * experts.hidden_dim, 2 * tokens * per_token
 
 
 def verify_router(
-    block: DeepseekV4SparseMoeBlock, x: torch.Tensor, routed: Outputs, some: torch.Tensor
+    block: DeepseekV4SparseMoeBlock, x: torch.Tensor, routed: Outputs, sample: torch.Tensor
 ) -> Verdict:
-    """What the router gave for the tokens ``some`` of ``x`` against the float64 oracle."""
+    """What the router gave for the tokens ``sample`` of ``x`` against the float64 oracle."""
     gate = block.gate
-    args = (x[some], gate.weight, gate.e_score_correction_bias)
+    args = (x[sample], gate.weight, gate.e_score_correction_bias)
     kwargs = {"top_k": gate.top_k, "scaling_factor": gate.routed_scaling_factor}
     kwargs["logits_dtype"] = torch.float32
     problem = Problem(ops.route_topk, args, kwargs, budgets.routing, 0)
-    found = tuple(part[some] for part in routed)
-    return problem.judge(problem, found, problem.widened().run("reference"))
+    actual = tuple(part[sample] for part in routed)
+    return problem.judge(problem, actual, problem.widened().run("reference"))
 
 
 def verify_shared(
-    block: DeepseekV4SparseMoeBlock, x: torch.Tensor, shared: torch.Tensor, some: torch.Tensor
+    block: DeepseekV4SparseMoeBlock, x: torch.Tensor, shared: torch.Tensor, sample: torch.Tensor
 ) -> Verdict:
-    """Both products of the shared expert, the second on what the first really gave."""
+    """Both GEMMs of the shared expert, the second on the actual output of the first."""
     gate_up, down = _shared_weights(block)
     limit = _shared(block).limit
-    inner = ops.gemm_swiglu(x, gate_up, limit)[some]
-    first = Problem(ops.gemm_swiglu, (x[some], gate_up, limit), {}, fused_judges.gemm_swiglu, 0)
-    second = Problem(ops.gemm, (inner, down), {}, check.within(budgets.product), 0)
+    inner = ops.gemm_swiglu(x, gate_up, limit)[sample]
+    first = Problem(ops.gemm_swiglu, (x[sample], gate_up, limit), {}, fused_judges.gemm_swiglu, 0)
+    second = Problem(ops.gemm, (inner, down), {}, check.within(budgets.gemm), 0)
     return check.combine(
         *(
-            problem.judge(problem, (found,), problem.widened().run("reference"))
-            for problem, found in ((first, inner), (second, shared[some]))
+            problem.judge(problem, (actual,), problem.widened().run("reference"))
+            for problem, actual in ((first, inner), (second, shared[sample]))
         )
     )

@@ -41,7 +41,7 @@ class Layer:
     Attributes:
         preset: Name of ``config``.
         config: Sizes.
-        gate_up: ``[E, 2 I, H]`` in fragments, rows of gate and up in turn, a global scale per row.
+        gate_up: ``[E, 2 I, H]`` in fragments, gate and up rows interleaved, a global scale per row.
         down: ``[E, H, I]`` in fragments, a global scale per expert.
     """
 
@@ -60,7 +60,7 @@ class Inputs:
         shared: ``[T, H]``, the shared expert's output.
         ids: ``[T, k]`` int64.
         weights: float32 ``[T, k]``.
-        places: int32 ``[T, k]``, the sorted row of each choice.
+        positions: int32 ``[T, k]``, the sorted row of each choice.
         offsets: int32 ``[E + 1]``.
         rows: ``[T k, H]``, sorted by expert.
         row_weight: float32 ``[T k]``.
@@ -70,7 +70,7 @@ class Inputs:
     shared: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
     offsets: torch.Tensor
     rows: torch.Tensor
     row_weight: torch.Tensor
@@ -157,20 +157,20 @@ def sorted_by(
     weights: torch.Tensor,
 ) -> Inputs:
     """Sorted by the reference, from tokens, the shared expert's output, choices and weights."""
-    order, offsets, places = ops.moe_permute(ids, c.n_routed_experts, backend="reference")
-    rows = ops.moe_gather(x, places, backend="reference")
+    order, offsets, positions = ops.moe_permute(ids, c.n_routed_experts, backend="reference")
+    rows = ops.moe_gather(x, positions, backend="reference")
     row_weight = weights.reshape(-1)[order.long()]
-    return Inputs(x, shared, ids, weights, places, offsets, rows, row_weight)
+    return Inputs(x, shared, ids, weights, positions, offsets, rows, row_weight)
 
 
 def all_inputs(layer: Layer, routing: str, tokens: int, options: Options) -> list[Inputs]:
     """Those of a graph's calls."""
-    each = draws(layer.config, tokens, options)
-    return [draw_inputs(layer.config, routing, tokens, draw) for draw in each]
+    requested = draws(layer.config, tokens, options)
+    return [draw_inputs(layer.config, routing, tokens, draw) for draw in requested]
 
 
 def draws(c: ModelConfig, tokens: int, options: Options) -> list[Draw]:
-    """One for each of a graph's calls, so many as memory allows; on the CPU one."""
+    """One for each of a graph's calls, as many as memory allows; on the CPU one."""
     width = c.num_experts_per_tok * (c.hidden_size + c.moe_intermediate_size) + 2 * c.hidden_size
     count = max(2, min(_MOST_CALLS, _INPUT_BYTES // (2 * width * tokens)))
     count = count if options.device.type == "cuda" else 1
@@ -178,7 +178,7 @@ def draws(c: ModelConfig, tokens: int, options: Options) -> list[Draw]:
 
 
 def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
-    """The first product and its SwiGLU, ``[T k, I]``."""
+    """The first GEMM and its SwiGLU, ``[T k, I]``."""
     return ops.grouped_gemm_swiglu(
         inputs.rows,
         layer.gate_up,
@@ -189,28 +189,30 @@ def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
 
 
 def down(layer: Layer, inputs: Inputs, inner: torch.Tensor) -> torch.Tensor:
-    """The second product, ``[T k, H]``."""
+    """The second GEMM, ``[T k, H]``."""
     return ops.grouped_gemm(inner, layer.down, inputs.offsets, settled=True)
 
 
 def pair(layer: Layer, inputs: Inputs) -> torch.Tensor:
-    """Both products, ``[T k, H]``."""
+    """Both GEMMs, ``[T k, H]``."""
     return down(layer, inputs, gate_up(layer, inputs))
 
 
 def sort(layer: Layer, inputs: Inputs) -> Sorted:
-    """Rows in the order of their experts, what they weigh, offsets, places."""
+    """Rows in the order of their experts, what they weigh, offsets, positions."""
     experts = layer.config.n_routed_experts
     return ops.moe_sort(inputs.x, inputs.ids, inputs.weights, experts)
 
 
 def combine(layer: Layer, inputs: Inputs) -> torch.Tensor:
     """The sum of each token's rows and the shared expert's output, ``[T, H]``."""
-    return ops.moe_combine(inputs.rows, inputs.places, inputs.offsets, None, shared=inputs.shared)
+    return ops.moe_combine(
+        inputs.rows, inputs.positions, inputs.offsets, None, shared=inputs.shared
+    )
 
 
 def around(layer: Layer, inputs: Inputs) -> torch.Tensor:
-    """The block with the gathered rows as the products' results, ``[T, H]``."""
+    """The block with the gathered rows as the GEMMs' results, ``[T, H]``."""
     return combine(layer, _own(layer, inputs))
 
 
@@ -222,14 +224,14 @@ def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
 
 def _own(layer: Layer, inputs: Inputs) -> Inputs:
     """The same sorted here."""
-    rows, row_weight, offsets, places = sort(layer, inputs)
+    rows, row_weight, offsets, positions = sort(layer, inputs)
     return dataclasses.replace(
-        inputs, rows=rows, row_weight=row_weight, offsets=offsets, places=places
+        inputs, rows=rows, row_weight=row_weight, offsets=offsets, positions=positions
     )
 
 
 def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int]]:
-    """Bytes that each of ``PARTS`` has to move, and operations of its products.
+    """Bytes that each of ``PARTS`` has to move, and operations of its GEMMs.
 
     Weights of the experts that have rows, once; inputs and results of each operator. Of the block:
     weights, tokens and the result, nothing between them.
@@ -241,7 +243,7 @@ def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int
     flops = [4 * rows * inner * hidden, 2 * rows * inner * hidden]
     moved = [weight + 2 * rows * (inner + hidden) for weight in weights]
     steps = {
-        # Rows, what they weigh, and of each choice its expert and its place.
+        # Rows, what they weigh, and of each choice its expert and its position.
         "sort": 2 * (tokens + rows) * hidden + 20 * rows + 4 * (experts + 1),
         "combine": 2 * (rows + 2 * tokens) * hidden + 4 * rows + 4 * (experts + 1),
     }
@@ -249,7 +251,7 @@ def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int
         "gate_up": (moved[0], flops[0]),
         "down": (moved[1], flops[1]),
         "pair": (sum(moved), sum(flops)),
-        **{part: (some, 0) for part, some in steps.items()},
+        **{part: (moved_bytes, 0) for part, moved_bytes in steps.items()},
         "around": (sum(steps.values()), 0),
         "block": (sum(weights) + 6 * tokens * hidden + 12 * rows, sum(flops)),
     }

@@ -130,10 +130,10 @@ def _reads(config: ModelConfig, layer: int, context: int) -> _Reads:
 
 def _flops(model: DeepseekV4ForCausalLM, reads: Sequence[_Reads]) -> int:
     """Operations of one token: linear layers, chosen experts, attention and indexer."""
-    return _product_flops(model) + _attention_flops(model.config, reads)
+    return _gemm_flops(model) + _attention_flops(model.config, reads)
 
 
-def _product_flops(model: DeepseekV4ForCausalLM) -> int:
+def _gemm_flops(model: DeepseekV4ForCausalLM) -> int:
     """Of linear layers and chosen experts."""
     config = model.config
     linear = sum(map(_linear_flops, model.modules()))
@@ -167,7 +167,7 @@ def prompt_flops(model: DeepseekV4ForCausalLM, tokens: int) -> int:
         layer = kinds.index(kind)
         reads = [_reads(config, layer, context) for context in range(1, tokens + 1)]
         attention += kinds.count(kind) * _attention_flops(config, reads)
-    return tokens * (_product_flops(model) - head) + head + attention
+    return tokens * (_gemm_flops(model) - head) + head + attention
 
 
 @dataclass(frozen=True)

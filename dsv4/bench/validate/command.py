@@ -1,6 +1,6 @@
-"""``run gemm --check``: is every kernel of a product right on this machine, and a report of it.
+"""``run gemm --check``: validates every GEMM kernel of this machine and reports.
 
-Dense products (``validate_dense``), then those of the shared and of routed experts
+Dense GEMMs (``validate_dense``), then those of the shared and of routed experts
 (``validate_experts``).
 """
 
@@ -29,7 +29,7 @@ NAMES = [*matrices(PRESETS["tiny"]()), *validate_experts.CASES]
 
 
 @dataclass(frozen=True)
-class Found:
+class Validation:
     """A whole run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Found:
         if not self.kernels:
             return "FAILED: no kernel ran"
         checks = [kernel.check() for kernel in self.kernels]
-        return f"{line(checks)}; {count} products compared"
+        return f"{line(checks)}; {count} GEMMs compared"
 
     def document(self, header: dict[str, Any]) -> dict[str, Any]:
         """What a JSON file holds; an infinite error is the string ``"inf"``."""
@@ -73,15 +73,15 @@ class Found:
         return {"header": header, "kernels": kernels, "absent": self.absent}
 
 
-def write_json(path: str, found: Found, header: dict[str, Any]) -> Path:
-    """Write ``Found.document``."""
+def write_json(path: str, validation: Validation, header: dict[str, Any]) -> Path:
+    """Write ``Validation.document``."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(found.document(header), indent=1, allow_nan=False) + "\n")
+    target.write_text(json.dumps(validation.document(header), indent=1, allow_nan=False) + "\n")
     return target
 
 
-def run(presets: Sequence[str], request: Request) -> Found:
+def run(presets: Sequence[str], request: Request) -> Validation:
     """Validate every kernel.
 
     Args:
@@ -106,4 +106,4 @@ def run(presets: Sequence[str], request: Request) -> Found:
         kernels += validate_experts.validated(preset, request, refused)
     ran = {kernel.backend for kernel in kernels}
     absent = {name: list(why.values()) for name, why in refused.items() if name not in ran}
-    return Found(tuple(kernels), absent)
+    return Validation(tuple(kernels), absent)

@@ -1,4 +1,4 @@
-"""Dense products for ``run gemm --check``: every implementation on every matrix.
+"""Dense GEMMs for ``run gemm --check``: every implementation on every matrix.
 
 Activations as they are and quantised, several token counts, results in bfloat16 and in float32.
 Then weights whose scales are all the largest, the smallest, or zero, and tokens that hold a NaN and
@@ -35,7 +35,7 @@ _CHUNK = 8192  # rows of a weight that are widened at a time
 def validated(preset: str, request: Request, refused: Refused) -> Iterator[Kernel]:
     """Every implementation of every matrix that is wanted; refusals are added to ``refused``."""
     for name, sizes in matrices(PRESETS[preset]()).items():
-        if not request.wanted(name):
+        if not request.includes(name):
             continue
         matrix = _Matrix(f"{preset} {name}", *sizes, Draw(request.seed, request.device))
         for activation in ACTIVATIONS:
@@ -86,7 +86,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Point:
-    """One product: operands, the truth for some tokens, and what it may be off by."""
+    """One GEMM: operands, the truth for some tokens, and what it may be off by."""
 
     what: str
     x: torch.Tensor
@@ -138,10 +138,10 @@ def _point(
     weight: QuantizedTensor,
     scale: torch.Tensor | None = None,
 ) -> _Point:
-    """With the float64 product of sampled tokens, the first and the last among them."""
+    """With the float64 GEMM of sampled tokens, the first and the last among them."""
     step = max(1, -(-x.shape[0] // _SAMPLE))
-    places = [*range(0, x.shape[0], step), x.shape[0] - 1]
-    sampled = torch.tensor(sorted(set(places)), device=x.device)
+    sampled_rows = [*range(0, x.shape[0], step), x.shape[0] - 1]
+    sampled = torch.tensor(sorted(set(sampled_rows)), device=x.device)
     left = x[sampled].reshape(-1, matrix.columns)
     if activation == "nvfp4":
         scaling = "token" if scale is None else "static"
@@ -159,7 +159,7 @@ def _point(
 def _widely(
     matrix: _Matrix, left: torch.Tensor, weight: QuantizedTensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 ``[T, G, N]``: the product, and that of the magnitudes."""
+    """float64 ``[T, G, N]``: the result, and that of the magnitudes."""
     scale = weight.row_scale()
     parts = []
     for group in range(matrix.groups):
@@ -174,8 +174,8 @@ def _widely(
             right = dequantize(part, torch.float64, backend=REFERENCE).T
             parts.append((left[:, group] @ right, left[:, group].abs() @ right.abs()))
     shape = (left.shape[0], matrix.groups, matrix.rows)
-    product, magnitude = (torch.cat(each, -1).view(shape) for each in zip(*parts, strict=True))
-    return product, magnitude
+    result, magnitude = (torch.cat(chunks, -1).view(shape) for chunks in zip(*parts, strict=True))
+    return result, magnitude
 
 
 def _options(matrix: _Matrix, point: _Point, activation: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def _compare(
     options = _options(matrix, point, kernel.activation, dtype)
     try:
         out = gemm(point.x, weight, **options, backend=kernel.backend)
-        found = out[point.sampled].view(point.truth.shape)
+        result = out[point.sampled].view(point.truth.shape)
         allowed = point.budget + storing(point.truth, dtype)
-        kernel.add(point.what, dtype, worst(found, point.truth, allowed))
+        kernel.add(point.what, dtype, worst(result, point.truth, allowed))
     except Exception as error:  # whatever it is, the others are validated and it is reported
         words = str(error).splitlines() or [""]
         kernel.add(point.what, dtype, float("inf"), f"{type(error).__name__}: {words[0]}")
@@ -203,7 +203,7 @@ def _compare(
 
 def _times(matrix: _Matrix, kernel: Kernel, request: Request) -> dict[int, float]:
     """Of the result's usual dtype, bfloat16; on a GPU with the L2 cleared before."""
-    weight, found = matrix.weight.with_layout(kernel.layout), {}
+    weight, times = matrix.weight.with_layout(kernel.layout), {}
     for count in request.tokens:
         x = matrix.input(count)
         options = {"activation": kernel.activation, "groups": matrix.groups}
@@ -211,8 +211,8 @@ def _times(matrix: _Matrix, kernel: Kernel, request: Request) -> dict[int, float
         row = next(r for r in dispatch.implementations("gemm") if r.name == kernel.backend)
         if row.unsupported_reason(call) is None:
 
-            def product(x: torch.Tensor = x, options: dict[str, Any] = options) -> torch.Tensor:
+            def run(x: torch.Tensor = x, options: dict[str, Any] = options) -> torch.Tensor:
                 return gemm(x, weight, **options, backend=kernel.backend)
 
-            found[count] = timing.measure([product], x.device, request.repeat).us
-    return found
+            times[count] = timing.measure([run], x.device, request.repeat).us
+    return times

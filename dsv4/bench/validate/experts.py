@@ -1,4 +1,4 @@
-"""Products of the shared and of routed experts for ``run gemm --check``.
+"""GEMMs of the shared and of routed experts for ``run gemm --check``.
 
 The cases of the bench with fewer experts, at several token counts with routings drawn uniformly,
 with all rows on the last expert, and with rows that hold a NaN and an infinity; NVFP4 results with
@@ -45,22 +45,22 @@ class _Point:
 
 
 def validated(preset: str, request: Request, refused: Refused) -> Iterator[Kernel]:
-    """Every implementation of every product that is wanted; refusals are added to ``refused``."""
+    """Every implementation of every requested GEMM; refusals are added to ``refused``."""
     config = PRESETS[preset]()
     config = dataclasses.replace(config, n_routed_experts=min(_EXPERTS, config.n_routed_experts))
     for name, (op, case_name) in CASES.items():
-        if not request.wanted(name):
+        if not request.includes(name):
             continue
         for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
-            product = _Product(f"{preset} {name}", op, case_name + suffix, activation, config)
-            for kernel in product.kernels(request, refused):
+            projection = _Projection(f"{preset} {name}", op, case_name + suffix, activation, config)
+            for kernel in projection.kernels(request, refused):
                 if not kernel.failed:
-                    kernel.us = product.times(kernel, request)
+                    kernel.us = projection.times(kernel, request)
                 yield kernel
 
 
 @dataclass(frozen=True)
-class _Product:
+class _Projection:
     """One operator and projection."""
 
     name: str
@@ -71,8 +71,8 @@ class _Product:
 
     def case(self, tokens: int) -> Case:
         """Of that many tokens."""
-        found = MAKERS[self.op](self.config, tokens)
-        return next(case for case in found if case.name == self.case_name)
+        candidates = MAKERS[self.op](self.config, tokens)
+        return next(case for case in candidates if case.name == self.case_name)
 
     def problem(self, tokens: int, request: Request) -> Problem:
         """The same weight whatever the tokens, with linear scales."""
@@ -81,7 +81,7 @@ class _Product:
 
     def kernels(self, request: Request, refused: Refused) -> list[Kernel]:
         """Every implementation at every point; the truth of each is computed once."""
-        found: dict[tuple[str, str], Kernel] = {}
+        by_key: dict[tuple[str, str], Kernel] = {}
         shape = self.case(1).shape
         for point in self._points(request):
             weight = point.problem.args[1]
@@ -90,10 +90,10 @@ class _Product:
                 call = (problem.function, problem.args, problem.kwargs)
                 for backend in request.available(*call, layout, refused):
                     key = (layout, backend)
-                    if key not in found:
-                        found[key] = Kernel(self.name, shape, layout, self.activation, backend)
-                    _compare(found[key], point, problem)
-        return [found[key] for key in sorted(found)]
+                    if key not in by_key:
+                        by_key[key] = Kernel(self.name, shape, layout, self.activation, backend)
+                    _compare(by_key[key], point, problem)
+        return [by_key[key] for key in sorted(by_key)]
 
     def _points(self, request: Request) -> Iterator[_Point]:
         for count in request.tokens:
@@ -112,7 +112,7 @@ class _Product:
 
     def times(self, kernel: Kernel, request: Request) -> dict[int, float]:
         """By tokens; on a GPU with the L2 cleared before."""
-        found = {}
+        measured = {}
         for count in request.tokens:
             problem = self.problem(count, request)
             problem = _with(problem, 1, problem.args[1].with_layout(kernel.layout))
@@ -120,15 +120,15 @@ class _Product:
             row = next(r for r in dispatch.implementations(self.op) if r.name == kernel.backend)
             if row.unsupported_reason(call) is None:
 
-                def product(problem: Problem = problem) -> object:
+                def run(problem: Problem = problem) -> object:
                     return problem.run(kernel.backend)
 
-                found[count] = timing.measure([product], request.device, request.repeat).us
-        return found
+                measured[count] = timing.measure([run], request.device, request.repeat).us
+        return measured
 
 
-def _with(problem: Problem, place: int, value: object) -> Problem:
-    args = (*problem.args[:place], value, *problem.args[place + 1 :])
+def _with(problem: Problem, index: int, value: object) -> Problem:
+    args = (*problem.args[:index], value, *problem.args[index + 1 :])
     return dataclasses.replace(problem, args=args)
 
 
@@ -145,7 +145,7 @@ def _layouts(weight: QuantizedTensor) -> list[str]:
 def _compare(kernel: Kernel, point: _Point, problem: Problem) -> None:
     """Codes, or results in bfloat16 and in float32.
 
-    Codes are held to those of the same product quantised afterwards, so by the same layout.
+    Codes are held to those of the same GEMM quantised afterwards, so by the same layout.
     """
     judged = dataclasses.replace(problem, backend=kernel.backend)
     quantized = problem.function.__name__.endswith("_quantize")

@@ -31,7 +31,7 @@ class Kernel:
         layout: Of the weight.
         activation: ``"bf16"`` or ``"nvfp4"``.
         backend: The implementation.
-        points: Products compared.
+        points: GEMMs compared.
         failed: Those outside their budget, or that raised.
         worst: Largest error in units of the budget, by dtype of the result (uint8: codes, whose
             error is 0 or infinite); infinite for a NaN where there is none, and the other way
@@ -65,8 +65,8 @@ class Kernel:
         where = f"{self.matrix} {self.layout} {self.activation}, {self.backend}"
         worst = max(self.worst.values(), default=0.0)
         size = f"{worst:.3g} times its budget" if math.isfinite(worst) else "not the right bits"
-        found = f"{self.failed} of {self.points} products, error {size}" if self.failed else ""
-        return Check("kernel", where, not self.failed, found)
+        detail = f"{self.failed} of {self.points} GEMMs, error {size}" if self.failed else ""
+        return Check("kernel", where, not self.failed, detail)
 
     def cells(self) -> tuple[str, ...]:
         """The texts of its line, in the order of ``HEADINGS``."""
@@ -97,7 +97,7 @@ class Request:
 
     Attributes:
         tokens: Token counts.
-        wanted: Says which matrices, by name.
+        includes: Says which matrices, by name.
         device: Where.
         repeat: Timed runs.
         seed: Of the inputs.
@@ -105,7 +105,7 @@ class Request:
     """
 
     tokens: Sequence[int]
-    wanted: Callable[[str], bool]
+    includes: Callable[[str], bool]
     device: torch.device
     repeat: int
     seed: int = 0
@@ -124,12 +124,12 @@ class Request:
             refused: Reasons against others are added to it.
         """
         call = dispatch.arguments(function, *args, **kwargs)
-        found = []
+        able = []
         for row in dispatch.implementations(call.op):
             why = row.unsupported_reason(call)
             if why is not None:
                 kind = re.sub(r"\d+", "", why)
                 refused.setdefault(row.name, {}).setdefault(kind, why)
             elif row.name != REFERENCE or layout == LINEAR:
-                found.append(row.name)
-        return [name for name in found if dispatch.AUTO in self.backends or name in self.backends]
+                able.append(row.name)
+        return [name for name in able if dispatch.AUTO in self.backends or name in self.backends]

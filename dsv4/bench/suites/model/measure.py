@@ -97,13 +97,13 @@ class Measurement:
         uniform = whole_model.uniform_experts(self.request.config, tokens)
         row = DecodeRow(self._named, tokens=tokens, context=context, experts_uniform=uniform)
         self._model_steps(row)
-        if self._wanted(row, RUNNER, "runner_ms", "capture_s"):
+        if self._is_requested(row, RUNNER, "runner_ms", "capture_s"):
             self._take(row, ("runner_ms", "capture_s"), lambda: self._runner_steps(row))
-        if self._wanted(row, GENERATE, "generate_ms"):
+        if self._is_requested(row, GENERATE, "generate_ms"):
             self._take(row, ("generate_ms",), lambda: self._generate_steps(row))
-        if self._wanted(row, DETERMINISTIC, "deterministic_ms"):
+        if self._is_requested(row, DETERMINISTIC, "deterministic_ms"):
             self._take(row, ("deterministic_ms",), lambda: self._deterministic_steps(row))
-        if self._wanted(row, KERNELS, *_KERNELS):
+        if self._is_requested(row, KERNELS, *_KERNELS):
             row.missing.update(dict.fromkeys(_KERNELS, "the command ended before"))
         return row
 
@@ -113,12 +113,12 @@ class Measurement:
         Args:
             row: From ``decode``.
         """
-        if self._wanted(row, KERNELS, *_KERNELS):
+        if self._is_requested(row, KERNELS, *_KERNELS):
             for name in _KERNELS:
                 row.missing.pop(name, None)
             self._take(row, _KERNELS, lambda: self._profiled_step(row))
 
-    def _wanted(self, row: Measured, column: str, *figures: str) -> bool:
+    def _is_requested(self, row: Measured, column: str, *figures: str) -> bool:
         """Whether a column was asked for; if not, the row says so."""
         if column in self.request.columns:
             return True
@@ -177,7 +177,7 @@ class Measurement:
         tokens = row.prompt + 1
         with Runner(self.model, max_sequences=1, max_tokens=tokens, prefix_sequences=0) as runner:
             for prompt in self._prompts(1 + _PROMPTS, row.prompt):
-                seconds = seconds_of(self.request.device, partial(_one, runner, prompt))
+                seconds = seconds_of(self.request.device, partial(_run_alone, runner, prompt))
                 times.append(1e3 * seconds)
         row.runner_ms = statistics.median(times[1:])
 
@@ -186,7 +186,7 @@ class Measurement:
     def _model_steps(self, row: DecodeRow) -> None:
         """The step by itself: bounds, eager, captured."""
         columns = {STEP: "step_ms", EAGER: "eager_ms"}
-        asked = [name for name, figure in columns.items() if self._wanted(row, name, figure)]
+        asked = [name for name, figure in columns.items() if self._is_requested(row, name, figure)]
         figures = [columns[name] for name in asked]
         self._take(row, ("experts_read", *figures), lambda: self._of_step(row, asked))
         cost = whole_model.step_cost(self.model, row.tokens, row.context + 1, row.experts_read)
@@ -329,7 +329,7 @@ def _no_graphs(device: torch.device) -> str:
     return f"needs a CUDA GPU, the device is {device}"
 
 
-def _one(runner: Runner, prompt: Sequence[int]) -> None:
+def _run_alone(runner: Runner, prompt: Sequence[int]) -> None:
     runner.add(prompt, max_new_tokens=1, stop_ids=()).result()
 
 

@@ -40,9 +40,9 @@ class ModelBytes:
         """While it is built: all weights, and one layer's experts once more, not packed yet."""
         return self.other + self.experts * (self.expert + self.layer_expert)
 
-    def experts_within(self, room: int) -> int:
+    def experts_within(self, available: int) -> int:
         """Most experts per layer whose weights fit; below 0: the other weights do not."""
-        return (room - self.other) // (self.expert + self.layer_expert)
+        return (available - self.other) // (self.expert + self.layer_expert)
 
 
 @torch.no_grad()
