@@ -33,7 +33,7 @@ from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.sampling import Sampler
 
 if TYPE_CHECKING:
-    from dsv4._checkpoint.report import LoadReport
+    from dsv4.checkpoint.report import LoadReport
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:

@@ -17,8 +17,7 @@ from typing import Any
 
 from checkpoint_cases import SMALL, make_model
 
-from dsv4._checkpoint import names
-from dsv4.checkpoint import load, save
+from dsv4.checkpoint import load, names, save
 from dsv4.model import DeepseekV4ForCausalLM
 
 TARGETS = ("config", "index", "header", "data")

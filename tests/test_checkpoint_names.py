@@ -11,8 +11,7 @@ from checkpoint_cases import assert_same_state, calibrated, edit, make_model, sa
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4._checkpoint import names
-from dsv4.checkpoint import CheckpointError, load
+from dsv4.checkpoint import CheckpointError, load, names
 
 ATTENTION = {
     "sinks": "attn_sink",

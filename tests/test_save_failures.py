@@ -18,9 +18,8 @@ from checkpoint_cases import SMALL, make_model, raw, state
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4._checkpoint import transaction
-from dsv4._checkpoint.writer import ShardWriter
-from dsv4.checkpoint import Checkpoint, CheckpointError, load, recover, save, write
+from dsv4.checkpoint import Checkpoint, CheckpointError, load, recover, save, transaction, write
+from dsv4.checkpoint.shard_writer import ShardWriter
 from dsv4.config import ModelConfig
 
 # Operations on files that a save asks the system for; each may fail, or be the last.

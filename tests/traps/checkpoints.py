@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-ENTRIES = "dsv4/_checkpoint/entries.py"
-NAMES = "dsv4/_checkpoint/names.py"
-PAIRS = "dsv4/_checkpoint/pairs.py"
-REPORT = "dsv4/_checkpoint/report.py"
+ENTRIES = "dsv4/checkpoint/entries.py"
+NAMES = "dsv4/checkpoint/names.py"
+PAIRS = "dsv4/checkpoint/pairs.py"
+REPORT = "dsv4/checkpoint/report.py"
 TESTS = "tests/test_checkpoint_"
 TIED = TESTS + "pairs.py::test_an_engine_that_takes_the_scale_of_w1_for_both_reads_the_same"
 TWICE = TESTS + "names.py::test_two_spellings_of_one_tensor_are_an_error_that_names_both"
@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "a DSpark head is taken for MTP layers",
-        "dsv4/_checkpoint/opened.py",
+        "dsv4/checkpoint/reader.py",
         "return 0 if self.has_dspark else len(self._draft_layers())",
         "return len(self._draft_layers())",
         TESTS + "drafts.py::test_the_main_model_of_a_dspark_checkpoint_loads_and_it_is_said",

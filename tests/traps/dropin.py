@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "HF",
         "norms are rounded to the dtype of the model",
-        "dsv4/_checkpoint/options.py",
+        "dsv4/checkpoint/options.py",
         "return torch.promote_types(wanted, stored) if names.is_norm(name) else wanted",
         "return wanted",
         SETTINGS + "loading_in_bfloat16_rounds_no_norm",

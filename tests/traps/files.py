@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-TRANSACTION = "dsv4/_checkpoint/transaction.py"
+TRANSACTION = "dsv4/checkpoint/transaction.py"
 SAVES = "tests/test_save_failures.py::"
 BOMBS = "tests/test_checkpoint_bombs.py::"
 
@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         "files",
         "a configuration of more layers and experts than there are is built",
-        "dsv4/_checkpoint/bounds.py",
+        "dsv4/checkpoint/bounds.py",
         "    if value > most:\n",
         "    if value > most > 2**31:\n",
         BOMBS + "test_stacks_of_experts_are_counted",
@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "files",
         "the length of a header is not checked",
-        "dsv4/_checkpoint/shards.py",
+        "dsv4/checkpoint/shards.py",
         "            if length > _MAX_HEADER:\n",
         "            if length > 2**63:\n",
         BOMBS + "test_headers_of_odd_size_or_depth",

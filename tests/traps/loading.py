@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-MXFP4 = "dsv4/_checkpoint/mxfp4.py"
-OPTIONS = "dsv4/_checkpoint/options.py"
-SLOTS = "dsv4/_checkpoint/slots.py"
-ITEMS = "dsv4/_checkpoint/items.py"
-PACKING = "dsv4/_checkpoint/packing.py"
-CHECKPOINT = "dsv4/checkpoint.py"
+MXFP4 = "dsv4/checkpoint/mxfp4.py"
+OPTIONS = "dsv4/checkpoint/options.py"
+SLOTS = "dsv4/checkpoint/expert_slots.py"
+ITEMS = "dsv4/checkpoint/items.py"
+PACKING = "dsv4/checkpoint/packing.py"
+FILLING = "dsv4/checkpoint/filling.py"
 TESTS = "tests/test_load_packed.py::"
 MXFP4_TESTS = "tests/test_load_mxfp4.py::"
 CONVERTED = MXFP4_TESTS + "TestMxfp4::test_is_converted_where_no_value_changes"
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "load",
         "NVIDIA's layout rounds MXFP4 silently",
-        "dsv4/_checkpoint/layouts.py",
+        "dsv4/checkpoint/layouts.py",
         "            if not report.exact:\n",
         "            if False:\n",
         MXFP4_TESTS + "TestMxfp4::test_nvidias_layout_refuses_what_it_would_round",
@@ -107,12 +107,12 @@ MUTANTS = (
     Mutant(
         "load",
         "layers are packed when all are read",
-        CHECKPOINT,
-        "            packer.pack(slot.module)\n\n    each_slot(*source, Progress"
-        '("loading", total, progress), fill_slot)\n',
-        "            pass\n\n    each_slot(*source, Progress"
-        '("loading", total, progress), fill_slot)\n'
-        "    for slot in slots:\n        if packer: packer.pack(slot.module)\n",
+        FILLING,
+        "                packer.pack(slot.module)\n\n        self._each_slot(Progress"
+        '("loading", nbytes, self.progress), fill_slot)\n',
+        "                pass\n\n        self._each_slot(Progress"
+        '("loading", nbytes, self.progress), fill_slot)\n'
+        "        for slot in self.slots:\n            if packer: packer.pack(slot.module)\n",
         TESTS + "TestPacked::test_each_layer_is_packed_before_the_next_is_read",
     ),
     Mutant(

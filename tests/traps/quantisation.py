@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "a file's reciprocals taken for the scales",
-        "dsv4/_checkpoint/entries.py",
+        "dsv4/checkpoint/entries.py",
         "out = value.reciprocal() if self.reciprocal else value",
         "out = value",
         RECIPROCALS,
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "a file's input reciprocal taken for the scale",
-        "dsv4/_checkpoint/entries.py",
+        "dsv4/checkpoint/entries.py",
         "value = self._scalar(self.input_scale, device)",
         "value = self.shards.read(self.input_scale, device).reshape(1)",
         RECIPROCALS,
@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "weight scales written without inverting",
-        "dsv4/_checkpoint/layouts.py",
+        "dsv4/checkpoint/layouts.py",
         "invert_global_scale(value.global_scale.reshape(1))",
         "value.global_scale.reshape(1)",
         RECIPROCALS,
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "input scales written without inverting",
-        "dsv4/_checkpoint/layouts.py",
+        "dsv4/checkpoint/layouts.py",
         "inverse = invert_global_scale(input_scale.reshape(1).float())",
         "inverse = input_scale.reshape(1).float()",
         RECIPROCALS,
@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "pitfall 26",
         "a missing input_scale is not noticed",
-        "dsv4/_checkpoint/slots.py",
+        "dsv4/checkpoint/expert_slots.py",
         "if entry.format == NVFP4 and entry.input_scale is None:",
         "if False:",
         DAMAGED,
@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "pitfall 26",
         "an input_scale of 0 is accepted",
-        "dsv4/_checkpoint/entries.py",
+        "dsv4/checkpoint/entries.py",
         "value = self._scalar(self.input_scale, device)",
         "value = self.shards.read(self.input_scale, device).reshape(1)",
         DAMAGED,
@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "pitfall 27",
         "gate and up of a file take the smaller input scale",
-        "dsv4/_checkpoint/slots.py",
+        "dsv4/checkpoint/expert_slots.py",
         "best.append(max((s for s in row if s is not None), default=None, key=float))",
         "best.append(min((s for s in row if s is not None), default=None, key=float))",
         PRODUCERS + "test_gate_and_up_use_the_larger_input_scale",
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "pitfall 27",
         "a range of experts takes the input scales of the first ones",
-        "dsv4/_checkpoint/slots.py",
+        "dsv4/checkpoint/expert_slots.py",
         "named = zip(PROJECTIONS, self.names_of(expert), strict=True)",
         'named = ((p, f"{self.name}.{expert}.{p}.weight") for p in PROJECTIONS)',
         PRODUCERS + "test_a_range_of_experts_takes_its_own_input_scales",
@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "pitfall 27",
         "an expert without calibration data keeps its placeholder",
-        "dsv4/_checkpoint/entries.py",
+        "dsv4/checkpoint/entries.py",
         "return None if self.reciprocal and bool(value == 1.0) else value",
         "return value",
         PRODUCERS + "test_uncalibrated_experts_take_the_largest_scale",
@@ -497,7 +497,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "a file's E8M0 scales read by value",
-        "dsv4/_checkpoint/entries.py",
+        "dsv4/checkpoint/entries.py",
         "        scales = self.shards.read(self.scales, device)\n",
         "        scales = self.shards.read(self.scales, device)\n"
         "        if scales.dtype == torch.float8_e8m0fnu:\n"
@@ -549,7 +549,7 @@ MUTANTS = (
     Mutant(
         "pitfall 35",
         "a file's packed codes converted, not viewed",
-        "dsv4/_checkpoint/entries.py",
+        "dsv4/checkpoint/entries.py",
         "weight = weight.view(self.format.codes_dtype)",
         "weight = weight.float().clamp(min=0).to(self.format.codes_dtype)",
         PRODUCERS + "test_packed_codes_stay_bytes",
@@ -557,7 +557,7 @@ MUTANTS = (
     Mutant(
         "pitfall 36",
         "MTP tensors left out on writing",
-        "dsv4/_checkpoint/items.py",
+        "dsv4/checkpoint/items.py",
         "    for slot in slots_of(model):\n",
         "    for slot in slots_of(model):\n"
         "        if slot.name.startswith('mtp.'):\n            continue\n",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.entries import Entry
-from dsv4._checkpoint.mxfp4 import Conversion, to_nvfp4
-from dsv4._checkpoint.shards import CheckpointError
+from dsv4.checkpoint import names
+from dsv4.checkpoint.entries import Entry
+from dsv4.checkpoint.mxfp4 import Conversion, to_nvfp4
+from dsv4.checkpoint.shards import CheckpointError
 from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 
 Matrix = torch.Tensor | QuantizedTensor

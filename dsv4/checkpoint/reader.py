@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from dsv4._checkpoint import bounds, names
-from dsv4._checkpoint.entries import group
-from dsv4._checkpoint.folder import open_folder
-from dsv4._checkpoint.items import Item
-from dsv4._checkpoint.shards import Shards, TensorInfo
+from dsv4.checkpoint import bounds, names
+from dsv4.checkpoint.entries import group
+from dsv4.checkpoint.folder import open_folder
+from dsv4.checkpoint.items import Item
+from dsv4.checkpoint.shards import Shards, TensorInfo
 from dsv4.config import ModelConfig, config_json
 from dsv4.quant.formats import QuantizedTensor
 
@@ -24,7 +24,7 @@ class Checkpoint:
         path: The folder.
         values: config.json as it is.
         entries: Logical tensors by canonical name (transformers' names with one entry per expert,
-            see ``dsv4._checkpoint.names``).
+            see ``dsv4.checkpoint.names``).
         stray: Names of tensors that belong to no known entry.
         unused: Names of known tensors that have no effect here, by the reason.
     """

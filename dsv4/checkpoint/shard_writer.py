@@ -1,6 +1,6 @@
 """Writing safetensors shards as a stream.
 
-The safetensors package reads the shards (``dsv4._checkpoint.shards``), but can only serialise a
+The safetensors package reads the shards (``dsv4.checkpoint.shards``), but can only serialise a
 whole shard from memory; here a tensor is written as it comes and need not be held.
 """
 
@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import torch
 
-from dsv4._checkpoint.shards import DTYPE_NAMES
-from dsv4._checkpoint.transaction import INDEX, SINGLE, Transaction
+from dsv4.checkpoint.shards import DTYPE_NAMES
+from dsv4.checkpoint.transaction import INDEX, SINGLE, Transaction
 
 # Bytes set aside for a shard's header; a shard whose header would be longer is closed early.
 _HEADER_ROOM = 1 << 20
@@ -27,7 +27,7 @@ class ShardWriter:
     Memory holds one tensor at a time, besides those of odd length, which wait for the end of their
     shard so that every tensor starts at a multiple of its item size. The folder stays as it is
     until ``finish``, which replaces the checkpoint in it as one step: see
-    ``dsv4._checkpoint.transaction``. One file is ``model.safetensors``; several are
+    ``dsv4.checkpoint.transaction``. One file is ``model.safetensors``; several are
     ``model-<i>-of-<n>.safetensors`` with an index.
 
     Raises:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4._checkpoint.mxfp4 import to_mxfp4
-from dsv4._checkpoint.slots import ExpertsSlot, slots_of
+from dsv4.checkpoint.expert_slots import ExpertsSlot
+from dsv4.checkpoint.module_tree import slots_of
+from dsv4.checkpoint.mxfp4 import to_mxfp4
 from dsv4.quant.formats import MXFP4, NVFP4, Format, QuantizedTensor
 
 # One tensor of a stream: canonical name, value, activation scale (float32, multiplies) or None.

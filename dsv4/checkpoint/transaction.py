@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from dsv4._checkpoint.shards import CheckpointError
+from dsv4.checkpoint.shards import CheckpointError
 from dsv4.config.json_file import JsonError, irregular, parse, read_bytes
 
 try:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.problems import Problem, raise_all
-from dsv4._checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
+from dsv4.checkpoint import names
+from dsv4.checkpoint.problems import Problem, raise_all
+from dsv4.checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
 from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
 
 _PLAIN = (

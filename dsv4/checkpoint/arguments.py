@@ -1,7 +1,9 @@
-"""Arguments that callers may spell in more than one way."""
+"""Checks of arguments of ``load``, ``fill`` and ``save``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,16 +19,16 @@ def as_dtype(value: Any, what: str = "dtype") -> torch.dtype | None:
     Raises:
         ValueError: if it is no floating dtype of plain weights.
     """
-    found = value
-    if isinstance(value, str):
-        found = getattr(torch, value.removeprefix("torch."), None)
-    if found is None and not isinstance(value, str):
+    if value is None:
         return None
+    dtype = value
+    if isinstance(value, str):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if not isinstance(found, torch.dtype) or found not in plain:
+    if not isinstance(dtype, torch.dtype) or dtype not in plain:
         names = ", ".join(map(str, plain))
         raise ValueError(f"{what} is {value!r}, wanted one of {names}, or None")
-    return found
+    return dtype
 
 
 def check_reserve(tokens: Any) -> None:
@@ -50,3 +52,8 @@ def check_prepare(value: Any) -> None:
     """
     if not isinstance(value, bool) and value != "kernels":
         raise ValueError(f"prepare is {value!r}, wanted True, 'kernels' or False")
+
+
+def name_matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """A function that says whether a name fits one of some shell patterns."""
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -18,8 +18,8 @@ Each is described in specification, sections 11.5.1 to 11.5.4.
 What is quantised already is stored as it is, bitwise, in the layout's naming, with exceptions:
 ``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, a model's NVFP4
 experts become MXFP4 again where that is the layout's format for them and no value of their layer
-changes (``dsv4._checkpoint.items``), and gate and up of an MLP in NVFP4 get one global scale
-(``dsv4._checkpoint.pairs``), their values unchanged.
+changes (``dsv4.checkpoint.items``), and gate and up of an MLP in NVFP4 get one global scale
+(``dsv4.checkpoint.pairs``), their values unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from dsv4._checkpoint import names
+from dsv4.checkpoint import names
 from dsv4.config import ModelConfig
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import (

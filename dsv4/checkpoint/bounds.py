@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.entries import Entry
-from dsv4._checkpoint.shards import CheckpointError
+from dsv4.checkpoint import names
+from dsv4.checkpoint.entries import Entry
+from dsv4.checkpoint.shards import CheckpointError
 from dsv4.config import ModelConfig
 from dsv4.config.fields import INTEGERS
 

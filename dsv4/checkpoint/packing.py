@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dsv4._checkpoint.mxfp4 import MODES
+from dsv4.checkpoint.mxfp4 import MODES
 from dsv4.cute import supports
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import PACKED_LAYOUTS, Linear

@@ -1,21 +1,16 @@
-"""Comparing what a module tree wants with what a checkpoint holds, before anything is read."""
+"""Compare the entries that a module tree expects with those of a checkpoint, before any is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.entries import Entry
-from dsv4._checkpoint.options import Options
-from dsv4._checkpoint.problems import Problem, nearest
-from dsv4._checkpoint.slots import (
-    INPUT_SCALES,
-    WAYS_OUT,
-    Entries,
-    ExpertsSlot,
-    Slot,
-)
+from dsv4.checkpoint import names
+from dsv4.checkpoint.entries import Entry
+from dsv4.checkpoint.expert_slots import INPUT_SCALES, WAYS_OUT
+from dsv4.checkpoint.options import Options
+from dsv4.checkpoint.problems import Problem, nearest
+from dsv4.checkpoint.slots import Entries, Slot
 
 _MISSING, _EXTRA, _SHAPE = "missing", "not part of the model", "wrong shape"
 # Names whose neighbours in the file are looked for.
@@ -44,21 +39,20 @@ def dry_run(
     options: Options,
     ignored: Callable[[str], bool],
 ) -> DryRun:
-    """Compare what slots want with what a checkpoint holds."""
+    """Compare what slots expect with what a checkpoint holds, by the headers."""
     problems: list[Problem] = []
     taken: set[str] = set()
     missing: list[str] = []
     for slot in slots:
-        stacked = isinstance(slot, ExpertsSlot) and slot.stacked()[0] in entries
-        wanted = slot.wanted_stacked() if stacked else slot.wanted()  # type: ignore[attr-defined]
         bad = []
-        for name, shape in wanted:
+        for expected in slot.expected(entries):
+            name = expected.name
             taken.add(name)
             if name not in entries:
                 missing.append(name)
                 bad.append(Problem(_MISSING, f"{name} is missing{_original(name)}"))
-            elif entries[name].shape != shape:
-                bad.append(_wrong_shape(entries[name], shape))
+            elif entries[name].shape != expected.shape:
+                bad.append(_wrong_shape(entries[name], expected.shape))
         problems += bad or slot.problems(entries, options)
     # A name that is ignored is still shown where another is missing.
     unclaimed = [entries[n].weight.name for n in entries if n not in taken]
@@ -73,9 +67,9 @@ def dry_run(
     return DryRun(problems, notes, nbytes)
 
 
-def _wrong_shape(entry: Entry, wanted: tuple[int, ...]) -> Problem:
+def _wrong_shape(entry: Entry, shape: tuple[int, ...]) -> Problem:
     text = (
-        f"{entry.weight.name} has shape {list(entry.shape)}, wanted {list(wanted)} "
+        f"{entry.weight.name} has shape {list(entry.shape)}, wanted {list(shape)} "
         "by the configuration"
     )
     return Problem(_SHAPE, text)

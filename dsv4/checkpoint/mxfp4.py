@@ -23,23 +23,28 @@ _NAN = 0x7F
 
 @dataclass
 class Conversion:
-    """What became of the MXFP4 matrices of a checkpoint.
+    """Counts of the MXFP4 matrices of a checkpoint that were converted, and of those that were not.
 
     Attributes:
         converted: How many are NVFP4 now.
         inexact: Names of those with values that NVFP4 does not have. They were rounded if that was
             asked for; otherwise they stay MXFP4, and with an expert all experts of its layer do.
-        kept: How many stay MXFP4 for that reason.
+        unconverted: How many stay MXFP4 for that reason.
     """
 
     converted: int = 0
     inexact: list[str] = field(default_factory=list)
-    kept: int = 0
+    unconverted: int = 0
 
-    def count(self, matrices: int, *, kept: bool) -> None:
-        """Add matrices that were converted, or that were not."""
-        if kept:
-            self.kept += matrices
+    @property
+    def kept(self) -> int:
+        """The old name of ``unconverted``."""
+        return self.unconverted
+
+    def count(self, matrices: int, *, stays: bool) -> None:
+        """Add matrices that were converted, or (``stays``) that were not."""
+        if stays:
+            self.unconverted += matrices
         else:
             self.converted += matrices
 
@@ -50,9 +55,9 @@ class Conversion:
         if not self.inexact:
             return
         what = "they were rounded"
-        if self.kept:
+        if self.unconverted:
             what = (
-                f"{self.kept} matrices stay MXFP4, for which there are no packed kernels; "
+                f"{self.unconverted} matrices stay MXFP4, for which there are no packed kernels; "
                 "mxfp4='nvfp4' rounds them"
             )
         _logger.warning(

@@ -8,16 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.mxfp4 import Conversion
-from dsv4._checkpoint.shards import CheckpointError
+from dsv4.checkpoint import names
+from dsv4.checkpoint.mxfp4 import Conversion
+from dsv4.checkpoint.shards import CheckpointError
 from dsv4.layers.pack import Packing
 
 if TYPE_CHECKING:
-    from dsv4._checkpoint.filling import Filled
-    from dsv4._checkpoint.opened import Checkpoint
+    from dsv4.checkpoint.reader import Checkpoint
 
 _logger = logging.getLogger("dsv4.checkpoint")
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What ``fill`` packed and converted.
+
+    Attributes:
+        packing: Which layers are packed and which are not; None if none was to be.
+        conversion: Counts of converted MXFP4 matrices.
+    """
+
+    packing: Packing | None
+    conversion: Conversion
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dsv4._checkpoint.shards import CheckpointError
+from dsv4.checkpoint.shards import CheckpointError
 
 _EXAMPLES = 5
 _NEAREST = 5

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.layouts import Layout, Matrix
+from dsv4.checkpoint import names
+from dsv4.checkpoint.layouts import Layout, Matrix
 from dsv4.layers._module import quantize_pair
 from dsv4.quant.formats import NVFP4, QuantizedTensor
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4._checkpoint.problems import Problem, raise_all
-from dsv4._checkpoint.shards import (
+from dsv4.checkpoint.problems import Problem, raise_all
+from dsv4.checkpoint.shards import (
     CheckpointError,
     MissingCheckpointError,
     TensorInfo,
     file_mark,
     read_header,
 )
-from dsv4._checkpoint.transaction import CONFIG, INDEX, SINGLE, committed, is_plain_name
+from dsv4.checkpoint.transaction import CONFIG, INDEX, SINGLE, committed, is_plain_name
 from dsv4.config.json_file import JsonError, irregular, parse, read_bytes, show
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
