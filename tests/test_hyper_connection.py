@@ -679,7 +679,7 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
 )
 def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
     """Programs of 16, 64 and 256 tokens, slices with and without a rest: in budget of float64."""
-    kernels = pytest.importorskip("dsv4.triton._mixing_product")
+    kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
     monkeypatch.setattr(kernels, "MANY", many)
     case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
     streams, fn, scale, base = build(case, device, torch.bfloat16)
@@ -695,7 +695,7 @@ def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
 def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
     """One token to a thread gives what one token to a program gives, up to the order of sums."""
     pytest.importorskip("triton")
-    from dsv4.triton import _mixing_product as kernels
+    from dsv4.triton._lib import mixing_gemm as kernels
 
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     args = build(case, device, torch.bfloat16)
@@ -708,7 +708,7 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
 
 def test_many_tokens_at_an_odd_address(device, monkeypatch):
     """Which no tensor descriptor takes."""
-    kernels = pytest.importorskip("dsv4.triton._mixing_product")
+    kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
     monkeypatch.setattr(kernels, "MANY", 5)
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     streams, *parameters = build(case, device, torch.bfloat16)

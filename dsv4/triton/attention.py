@@ -21,11 +21,11 @@ import triton.language as tl
 
 from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
-from dsv4.triton import _launch
-from dsv4.triton._entries import page_stride
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._lib.cache_entries import page_stride
+from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.rotation import load_angles, rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _GROUP = tl.constexpr(GROUP)
 _SCAN = 1024  # slots that a program looks at together
@@ -426,15 +426,15 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     rope = args.rope_dim if args.window_format == "fp8" else 0
     groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
     # Only Hopper's tensor cores are given tiles of 64 heads, and more than two groups.
-    wide = groups > 2 and (_launch.capability(q) or (9, 0))[0] == 9
-    shape, splits = plan(tokens, heads, d, widths, _launch.sm_count(q.device), wide)
+    wide = groups > 2 and (launch_options.capability(q) or (9, 0))[0] == 9
+    shape, splits = plan(tokens, heads, d, widths, launch_options.sm_count(q.device), wide)
     kept = (tokens, splits, heads) if splits > 1 else (0,)
     parts = torch.empty((*kept, d), dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
     if args.window_format != "fp8" and shape.heads > 16:
         # Entries go to both products as they are, and Triton 3.6 fails to ask for such ahead.
         shape = replace(shape, block=min(shape.block, 32), stages=1)
-    with _launch.on(q):
+    with launch_options.on(q):
         # Tiles of a token follow one another, so that all but the first find its entries in L2.
         _attend_kernel[(triton.cdiv(heads, shape.heads), tokens, splits)](
             q,
@@ -461,7 +461,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
             SECOND_PAGE=compressed_page_size,
             NOPE=d - rope,
             ROPE=rope,
-            HALF=GROUP * max(1, _launch.power_of_two(groups) // 2),
+            HALF=GROUP * max(1, launch_options.power_of_two(groups) // 2),
             TURNED=0 if splits > 1 else turned,
             HEADS=shape.heads,
             BLOCK=shape.block,
@@ -469,7 +469,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
             SCAN=0 if splits > 1 and sum(widths) <= _FEW_SLOTS else _SCAN,
             STAGES=shape.stages,
             num_warps=shape.warps,
-            **_launch.options(q),
+            **launch_options.options(q),
         )
         if splits > 1:
             _merge(parts, tops, totals, sink, out, (cos, sin, turned))
@@ -485,7 +485,7 @@ def _merge(
     angles: tuple[torch.Tensor, torch.Tensor, int],
 ) -> None:
     tokens, splits, heads, d = parts.shape
-    columns, padded = _launch.power_of_two(d), _launch.power_of_two(splits)
+    columns, padded = launch_options.power_of_two(d), launch_options.power_of_two(splits)
     _merge_kernel[(tokens, heads)](
         parts,
         tops,
@@ -501,7 +501,7 @@ def _merge(
         SPLITS=padded,
         ROWS=min(padded, max(1, _TOGETHER // columns)),
         num_warps=4,
-        **_launch.options(out),
+        **launch_options.options(out),
     )
 
 

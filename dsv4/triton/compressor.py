@@ -22,16 +22,17 @@ import triton.language as tl
 from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.ops._library import as_record
 from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
-from dsv4.triton import _entries, _launch, _rows
-from dsv4.triton._angles import cos_sin
-from dsv4.triton._entries import store_entries
-from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
-from dsv4.triton._index_entries import store_keys
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import conversion
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._rotation import rotate
+from dsv4.triton._lib import cache_entries, row_tiles
+from dsv4.triton._lib.angles import cos_sin
+from dsv4.triton._lib.cache_entries import store_entries
+from dsv4.triton._lib.hadamard import hadamard_row, rotate_quantize_row
+from dsv4.triton._lib.index_keys import store_keys
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import conversion
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rotation import rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
 _ABSENT = tl.constexpr(float("-inf"))
@@ -483,7 +484,7 @@ def _tiles(slots: int, channels: int, rows: int) -> tuple[int, int, int]:
     as much as its registers hold, because a warp's instructions beside those for its numbers count;
     heads, which hold more for each number, are narrow.
     """
-    limit = _launch.power_of_two(channels)
+    limit = launch_options.power_of_two(channels)
     few = min(limit, max(16, 128 // slots))
     warps = _warps(slots * few, 512)
     if rows * triton.cdiv(channels, few) * warps <= _WARPS:
@@ -499,7 +500,7 @@ def _warps(numbers: int, share: int) -> int:
 
 def _with_stride(x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
     """Rows and their stride; copied where 32-bit offsets do not reach over ``slots`` of them."""
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     if slots * rows.stride(0) >= _FAR:
         rows = rows.contiguous()
     return rows, rows.stride(0)
@@ -517,10 +518,10 @@ def compressor_update(
     owners = torch.empty_like(positions)
     if batch == 0:
         return pooled.zero_(), positions.fill_(-1), owners.fill_(-1)
-    head, tail, warps = _tiles(_launch.power_of_two(ratio), channels, rows)
+    head, tail, warps = _tiles(launch_options.power_of_two(ratio), channels, rows)
     heads, tails = triton.cdiv(channels, head), triton.cdiv(channels, tail)
     programs, several = batch * heads + (rows - batch) * tails, rows > batch
-    with _launch.on(kv):
+    with launch_options.on(kv):
         _update_kernel[(programs,)](
             tuple(part for x in (kv, args.score, args.ape) for part in _with_stride(x, ratio)),
             (args.state, *args.state.stride()),
@@ -532,13 +533,15 @@ def compressor_update(
             RATIO=ratio,
             OVERLAP=args.overlap,
             CHANNELS=channels,
-            SLOTS=_launch.power_of_two(ratio),
+            SLOTS=launch_options.power_of_two(ratio),
             HEAD_WIDTH=head,
             TAIL_WIDTH=tail,
             SCAN=next(size for size in _SCANS if size >= min(batch, _SCANS[-1])),
             SEVERAL=several,
             num_warps=warps,
-            **_launch.options(kv, few=not several and _launch.are_few(programs, warps)),
+            **launch_options.options(
+                kv, few=not several and launch_options.are_few(programs, warps)
+            ),
         )
     return pooled, positions, owners
 
@@ -626,8 +629,10 @@ def compress_write(args: CompressWriteArgs) -> None:
     pooled, positions, owners = compressor_update(as_record(CompressorUpdateArgs, args))
     table = args.page_table if args.page_table.stride(1) == 1 else args.page_table.contiguous()
     fp8 = args.entry_format == "fp8"
-    block = _entries.block(args.head_dim) if fp8 else _launch.power_of_two(args.head_dim)
-    with _launch.on(pooled):
+    block = (
+        cache_entries.block(args.head_dim) if fp8 else launch_options.power_of_two(args.head_dim)
+    )
+    with launch_options.on(pooled):
         _entry_kernel[(pooled.shape[0],)](
             pooled,
             positions,
@@ -636,7 +641,7 @@ def compress_write(args: CompressWriteArgs) -> None:
             args.inv_freq.contiguous(),
             args.eps,
             args.data,
-            _entries.page_stride(args.data),
+            cache_entries.page_stride(args.data),
             table,
             table.stride(0),
             table.shape[1] if args.data.shape[0] else 0,
@@ -649,10 +654,10 @@ def compress_write(args: CompressWriteArgs) -> None:
             COMPACT=args.entry_format if args.entry_format in COMPACT_FORMATS else None,
             CONVERT=conversion(args.data),
             ROTATE_QUANTIZE=args.rotate_quantize,
-            DTYPE=_rows.TYPES[args.dtype],
-            TABLE=_rows.TYPES[args.table_dtype],
+            DTYPE=row_tiles.TYPES[args.dtype],
+            TABLE=row_tiles.TYPES[args.table_dtype],
             num_warps=min(16, max(1, block // 128)),
-            **_launch.options(pooled),
+            **launch_options.options(pooled),
         )
 
 
@@ -719,10 +724,10 @@ def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
     previous = None
     if args.previous_kv is not None and args.previous_score is not None:
         previous = args.previous_kv.contiguous(), args.previous_score.contiguous()
-    slots, rows = _launch.power_of_two(ratio), sequences * windows
+    slots, rows = launch_options.power_of_two(ratio), sequences * windows
     _, width, warps = _tiles(slots, channels, rows)
     slices = triton.cdiv(channels, width)
-    with _launch.on(kv):
+    with launch_options.on(kv):
         _windows_kernel[(rows * slices,)](
             (*_with_stride(kv, ratio), *_with_stride(args.score, ratio)),
             previous,
@@ -735,6 +740,6 @@ def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
             SLOTS=slots,
             WIDTH=width,
             num_warps=max(warps, width // 128),  # numbers of 4 bytes take more registers
-            **_launch.options(kv, few=_launch.are_few(rows * slices, warps)),
+            **launch_options.options(kv, few=launch_options.are_few(rows * slices, warps)),
         )
     return out

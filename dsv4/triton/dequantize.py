@@ -10,11 +10,11 @@ import triton.language as tl
 
 from dsv4.ops.quantize import DequantizeArgs
 from dsv4.quant import formats
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import e4m3_value, narrow, wait_for_inputs
-from dsv4.triton._nvfp4 import scale_columns, scale_offset, scale_rows
-from dsv4.triton._nvfp4_tile import as_bytes, tile_shape, tile_warps
+from dsv4.triton._lib.numerics import e4m3_value, narrow, wait_for_inputs
+from dsv4.triton._lib.nvfp4 import scale_columns, scale_offset, scale_rows
+from dsv4.triton._lib.nvfp4_tile import as_bytes, tile_shape, tile_warps
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _TILE = tl.constexpr(128)
 
@@ -142,8 +142,8 @@ def _launch_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, e8
     count = out.numel() // (rows * columns)
     tall = 32
     grid = (triton.cdiv(rows, tall), triton.cdiv(columns, 128), count)
-    options: dict[str, Any] = _launch.options(out)
-    with _launch.on(out):
+    options: dict[str, Any] = launch_options.options(out)
+    with launch_options.on(out):
         _decode_fp8_kernel[grid](
             codes, scales, out, rows, columns, E8M0=e8m0, ROWS=tall, num_warps=8, **options
         )
@@ -162,7 +162,7 @@ def _launch_unpack(
     wide = scale_columns(blocks // 2 if e8m0 else blocks, swizzled)
     tall, across = tile_shape(blocks, False)
     count = out.numel() // (rows * blocks * 16)
-    with _launch.on(out):
+    with launch_options.on(out):
         _unpack_kernel[(triton.cdiv(rows, tall), triton.cdiv(blocks, across), count)](
             codes,
             scales,
@@ -180,5 +180,5 @@ def _launch_unpack(
             ROWS=tall,
             BLOCKS=across,
             num_warps=tile_warps(tall * across),
-            **_launch.options(out),
+            **launch_options.options(out),
         )

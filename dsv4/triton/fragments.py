@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _TILES = 8  # of a program, side by side: 256 bytes of codes of each of 16 rows
 
@@ -161,7 +161,7 @@ def pack(
     codes, scales = codes.contiguous(), scales.contiguous()
     packed, moved = torch.empty_like(codes), torch.empty_like(scales)
     if codes.numel():
-        with _launch.on(codes):
+        with launch_options.on(codes):
             _pack_kernel[_grid(codes)](
                 codes,
                 scales,
@@ -171,7 +171,7 @@ def pack(
                 codes.shape[-1] // 32,
                 PAIRS=pairs,
                 TILES=_TILES,
-                **_launch.in_order(codes),
+                **launch_options.in_order(codes),
             )
     return packed, moved
 
@@ -185,7 +185,7 @@ def unpack(
         codes = codes.clone()  # words are read
     linear, moved = torch.empty_like(codes), torch.empty_like(scales)
     if codes.numel():
-        with _launch.on(codes):
+        with launch_options.on(codes):
             _unpack_kernel[_grid(codes)](
                 codes.view(torch.int32),
                 scales,
@@ -195,7 +195,7 @@ def unpack(
                 codes.shape[-1] // 32,
                 PAIRS=pairs,
                 TILES=_TILES,
-                **_launch.in_order(codes),
+                **launch_options.in_order(codes),
             )
     return linear, moved
 

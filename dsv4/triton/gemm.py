@@ -12,9 +12,9 @@ import triton.language as tl
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 from dsv4.quant import formats
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, wait_for_inputs
+from dsv4.triton._lib.numerics import narrow, wait_for_inputs
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _TILES = 4
 
@@ -52,14 +52,14 @@ def expand(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows, columns = codes.shape[0], codes.shape[1] * 2
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=codes.device)
     grid = (rows // 16, -(-columns // (64 * _TILES)))
-    with _launch.on(codes):
+    with launch_options.on(codes):
         _expand_kernel[grid](
             codes.view(torch.int32),
             scales,
             out,
             columns,
             TILES=_TILES,
-            **_launch.options(codes),
+            **launch_options.options(codes),
         )
     return out
 

@@ -19,9 +19,10 @@ import triton.language as tl
 
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
-from dsv4.triton import _launch, _rows
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -231,10 +232,10 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
         high, wide, warps, stages = 128, 128, 8, 4
     else:
         high, warps = 64, 4
-        wide = min(64 if whole else 32, max(16, _launch.power_of_two(tokens)))
+        wide = min(64 if whole else 32, max(16, launch_options.power_of_two(tokens)))
         stages = {16: 6, 32: 5, 64: 4}[wide]
     blocks = triton.cdiv(columns, BLOCK)
-    tiles = row_tiles(rows, groups, high) * groups * triton.cdiv(tokens, wide)
+    tiles = tiles_of_group(rows, groups, high) * groups * triton.cdiv(tokens, wide)
     sums = tokens * groups * rows
 
     def cycles(length: int) -> float:
@@ -254,7 +255,7 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
     return Plan(high, wide, length, triton.cdiv(blocks, length), warps, stages)
 
 
-def row_tiles(rows: int, groups: int, high: int) -> int:
+def tiles_of_group(rows: int, groups: int, high: int) -> int:
     """Tiles of one group, whose rows may begin within a tile."""
     return triton.cdiv(rows, high) + (1 if groups > 1 and rows % high else 0)
 
@@ -273,7 +274,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
     x = _aligned(x if x.dim() == 3 else x.unsqueeze(1))
-    _launch_product(x, _rows.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
+    _launch_product(x, row_tiles.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
     return out
 
 
@@ -301,15 +302,15 @@ def _launch_product(
     """``out [T, G, N]`` of ``x [T, G, K]``, with unit stride along K."""
     tokens, groups, columns = x.shape
     rows = codes.shape[0] // groups
-    cut = plan(tokens, rows, columns, groups, _launch.sm_count(x.device))
+    cut = plan(tokens, rows, columns, groups, launch_options.sm_count(x.device))
     target = out
     if cut.splits > 1:
         shape = (cut.splits, tokens, groups, rows)
         target = torch.empty(shape, dtype=torch.float32, device=x.device)
-    tiles, token_tiles = row_tiles(rows, groups, cut.rows), triton.cdiv(tokens, cut.tokens)
+    tiles, token_tiles = tiles_of_group(rows, groups, cut.rows), triton.cdiv(tokens, cut.tokens)
     scale_bytes = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
-    options: dict[str, Any] = {"SCALED": row_scale is not None, **_launch.options(x)}
-    with _launch.on(x):
+    options: dict[str, Any] = {"SCALED": row_scale is not None, **launch_options.options(x)}
+    with launch_options.on(x):
         _gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
             x,
             *_strides(x),
@@ -334,7 +335,7 @@ def _launch_product(
             **options,
         )
         if cut.splits > 1:
-            block = min(256, _launch.power_of_two(rows))
+            block = min(256, launch_options.power_of_two(rows))
             _sum_kernel[(tokens * groups, triton.cdiv(rows, block))](
                 target,
                 x,

@@ -26,18 +26,18 @@ from dsv4.ops.hyper_connection import (
 )
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.quant.formats import LINEAR
-from dsv4.triton import _launch, _mixing_product
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._mixing import (
+from dsv4.triton._lib import mixing_gemm
+from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream, pick
+from dsv4.triton._lib.mixing import (
     coefficients_kernel,
     coefficients_of_token,
     logits_of,
     parameters_of,
     summed,
 )
-from dsv4.triton._mixing_product import Parts, parts_of, parts_of_few
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib.mixing_gemm import Parts, parts_of, parts_of_few
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     conversion,
     dynamic_scale,
@@ -46,9 +46,10 @@ from dsv4.triton._nvfp4 import (
     is_moderate,
     largest,
 )
-from dsv4.triton._nvfp4_tile import Output
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._streams import load_mixers, load_streams, mixed_stream, pick
+from dsv4.triton._lib.nvfp4_tile import Output
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms, shared_sum, spread
 from dsv4.triton.quantize import quantize_nvfp4
 
@@ -100,10 +101,10 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
     tokens = out.numel() // (4 * hidden)
     # Small slices while there are few tokens, so that they spread over the GPU.
     block, warps = (256, 2) if tokens < 64 else (1024, 4)
-    block = min(block, _launch.power_of_two(hidden))
+    block = min(block, launch_options.power_of_two(hidden))
     slices = -(-hidden // block)
-    few = _launch.are_few(tokens * slices, warps)
-    with _launch.on(out):
+    few = launch_options.are_few(tokens * slices, warps)
+    with launch_options.on(out):
         _post_kernel[(tokens * slices,)](
             args.y.contiguous(),
             args.streams.contiguous(),
@@ -115,7 +116,7 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
             BLOCK=block,
             num_warps=warps,
             maxnreg=_REGISTERS if few else _REGISTERS_OF_MANY,
-            **_launch.options(out, few=few),
+            **launch_options.options(out, few=few),
         )
     return out
 
@@ -279,8 +280,8 @@ def _finish(
     tokens, _, hidden = x.shape
     out = x.new_empty((tokens, hidden))
     post, comb = coefficients or (None, None)
-    beside = coefficients is not None and tokens < _mixing_product.MANY
-    block = _launch.power_of_two(hidden)
+    beside = coefficients is not None and tokens < mixing_gemm.MANY
+    block = launch_options.power_of_two(hidden)
     if weight is None and parts.squared:
         block = min(1024, block)
     slices = -(-hidden // block)
@@ -295,7 +296,7 @@ def _finish(
     sums = None
     if coefficients is not None and not parts.squared:
         sums = torch.empty_like(parts.data[:1])
-    with _launch.on(x):
+    with launch_options.on(x):
         _finish_kernel[(tokens * (slices + beside),)](
             parts.data,
             sums,
@@ -317,12 +318,12 @@ def _finish(
             NORM=weight is not None,
             SCALE=scale_of,
             CONVERT=conversion(x),
-            SPLITS=_launch.power_of_two(parts.splits),
+            SPLITS=launch_options.power_of_two(parts.splits),
             ROWS=parts.rows,
             ROW_BLOCK=parts.row_block,
             BLOCK=block,
             num_warps=4 if parts.squared else max(4, block // 1024),
-            **_launch.options(x),
+            **launch_options.options(x),
         )
         if coefficients is not None and not beside:
             summed = parts.data if sums is None else sums
@@ -339,7 +340,7 @@ def _finish(
                 ROW_BLOCK=parts.row_block,
                 LANES=_LANES,
                 num_warps=1,
-                **_launch.options(x),
+                **launch_options.options(x),
             )
     return out
 
@@ -442,7 +443,7 @@ def _post_pre_norm(
     lead, x = args.streams.shape[:-2], _flat(args.streams)
     fn, scale, base = _wide(args.fn, args.scale, args.base)
     parts, mixed = None, torch.empty_like(x)
-    if 0 < x.shape[0] <= _mixing_product.FEW and x.numel():
+    if 0 < x.shape[0] <= mixing_gemm.FEW and x.numel():
         before = (args.y.contiguous(), args.post.contiguous(), args.comb.contiguous())
         parts, mixed = parts_of_few(x, fn, before)
     elif x.numel():

@@ -20,20 +20,21 @@ from dsv4.ops.indexer import (
     IndexerSelectArgs,
     QuantizeIndexQueriesArgs,
 )
-from dsv4.triton import _launch, _rows
-from dsv4.triton._hadamard import hadamard, hadamard_row, rotate_quantize, rotate_quantize_row
-from dsv4.triton._index_choice import select_kernel
-from dsv4.triton._index_entries import e4m3_scale, mxfp4_rows, mxfp4_tile
-from dsv4.triton._index_scores import score_kernel, score_pages_kernel
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import (
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.hadamard import hadamard, hadamard_row, rotate_quantize, rotate_quantize_row
+from dsv4.triton._lib.index_keys import e4m3_scale, mxfp4_rows, mxfp4_tile
+from dsv4.triton._lib.index_logits import score_kernel, score_pages_kernel
+from dsv4.triton._lib.numerics import (
     e4m3_tile,
     narrow,
     once,
     wait_for_inputs,
     widen,
 )
-from dsv4.triton._nvfp4 import conversion, larger, largest, narrowed
+from dsv4.triton._lib.nvfp4 import conversion, larger, largest, narrowed
+from dsv4.triton._lib.topk import select_kernel
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _TILE = 256  # values of one program of the query kernel, or 16 times as many
 _FEW, _MANY = 1 << 16, 1 << 20  # values up to which such programs are small, or not large
@@ -257,7 +258,7 @@ def _store_mxfp4(
 
 def indexer_rotate_quantize(args: IndexerRotateQuantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
-    rows = _rows.as_rows(args.x)
+    rows = row_tiles.as_rows(args.x)
     out = torch.empty_like(args.x, memory_format=torch.contiguous_format)
     _launch_queries(rows.unsqueeze(1), None, None, out, True)
     return out
@@ -285,7 +286,7 @@ def quantize_index_queries(
     folded = q.new_empty((tokens, heads), dtype=torch.float32)
     if folded.numel():
         tile = _query_tile(q)
-        with _launch.on(q):
+        with launch_options.on(q):
             _codes_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
                 q,
                 args.cos.contiguous(),
@@ -320,7 +321,7 @@ def _query_tile(q: torch.Tensor) -> dict[str, Any]:
     the fewer values there are, the wider are the tiles, up to a row: more threads share a row.
     """
     tokens, heads, d = q.shape
-    width = _launch.power_of_two(d)
+    width = launch_options.power_of_two(d)
     values = tokens * heads * width
     # Triton knows of a size that it is a multiple of 16, or nothing.
     whole = d % 32 == 0 and q.data_ptr() % 16 == 0 and not any(n % 16 for n in q.stride()[:2])
@@ -348,7 +349,7 @@ def _launch_queries(
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
     tile = _query_tile(q)
-    with _launch.on(q):
+    with launch_options.on(q):
         _queries_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
             q,
             cos,
@@ -368,7 +369,7 @@ def _launch_queries(
 
 
 def _without_contraction(tensor: torch.Tensor, few: bool) -> dict[str, Any]:
-    options = _launch.options(tensor, few)
+    options = launch_options.options(tensor, few)
     return {key: False if key == "enable_fp_fusion" else value for key, value in options.items()}
 
 
@@ -522,9 +523,9 @@ class Sizes:
         """Sizes for the k highest of ``capacity`` entries."""
         if k == capacity:  # Nothing is chosen: any k.
             return cls(0, 0, 0, 0, 0, 32 * _FEWEST, 32 * _FEWEST, _FEWEST)
-        top = _launch.power_of_two(k)
+        top = launch_options.power_of_two(k)
         usual = _MOST if capacity >= _LONG and top > 512 else _USUAL
-        warps = max(_FEWEST, min(usual, _launch.power_of_two(capacity) // 256))
+        warps = max(_FEWEST, min(usual, launch_options.power_of_two(capacity) // 256))
         warps = min(_MOST, max(warps, top // 128))
         loaded, room = 8 * 32 * warps, max(32 * warps, 2 * top)
         exact = min(_SEARCHED, loaded)
@@ -582,13 +583,13 @@ def launch_scores(
         data.dtype if entry_format == "plain" else entry_format,
     )
     narrow_types = operand != torch.float32
-    padded = max(16, _launch.power_of_two(heads))
+    padded = max(16, launch_options.power_of_two(heads))
     shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
     within = narrow_types and shared == 1 and _within_pages(data, page_size, entry_format, d)
     shape = entry_format if within else shared > 1 if narrow_types else None
     block, stages, warps, resident = _SHAPES[shape]
     programs = triton.cdiv(tokens, shared)
-    splits = max(1, resident * _launch.sm_count(q.device) // programs)
+    splits = max(1, resident * launch_options.sm_count(q.device) // programs)
     grid = (programs, min(splits, triton.cdiv(capacity, block)))
     pointers = (weights, data, page_table, sequences, visible, scores, maxima)
     strides = (
@@ -600,18 +601,18 @@ def launch_scores(
         "D": d,
         "KEYS": entry_format,
         "QUERIES": queries,
-        "OPERAND": _rows.TYPES[operand],
+        "OPERAND": row_tiles.TYPES[operand],
         "HEADS": padded,
         "BLOCK": block,
         "GROUP": group,
         "STAGES": stages,
         "num_warps": warps,
-        **_launch.options(q),
+        **launch_options.options(q),
     }
     if within and query_scales is not None:
         q, query_scales = _in_words(q), _in_words(query_scales)
     x = q.view(torch.uint8) if queries == "fp8" else q
-    with _launch.on(q):
+    with launch_options.on(q):
         if within:
             score_pages_kernel[grid](
                 x,
@@ -635,9 +636,9 @@ def launch_scores(
             page_size,
             *q.stride()[:2],
             *strides,
-            PAGE=page_size if page_size == _launch.power_of_two(page_size) else 0,
+            PAGE=page_size if page_size == launch_options.power_of_two(page_size) else 0,
             TOKENS=shared,
-            DIMS=max(16, _launch.power_of_two(d)),
+            DIMS=max(16, launch_options.power_of_two(d)),
             **options,
         )
 
@@ -647,7 +648,7 @@ def _within_pages(data: torch.Tensor, page_size: int, entry_format: str, d: int)
     if page_size % _SHAPES[entry_format][0]:
         return False
     if entry_format == "plain":
-        return d >= 16 and d == _launch.power_of_two(d)
+        return d >= 16 and d == launch_options.power_of_two(d)
     return d == 128 and data.data_ptr() % 16 == 0 and data.stride(0) % 16 == 0
 
 
@@ -668,7 +669,7 @@ def launch_selection(
 ) -> None:
     """Choose the highest of each row of scores, as ``scored`` gives them, into ``out``."""
     tokens, k = out.shape
-    with _launch.on(out):
+    with launch_options.on(out):
         select_kernel[(tokens,)](
             scores,
             maxima,
@@ -680,7 +681,7 @@ def launch_selection(
             scores.stride(0),
             maxima.stride(0),
             room.stride(0),
-            TOP=_launch.power_of_two(k),
+            TOP=launch_options.power_of_two(k),
             GROUP=sizes.group,
             EXACT=sizes.exact,
             DIRECT=sizes.direct,
@@ -688,5 +689,5 @@ def launch_selection(
             CLASSES=sizes.classes,
             T=32 * sizes.warps,
             num_warps=sizes.warps,
-            **_launch.options(out),
+            **launch_options.options(out),
         )

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.kv_cache import FakeQuantizeKvArgs, NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
-from dsv4.triton import _entries, _launch, _rotation, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._entries import (
+from dsv4.triton._lib import cache_entries, rotation, row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.cache_entries import (
     convert,
     decode_groups,
     encode_groups,
@@ -18,12 +18,13 @@ from dsv4.triton._entries import (
     store_pieces,
     store_rope,
 )
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import narrowed, rounded
-from dsv4.triton._nvfp4_tile import load_pieces, own_part
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import narrowed, rounded
+from dsv4.triton._lib.nvfp4_tile import load_pieces, own_part
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rotation import load_angles, rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
 _FEW = 128  # entries up to which programs share one
@@ -45,7 +46,7 @@ def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
 
 
 def _are_few(entries: int, tile: dict[str, int]) -> bool:
-    return _launch.are_few(*_programs(entries, tile), tile["num_warps"])
+    return launch_options.are_few(*_programs(entries, tile), tile["num_warps"])
 
 
 @triton.jit
@@ -99,12 +100,12 @@ def write_kv(args: WriteKvArgs) -> None:
     count = entries.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
-    entries = _rows.as_rows(entries)
+    entries = row_tiles.as_rows(entries)
     tile = _tile(count)
-    with _launch.on(data):
+    with launch_options.on(data):
         _write_kernel[_programs(count, tile)](
             data,
-            _entries.page_stride(data),
+            cache_entries.page_stride(data),
             entries,
             entries.stride(0),
             args.slots.contiguous(),
@@ -112,10 +113,10 @@ def write_kv(args: WriteKvArgs) -> None:
             NOPE=args.head_dim - args.rope_dim,
             ROPE=args.rope_dim,
             PAGE_SIZE=args.page_size,
-            BLOCK=_entries.block(args.head_dim),
-            ROPE_BLOCK=_launch.power_of_two(args.rope_dim),
+            BLOCK=cache_entries.block(args.head_dim),
+            ROPE_BLOCK=launch_options.power_of_two(args.rope_dim),
             **tile,
-            **_launch.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, few=_are_few(count, tile)),
         )
 
 
@@ -162,19 +163,19 @@ def read_kv(args: ReadKvArgs) -> torch.Tensor:
     if count == 0:
         return out
     tile = _reading_tile(count)
-    with _launch.on(data):
+    with launch_options.on(data):
         _read_kernel[_programs(count, tile)](
             data,
-            _entries.page_stride(data),
+            cache_entries.page_stride(data),
             args.slots.contiguous(),
             out,
             count,
             NOPE=args.head_dim - args.rope_dim,
             ROPE=args.rope_dim,
             PAGE_SIZE=args.page_size,
-            BLOCK=_entries.block(args.head_dim),
+            BLOCK=cache_entries.block(args.head_dim),
             **tile,
-            **_launch.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, few=_are_few(count, tile)),
         )
     return out
 
@@ -209,10 +210,10 @@ def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     count, head_dim = rows.shape
     tile = _tile(count)
-    with _launch.on(x):
+    with launch_options.on(x):
         _round_trip_kernel[_programs(count, tile)](
             rows,
             rows.stride(0),
@@ -220,9 +221,9 @@ def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
             count,
             NOPE=head_dim - args.rope_dim,
             ROPE=args.rope_dim,
-            BLOCK=_entries.block(head_dim),
+            BLOCK=cache_entries.block(head_dim),
             **tile,
-            **_launch.options(x, few=_are_few(count, tile)),
+            **launch_options.options(x, few=_are_few(count, tile)),
         )
     return out
 
@@ -366,17 +367,17 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     count = kv.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
-    kv = _rows.as_rows(kv)
-    cos, sin, _ = _rotation.tables(kv, cos, sin)
+    kv = row_tiles.as_rows(kv)
+    cos, sin, _ = rotation.tables(kv, cos, sin)
     # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
     rotated = 2 * cos.shape[1]
     tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
     if count <= _FEW and head_dim % 8 == 0 and rotated % 8 == 0:
-        shares = triton.cdiv(_entries.block(head_dim), 256) + 1
-        with _launch.on(data):
+        shares = triton.cdiv(cache_entries.block(head_dim), 256) + 1
+        with launch_options.on(data):
             _norm_rope_write_few_kernel[(count * shares,)](
                 data,
-                _entries.page_stride(data),
+                cache_entries.page_stride(data),
                 kv,
                 kv.stride(0),
                 args.weight.contiguous(),
@@ -390,15 +391,15 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
                 ROPE=rotated,
                 PAGE_SIZE=args.page_size,
                 SHARES=shares,
-                WHOLE=_entries.block(head_dim) // 8,
+                WHOLE=cache_entries.block(head_dim) // 8,
                 num_warps=1,
-                **_launch.options(data, few=True),
+                **launch_options.options(data, few=True),
             )
         return
-    with _launch.on(data):
+    with launch_options.on(data):
         _norm_rope_write_kernel[_programs(count, tile)](
             data,
-            _entries.page_stride(data),
+            cache_entries.page_stride(data),
             kv,
             kv.stride(0),
             args.weight.contiguous(),
@@ -411,8 +412,8 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
             NOPE=head_dim - rotated,
             ROPE=rotated,
             PAGE_SIZE=args.page_size,
-            BLOCK=_entries.block(head_dim),
-            ROPE_BLOCK=_launch.power_of_two(rotated),
+            BLOCK=cache_entries.block(head_dim),
+            ROPE_BLOCK=launch_options.power_of_two(rotated),
             **tile,
-            **_launch.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, few=_are_few(count, tile)),
         )

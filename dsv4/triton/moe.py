@@ -19,11 +19,10 @@ from dsv4.ops.moe import (
     check_ids,
 )
 from dsv4.quant import formats
-from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib import nvfp4, row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     dynamic_scale,
     e2m1_codes,
@@ -32,7 +31,7 @@ from dsv4.triton._nvfp4 import (
     larger,
     largest,
 )
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4_tile import (
     block_peaks,
     load_pieces,
     loaded_places,
@@ -47,7 +46,9 @@ from dsv4.triton._nvfp4_tile import (
     sum_of_all,
     tile_warps,
 )
-from dsv4.triton._words import word_of
+from dsv4.triton._lib.words import word_of
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _COUNTED = 4096  # slots up to which every slot is compared with every other
 _QUERIES = 8  # ranks of one program then
@@ -198,8 +199,8 @@ def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch
     if slots > _COUNTED:
         _permute_blocks(ids, order, offsets, rows, args.first_expert)
         return order, offsets, rows
-    block = max(16, min(1024, _launch.power_of_two(slots)))
-    with _launch.on(ids):
+    block = max(16, min(1024, launch_options.power_of_two(slots)))
+    with launch_options.on(ids):
         _count_kernel[(triton.cdiv(slots + experts + 1, _QUERIES),)](
             ids,
             order,
@@ -211,7 +212,7 @@ def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch
             QUERIES=_QUERIES,
             BLOCK=block,
             num_warps=max(1, block // 256),
-            **_launch.options(ids),
+            **launch_options.options(ids),
         )
     return order, offsets, rows
 
@@ -221,13 +222,13 @@ def _permute_blocks(
 ) -> None:
     slots, experts = ids.numel(), offsets.shape[0] - 1
     blocks = triton.cdiv(slots, _BLOCK)
-    bins = _launch.power_of_two(experts + 2)
+    bins = launch_options.power_of_two(experts + 2)
     columns = min(bins, 32)
     counts = ids.new_empty((blocks, bins), dtype=torch.int32)
     totals = ids.new_empty((bins,), dtype=torch.int32)
     sizes = {"EXPERTS": experts, "BINS": bins, "BLOCK": _BLOCK}
-    options = _launch.options(ids)
-    with _launch.on(ids):
+    options = launch_options.options(ids)
+    with launch_options.on(ids):
         _histogram_kernel[(blocks,)](ids, counts, slots, first, **sizes, num_warps=1, **options)
         _scan_kernel[(bins // columns,)](
             counts,
@@ -235,7 +236,7 @@ def _permute_blocks(
             blocks,
             BINS=bins,
             COLUMNS=columns,
-            CHUNK=min(256, _launch.power_of_two(blocks)),
+            CHUNK=min(256, launch_options.power_of_two(blocks)),
             num_warps=8,
             **options,
         )
@@ -281,8 +282,8 @@ def _gather_kernel(
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Columns per program, and programs per token: small ones while there are few tokens."""
-    block = 1024 if tokens * columns >= 1024 * 4 * _launch.sm_count(device) else 256
-    block = min(block, _launch.power_of_two(columns))
+    block = 1024 if tokens * columns >= 1024 * 4 * launch_options.sm_count(device) else 256
+    block = min(block, launch_options.power_of_two(columns))
     return block, max(1, triton.cdiv(columns, block))
 
 
@@ -306,11 +307,11 @@ def _gather(
     weights: torch.Tensor | None,
     row_weight: torch.Tensor | None,
 ) -> None:
-    (tokens, columns), source = x.shape, _rows.as_rows(x)
+    (tokens, columns), source = x.shape, row_tiles.as_rows(x)
     block, chunks = _chunks(tokens, columns, x.device)
     # While programs do not fill the GPU, every row of a token has its own.
-    each = 1 if tokens * chunks < _launch.sm_count(x.device) else rows.shape[1]
-    with _launch.on(x):
+    each = 1 if tokens * chunks < launch_options.sm_count(x.device) else rows.shape[1]
+    with launch_options.on(x):
         _gather_kernel[(tokens * chunks, rows.shape[1] // each)](
             source,
             rows,
@@ -325,7 +326,7 @@ def _gather(
             BLOCK=block,
             WEIGHTED=weights is not None,
             num_warps=_warps(block),
-            **_launch.options(x),
+            **launch_options.options(x),
         )
 
 
@@ -399,12 +400,13 @@ def moe_sort(
     check_ids(ids, args.num_experts)
     offsets = ids.new_empty((args.num_local_experts + 1,), dtype=torch.int32)
     rows = ids.new_empty(ids.shape, dtype=torch.int32)
-    source, (tokens, top_k) = _rows.as_rows(x), ids.shape
-    block = min(256, _launch.power_of_two(columns))
+    source, (tokens, top_k) = row_tiles.as_rows(x), ids.shape
+    block = min(256, launch_options.power_of_two(columns))
     chunks = triton.cdiv(columns, block)
-    queries = _launch.power_of_two(max(top_k, _QUERIES))  # at least K, which the kernel counts on
+    # At least K, which the kernel counts on.
+    queries = launch_options.power_of_two(max(top_k, _QUERIES))
     copying = tokens * chunks
-    with _launch.on(x):
+    with launch_options.on(x):
         _sort_kernel[(copying + triton.cdiv(args.num_local_experts + 1, queries),)](
             source,
             ids.contiguous(),
@@ -422,10 +424,10 @@ def moe_sort(
             EXPERTS=args.num_local_experts,
             K=top_k,
             QUERIES=queries,
-            SLOTS=max(16, _launch.power_of_two(slots)),
+            SLOTS=max(16, launch_options.power_of_two(slots)),
             BLOCK=block,
             num_warps=_warps(block),
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return out, row_weight, offsets, rows
 
@@ -915,7 +917,7 @@ def _gather_tile(blocks: int, wide: int, programs: int, by_expert: bool) -> dict
     and WHOLE is 0: each goes through its row chunk by chunk. Those that clear experts' scales are
     as large as the others, and are best small.
     """
-    row = _launch.power_of_two(wide)
+    row = launch_options.power_of_two(wide)
     across = min(128, blocks & -blocks)
     if programs > _FEW and 32 <= across < row and blocks // across <= 8:
         warps = max(1, across // 32)
@@ -933,16 +935,16 @@ def moe_gather_quantize(
     columns = x.shape[1]
     count, blocks, experts = rows.numel(), columns // 16, args.offsets.shape[0] - 1
     swizzled, by_expert = args.layout != formats.LINEAR, args.layout == formats.SWIZZLED_EXPERTS
-    wide = _nvfp4.scale_columns(blocks, swizzled)
+    wide = nvfp4.scale_columns(blocks, swizzled)
     tiles = formats.expert_tiles(count, experts)
-    padded = 128 * tiles if by_expert else _nvfp4.scale_rows(count, swizzled)
+    padded = 128 * tiles if by_expert else nvfp4.scale_rows(count, swizzled)
     codes = x.new_empty((count, columns // 2), dtype=torch.uint8)
     shape = (padded * wide,) if swizzled else (padded, wide)
     scales = x.new_empty(shape, dtype=torch.float8_e4m3fn)
     total = x.new_empty((count,), dtype=torch.float32)
     if count == 0:
         return codes, scales, total
-    source, rows = _rows.as_rows(x), rows.contiguous()
+    source, rows = row_tiles.as_rows(x), rows.contiguous()
     top_k = rows.shape[1]
     each = top_k if args.input_scale is None and x.shape[0] > _APART else 1
     tile = _gather_tile(blocks, wide, count // each, by_expert)
@@ -951,7 +953,7 @@ def moe_gather_quantize(
     if tile["WHOLE"]:
         programs, cleared = programs * tile["CHUNKS"], _CLEARED_BY_WARP * warps
     programs += tiles * triton.cdiv(32 * wide, cleared) if by_expert else padded - count
-    with _launch.on(x):
+    with launch_options.on(x):
         _gather_quantize_kernel[(programs,)](
             source,
             rows,
@@ -973,10 +975,10 @@ def moe_gather_quantize(
             SWIZZLED=swizzled,
             PADDED=by_expert,
             CLEARED=cleared,
-            EXPERT_BLOCK=_launch.power_of_two(experts),
-            CONVERT=_nvfp4.conversion(x),
+            EXPERT_BLOCK=launch_options.power_of_two(experts),
+            CONVERT=nvfp4.conversion(x),
             **tile,
-            **_launch.options(x, few=_launch.are_few(programs, warps)),
+            **launch_options.options(x, few=launch_options.are_few(programs, warps)),
         )
     return codes, scales, total
 
@@ -1030,13 +1032,13 @@ def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
     out = y.new_empty((tokens, columns), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
-    y = _rows.as_rows(y)
-    shared = None if shared is None else _rows.as_rows(shared)
+    y = row_tiles.as_rows(y)
+    shared = None if shared is None else row_tiles.as_rows(shared)
     block, chunks = _chunks(tokens, columns, y.device)
-    options = _launch.options(y, few=_launch.are_few(tokens * chunks, _warps(block)))
+    options = launch_options.options(y, few=launch_options.are_few(tokens * chunks, _warps(block)))
     if "enable_fp_fusion" in options:
         options["enable_fp_fusion"] = False
-    with _launch.on(y):
+    with launch_options.on(y):
         _combine_kernel[(tokens * chunks,)](
             y,
             args.rows.contiguous(),

@@ -10,11 +10,10 @@ import triton.language as tl
 
 from dsv4.ops.norm import HeadNormRopeArgs, RmsNormArgs, RmsNormPairArgs, RmsNormQuantizeArgs
 from dsv4.quant import formats
-from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib import nvfp4, row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     dynamic_scale,
     e2m1_codes,
@@ -26,7 +25,7 @@ from dsv4.triton._nvfp4 import (
     rounded,
     scale_offset,
 )
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     blank_tile,
@@ -37,8 +36,10 @@ from dsv4.triton._nvfp4_tile import (
     own_places,
     quantize_tile,
 )
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._rotation import load_angles, rotate_pairs
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rotation import load_angles, rotate_pairs
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 # From here on, rows or heads share programs or threads.
 _SOME = 2048
@@ -142,14 +143,14 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     count, columns = rows.shape
-    tile = _rows.tile(count, columns, x.element_size())
+    tile = row_tiles.tile(count, columns, x.element_size())
     programs, warps = triton.cdiv(count, tile["ROWS"]), tile["num_warps"]
     # In a loop, the loads of a row that 16 warps share come apart, and it ends with a barrier.
-    few = warps < 16 and _launch.are_few(programs, warps)
+    few = warps < 16 and launch_options.are_few(programs, warps)
     weight = None if weight is None else weight.contiguous()
-    with _launch.on(x):
+    with launch_options.on(x):
         _rms_norm_kernel[(programs,)](
             rows,
             weight,
@@ -159,9 +160,9 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
             columns,
             args.eps,
             WEIGHTED=weight is not None,
-            BLOCK=_launch.power_of_two(columns),
+            BLOCK=launch_options.power_of_two(columns),
             **tile,
-            **_launch.options(x, few=few),
+            **launch_options.options(x, few=few),
         )
     return out
 
@@ -206,12 +207,12 @@ def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
     x = args.x
     widths = args.first_weight.shape[0], args.second_weight.shape[0]
     first, second = (x.new_empty((*x.shape[:-1], width)) for width in widths)
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     if rows.shape[0] == 0 or x.shape[-1] == 0:
         return first, second
-    tile = _rows.tile(rows.shape[0], max(widths), x.element_size())
+    tile = row_tiles.tile(rows.shape[0], max(widths), x.element_size())
     programs = 2 * triton.cdiv(rows.shape[0], tile["ROWS"])
-    with _launch.on(x):
+    with launch_options.on(x):
         _pair_kernel[(programs,)](
             rows,
             args.first_weight.contiguous(),
@@ -223,10 +224,10 @@ def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
             args.eps,
             FIRST=widths[0],
             SECOND=widths[1],
-            FIRST_BLOCK=_launch.power_of_two(widths[0]),
-            SECOND_BLOCK=_launch.power_of_two(widths[1]),
+            FIRST_BLOCK=launch_options.power_of_two(widths[0]),
+            SECOND_BLOCK=launch_options.power_of_two(widths[1]),
             **tile,
-            **_launch.options(x, few=_launch.are_few(programs, tile["num_warps"])),
+            **launch_options.options(x, few=launch_options.are_few(programs, tile["num_warps"])),
         )
     return first, second
 
@@ -283,7 +284,7 @@ def _head_tile(count: int, width: int) -> dict[str, int]:
 
     So up to 4 KiB are added up without a barrier. Few heads are spread over more programs.
     """
-    width = _launch.power_of_two(width)
+    width = launch_options.power_of_two(width)
     most = 1 if count < _SOME else 2 if count < 16 * _SOME else 4096
     return {
         "ROWS": min(most, max(1, 4096 // width)),
@@ -303,7 +304,7 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
     kept = columns - 2 * half
     tile = _head_tile(count, columns * q.element_size())
     programs = triton.cdiv(count, tile["ROWS"])
-    with _launch.on(q):
+    with launch_options.on(q):
         _head_kernel[(programs,)](
             q,
             cos,
@@ -316,9 +317,9 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
             args.eps,
             KEPT=kept,
             HALF=half,
-            BLOCK=_launch.power_of_two(max(2, columns + kept % 2)),
+            BLOCK=launch_options.power_of_two(max(2, columns + kept % 2)),
             **tile,
-            **_launch.options(q, few=_launch.are_few(programs, tile["num_warps"])),
+            **launch_options.options(q, few=launch_options.are_few(programs, tile["num_warps"])),
         )
 
 
@@ -635,8 +636,8 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     Many rows: several blocks to a thread, so that more programs, each at another step, share a
     SM; but a thread's blocks are in its registers.
     """
-    least = _launch.power_of_two(triton.cdiv(blocks, 4))
-    across = min(512, _launch.power_of_two(blocks))
+    least = launch_options.power_of_two(triton.cdiv(blocks, 4))
+    across = min(512, launch_options.power_of_two(blocks))
     if rows >= _SOME // 8:
         across = min(across, max(_WIDE, least))
     chunks = triton.cdiv(blocks, across)
@@ -654,11 +655,11 @@ def rms_norm_quantize(
     if rows == 0:
         return y, *out.without_rows()
     swizzled = args.layout == formats.SWIZZLED
-    high = _nvfp4.scale_rows(rows, swizzled)
-    wide = _nvfp4.scale_columns(columns // 16, swizzled)
-    source = _rows.as_rows(x)
+    high = nvfp4.scale_rows(rows, swizzled)
+    wide = nvfp4.scale_columns(columns // 16, swizzled)
+    source = row_tiles.as_rows(x)
     tile = _quantize_tile(rows, wide)
-    with _launch.on(x):
+    with launch_options.on(x):
         if tile["CHUNKS"] == 1:
             out = replace(out, normed=True)
             _norm_quantize_few_kernel[out.grid](
@@ -670,7 +671,7 @@ def rms_norm_quantize(
                 *out.arguments,
                 COLUMNS=columns,
                 WHOLE=out.whole,
-                **{**out.options, **_launch.options(x, few=True)},
+                **{**out.options, **launch_options.options(x, few=True)},
             )
             return y, *out.tensors
         _norm_quantize_kernel[(high,)](
@@ -689,8 +690,8 @@ def rms_norm_quantize(
             TOKEN=out.source is None,
             PER_ROW=out.source is None or out.total.shape[0] != 1,
             SWIZZLED=swizzled,
-            CONVERT=_nvfp4.conversion(x),
+            CONVERT=nvfp4.conversion(x),
             **tile,
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return y, *out.tensors

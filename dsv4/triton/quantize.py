@@ -11,11 +11,10 @@ import triton.language as tl
 
 from dsv4.ops.quantize import QuantizeFp8BlockArgs, QuantizeMxfp4Args, QuantizeNvfp4Args
 from dsv4.quant import formats
-from dsv4.triton import _launch, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import e4m3_bits, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import e4m3_bits, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     conversion,
     divisor,
     finite_amax,
@@ -26,7 +25,7 @@ from dsv4.triton._nvfp4 import (
     scale_rows,
     scaled_codes,
 )
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     are_many,
@@ -48,6 +47,8 @@ from dsv4.triton._nvfp4_tile import (
     tile_shape,
     tile_warps,
 )
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 # 6 * 2^-126 and 448 * 2^-126 as float32 bits: the least maxima that set a scale.
 _FLOOR_OF_6 = tl.constexpr(0x01C00000)
@@ -220,11 +221,11 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
     out = Output.empty(x, x.shape[-1], args.global_scale, args.scaling, args.layout)
     if out.codes.numel() == 0:
         return out.without_rows()
-    matrix = _rows.as_rows(x)
+    matrix = row_tiles.as_rows(x)
     if args.global_scale is None and args.scaling != "token":
         out = replace(out, source=_partial_amax(matrix, matrix.shape[0] // x.shape[-2]))
     arguments = (matrix, matrix.stride(0), *out.arguments)
-    with _launch.on(x):
+    with launch_options.on(x):
         if out.by_row:
             _nvfp4_row_kernel[out.row_grid](*arguments, **out.row_options)
         else:
@@ -237,10 +238,10 @@ def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
     rows, blocks = matrix.shape[0] // count, matrix.shape[1] // 16
     tall, across = tile_shape(blocks, False)
     chunks = triton.cdiv(blocks, across)
-    fill = max(1, 16 * _launch.sm_count(matrix.device) // count)
+    fill = max(1, 16 * launch_options.sm_count(matrix.device) // count)
     parts = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
     peaks = matrix.new_empty((count, parts), dtype=torch.float32)
-    with _launch.on(matrix):
+    with launch_options.on(matrix):
         _amax_kernel[(parts, count)](
             matrix,
             peaks,
@@ -251,7 +252,7 @@ def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
             ROWS=tall,
             BLOCKS=across,
             num_warps=tile_warps(tall * across),
-            **_launch.options(matrix),
+            **launch_options.options(matrix),
         )
     return peaks
 
@@ -359,7 +360,7 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
     scales = empty_scales(x.shape, x, 32, args.layout, torch.float8_e8m0fnu)
     if codes.numel() == 0:
         return codes, scales
-    matrix = _rows.as_rows(x)
+    matrix = row_tiles.as_rows(x)
     blocks, swizzled = columns // 32, args.layout == formats.SWIZZLED
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
     sizes = (matrix.stride(0), rows, blocks, high, wide)
@@ -371,9 +372,9 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
         "ROWS": tall,
         "BLOCKS": across,
         "CONVERT": conversion(x),
-        **_launch.options(x, few=True),
+        **launch_options.options(x, few=True),
     }
-    with _launch.on(x):
+    with launch_options.on(x):
         if many:
             warps = tile_warps(tall * across)
             _mxfp4_kernel[grid](matrix, codes, as_bytes(scales), *sizes, num_warps=warps, **options)
@@ -390,9 +391,9 @@ def _mxfp4_tile(rows: int, blocks: int, many: bool) -> tuple[int, int]:
     if many:
         tall, across = tile_shape(blocks, False)
         return 2 * tall, across
-    groups = _launch.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
+    groups = launch_options.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
     groups = min(128, max(8, groups))
-    across = min(groups, _launch.power_of_two(blocks))
+    across = min(groups, launch_options.power_of_two(blocks))
     return groups // across, across
 
 
@@ -476,12 +477,12 @@ def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.
     scales = x.new_empty((*batch, *tiles), dtype=args.scale_dtype)
     if codes.numel() == 0:
         return codes, scales
-    matrix = _rows.as_rows(x)
+    matrix = row_tiles.as_rows(x)
     grid = (*tiles, matrix.shape[0] // rows)
-    tall = min(128, _launch.power_of_two(rows))
+    tall = min(128, launch_options.power_of_two(rows))
     most = 16 if args.scale_dtype == torch.float32 else 8
     warps = min(most, max(1, tall // 2))
-    with _launch.on(x):
+    with launch_options.on(x):
         _fp8_block_kernel[grid](
             matrix,
             as_bytes(codes),
@@ -492,6 +493,6 @@ def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.
             ROWS=tall,
             WHOLE=rows % tall == 0 and columns % 128 == 0,
             num_warps=warps,
-            **_launch.options(x, few=_launch.are_few(math.prod(grid), warps)),
+            **launch_options.options(x, few=launch_options.are_few(math.prod(grid), warps)),
         )
     return codes, scales

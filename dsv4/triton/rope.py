@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.rope import RopeArgs, RopeQuantizeArgs, RopeTablesArgs
-from dsv4.triton import _launch, _rotation, _rows
-from dsv4.triton._angles import cos_sin
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import narrowed
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib import rotation, row_tiles
+from dsv4.triton._lib.angles import cos_sin
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import narrowed
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     blank_scales,
@@ -27,7 +26,9 @@ from dsv4.triton._nvfp4_tile import (
     quantize_row,
     quantize_tile,
 )
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._lib.rotation import load_angles, rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 # Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
 # Of one that takes one: with no number the compiler saves registers, and loads wait for loads.
@@ -68,7 +69,7 @@ def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
     if cos.numel() == 0:
         return cos, sin
     count = positions.numel()
-    with _launch.on(positions):
+    with launch_options.on(positions):
         _tables_kernel[(triton.cdiv(count, _TABLE_ROWS),)](
             positions.contiguous(),
             args.inv_freq.contiguous(),
@@ -79,7 +80,7 @@ def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
             ROWS=_TABLE_ROWS,
             HALF=triton.next_power_of_2(half),
             num_warps=1,
-            **_launch.options(positions),
+            **launch_options.options(positions),
         )
     return cos, sin
 
@@ -135,12 +136,12 @@ def rope(args: RopeArgs) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     count, half = rows.shape[0], cos.shape[-1]
     kept = rows.shape[1] - 2 * half
-    cos, sin, sharing = _rotation.tables(x, cos, sin)
+    cos, sin, sharing = rotation.tables(x, cos, sin)
     tile = _tile(count)
-    with _launch.on(x):
+    with launch_options.on(x):
         _rope_kernel[(triton.cdiv(count, tile["ROWS"]),)](
             rows,
             rows.stride(0),
@@ -153,10 +154,10 @@ def rope(args: RopeArgs) -> torch.Tensor:
             kept,
             half,
             INVERSE=args.inverse,
-            KEPT=_launch.power_of_two(kept) if kept else 0,
-            HALF=_launch.power_of_two(half),
+            KEPT=launch_options.power_of_two(kept) if kept else 0,
+            HALF=launch_options.power_of_two(half),
             **tile,
-            **_launch.options(x, few=tile["ROWS"] == 1),
+            **launch_options.options(x, few=tile["ROWS"] == 1),
         )
     return out
 
@@ -457,12 +458,12 @@ def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, t
         return out.without_rows()
     # Only where a chunk is no wider than a warp are there chunks without a turn.
     out = replace(out, by_warp=True)
-    rows = _rows.as_rows(args.x.reshape(tokens, heads * dims))
-    cos, sin, _ = _rotation.tables(rows, cos, sin)
+    rows = row_tiles.as_rows(args.x.reshape(tokens, heads * dims))
+    cos, sin, _ = rotation.tables(rows, cos, sin)
     tables = (cos, sin, cos.stride(0))
     options = {"DIM": dims, "KEPT": dims - 2 * cos.shape[1], "INVERSE": args.inverse}
     arguments = (rows, rows.stride(0), *tables, *out.arguments)
-    with _launch.on(args.x):
+    with launch_options.on(args.x):
         if out.by_row:
             _rope_quantize_row_kernel[out.row_grid](
                 *arguments, **options, **out.row_options, maxnreg=_REGISTERS

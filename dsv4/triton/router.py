@@ -16,10 +16,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.ops.router import RouteHashArgs, RouteTopkArgs, check_ids
-from dsv4.triton import _launch, _rows
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
-from dsv4.triton._prefetch import prefetch_row, prefetch_tile
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.prefetch import prefetch_row, prefetch_tile
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _SLICE = 4096  # columns of a program for few tokens
 _FEW = 4  # tokens up to which products need no matrix instructions
@@ -411,7 +412,7 @@ def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
     if operand == torch.float32:
         return _Tile(32, 32, 32, 2, 4)
     if tokens <= 32:
-        high = max(16, _launch.power_of_two(tokens))
+        high = max(16, launch_options.power_of_two(tokens))
         return _Tile(high, 16 if experts <= 256 else 32, 128, 4, 4)
     if tokens < _MANY:
         return _Tile(64, 32, 128, 4, 4)
@@ -441,8 +442,8 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
         splits = triton.cdiv(hidden, _SLICE)
         out = _sums(x, logits, splits)
         length = min(hidden, 8 * triton.cdiv(hidden, 8 * splits))
-        block = _launch.power_of_two(length)
-        with _launch.on(x):
+        block = launch_options.power_of_two(length)
+        with launch_options.on(x):
             _few_kernel[(triton.cdiv(experts, 2), splits)](
                 x,
                 weight,
@@ -451,19 +452,19 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
                 weight.stride(0),
                 tokens,
                 **sizes,
-                OPERAND=_rows.TYPES[operand],
-                TOKENS=_launch.power_of_two(tokens),
+                OPERAND=row_tiles.TYPES[operand],
+                TOKENS=launch_options.power_of_two(tokens),
                 COLUMNS=2,
                 LENGTH=length,
                 BLOCK=block,
                 # One load per thread and row: the assembler would place a second one behind the
                 # products of the first, which wait for memory.
                 num_warps=max(1, block // 256),
-                **_launch.options(x),
+                **launch_options.options(x),
             )
         return out
     tile = _tile(tokens, experts, operand)
-    splits = tile.splits(tokens, experts, hidden, _launch.sm_count(x.device))
+    splits = tile.splits(tokens, experts, hidden, launch_options.sm_count(x.device))
     out = _sums(x, logits, splits)
     sizes |= {
         "TOKENS": tile.tokens,
@@ -472,10 +473,10 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
         "LENGTH": triton.cdiv(triton.cdiv(hidden, tile.block), splits) * tile.block,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
-        **_launch.options(x),
+        **launch_options.options(x),
     }
     grid = (tile.programs(tokens, experts), splits)
-    with _launch.on(x):
+    with launch_options.on(x):
         if tokens >= _MANY and operand != torch.float32:
             _launch_many(grid, x.to(operand), weight.to(operand), out, tile, sizes)
             return out
@@ -486,7 +487,7 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
             x.stride(0),
             weight.stride(0),
             tokens,
-            OPERAND=_rows.TYPES[operand],
+            OPERAND=row_tiles.TYPES[operand],
             PREFETCH=tokens <= _PREFETCHED and hidden % tile.block == 0,
             **sizes,
         )
@@ -552,18 +553,18 @@ def _route(
     if logits.numel() == 0:
         return logits, weights, ids
     partials = _partial_logits(x, weight, logits)
-    block = _launch.power_of_two(experts)
+    block = launch_options.power_of_two(experts)
     options = {
         "EXPERTS": experts,
         "SPLITS": partials.shape[0],
         # From sizes, not from addresses: kernels are listed on the meta device, where all are 0.
         "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
-        "SLOTS": _launch.power_of_two(top_k),
+        "SLOTS": launch_options.power_of_two(top_k),
         "num_warps": _choice_warps(block),
-        **_launch.options(x),
+        **launch_options.options(x),
     }
-    with _launch.on(x):
+    with launch_options.on(x):
         if table is None:
             _choose_kernel[(tokens,)](
                 partials,

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import wait_for_inputs, widen
+from dsv4.triton._lib.numerics import wait_for_inputs, widen
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _SPLITS = 16  # most CTAs per row
 _BLOCK = 8192  # tokens of a tile of the filters
@@ -274,7 +274,7 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return out
-    splits = min(_SPLITS, _launch.power_of_two(triton.cdiv(vocab, 4 * _QUADS)))
+    splits = min(_SPLITS, launch_options.power_of_two(triton.cdiv(vocab, 4 * _QUADS)))
     largest = torch.empty(rows, splits, 2, dtype=torch.float32, device=logits.device)
     best_scores = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
@@ -282,12 +282,12 @@ def sample(
     relatives = torch.empty(kept, vocab, dtype=torch.float32, device=logits.device)
     scores = torch.empty_like(relatives)
     span = 4 * triton.cdiv(vocab, 4 * splits)
-    quads = min(_QUADS, _launch.power_of_two(span // 4))
-    block = min(_BLOCK, _launch.power_of_two(vocab))
+    quads = min(_QUADS, launch_options.power_of_two(span // 4))
+    block = min(_BLOCK, launch_options.power_of_two(vocab))
     penalty = present is not None
     mask = present.view(torch.uint8) if present is not None else logits
-    options = _launch.options(logits)
-    with _launch.on(logits):
+    options = launch_options.options(logits)
+    with launch_options.on(logits):
         _largest_kernel[(rows, splits)](
             logits, entries, numbers, mask, largest, vocab, span,
             PENALTY=penalty, BLOCK=4 * quads, num_warps=4, **options,

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.slots import EntrySlotsArgs, PrefixSlotsArgs, WindowSlotsArgs
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import once, wait_for_inputs
+from dsv4.triton._lib.numerics import once, wait_for_inputs
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _FEW = 1 << 16  # slots up to which a thread has one
 _NARROW = 128  # slots of a program then, else
@@ -91,12 +91,12 @@ def _launch_slots(
         return out.fill_(-1)
     tokens, width = shape[0], out.numel() // shape[0]
     tile = _NARROW if out.numel() <= _FEW else _WIDE
-    block = min(tile, _launch.power_of_two(width))
+    block = min(tile, launch_options.power_of_two(width))
     rows = tile // block  # however few tokens there are: their number must not be a constant
     blocks = triton.cdiv(width, block)
     programs = triton.cdiv(tokens, rows) * blocks
     table = table if table.stride(1) == 1 else table.contiguous()
-    with _launch.on(out):
+    with launch_options.on(out):
         _slots_kernel[(programs,)](
             table,
             sequences.contiguous(),
@@ -112,7 +112,7 @@ def _launch_slots(
             ROWS=rows,
             BLOCK=block,
             num_warps=4,
-            **_launch.options(out, few=_launch.are_few(programs, 4)),
+            **launch_options.options(out, few=launch_options.are_few(programs, 4)),
         )
     return out
 

@@ -9,18 +9,17 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.swiglu import SwigluArgs, SwigluQuantizeArgs
-from dsv4.triton import _launch, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import (
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import (
     INTERPRETED,
     narrow,
     once,
     wait_for_inputs,
     widen,
 )
-from dsv4.triton._nvfp4 import narrowed, near_reciprocal
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4 import narrowed, near_reciprocal
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     blank_scales,
@@ -32,6 +31,8 @@ from dsv4.triton._nvfp4_tile import (
     quantize_tile,
     tile_places,
 )
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _PIECES = 128
 # Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would
@@ -353,12 +354,12 @@ def swiglu(args: SwigluArgs) -> torch.Tensor:
     out = args.gate_up.new_empty((*args.gate_up.shape[:-1], half), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
-    x = _rows.as_rows(args.gate_up)
-    pieces = _launch.power_of_two(triton.cdiv(half, 8))
+    x = row_tiles.as_rows(args.gate_up)
+    pieces = launch_options.power_of_two(triton.cdiv(half, 8))
     tall, across = max(1, _PIECES // pieces), min(_PIECES, pieces)
     bound, flags = _flags(args.limit, args.layout, args.row_weight)
     grid = triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across)
-    with _launch.on(x):
+    with launch_options.on(x):
         _swiglu_kernel[grid](
             x,
             _flat(args.row_weight),
@@ -371,7 +372,7 @@ def swiglu(args: SwigluArgs) -> torch.Tensor:
             ROWS=tall,
             PIECES=across,
             num_warps=4,
-            **_launch.options(x, few=_launch.are_few(grid[0] * grid[1], 4)),
+            **launch_options.options(x, few=launch_options.are_few(grid[0] * grid[1], 4)),
         )
     return out
 
@@ -387,10 +388,10 @@ def swiglu_quantize(args: SwigluQuantizeArgs) -> tuple[torch.Tensor, torch.Tenso
     )
     if out.codes.numel() == 0:
         return out.without_rows()
-    x = _rows.as_rows(args.gate_up)
+    x = row_tiles.as_rows(args.gate_up)
     bound, flags = _flags(args.limit, args.layout, args.row_weight)
     arguments = (x, _flat(args.row_weight), x.stride(0), bound, *out.arguments)
-    with _launch.on(x):
+    with launch_options.on(x):
         if out.by_row:
             constants = out.row_options
             if constants["CHUNKS"] <= 2:

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "pitfall 13",
         "a kernel that shows an entry too few",
-        TRITON + "_index_choice.py",
+        TRITON + "_lib/topk.py",
         SHOWN,
         SHOWN + " - 1",
         INDEXER + "13_a_decode_step_sees_every_entry",
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "pitfall 17",
         "a kernel whose codes run over the RoPE dims",
-        TRITON + "_entries.py",
+        TRITON + "_lib/cache_entries.py",
         "tl.store(place, codes, mask=written & (column < NOPE))",
         "tl.store(place, codes, mask=written & (column < NOPE + 1))",
         KV + "17_rope_dims_hold_one_value",
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "pitfall 20",
         "a kernel that writes slot -1",
-        TRITON + "_entries.py",
+        TRITON + "_lib/cache_entries.py",
         "written = (slots >= 0)[:, None]\n    column = tl.arange(0, BLOCK)[None, :]\n    if data",
         "slots = tl.maximum(slots, 0)\n    written = (slots >= 0)[:, None]\n"
         "    column = tl.arange(0, BLOCK)[None, :]\n    if data",
@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "pitfall 22",
         "a kernel that shows one entry at least",
-        TRITON + "_index_choice.py",
+        TRITON + "_lib/topk.py",
         SHOWN,
         "shown = tl.maximum(tl.minimum(tl.load(visible + token), capacity), 1).to(tl.int32)",
         INDEXER + "22_nothing_visible",

@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 PLANS = "dsv4/ops/_plans.py"
 RECORDER = "dsv4/plans/recorder.py"
-LAUNCHER = "dsv4/triton/_launcher.py"
+LAUNCHER = "dsv4/triton/_runtime/launcher.py"
 GUARDS = "dsv4/ops/_guards.py"
 REPLAYED = "tests/test_plans.py::test_replayed_launches_are_the_function"
 CLASSES = "tests/test_launcher.py::test_classes_of_scalars"

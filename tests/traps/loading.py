@@ -143,9 +143,9 @@ MUTANTS = (
         "load",
         "all experts are read before the first is set",
         SLOTS,
-        "        for expert, three in enumerate(found):\n",
-        "        held = [[options.read(e, device) for e in three] for three in found]\n"
-        "        for expert, three in enumerate(found):\n",
+        "        for expert, three in enumerate(experts):\n",
+        "        held = [[options.read(e, device) for e in three] for three in experts]\n"
+        "        for expert, three in enumerate(experts):\n",
         TESTS + "TestMemory::test_is_the_model_and_two_experts",
     ),
 )

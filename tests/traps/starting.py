@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "start",
         "a compiled kernel that is not kept",
-        "dsv4/triton/_images.py",
+        "dsv4/triton/_runtime/kernel_store.py",
         "        cubin_cache.keep(file_name(request.key), encode(made, request.key))",
         "        encode(made, request.key)",
         WARM + "test_a_kernel_is_compiled_once_for_all_processes",

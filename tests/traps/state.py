@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "pitfall 18",
         "nobody waits for the launch in front",
-        "dsv4/triton/_numerics.py",
+        "dsv4/triton/_lib/numerics.py",
         "        tl_cuda.gdc_wait()\n",
         "",
         BEHIND,

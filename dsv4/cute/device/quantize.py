@@ -2,7 +2,8 @@
 
 A block of 16 results is held by two neighbouring lanes, 8 each. Its scale takes two IEEE divisions.
 A code takes the quotient by ``block scale * global scale`` as far as borders of E2M1 can tell: the
-reciprocal to some 46 bits, as a sum of two numbers; ``dsv4.triton._nvfp4`` says why that is enough.
+reciprocal to some 46 bits, as a sum of two numbers; ``dsv4.triton._lib.nvfp4`` says why that is
+enough.
 """
 
 from __future__ import annotations

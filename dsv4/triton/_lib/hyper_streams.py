@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._numerics import widen
+from dsv4.triton._lib.numerics import widen
 
 
 @triton.jit

@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 
 from dsv4.kv_cache.pages import FP4_GROUP
-from dsv4.triton._hadamard import fp4_exponents, group_exponents
-from dsv4.triton._numerics import (
+from dsv4.triton._lib.hadamard import fp4_exponents, group_exponents
+from dsv4.triton._lib.numerics import (
     INTERPRETED,
     e4m3_bits,
     e4m3_value,
     narrow,
     power_of_two,
 )
-from dsv4.triton._nvfp4 import divided_codes, largest, scaled_codes
-from dsv4.triton._words import exact_words, largest_of_words
+from dsv4.triton._lib.nvfp4 import divided_codes, largest, scaled_codes
+from dsv4.triton._lib.words import exact_words, largest_of_words
 
 GROUP = tl.constexpr(FP4_GROUP)
-_THROUGH_E5M2 = tl.constexpr(1)  # of ``_nvfp4.conversion``
+_THROUGH_E5M2 = tl.constexpr(1)  # of ``nvfp4.conversion``
 # float32 bits of 1e-4, the smallest maximum a row of E4M3 is scaled by.
 _FLOOR = tl.constexpr(0x38D1B717)
 _NAN = tl.constexpr(0x7FC00000)
@@ -54,7 +54,7 @@ def e4m3_rows(values):
 def mxfp4_rows(values, CONVERT: tl.constexpr):
     """Packed E2M1 codes ``[ROWS, BLOCK / 2]`` and E8M0 bytes ``[ROWS, BLOCK / 32]``, uint8.
 
-    ``CONVERT`` is what ``_nvfp4.conversion`` gives.
+    ``CONVERT`` is what ``nvfp4.conversion`` gives.
     """
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._index_scores import store_where
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, wait_for_inputs
+from dsv4.triton._lib.index_logits import store_where
+from dsv4.triton._lib.numerics import INTERPRETED, wait_for_inputs
+from dsv4.triton._runtime.launcher import fast_launch
 
 _TOP = tl.constexpr(0x80000000)  # makes keys unsigned
 _BINADE = tl.constexpr(1 << 23)  # from a key to that of half the score

@@ -1,9 +1,9 @@
 """E2M1 codes of bfloat16 values, two to a 32-bit word, for GPUs that round through E5M2.
 
-The same bits as ``dsv4.triton._nvfp4`` gives for float32, in fewer instructions: two values share
-what can be done to a word (absolute value, clamp, sign), and a value is rounded by one addition and
-one subtraction of a number that is 2^22 times the power of two below its quotient, give or take a
-quarter. Compiled code only.
+The same bits as ``dsv4.triton._lib.nvfp4`` gives for float32, in fewer instructions: two values
+share what can be done to a word (absolute value, clamp, sign), and a value is rounded by one
+addition and one subtraction of a number that is 2^22 times the power of two below its quotient,
+within a quarter. Compiled code only.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def word_of(codes):
 def divided_words(values, product, high, low):
     """Packed codes ``[..., n / 2]`` (uint8) of bfloat16 ``values [..., n] / product [...]``.
 
-    n is a multiple of 8. ``high + low`` is the reciprocal (``_nvfp4.divisor``) of a moderate
+    n is a multiple of 8. ``high + low`` is the reciprocal (``nvfp4.divisor``) of a moderate
     product, or anything finite where the product is 0, where the codes are 0. The quotient is
     clamped before it is computed, to 5.71 to 5.75, of which the code is that of 6. It is rounded by
     ``coarse * x``, exact in float32 and a multiple of 128 units of the rounding, where x counts as

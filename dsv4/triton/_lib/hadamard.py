@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._numerics import INTERPRETED, narrow, power_of_two, widen
-from dsv4.triton._nvfp4 import largest, narrowed
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, power_of_two, widen
+from dsv4.triton._lib.nvfp4 import largest, narrowed
 
 GROUP = tl.constexpr(32)
 _VECTOR = tl.constexpr(8)  # columns of a thread: 16 bytes of bfloat16, one access

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton._numerics import widen
+from dsv4.triton._lib.numerics import widen
 
 _SIGN = tl.constexpr(-0x80000000)
 

@@ -35,8 +35,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 def once(PDL: tl.constexpr):
     """1: of ``for _ in range(once(PDL))``, whose body begins with ``wait_for_inputs``.
 
-    Where programs are few (``_launch.options``) the compiler cannot know that it is 1. What does
-    not depend on inputs, the addresses above all, does not change from pass to pass, so it is
+    Where programs are few (``launch_options.options``) it is opaque to the compiler. What does not
+    depend on inputs, the addresses above all, does not change from pass to pass, so it is
     computed before the first, while the kernel has to wait. Kernels that wait pile up and take the
     room in which programs would be spread evenly; so only a small one lets the next in before.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import wait_for_inputs, widen
-from dsv4.triton._nvfp4 import near_reciprocal
-from dsv4.triton._streams import pick
+from dsv4.triton._lib.hyper_streams import pick
+from dsv4.triton._lib.numerics import wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import near_reciprocal
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from dsv4.kv_cache.pages import GROUP
-from dsv4.triton import _launch
-from dsv4.triton._numerics import e4m3_bits, e4m3_value, narrow, widen
-from dsv4.triton._nvfp4 import largest, rounded
-from dsv4.triton._nvfp4_tile import of_block
+from dsv4.triton._lib.numerics import e4m3_bits, e4m3_value, narrow, widen
+from dsv4.triton._lib.nvfp4 import largest, rounded
+from dsv4.triton._lib.nvfp4_tile import of_block
+from dsv4.triton._runtime import launch_options
 
 GROUP_WIDTH = tl.constexpr(GROUP)
 # float32 bits of 1e-4, the smallest maximum a group is scaled by.
@@ -27,7 +27,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 def block(head_dim: int) -> int:
     """Columns of a tile: a power of two with at least 8 groups, which the padded scales fill."""
-    return max(8 * GROUP, _launch.power_of_two(head_dim))
+    return max(8 * GROUP, launch_options.power_of_two(head_dim))
 
 
 def page_stride(data: torch.Tensor) -> int:

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch
-from dsv4.triton._numerics import INTERPRETED, e4m3_bits, e4m3_value, narrow, widen
-from dsv4.triton._words import divided_words, scaled_words
+from dsv4.triton._lib.numerics import INTERPRETED, e4m3_bits, e4m3_value, narrow, widen
+from dsv4.triton._lib.words import divided_words, scaled_words
+from dsv4.triton._runtime import launch_options
 
 _INTEGERS = tl.constexpr(0)
 _THROUGH_E5M2 = tl.constexpr(1)
@@ -43,7 +43,7 @@ def conversion(tensor: torch.Tensor) -> int:
     All give the same bits. The first is for the interpreter; conversions to E5M2 exist from compute
     capability 8.9, to E2M1 from 10.0.
     """
-    found = _launch.capability(tensor)
+    found = launch_options.capability(tensor)
     if found is None:
         return 0
     return 2 if found >= (10, 0) else 1

@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 
 from dsv4.quant import formats
-from dsv4.triton import _launch
-from dsv4.triton._numerics import widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib.numerics import widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     conversion,
     dynamic_scale,
@@ -35,6 +34,7 @@ from dsv4.triton._nvfp4 import (
     scale_offset,
     scale_rows,
 )
+from dsv4.triton._runtime import launch_options
 
 # Where the global scale comes from: it is given, from the row, or from partial maxima of a matrix.
 _GIVEN = tl.constexpr(0)
@@ -511,7 +511,7 @@ def are_many(rows: int) -> bool:
 
 def tile_shape(blocks: int, whole: bool) -> tuple[int, int]:
     """Rows and blocks of a tile of 128 blocks or, where it must hold a ``whole`` row, more."""
-    wide = _launch.power_of_two(blocks)
+    wide = launch_options.power_of_two(blocks)
     if not whole:
         fitting = blocks & -blocks
         wide = fitting if fitting >= 32 else wide
@@ -525,7 +525,7 @@ def shared_blocks(blocks: int, rows: int) -> int:
     A program has 8 warps then. With 4, which look at twice as much of the row each, it was as fast
     with one or two rows and slower with more.
     """
-    wide = _launch.power_of_two(blocks)
+    wide = launch_options.power_of_two(blocks)
     return min(wide, _PART) if rows <= _SHARED else wide
 
 
@@ -537,7 +537,7 @@ def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     are in its registers. No block may lie past the row.
     """
     wide = 32 if by_warp else 64
-    across = min(blocks & -blocks, max(wide, _launch.power_of_two(triton.cdiv(blocks, 8))))
+    across = min(blocks & -blocks, max(wide, launch_options.power_of_two(triton.cdiv(blocks, 8))))
     fits = are_many(rows) and across >= 32 and blocks // across <= 8
     return across, blocks // across if fits else 0
 
@@ -670,9 +670,9 @@ class Output:
             "PER_ROW": per_row,
             "WEIGHT": self.weight,
             "SWIZZLED": self.layout == formats.SWIZZLED,
-            "PARTS": _launch.power_of_two(self._parts),
+            "PARTS": launch_options.power_of_two(self._parts),
             "CONVERT": conversion(self.codes),
-            **_launch.options(self.codes, few=self._all_rows <= _FEW // 2),
+            **launch_options.options(self.codes, few=self._all_rows <= _FEW // 2),
         }
 
     @property
@@ -687,13 +687,13 @@ class Output:
     def whole(self) -> int:
         """Pieces of the row of which each program looks at all, not at its own alone; or 0."""
         apart = self.normed or (self._per_token and self._shared)
-        return 2 * _launch.power_of_two(self._sizes[3]) if apart else 0
+        return 2 * launch_options.power_of_two(self._sizes[3]) if apart else 0
 
     @property
     def _shared(self) -> bool:
         """Whether several programs share a row."""
         wide = self._sizes[3]
-        return shared_blocks(wide, self._all_rows) < _launch.power_of_two(wide)
+        return shared_blocks(wide, self._all_rows) < launch_options.power_of_two(wide)
 
     @property
     def _tile(self) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:
 
     Args:
         tensor: One that the kernel takes.
-        few: Whether programs are few, of a kernel that has ``_numerics.once``. They then wait with
+        few: Whether programs are few, of a kernel that has ``numerics.once``. They then wait with
             their addresses known (PDL is 2, not 1), which was slower where there were many.
     """
     if tensor.device.type != "cuda":

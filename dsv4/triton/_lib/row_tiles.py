@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from dsv4.triton import _launch
+from dsv4.triton._runtime import launch_options
 
 _WARP = 32
 _VECTOR_BYTES = 16
@@ -27,12 +27,12 @@ def tile(rows: int, columns: int, itemsize: int = 2) -> dict[str, int]:
     Few rows: one to a program, a vector of 16 bytes to a thread. Many: up to 8 KiB to a program, 4
     of rows of 1 KiB or less, because a GPU starts no more than some 0.8 programs per nanosecond.
     """
-    width = _launch.power_of_two(columns * itemsize)
+    width = launch_options.power_of_two(columns * itemsize)
     if rows < _MANY:
         # A row of 1 KiB or less is left to one warp, whose sum needs no barrier.
         warps = 1 if width <= 1024 else min(16, width // (_WARP * _VECTOR_BYTES))
         return {"ROWS": 1, "num_warps": warps}
     most = _PROGRAM_BYTES if width > 1024 else _PROGRAM_BYTES // 2
-    shared = min(max(1, most // width), _launch.power_of_two(2 * rows // _MANY))
+    shared = min(max(1, most // width), launch_options.power_of_two(2 * rows // _MANY))
     warps = max(4, min(8, width // 1024), width // 4096)
     return {"ROWS": shared, "num_warps": min(32, warps)}

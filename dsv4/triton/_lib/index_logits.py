@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._index_entries import (
+from dsv4.triton._lib.index_keys import (
     e4m3_values,
     expand_words,
     fetch_words,
@@ -18,8 +18,8 @@ from dsv4.triton._index_entries import (
     load_keys,
     mxfp4_values,
 )
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import INTERPRETED, wait_for_inputs, widen
+from dsv4.triton._runtime.launcher import fast_launch
 
 _LOWEST = tl.constexpr(-0x80000000)  # flipped in a key, makes the order unsigned: 0 is none
 

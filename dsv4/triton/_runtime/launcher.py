@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.launch import current_device, stream_of
 from dsv4.plans.recorder import current_recorder
-from dsv4.triton._images import keep_images, load
+from dsv4.triton._runtime.kernel_store import keep_images, load
 
 _ALIGNMENT = 16  # bytes of a pointer, and the divisor of an integer, that Triton specialises on
 _MOST = 1024  # specialisations of a kernel that are kept

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
-from dsv4.triton._prefetch import prefetch_tile
-from dsv4.triton._streams import load_mixers, load_streams, mixed_stream
+from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.prefetch import prefetch_tile
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 # Up to this many tokens a program takes one, and the product needs no tensor core.
 FEW = 4
@@ -255,7 +255,7 @@ class Parts:
 
 def _empty_parts(x: torch.Tensor, fn: torch.Tensor, splits: int) -> Parts:
     rows = fn.shape[0]
-    shape = (splits, x.shape[0], _launch.power_of_two(rows + 1))
+    shape = (splits, x.shape[0], launch_options.power_of_two(rows + 1))
     return Parts(x.new_empty(shape, dtype=torch.float32), rows)
 
 
@@ -264,10 +264,10 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     tokens, width = x.shape[0], fn.shape[1]
     group, block = (16 if tokens <= 16 else 64), 128
     groups, chunks = -(-tokens // group), -(-width // block)
-    splits = max(1, min(chunks, 2 * _launch.sm_count(x.device) // groups))
+    splits = max(1, min(chunks, 2 * launch_options.sm_count(x.device) // groups))
     each = -(-chunks // splits)
     parts = _empty_parts(x, fn, -(-chunks // each))
-    with _launch.on(x):
+    with launch_options.on(x):
         _product_kernel[(groups * parts.splits,)](
             x,
             fn,
@@ -280,10 +280,10 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             TOKENS=group,
             BLOCK=block,
             CHUNKS=each,
-            PREFETCH=width % (each * block) == 0 and _launch.capability(x) is not None,
+            PREFETCH=width % (each * block) == 0 and launch_options.capability(x) is not None,
             num_warps=4,
             num_stages=3,
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return parts
 
@@ -293,12 +293,12 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     tokens, width = x.shape[0], fn.shape[1]
     group, block, stages, warps = _TALL
     groups, chunks = -(-tokens // group), -(-width // block)
-    splits = max(1, min(chunks, _launch.sm_count(x.device) // groups))
+    splits = max(1, min(chunks, launch_options.sm_count(x.device) // groups))
     each = -(-chunks // splits)
     parts = _empty_parts(x, fn, -(-chunks // each))
     parts = dataclasses.replace(parts, squared=False)
     cut = x.new_empty((3 * parts.row_block, width))
-    with _launch.on(x):
+    with launch_options.on(x):
         _cut_kernel[(parts.row_block, -(-width // 1024))](
             fn,
             cut,
@@ -307,7 +307,7 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             ROW_BLOCK=parts.row_block,
             BLOCK=1024,
             num_warps=4,
-            **_launch.options(x),
+            **launch_options.options(x),
         )
         _tall_kernel[(groups * parts.splits,)](
             TensorDescriptor.from_tensor(x.view(tokens, width), [group, block]),
@@ -321,7 +321,7 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             CHUNKS=each,
             STAGES=stages,
             num_warps=warps,
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return parts
 
@@ -338,7 +338,7 @@ def parts_of_few(
     parts = _empty_parts(x, fn, -(-hidden // block))
     y, post, comb = write_back or (None, None, None)
     out = x if write_back is None else torch.empty_like(x)
-    with _launch.on(x):
+    with launch_options.on(x):
         _product_few_kernel[(tokens * parts.splits,)](
             x,
             fn,
@@ -354,10 +354,10 @@ def parts_of_few(
             ROWS=parts.rows,
             ROW_BLOCK=parts.row_block,
             BLOCK=block,
-            PREFETCH=hidden % block == 0 and _launch.capability(x) is not None,
+            PREFETCH=hidden % block == 0 and launch_options.capability(x) is not None,
             num_warps=4,
             maxnreg=_REGISTERS,
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return parts, out
 
