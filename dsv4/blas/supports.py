@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from dsv4._unsupported import ONLY_REFERENCE, gapped, misaligned, ragged_groups
 from dsv4.cute.runtime.architectures import BLACKWELL
 from dsv4.device import capability, dotted
 from dsv4.dispatch import Call
 from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.unsupported import ONLY_REFERENCE, gapped, misaligned, ragged_groups
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from dsv4._unsupported import (
+from dsv4.device import is_interpreting, no_triton
+from dsv4.dispatch import Call
+from dsv4.ops.attention import SparseAttentionArgs
+from dsv4.ops.compressor import CompressWriteArgs
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
+from dsv4.ops.quantize import DequantizeArgs
+from dsv4.ops.rope import RopeQuantizeArgs
+from dsv4.ops.unsupported import (
     float64_result,
     float64_tensor,
     gapped_pages,
@@ -18,15 +27,6 @@ from dsv4._unsupported import (
     odd_dims,
     wide_row,
 )
-from dsv4.device import is_interpreting, no_triton
-from dsv4.dispatch import Call
-from dsv4.ops.attention import SparseAttentionArgs
-from dsv4.ops.compressor import CompressWriteArgs
-from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
-from dsv4.ops.quantize import DequantizeArgs
-from dsv4.ops.rope import RopeQuantizeArgs
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS
 
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
