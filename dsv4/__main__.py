@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def version() -> str:
     """Versions of this package and of what compiles its kernels."""
-    found = Versions.current()
-    compilers = {"Triton": found.triton, "CuTeDSL": found.cutedsl}
+    versions = Versions.current()
+    compilers = {"Triton": versions.triton, "CuTeDSL": versions.cutedsl}
     said = ", ".join(f"{name} {number or 'not installed'}" for name, number in compilers.items())
-    return f"dsv4 {found.dsv4} ({said}; kernels {found.sources[:12]})"
+    return f"dsv4 {versions.dsv4} ({said}; kernels {versions.sources[:12]})"
 
 
 class _Version(argparse.Action):
@@ -97,17 +97,17 @@ def _positive(text: str) -> int:
 def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
     """The models that were asked for, by what they are called in messages."""
     both = _ACTIVATIONS if options.activation == "both" else (options.activation,)
-    found: dict[str, ModelConfig] = {}
+    models: dict[str, ModelConfig] = {}
     for activation in both:
         if options.config is not None:
             config = ModelConfig.from_path(options.config, activation=activation)
-            found[f"{options.config}, {activation} activations"] = config
+            models[f"{options.config}, {activation} activations"] = config
             continue
         asked = _PRESETS if options.preset in (None, "both") else (options.preset,)
         for preset in asked:
             config = getattr(ModelConfig, preset)(activation=activation)
-            found[f"{preset}, {activation} activations"] = config
-    return found
+            models[f"{preset}, {activation} activations"] = config
+    return models
 
 
 def _warmup(options: argparse.Namespace) -> int:

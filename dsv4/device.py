@@ -51,9 +51,9 @@ class Machine:
 
     def cached(self, function: F) -> F:
         """Decorator: keep results, which may depend on facts, until ``forget``."""
-        found = functools.lru_cache(maxsize=_MOST_CACHED)(function)
-        self.caches.append(found)
-        return found  # type: ignore[return-value]
+        memo = functools.lru_cache(maxsize=_MOST_CACHED)(function)
+        self.caches.append(memo)
+        return memo  # type: ignore[return-value]
 
     def pretend(self, **facts: Any) -> None:
         """Have other facts from now on; see ``Pretended``."""

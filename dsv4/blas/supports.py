@@ -48,6 +48,6 @@ def _not_blackwell(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"block-scaled products run on a CUDA GPU, the tensors are on {device}"
     if capability(device) not in BLACKWELL:
-        found = dotted(device)
-        return f"block-scaled products are asked of compute capability 10.0 and 10.3, not {found}"
+        version = dotted(device)
+        return f"block-scaled products are asked of compute capability 10.0 and 10.3, not {version}"
     return None

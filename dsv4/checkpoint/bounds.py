@@ -43,13 +43,13 @@ def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str
         CheckpointError: naming the field, its value and what the headers hold.
     """
     layers = {names.layer_of(name) for name in entries}
-    found = sum(n.startswith("model.") for n in layers)
-    if stray and config.num_hidden_layers and not found:
+    layer_count = sum(n.startswith("model.") for n in layers)
+    if stray and config.num_hidden_layers and not layer_count:
         raise CheckpointError(
             f"config.json: num_hidden_layers is {config.num_hidden_layers}, but no tensor has the "
             f"name of one in a layer; names found instead: {', '.join(stray[:_EXAMPLES])}"
         )
-    _at_most(config, "num_hidden_layers", found, "layers")
+    _at_most(config, "num_hidden_layers", layer_count, "layers")
     drafts = sum(name.startswith("mtp.") for name in layers)
     # A checkpoint without any is judged by the caller, who may do without them.
     _at_most(config, "num_nextn_predict_layers", drafts or config.num_nextn_predict_layers, "MTP")

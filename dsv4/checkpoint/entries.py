@@ -321,9 +321,10 @@ def _entry(
             raise CheckpointError(f"{info} is plain, but has {', '.join(stray)}")
         return Entry(name, info, shards)
     if len(scale_names) != 1:
-        found = ", ".join(scale_names) or "none"
+        scale_list = ", ".join(scale_names) or "none"
         raise CheckpointError(
-            f"{info} needs one tensor of block scales ({', '.join(_BLOCK_SCALES)}), found {found}"
+            f"{info} needs one tensor of block scales ({', '.join(_BLOCK_SCALES)}), "
+            f"found {scale_list}"
         )
     scales = parts[scale_names[0]]
     fmt = _format(info, scales, packed)
@@ -369,13 +370,15 @@ def _part(
 def _input_scale(parts: dict[str, TensorInfo], packed: bool, info: TensorInfo) -> TensorInfo | None:
     """The activation's global scale: a reciprocal beside packed weights, else what multiplies."""
     names_of = ("input_global_scale",) if packed else ("input_scale", "input_scale_2")
-    found = [parts[last] for last in _INPUT_SCALES if last in parts]
-    if len(found) > 1:
-        raise CheckpointError(f"{info} has {found[0]} and {found[1]}, wanted one input scale")
+    input_scales = [parts[last] for last in _INPUT_SCALES if last in parts]
+    if len(input_scales) > 1:
+        raise CheckpointError(
+            f"{info} has {input_scales[0]} and {input_scales[1]}, wanted one input scale"
+        )
     other = [last for last in _INPUT_SCALES if last in parts and last not in names_of]
     if other:
-        raise CheckpointError(f"{info} has {found[0]}, wanted {' or '.join(names_of)}")
-    return found[0] if found else None
+        raise CheckpointError(f"{info} has {input_scales[0]}, wanted {' or '.join(names_of)}")
+    return input_scales[0] if input_scales else None
 
 
 def _check_entry(entry: Entry) -> None:
@@ -388,9 +391,11 @@ def _check_entry(entry: Entry) -> None:
         raise CheckpointError(
             f"{entry.weight}: {entry.shape[-1]} columns, wanted a multiple of {block}"
         )
-    wanted = entry.format.scales_shape(entry.shape)
-    if entry.scales.shape != wanted:
-        raise CheckpointError(f"{entry.scales}: wanted shape {list(wanted)} beside {entry.weight}")
+    scales_shape = entry.format.scales_shape(entry.shape)
+    if entry.scales.shape != scales_shape:
+        raise CheckpointError(
+            f"{entry.scales}: wanted shape {list(scales_shape)} beside {entry.weight}"
+        )
     for info in (entry.global_scale, entry.input_scale):
         if info is None:
             continue

@@ -121,7 +121,7 @@ def _indexed(
                 f"{INDEX} points to {show(shard)} for {show(name)}, wanted the name of a file in "
                 f"{folder}"
             )
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for shard in sorted(set(table.values())):
         place = (places or {}).get(shard, folder / shard)
@@ -133,10 +133,11 @@ def _indexed(
         for name, info in read_header(place, shard).items():
             if table.get(name) != shard:
                 problems.append(f"{name} is in {shard}, the index says {table.get(name)}")
-            found[name] = info
+            tensors[name] = info
     problems += [
-        f"{name} is not in {table[name]}, where the index puts it" for name in table.keys() - found
+        f"{name} is not in {table[name]}, where the index puts it"
+        for name in table.keys() - tensors
     ]
     listed = [Problem("tensors", text) for text in sorted(problems)]
     raise_all(f"{INDEX} disagrees with the shards", listed)
-    return found
+    return tensors

@@ -54,8 +54,8 @@ def _experts_items(slot: ExpertsSlot, format_of: Callable[[str], Format | None])
 def _returns(slot: ExpertsSlot, format_of: Callable[[str], Format | None]) -> bool:
     """Whether a layer's NVFP4 experts are given as MXFP4."""
     module = slot.module
-    wanted = {format_of(name) for name in slot.names_of(0)}
-    if getattr(module, "format", None) != NVFP4 or wanted != {MXFP4}:
+    formats = {format_of(name) for name in slot.names_of(0)}
+    if getattr(module, "format", None) != NVFP4 or formats != {MXFP4}:
         return False
     if module.gate_up_proj_input_scale is not None or module.down_proj_input_scale is not None:
         return False

@@ -100,12 +100,12 @@ class Layout:
         Raises:
             ValueError: if the layout cannot express the value's format.
         """
-        wanted = self.format_of(name)
+        target = self.format_of(name)
         if isinstance(value, torch.Tensor):
-            return self._plain(name, value) if wanted is None else _quantize(value, wanted)
+            return self._plain(name, value) if target is None else _quantize(value, target)
         if self.name == "bf16":
             return self._plain(name, dequantize(value, self.plain_dtype or torch.float32))
-        if self.name == "nvidia" and wanted == NVFP4 and value.format == MXFP4:
+        if self.name == "nvidia" and target == NVFP4 and value.format == MXFP4:
             converted, report = mxfp4_to_nvfp4(value)
             if not report.exact:
                 raise ValueError(
@@ -182,10 +182,10 @@ def _blocks(
     return [("weight", codes), (last, scales)]
 
 
-def _quantize(value: torch.Tensor, wanted: Format) -> QuantizedTensor:
-    if wanted == NVFP4:
+def _quantize(value: torch.Tensor, target: Format) -> QuantizedTensor:
+    if target == NVFP4:
         return quantize(value, NVFP4, scaling="weight")
-    return quantize(value, wanted)
+    return quantize(value, target)
 
 
 _DEEPSEEK_QUANTISATION: dict[str, Any] = {

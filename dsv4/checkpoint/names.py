@@ -206,8 +206,8 @@ def _block(rest: str) -> str | None:
         match = pattern.fullmatch(rest)
         if match is not None:
             part, dot, last = match.group(1).partition(".")
-            found = f"{prefix}{spellings.get(part, part)}{dot}{last}"
-            return found if found in _BLOCK_BACK else None
+            spelled = f"{prefix}{spellings.get(part, part)}{dot}{last}"
+            return spelled if spelled in _BLOCK_BACK else None
     return None
 
 

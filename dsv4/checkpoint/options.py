@@ -36,10 +36,10 @@ class Options:
         """Dtype of a plain tensor in memory."""
         if not stored.is_floating_point:
             return torch.int64
-        wanted = self.dtype or stored
+        dtype = self.dtype or stored
         if names.is_float32(name) or name in self.float32:
-            return torch.promote_types(wanted, torch.float32)
-        return torch.promote_types(wanted, stored) if names.is_norm(name) else wanted
+            return torch.promote_types(dtype, torch.float32)
+        return torch.promote_types(dtype, stored) if names.is_norm(name) else dtype
 
     def format_of(self, entry: Entry) -> str | None:
         """Name of the format an entry has in memory, None if plain."""

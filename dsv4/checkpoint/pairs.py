@@ -62,9 +62,9 @@ def _encoded(q: QuantizedTensor, own: float, common: float) -> torch.Tensor | No
     if own == common:
         return q.scales
     # Products of an 8-bit and a 32-bit float are exact in float64.
-    wanted = q.scales.double() * own
-    coded = (wanted / common).clamp(max=448.0).float().to(torch.float8_e4m3fn)
-    same = coded.double() * common == wanted
+    scales = q.scales.double() * own
+    coded = (scales / common).clamp(max=448.0).float().to(torch.float8_e4m3fn)
+    same = coded.double() * common == scales
     if not bool(same.all()):
         zero = (q.codes.unflatten(-1, (q.scales.shape[-1], 8)) & 0x77).amax(-1) == 0
         if not bool((same | zero).all()):
@@ -133,8 +133,8 @@ class Pairing:
 
     def _values(self, gate: Item, up: Item) -> tuple[Matrix, Matrix]:
         plain = isinstance(gate[1], torch.Tensor) and isinstance(up[1], torch.Tensor)
-        wanted = {self.layout.format_of(item[0]) for item in (gate, up)}
-        if plain and wanted == {NVFP4}:
+        formats = {self.layout.format_of(item[0]) for item in (gate, up)}
+        if plain and formats == {NVFP4}:
             self.pairs += 1
             return quantize_pair(gate[1], up[1], NVFP4.name)  # type: ignore[arg-type]
         first, second = (self._alone(item)[1] for item in (gate, up))

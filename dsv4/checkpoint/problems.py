@@ -53,16 +53,16 @@ def raise_all(what: str, problems: Iterable[Problem], notes: dict[str, str] | No
     raise CheckpointError(f"{what} ({count} problem{plural}):\n" + "\n".join(lines))
 
 
-def nearest(missing: Sequence[str], found: Sequence[str]) -> str:
+def nearest(missing: Sequence[str], unused: Sequence[str]) -> str:
     """A note with the names of the file that are most like those that are missing.
 
     Args:
         missing: Names that were looked for, in every spelling known.
-        found: Names of the file that the model does not use.
+        unused: Names of the file that the model does not use.
     """
-    if not found:
+    if not unused:
         return "the checkpoint holds no other names"
-    pool = found[:_COMPARED]
+    pool = unused[:_COMPARED]
     close: dict[str, None] = {}
     for name in missing:
         close.update(dict.fromkeys(difflib.get_close_matches(name, pool, n=2, cutoff=0.6)))
@@ -70,4 +70,4 @@ def nearest(missing: Sequence[str], found: Sequence[str]) -> str:
             break
     if close:
         return "nearest names found: " + ", ".join(list(close)[:_NEAREST])
-    return "names found instead: " + ", ".join(found[:_NEAREST])
+    return "names found instead: " + ", ".join(unused[:_NEAREST])

@@ -65,18 +65,18 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
     """
     if mtp not in (None, True, False):
         raise TypeError(f"mtp is {mtp!r}, wanted None, True or False")
-    found = checkpoint.mtp_layers
+    layers = checkpoint.mtp_layers
     if mtp is None:
-        if found != configured and not checkpoint.has_dspark:
+        if layers != configured and not checkpoint.has_dspark:
             _logger.warning(
                 "%s: num_nextn_predict_layers is %d, but tensors of %d MTP layers were found; "
                 "%d are loaded",
                 checkpoint.path,
                 configured,
-                found,
-                found,
+                layers,
+                layers,
             )
-        return found
+        return layers
     if not mtp:
         return 0
     if checkpoint.has_dspark:
@@ -84,18 +84,19 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
             f"{checkpoint.path} has a DSpark draft head under mtp.*, for which this package has no "
             "layers, but mtp=True demands MTP layers; pass mtp=None to load the main model alone"
         )
-    if found == 0 or configured not in (0, found):
+    if layers == 0 or configured not in (0, layers):
         raise CheckpointError(
-            f"{checkpoint.path} has tensors of {found} MTP layers (mtp.*) and "
+            f"{checkpoint.path} has tensors of {layers} MTP layers (mtp.*) and "
             f"num_nextn_predict_layers is {configured}, but mtp=True demands at least 1 and the "
             "number of the configuration; pass mtp=None to load what is there"
         )
-    return found
+    return layers
 
 
 def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str, filled: Filled) -> LoadReport:
     """Report what was found and left out, and log it."""
-    unused = {reason: len(found) for reason, found in checkpoint.unused.items()}  # logged by fill
+    # ``fill`` has logged these.
+    unused = {reason: len(tensors) for reason, tensors in checkpoint.unused.items()}
     others: dict[str, int] = {}
     dspark = checkpoint.has_dspark
     if not mtp:

@@ -351,15 +351,15 @@ def _remove_folder(folder: Path) -> None:
 def _old_files(folder: Path, overwrite: bool) -> dict[str, list[int]]:
     """The files of the checkpoint that a save into a folder would replace, and their marks."""
     shards = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("."))
-    found = [name for name in (*_DOCUMENTS, SINGLE) if os.path.lexists(folder / name)]
+    present = [name for name in (*_DOCUMENTS, SINGLE) if os.path.lexists(folder / name)]
     if not overwrite:
-        if found or shards:
+        if present or shards:
             raise FileExistsError(
-                f"{folder} holds a checkpoint ({[*found, *shards][0]}), "
+                f"{folder} holds a checkpoint ({[*present, *shards][0]}), "
                 "wanted an empty folder or overwrite=True"
             )
         return {}
-    old = dict.fromkeys(found)
+    old = dict.fromkeys(present)
     if INDEX in old:
         old.update(dict.fromkeys(name for name in _indexed(folder) if name in shards))
     for name in shards:

@@ -163,8 +163,8 @@ class AtomicSteps:
 
     def _save_pages(self, ratio: int, growths: Sequence[Growth], record: StepRecord) -> None:
         """Save pages that have to be as before when their table is."""
-        found = [self._tables[ratio].overwrites(growth) for growth in growths]
-        pages = [page for page in found if page is not None]
+        overwritten = [self._tables[ratio].overwrites(growth) for growth in growths]
+        pages = [page for page in overwritten if page is not None]
         record.saved += save(
             [data for layer in self.layers for data in layer.pools(ratio)], 0, pages
         )

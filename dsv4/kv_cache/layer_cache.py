@@ -128,17 +128,17 @@ class LayerCache:
         """Bytes that a sequence of so many tokens occupies; see ``PagedCache``."""
         size, columns = self.window.page_size, self.window_table.shape[1]
         count = -(-min(tokens, self.sliding_window) // size) if grows else columns
-        found = {"window": min(count, columns) * self.window.page_bytes()}
+        sizes = {"window": min(count, columns) * self.window.page_bytes()}
         if self.compressed is None or self.compressed_table is None or self.state is None:
-            return found
+            return sizes
         columns = self.compressed_table.shape[1]
         count = -(-(tokens // self.ratio) // self.compressed.page_size) if grows else columns
-        found["compressed"] = count * self.compressed.page_bytes()
-        found["state"] = self.state[0].nbytes
+        sizes["compressed"] = count * self.compressed.page_bytes()
+        sizes["state"] = self.state[0].nbytes
         if self.indexer_pages is not None and self.indexer_state is not None:
-            found["indexer"] = count * self.indexer_pages.page_bytes()
-            found["state"] += self.indexer_state[0].nbytes
-        return found
+            sizes["indexer"] = count * self.indexer_pages.page_bytes()
+            sizes["state"] += self.indexer_state[0].nbytes
+        return sizes
 
     def _compressed(self) -> tuple[Pages, torch.Tensor]:
         if self.compressed is None or self.compressed_table is None:
@@ -239,8 +239,8 @@ class LayerBuilder:
         if self.size.window_pages is not None:
             return self.size.window_pages
         # A window that begins within a page for each sequence, and one chunk of the largest size.
-        each = -(-self.config.sliding_window // WINDOW_PAGE) + 1
-        return self.size.sequences * min(each, columns) + columns
+        pages = -(-self.config.sliding_window // WINDOW_PAGE) + 1
+        return self.size.sequences * min(pages, columns) + columns
 
     def _with_compressed(self, layer: LayerCache, ratio: int, overlap: bool) -> LayerCache:
         page_size, config = max(1, BLOCK // ratio), self.config  # 64 at ratio 4, 2 at ratio 128
@@ -367,15 +367,15 @@ class _LayerCheck:
     def _op(self) -> str:
         return f"PagedCache: layer {self.index}"
 
-    def _same(self, name: str, found: int, wanted: int) -> None:
-        if found != wanted:
-            raise ValueError(f"{self._op}: {name} is {found}, wanted {wanted}")
+    def _same(self, name: str, value: int, expected: int) -> None:
+        if value != expected:
+            raise ValueError(f"{self._op}: {name} is {value}, wanted {expected}")
 
-    def _present(self, name: str, value: object, wanted: bool) -> None:
-        if (value is not None) != wanted:
-            found, asked = ("None", "one") if wanted else ("given", "None")
+    def _present(self, name: str, value: object, expected: bool) -> None:
+        if (value is not None) != expected:
+            state, asked = ("None", "one") if expected else ("given", "None")
             kind = self.config.layer_type(self.index)
-            raise ValueError(f"{self._op}: {name} is {found}, wanted {asked} for {kind}")
+            raise ValueError(f"{self._op}: {name} is {state}, wanted {asked} for {kind}")
 
     def _pages(self, name: str, pages: Pages, dim: int, formats: Sequence[str]) -> None:
         check_pages(self._op, name, pages, formats)
@@ -398,11 +398,11 @@ class _LayerCheck:
             )
         self.seen.add((id(table), pages.num_pages))
 
-    def _room(self, name: str, found: int, wanted: int) -> None:
-        if found < wanted:
+    def _room(self, name: str, entries: int, least: int) -> None:
+        if entries < least:
             raise ValueError(
-                f"{self._op}: {name} has room for {found} entries of a sequence, wanted at least "
-                f"{wanted} for max_tokens {self.size.max_tokens} and max_chunk "
+                f"{self._op}: {name} has room for {entries} entries of a sequence, wanted at least "
+                f"{least} for max_tokens {self.size.max_tokens} and max_chunk "
                 f"{self.size.max_chunk}"
             )
 

@@ -385,15 +385,15 @@ class PagedCache(AtomicSteps):
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
         grow = self._tables[ratio].growth
         if ratio:
-            found = [grow(row, 0, end // ratio) for row, _, end in steps]
+            growths = [grow(row, 0, end // ratio) for row, _, end in steps]
         else:
-            found = [grow(row, self._window_low(start), end) for row, start, end in steps]
-        return [growth for growth in found if growth is not None]
+            growths = [grow(row, self._window_low(start), end) for row, start, end in steps]
+        return [growth for growth in growths if growth is not None]
 
     def _stale(self, window: PageTable) -> dict[int, dict[int, int]]:
         """Pages that windows have left since the last step, by row and number."""
-        found = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
-        return {row: found[row] for row in sorted(found) if found[row]}
+        stale = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
+        return {row: stale[row] for row in sorted(stale) if stale[row]}
 
     def _trim(self, record: StepRecord | None = None) -> None:
         """Evict the pages that windows have left since the last step."""
@@ -556,10 +556,10 @@ class PagedCache(AtomicSteps):
         if self._fits is not None and self._fits[0] is config and self._fits[1] == dtype:
             return
         if config is not self.config:
-            for name, found, wanted in _shaping(self.config, config):
-                if found != wanted:
+            for name, own, expected in _shaping(self.config, config):
+                if own != expected:
                     raise ValueError(
-                        f"PagedCache: made for {name} {found}, wanted {wanted} as the model has"
+                        f"PagedCache: made for {name} {own}, wanted {expected} as the model has"
                     )
         for i, layer in enumerate(self.layers):
             data = layer.window.data

@@ -91,8 +91,8 @@ def not_both_nvfp4(weight: str, activation: str) -> str | None:
     """Of a weight's format and that of activations, as tensor cores of Blackwell take them."""
     if weight == activation == NVFP4.name:
         return None
-    found = f"the weight is {weight!r} and activations are {activation!r}"
-    return f"{found}, and both operands have to be NVFP4"
+    formats = f"the weight is {weight!r} and activations are {activation!r}"
+    return f"{formats}, and both operands have to be NVFP4"
 
 
 def many_segments(count: int) -> str | None:

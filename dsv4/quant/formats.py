@@ -235,8 +235,8 @@ class QuantizedTensor:
             ValueError: if a layout is unknown, or not one of the format's, or the matrix is not a
                 whole number of its tiles, or (fragments) a block scale is negative.
         """
-        for one in (layout, self.layout):
-            check_layout(self.format, one)
+        for name in (layout, self.layout):
+            check_layout(self.format, name)
         if layout == self.layout:
             return self
         if self.layout == FRAGMENTS:
@@ -287,8 +287,8 @@ def _check_storage(q: QuantizedTensor) -> None:
         raise TypeError(f"{name}: codes have dtype {q.codes.dtype}, wanted {q.format.codes_dtype}")
     scale_dtypes = (torch.uint8,) if q.layout == FRAGMENTS else q.format.scale_dtypes
     if q.scales.dtype not in scale_dtypes:
-        wanted = " or ".join(map(str, scale_dtypes))
-        raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {wanted}")
+        dtypes = " or ".join(map(str, scale_dtypes))
+        raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {dtypes}")
     if q.codes.dim() < 2:
         raise ValueError(f"{name}: codes have shape {list(q.codes.shape)}, wanted [..., N, bytes]")
     check_layout(q.format, q.layout)
@@ -320,9 +320,9 @@ def _check_global_scale(q: QuantizedTensor) -> None:
     *batch, count = q.global_scale.shape or (0,)
     counts = (len(q.segments),) if q.segments else (1, q.rows)
     if tuple(batch) != tuple(q.codes.shape[:-2]) or count not in counts:
-        wanted = " or ".join(str([*q.codes.shape[:-2], c]) for c in counts)
+        shapes = " or ".join(str([*q.codes.shape[:-2], c]) for c in counts)
         raise ValueError(
-            f"{name}: global_scale has shape {list(q.global_scale.shape)}, wanted {wanted}"
+            f"{name}: global_scale has shape {list(q.global_scale.shape)}, wanted {shapes}"
         )
 
 
@@ -369,8 +369,8 @@ def check_positive(name: str, scale: torch.Tensor) -> None:
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         where = torch.nonzero(bad)[0].tolist()
-        found = float(scale[tuple(where)])
-        raise ValueError(f"{name} is {found} at {where}, wanted finite values above 0")
+        number = float(scale[tuple(where)])
+        raise ValueError(f"{name} is {number} at {where}, wanted finite values above 0")
 
 
 def expand_segments(global_scale: torch.Tensor, segments: Sequence[int], rows: int) -> torch.Tensor:
@@ -415,8 +415,8 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     first = parts[0]
     for part in parts:
         same = (part.format, part.columns, part.codes.shape[:-2], part.scales.dtype)
-        wanted = (first.format, first.columns, first.codes.shape[:-2], first.scales.dtype)
-        if same != wanted:
+        expected = (first.format, first.columns, first.codes.shape[:-2], first.scales.dtype)
+        if same != expected:
             raise ValueError(f"parts differ: {part!r} beside {first!r}")
     high = first.format.block[0]
     if any(part.rows % high for part in parts[:-1]):

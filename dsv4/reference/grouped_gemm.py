@@ -49,8 +49,8 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
             row = row.to(compute)
         scale = None if args.input_scale is None else args.input_scale[expert : expert + 1]
         of_rows = None if args.row_scale is None else args.row_scale[start:end]
-        found = product(x[start:end], matrix, row, args.activation, scale, of_rows)
-        out[start:end] = found.to(args.out_dtype)
+        group = product(x[start:end], matrix, row, args.activation, scale, of_rows)
+        out[start:end] = group.to(args.out_dtype)
     return out
 
 

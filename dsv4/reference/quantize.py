@@ -42,10 +42,10 @@ def dynamic_global_scale(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(amax == 0, 1.0, scale)
 
 
-def _global_scale(amax: torch.Tensor, given: torch.Tensor | None, scaling: str) -> torch.Tensor:
+def _global_scale(amax: torch.Tensor, fixed: torch.Tensor | None, scaling: str) -> torch.Tensor:
     """float32 ``[*batch, G]`` from the block maxima ``[*batch, N, Kb]``, or the one given."""
-    if given is not None:
-        return given.clone()
+    if fixed is not None:
+        return fixed.clone()
     if scaling == "token":
         return dynamic_global_scale(amax.amax(-1))
     if amax.shape[-2] == 0:

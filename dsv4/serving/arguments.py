@@ -35,22 +35,23 @@ def _checked_ids(op: str, name: str, ids: Any, vocabulary: int) -> list[int]:
         raise TypeError(f"{op}: {name} is {_shown(ids)}, wanted a list of token ids")
     if len(ids) == 0:
         raise ValueError(f"{op}: {name}: a prompt is empty, wanted at least one token")
-    found = list(ids) if set(map(type, ids)) == {int} else _integers(op, name, ids)
-    if min(found) < 0 or max(found) >= vocabulary:
-        place = next(i for i, token in enumerate(found) if not 0 <= token < vocabulary)
+    checked = list(ids) if set(map(type, ids)) == {int} else _integers(op, name, ids)
+    if min(checked) < 0 or max(checked) >= vocabulary:
+        place = next(i for i, token in enumerate(checked) if not 0 <= token < vocabulary)
         raise ValueError(
-            f"{op}: {name}[{place}] is {found[place]}, wanted 0 to {vocabulary - 1}, the vocabulary"
+            f"{op}: {name}[{place}] is {checked[place]}, wanted 0 to {vocabulary - 1}, "
+            "the vocabulary"
         )
-    return found
+    return checked
 
 
 def _integers(op: str, name: str, values: Iterable[Any]) -> list[int]:
-    found = []
+    integers = []
     for i, value in enumerate(values):
         if not _is_integer(value):
             raise TypeError(f"{op}: {name}[{i}] is {_shown(value)}, wanted an int")
-        found.append(operator.index(value))
-    return found
+        integers.append(operator.index(value))
+    return integers
 
 
 def checked_count(op: str, name: str, value: Any, least: int) -> int:
@@ -82,13 +83,13 @@ def checked_stops(op: str, stop_ids: Any, vocabulary: int) -> frozenset[int]:
         stop_ids = stop_ids.flatten().tolist()
     if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
         raise TypeError(f"{op}: stop_ids is {_shown(stop_ids)}, wanted a list of token ids")
-    found = _integers(op, "stop_ids", stop_ids)
-    for i, token in enumerate(found):
+    tokens = _integers(op, "stop_ids", stop_ids)
+    for i, token in enumerate(tokens):
         if not 0 <= token < vocabulary:
             raise ValueError(
                 f"{op}: stop_ids[{i}] is {token}, wanted 0 to {vocabulary - 1}, the vocabulary"
             )
-    return frozenset(found)
+    return frozenset(tokens)
 
 
 def checked_rows(op: str, sequences: Any) -> list[int]:
@@ -140,8 +141,8 @@ def check_vocabulary(name: str, ids: torch.Tensor, vocabulary: int) -> None:
     bad = ((ids < 0) | (ids >= vocabulary)).nonzero()
     if len(bad):
         place = bad[0].tolist()
-        found = int(ids[tuple(place)])
-        raise ValueError(f"{name}{place} is {found}, wanted 0 to {vocabulary - 1}, the vocabulary")
+        token = int(ids[tuple(place)])
+        raise ValueError(f"{name}{place} is {token}, wanted 0 to {vocabulary - 1}, the vocabulary")
 
 
 def check_choice(op: str, chosen: Sequence[int], prompts: Sequence[int], step: int) -> None:

@@ -49,6 +49,6 @@ class Sampler:
         probabilities = torch.softmax(scaled, dim=-1)
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
         # A token stays if the tokens before it do not already hold top_p.
-        kept = ordered.cumsum(-1) - ordered < self.top_p
-        drawn = torch.multinomial(ordered * kept, 1, generator=self.generator)
+        eligible = ordered.cumsum(-1) - ordered < self.top_p
+        drawn = torch.multinomial(ordered * eligible, 1, generator=self.generator)
         return ids.gather(-1, drawn).squeeze(-1)

@@ -428,9 +428,11 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     # Only Hopper's tensor cores are given tiles of 64 heads, and more than two groups.
     wide = groups > 2 and (launch_options.capability(q) or (9, 0))[0] == 9
     shape, splits = plan(tokens, heads, d, widths, launch_options.sm_count(q.device), wide)
-    kept = (tokens, splits, heads) if splits > 1 else (0,)
-    parts = torch.empty((*kept, d), dtype=torch.float32, device=q.device)
-    tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
+    split_shape = (tokens, splits, heads) if splits > 1 else (0,)
+    parts = torch.empty((*split_shape, d), dtype=torch.float32, device=q.device)
+    tops, totals = (
+        torch.empty(split_shape, dtype=torch.float32, device=q.device) for _ in range(2)
+    )
     if args.window_format != "fp8" and shape.heads > 16:
         # Entries go to both products as they are, and Triton 3.6 fails to ask for such ahead.
         shape = replace(shape, block=min(shape.block, 32), stages=1)

@@ -153,7 +153,7 @@ def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCA
     tails, and the closed windows of the entries before it and of all.
     """
     cu, starts, sequences = batch
-    wanted = program - count
+    number = program - count
     b = tl.full([], 0, tl.int32)
     skipped, before, total, tails = b, b, b, b
     for begin in range(0, count, SCAN):
@@ -168,13 +168,13 @@ def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCA
         closed = tl.where(live, closed, 0).to(tl.int32)
         tail = tl.maximum(closed - HEADS, 0)
         after = tails + tl.cumsum(tail, 0)
-        ahead = tl.where(wanted < 0, i < program, after <= wanted) & inside
+        ahead = tl.where(number < 0, i < program, after <= number) & inside
         b += tl.sum(ahead.to(tl.int32), 0)
         skipped += tl.sum(tl.where(ahead, tail, 0), 0)
         before += tl.sum(tl.where(ahead, closed, 0), 0)
         total += tl.sum(closed, 0)
         tails += tl.sum(tail, 0)
-    return b, wanted - skipped, before, total
+    return b, number - skipped, before, total
 
 
 @triton.jit
@@ -290,7 +290,7 @@ def _head(
     EARLIER: tl.constexpr = RATIO if OVERLAP else 0
     first, start, end, row = _entry(batch, b)
     base, by_row, by_slot, by_kind, by_column = state
-    kept = (base + row * by_row, by_slot, by_kind, by_column)
+    entry_state = (base + row * by_row, by_slot, by_kind, by_column)
     window = start // RATIO
     here = (window % 2).to(tl.int32) * EARLIER  # first slot of the open window
     lag = _clip(start - window * RATIO)
@@ -299,7 +299,7 @@ def _head(
     if (closed > 0) | (slot.shape[0] <= _STEP):
         _renew(
             tokens,
-            kept,
+            entry_state,
             batch,
             count,
             out,
@@ -321,7 +321,7 @@ def _head(
             for half in tl.static_range(1 + OVERLAP):
                 column = channel + half * CHANNELS
                 k, s, a = _load_tokens(tokens, token, i, column, inside)
-                _store_state(kept, i + here, column, inside, widen(k), _score(s, a))
+                _store_state(entry_state, i + here, column, inside, widen(k), _score(s, a))
         _, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
         _clear_unused(out, b, total, slot, channel, CHANNELS)
 
@@ -329,7 +329,7 @@ def _head(
 @triton.jit
 def _renew(
     tokens,
-    kept,
+    entry_state,
     batch,
     count,
     out,
@@ -355,12 +355,12 @@ def _renew(
     new = (slot >= lag) & (slot < tl.minimum(_clip(end - window * RATIO), RATIO)) & inside
     old = (slot < tl.where(closed > 0, lag, 0)) & inside
     k, s, a = _load_tokens(tokens, token, slot, own, new)
-    x, y = _load_state(kept, slot + here, own, old)
+    x, y = _load_state(entry_state, slot + here, own, old)
     if OVERLAP:
         k0, s0, a0 = _load_tokens(tokens, token, slot, channel, new)
-        x0, y0 = _load_state(kept, slot + here, channel, old)
+        x0, y0 = _load_state(entry_state, slot + here, channel, old)
         there = (slot < tl.where((closed > 0) & (window > 0), RATIO, 0)) & inside
-        before = _load_state(kept, slot + (RATIO - here), channel, there)
+        before = _load_state(entry_state, slot + (RATIO - here), channel, there)
     place, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, b, total, slot, channel, CHANNELS)
     if closed > 0:
@@ -386,28 +386,28 @@ def _renew(
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
         ahead = ((window + closed) % 2).to(tl.int32) * EARLIER  # first slot of the window now open
-        _store_state(kept, slot + ahead, own, begun, widen(ka), _score(sa, aa))
+        _store_state(entry_state, slot + ahead, own, begun, widen(ka), _score(sa, aa))
         if OVERLAP:
-            _store_state(kept, slot + ahead, channel, begun, widen(ka0), _score(sa0, aa0))
+            _store_state(entry_state, slot + ahead, channel, begun, widen(ka0), _score(sa0, aa0))
             # The window before is the one that was open, unless another has closed since.
             previous = slot + (RATIO - ahead)
             if SEVERAL:
                 kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
-                _store_state(kept, previous, own, new | later, kb1, sb1)
+                _store_state(entry_state, previous, own, new | later, kb1, sb1)
                 kb1, sb1 = _merge(later, kb0, sb0, ab0, kv0, score0)
-                _store_state(kept, previous, channel, new | later, kb1, sb1)
+                _store_state(entry_state, previous, channel, new | later, kb1, sb1)
                 if closed > 1:
                     values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
                     position += RATIO
                     _store_row(out, place + 1, position, row, values, slot, channel, CHANNELS)
             else:
-                _store_state(kept, previous, own, new, kv, score)
-                _store_state(kept, previous, channel, new, kv0, score0)
+                _store_state(entry_state, previous, own, new, kv, score)
+                _store_state(entry_state, previous, channel, new, kv0, score0)
     else:
         # The window stays open.
-        _store_state(kept, slot + here, own, new, widen(k), _score(s, a))
+        _store_state(entry_state, slot + here, own, new, widen(k), _score(s, a))
         if OVERLAP:
-            _store_state(kept, slot + here, channel, new, widen(k0), _score(s0, a0))
+            _store_state(entry_state, slot + here, channel, new, widen(k0), _score(s0, a0))
 
 
 @triton.jit

@@ -123,7 +123,7 @@ def _gemm_kernel(
     first = (begin // ROWS + row_tile) * ROWS
     row = first + tl.arange(0, ROWS)
     token = token_tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    kept, inside = (row >= begin) & (row < begin + rows), token < tokens
+    owned, inside = (row >= begin) & (row < begin + rows), token < tokens
     x += group.to(tl.int64) * group_stride
     blocks = tl.cdiv(columns, _BLOCK)
     # A group's last tile may have none of its rows, and the weight's none at all: no scales either.
@@ -139,7 +139,7 @@ def _gemm_kernel(
         scale = _scale_value(following)
         following = tl.load(scales + tl.minimum(block + 1, blocks - 1))
         done = block * _BLOCK
-        code_mask, x_mask = kept[:, None], inside[:, None]
+        code_mask, x_mask = owned[:, None], inside[:, None]
         if not WHOLE:
             code_mask &= (done + column < columns)[None, :]
             x_mask &= (done + column < columns)[None, :]
@@ -147,7 +147,7 @@ def _gemm_kernel(
         value = tl.load(x_places + done, mask=x_mask, other=0.0)
         total += _block_product(code, value) * scale
     target = (token * groups + group)[:, None] * rows + (row - begin)[None, :]
-    stored = inside[:, None] & kept[None, :]
+    stored = inside[:, None] & owned[None, :]
     if SPLIT:
         target += part.to(tl.int64) * tokens * groups * rows
         tl.store(out + target, tl.trans(total), mask=stored)
@@ -181,19 +181,19 @@ def _sum_kernel(
     wait_for_inputs(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    kept = row < rows
+    inside = row < rows
     parts += place * rows
-    total = tl.load(parts + row, mask=kept, other=0.0)
+    total = tl.load(parts + row, mask=inside, other=0.0)
     for _ in tl.static_range(1, SPLITS):
         parts += count
-        total += tl.load(parts + row, mask=kept, other=0.0)
+        total += tl.load(parts + row, mask=inside, other=0.0)
     x += place % groups * group_stride
     token = tl.zeros([1], tl.int64) + place // groups
     total = _finish(total[:, None], x, x_stride, token, token >= 0, columns, 1)
     if SCALED:
         total *= tl.load(row_scale + place)
     values = narrow(total, out.dtype.element_ty)
-    tl.store(out + (place * rows + row)[:, None], values, mask=kept[:, None])
+    tl.store(out + (place * rows + row)[:, None], values, mask=inside[:, None])
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,8 @@ def _finish_kernel(
             squares = tl.sum(squares, 0)
             if sums is not None:
                 row = tl.arange(0, ROW_BLOCK)
-                found = tl.where(row == ROWS, squares, values)
-                tl.store(sums + token * ROW_BLOCK + row, found)
+                row_sums = tl.where(row == ROWS, squares, values)
+                tl.store(sums + token * ROW_BLOCK + row, row_sums)
         gates = tl.sigmoid(logits_of(values, squares, factor, start, hidden, norm_eps)) + hc_eps
         total = tl.fma(pick(gates, 1), x1, pick(gates, 0) * x0)
         total = tl.fma(pick(gates, 3), x3, tl.fma(pick(gates, 2), x2, total))
@@ -290,8 +290,8 @@ def _finish(
     if quantized is not None:
         codes, scales, total = quantized.tensors
         outputs = (quantized.source, codes, scales.view(torch.uint8), total)
-        given = "one" if total.shape[0] == 1 else "row"
-        scale_of = "token" if quantized.source is None else given
+        shape = "one" if total.shape[0] == 1 else "row"
+        scale_of = "token" if quantized.source is None else shape
     common = (norm_eps, hc_eps, iterations)
     sums = None
     if coefficients is not None and not parts.squared:

@@ -318,12 +318,12 @@ def _norm_rope_write_few_kernel(
     DTYPE: tl.constexpr = kv.dtype.element_ty
     row, part = (tl.program_id(0) // SHARES).to(tl.int64), tl.program_id(0) % SHARES
     kv += row * stride
-    each = tl.arange(0, WHOLE)
+    pieces = tl.arange(0, WHOLE)
     if part < SHARES - 1:
         piece = part * N + tl.arange(0, N)
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            loaded = load_pieces(kv, 0, each * 0, each, each < COLUMNS // 8)
+            loaded = load_pieces(kv, 0, pieces * 0, pieces, pieces < COLUMNS // 8)
             factor = load_pieces(weight, 0, piece * 0, piece, piece < NOPE // 8)
             slot = tl.load(slots + row)
             here = arrival(factor, N) | arrival(slot, N)
@@ -337,7 +337,7 @@ def _norm_rope_write_few_kernel(
         turns = piece < ROPE // 8
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            loaded = load_pieces(kv, 0, each * 0, each, each < COLUMNS // 8)
+            loaded = load_pieces(kv, 0, pieces * 0, pieces, pieces < COLUMNS // 8)
             rope = load_pieces(kv + NOPE, 0, piece * 0, piece, turns)
             factor = load_pieces(weight + NOPE, 0, piece * 0, piece, turns)
             pair = (piece * 4)[:, None] + tl.arange(0, 4)[None, :]

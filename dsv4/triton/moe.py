@@ -64,8 +64,8 @@ _CLEARING = 64  # blocks of a row that such a program codes
 @triton.jit
 def _local_expert(ids, slot, slots, first, EXPERTS: tl.constexpr):
     """Local expert of each slot, int32; EXPERTS where it has none, one more past the last slot."""
-    found = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int64) - first
-    local = tl.where((found >= 0) & (found < EXPERTS), found, EXPERTS).to(tl.int32)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int64) - first
+    local = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
     return tl.where(slot < slots, local, EXPERTS + 1)
 
 
@@ -310,9 +310,9 @@ def _gather(
     (tokens, columns), source = x.shape, row_tiles.as_rows(x)
     block, chunks = _chunks(tokens, columns, x.device)
     # While programs do not fill the GPU, every row of a token has its own.
-    each = 1 if tokens * chunks < launch_options.sm_count(x.device) else rows.shape[1]
+    share = 1 if tokens * chunks < launch_options.sm_count(x.device) else rows.shape[1]
     with launch_options.on(x):
-        _gather_kernel[(tokens * chunks, rows.shape[1] // each)](
+        _gather_kernel[(tokens * chunks, rows.shape[1] // share)](
             source,
             rows,
             out,
@@ -322,7 +322,7 @@ def _gather(
             columns,
             chunks,
             K=rows.shape[1],
-            EACH=each,
+            EACH=share,
             BLOCK=block,
             WEIGHTED=weights is not None,
             num_warps=_warps(block),
@@ -575,7 +575,7 @@ def _quantize_few(
     x,
     slots,
     offsets,
-    given,
+    input_scale,
     codes,
     scales,
     total,
@@ -617,7 +617,7 @@ def _quantize_few(
         last = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
         owner = sum_of_all((last <= places[0]).to(tl.int32))  # type: ignore[misc]
         owner = tl.minimum(owner, EXPERTS - 1)
-        scale = tl.load(given + owner)
+        scale = tl.load(input_scale + owner)
     else:
         scale = dynamic_scale(row_peak(over_threads(block_peaks(loaded), 2 * BLOCKS), 1))
     for j in tl.static_range(SLOTS):
@@ -727,7 +727,7 @@ def _gather_quantize_kernel(
     x,
     rows,
     offsets,
-    given,
+    input_scale,
     codes,
     scales,
     total,
@@ -770,7 +770,7 @@ def _gather_quantize_kernel(
                     x,
                     slots,
                     offsets,
-                    given,
+                    input_scale,
                     codes,
                     scales,
                     total,
@@ -837,7 +837,7 @@ def _gather_quantize_kernel(
         local = tl.load(offsets + EXPERTS)
         if STATIC:
             expert = _expert_of(offsets, tl.load(slots), EXPERTS, EXPERT_BLOCK)
-            scale = tl.load(given + tl.minimum(expert, EXPERTS - 1))
+            scale = tl.load(input_scale + tl.minimum(expert, EXPERTS - 1))
         peaks = ()
         peak = tl.zeros([BLOCKS], tl.float32)
         for chunk in tl.static_range(CHUNKS):
@@ -946,10 +946,10 @@ def moe_gather_quantize(
         return codes, scales, total
     source, rows = row_tiles.as_rows(x), rows.contiguous()
     top_k = rows.shape[1]
-    each = top_k if args.input_scale is None and x.shape[0] > _APART else 1
-    tile = _gather_tile(blocks, wide, count // each, by_expert)
+    slots = top_k if args.input_scale is None and x.shape[0] > _APART else 1
+    tile = _gather_tile(blocks, wide, count // slots, by_expert)
     warps, cleared = tile["num_warps"], _CLEARED
-    programs = count // each
+    programs = count // slots
     if tile["WHOLE"]:
         programs, cleared = programs * tile["CHUNKS"], _CLEARED_BY_WARP * warps
     programs += tiles * triton.cdiv(32 * wide, cleared) if by_expert else padded - count
@@ -963,13 +963,13 @@ def moe_gather_quantize(
             scales.view(torch.uint8),
             total,
             source.stride(0),
-            count // each,
+            count // slots,
             count,
             padded,
             COLUMNS=columns,
             SCALE_COLUMNS=wide,
             K=top_k,
-            SLOTS=each,
+            SLOTS=slots,
             EXPERTS=experts,
             STATIC=args.input_scale is not None,
             SWIZZLED=swizzled,

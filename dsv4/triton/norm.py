@@ -301,7 +301,7 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
         return
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    kept = columns - 2 * half
+    unrotated = columns - 2 * half
     tile = _head_tile(count, columns * q.element_size())
     programs = triton.cdiv(count, tile["ROWS"])
     with launch_options.on(q):
@@ -315,9 +315,9 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
             heads,
             count,
             args.eps,
-            KEPT=kept,
+            KEPT=unrotated,
             HALF=half,
-            BLOCK=launch_options.power_of_two(max(2, columns + kept % 2)),
+            BLOCK=launch_options.power_of_two(max(2, columns + unrotated % 2)),
             **tile,
             **launch_options.options(q, few=launch_options.are_few(programs, tile["num_warps"])),
         )
@@ -460,8 +460,8 @@ def _norm_quantize_few_kernel(
                 factor = load_pieces(weight, 0, own_piece * 0, own_piece, own)
             here = arrival(factor, N)
             if SOURCE != TOKEN:
-                given = tl.load(source + (tl.program_id(0) // CHUNKS if PER_ROW else 0))
-                here |= arrival(given, N)
+                peaks_or_scale = tl.load(source + (tl.program_id(0) // CHUNKS if PER_ROW else 0))
+                here |= arrival(peaks_or_scale, N)
             loaded = once_here(loaded, here)
             values = widen(loaded)
             square = tl.sum(values * values, 1)
@@ -474,13 +474,13 @@ def _norm_quantize_few_kernel(
                 rms = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
             normed = narrowed(widen(factor) * (values * rms), y.dtype.element_ty)
             if SOURCE == TOKEN:
-                given = block_peaks(normed)
+                peaks_or_scale = block_peaks(normed)
                 normed = own_part(normed, chunk, N)
             place = y + (own_row * COLUMNS + own_piece * 8)[:, None] + tl.arange(0, 8)[None, :]
             tl.store(place, normed, mask=own[:, None])
             quantize_tile(
                 normed,
-                given,
+                peaks_or_scale,
                 source,
                 codes,
                 scales,

@@ -96,7 +96,7 @@ def _rope_kernel(
     sharing,
     out,
     count,
-    kept,
+    unrotated,
     half,
     INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -109,20 +109,20 @@ def _rope_kernel(
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         inside = row < count
         source = x + row.to(tl.int64) * stride
-        target = out + row.to(tl.int64) * (kept + 2 * half)
+        target = out + row.to(tl.int64) * (unrotated + 2 * half)
         column, pair = tl.arange(0, 2 * HALF)[None, :], tl.arange(0, HALF)[None, :]
         turning = inside & (column < 2 * half)
         angles = inside & (pair < half)
         start = (row // sharing).to(tl.int64) * table_stride
-        values = tl.load(source + kept + column, mask=turning, other=0.0)
+        values = tl.load(source + unrotated + column, mask=turning, other=0.0)
         c, s = load_angles(cos, sin, start, pair, angles, INVERSE)
         if KEPT > 0:
             left = tl.arange(0, KEPT)[None, :]
-            copied = inside & (left < kept)
+            copied = inside & (left < unrotated)
             same = tl.load(source + left, mask=copied)
             tl.store(target + left, same, mask=copied)
         turned = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
-        tl.store(target + kept + column, turned, mask=turning)
+        tl.store(target + unrotated + column, turned, mask=turning)
 
 
 def _tile(rows: int) -> dict[str, int]:
@@ -138,7 +138,7 @@ def rope(args: RopeArgs) -> torch.Tensor:
         return out
     rows = row_tiles.as_rows(x)
     count, half = rows.shape[0], cos.shape[-1]
-    kept = rows.shape[1] - 2 * half
+    unrotated = rows.shape[1] - 2 * half
     cos, sin, sharing = rotation.tables(x, cos, sin)
     tile = _tile(count)
     with launch_options.on(x):
@@ -151,10 +151,10 @@ def rope(args: RopeArgs) -> torch.Tensor:
             sharing,
             out,
             count,
-            kept,
+            unrotated,
             half,
             INVERSE=args.inverse,
-            KEPT=launch_options.power_of_two(kept) if kept else 0,
+            KEPT=launch_options.power_of_two(unrotated) if unrotated else 0,
             HALF=launch_options.power_of_two(half),
             **tile,
             **launch_options.options(x, few=tile["ROWS"] == 1),
@@ -220,9 +220,9 @@ def _kept_first(place, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
         return place
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         turned = place - heads * KEPT
-        kept = place // KEPT * ALL + place % KEPT
+        still = place // KEPT * ALL + place % KEPT
         other = turned // (ALL - KEPT) * ALL + KEPT + turned % (ALL - KEPT)
-        return tl.where(turned < 0, kept, other)
+        return tl.where(turned < 0, still, other)
 
 
 @triton.jit

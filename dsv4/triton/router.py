@@ -279,10 +279,10 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_choice(weights, ids, place, mask, found, chosen, total, factor, good):
+def _store_choice(weights, ids, place, mask, experts, chosen, total, factor, good):
     weight = _quotient(chosen, total + 1e-20) * factor
     tl.store(weights + place, tl.where(good == 1, weight, float("nan")), mask=mask)
-    tl.store(ids + place, found.to(tl.int64), mask=mask)
+    tl.store(ids + place, experts.to(tl.int64), mask=mask)
 
 
 @fast_launch
@@ -322,19 +322,19 @@ def _choose_kernel(
     keys = tl.where(inside, _key_of(biased), _NONE)
     bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)
     slot = tl.arange(0, SLOTS)
-    found = tl.zeros([SLOTS], tl.int32)
+    experts = tl.zeros([SLOTS], tl.int32)
     chosen = tl.zeros([SLOTS], tl.float32)
     total = 0.0
     for j in range(top_k):
-        one = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
-        keys = tl.where(expert == one, _NONE, keys)
+        best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
+        keys = tl.where(expert == best, _NONE, keys)
         # No score is negative, so that its bits order as it does.
-        score = tl.max(tl.where(expert == one, bits, 0), 0).to(tl.float32, bitcast=True)
+        score = tl.max(tl.where(expert == best, bits, 0), 0).to(tl.float32, bitcast=True)
         total += score
-        found = tl.where(slot == j, one, found)
+        experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
     place, mask = token * top_k + slot, slot < top_k
-    _store_choice(weights, ids, place, mask, found, chosen, total, factor, good)
+    _store_choice(weights, ids, place, mask, experts, chosen, total, factor, good)
 
 
 @fast_launch
@@ -516,11 +516,11 @@ def _launch_many(
 
 def _describable(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix, or a copy, with rows that begin at multiples of 16 bytes."""
-    each = 16 // matrix.element_size()
-    if matrix.stride(0) % each == 0 and matrix.data_ptr() % 16 == 0:
+    aligned = 16 // matrix.element_size()
+    if matrix.stride(0) % aligned == 0 and matrix.data_ptr() % 16 == 0:
         return matrix
     rows, columns = matrix.shape
-    padded = matrix.new_empty((rows, each * triton.cdiv(columns, each)))[:, :columns]
+    padded = matrix.new_empty((rows, aligned * triton.cdiv(columns, aligned)))[:, :columns]
     return padded.copy_(matrix)
 
 

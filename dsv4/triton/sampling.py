@@ -72,15 +72,15 @@ def _largest_kernel(
     entry = tl.load(entries + row)
     penalty = tl.load(numbers + entry * 4 + 3).to(tl.float32)
     end = tl.minimum((split + 1) * span, vocab)
-    given = tl.full([BLOCK], float("-inf"), tl.float32)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
     changed = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(split * span, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x, y = _penalised(logits, present, token < end, penalty, row, entry, token, vocab, PENALTY)
-        given = tl.maximum(given, tl.where(x == x, x, float("inf")))
+        top = tl.maximum(top, tl.where(x == x, x, float("inf")))
         changed = tl.maximum(changed, tl.where(y == y, y, float("-inf")))
     place = largest + (row * tl.num_programs(1) + split) * 2
-    tl.store(place, tl.max(given, 0))
+    tl.store(place, tl.max(top, 0))
     tl.store(place + 1, tl.max(changed, 0))
 
 
@@ -220,9 +220,9 @@ def _filter_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = row * SPLITS + tl.arange(0, SPLITS)
-    given = tl.max(tl.load(largest + split * 2), 0)
+    top = tl.max(tl.load(largest + split * 2), 0)
     _, token = _best(tl.load(best_scores + split), tl.load(best_tokens + split))
-    finite = (given < float("inf")) & (given > float("-inf"))
+    finite = (top < float("inf")) & (top > float("-inf"))
     if FILTERS:
         entry = tl.load(entries + row)
         temperature = tl.load(numbers + entry * 4)
@@ -234,14 +234,14 @@ def _filter_kernel(
             relatives += row * vocab
             scores += row * vocab
             needed = _needed(relatives, top_k, top_p, vocab, BLOCK)
-            kept = tl.full([], 0, tl.int32)
-            while kept == 0:
+            passes = tl.full([], 0, tl.int32)
+            while passes == 0:
                 floor = tl.load(relatives + token)
-                kept = (floor >= lowest).to(tl.int32)
-                if (kept != 0) & ((top_k < vocab) | (top_p < 1)):
+                passes = (floor >= lowest).to(tl.int32)
+                if (passes != 0) & ((top_k < vocab) | (top_p < 1)):
                     count, mass = _above(relatives, floor, vocab, BLOCK)
-                    kept = ((count < top_k) & (mass < needed)).to(tl.int32)
-                if kept == 0:
+                    passes = ((count < top_k) & (mass < needed)).to(tl.int32)
+                if passes == 0:
                     token = _best_above(relatives, scores, floor, vocab, BLOCK)
     tl.store(out + row, tl.where(finite, token, -1).to(tl.int64))
 
@@ -278,8 +278,8 @@ def sample(
     largest = torch.empty(rows, splits, 2, dtype=torch.float32, device=logits.device)
     best_scores = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    kept = rows if filters else 0  # rows whose scores the filters read
-    relatives = torch.empty(kept, vocab, dtype=torch.float32, device=logits.device)
+    filtered_rows = rows if filters else 0  # rows whose scores the filters read
+    relatives = torch.empty(filtered_rows, vocab, dtype=torch.float32, device=logits.device)
     scores = torch.empty_like(relatives)
     span = 4 * triton.cdiv(vocab, 4 * splits)
     quads = min(_QUADS, launch_options.power_of_two(span // 4))

@@ -57,11 +57,11 @@ def _slots_kernel(
                 entry = _ring(number, width - 1 - column, pages.to(tl.int64) * PAGE_SIZE)
         entry = entry.to(tl.uint64, bitcast=True)
         size = pages.to(tl.uint64) * PAGE_SIZE
-        found = inside & (sequence >= 0) & (entry < size)
+        exists = inside & (sequence >= 0) & (entry < size)
         page = table + sequence * stride + (entry // PAGE_SIZE).to(tl.int64)
-        page = tl.load(page, mask=found, other=0).to(tl.int64)
+        page = tl.load(page, mask=exists, other=0).to(tl.int64)
         slots = page * PAGE_SIZE + (entry % PAGE_SIZE).to(tl.int64)
-        tl.store(out + place, tl.where(found, slots, -1), mask=inside)
+        tl.store(out + place, tl.where(exists, slots, -1), mask=inside)
 
 
 @triton.jit

@@ -181,8 +181,8 @@ MUTANTS = (
         "pitfall 4",
         "the result is rounded before it is turned",
         REFERENCE + "attention.py",
-        "RopeArgs(found, *turn",
-        "RopeArgs(found.to(q.dtype), *turn",
+        "RopeArgs(attended, *turn",
+        "RopeArgs(attended.to(q.dtype), *turn",
         ATTENTION + "4_the_turned_result_is_rounded_once",
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS = (
         "pitfall 5",
         "split halves instead of pairs",
         REFERENCE + "rope.py",
-        "even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
-        "even, odd = x[..., kept:].to(wide).chunk(2, -1)",
+        "even, odd = x[..., unrotated:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
+        "even, odd = x[..., unrotated:].to(wide).chunk(2, -1)",
         ROPE + "test_pitfall_5_last_dims_in_interleaved_pairs",
     ),
     Mutant(
@@ -237,12 +237,12 @@ MUTANTS = (
         "pitfall 5",
         "the first dims are rotated",
         REFERENCE + "rope.py",
-        "    kept = x.shape[-1] - 2 * cos.shape[-1]\n",
-        "    kept = x.shape[-1] - 2 * cos.shape[-1]\n"
-        "    if kept:\n"
-        "        swapped = torch.cat((x[..., -kept:], x[..., :-kept]), -1)\n"
-        "        swapped = rope(swapped[..., kept:], cos, sin, False)\n"
-        "        return torch.cat((swapped, x[..., -kept:]), -1)\n",
+        "    unrotated = x.shape[-1] - 2 * cos.shape[-1]\n",
+        "    unrotated = x.shape[-1] - 2 * cos.shape[-1]\n"
+        "    if unrotated:\n"
+        "        swapped = torch.cat((x[..., -unrotated:], x[..., :-unrotated]), -1)\n"
+        "        swapped = rope(swapped[..., unrotated:], cos, sin, False)\n"
+        "        return torch.cat((swapped, x[..., -unrotated:]), -1)\n",
         ROPE + "test_pitfall_5_last_dims_in_interleaved_pairs",
     ),
     Mutant(

@@ -28,8 +28,8 @@ MUTANTS = (
         "checkpoint",
         "plain gate and up are quantised apart",
         PAIRS,
-        "if plain and wanted == {NVFP4}:",
-        "if plain and not wanted:",
+        "if plain and formats == {NVFP4}:",
+        "if plain and not formats:",
         TIED,
     ),
     Mutant(
@@ -44,8 +44,8 @@ MUTANTS = (
         "checkpoint",
         "block scales rounded for a common global scale",
         PAIRS,
-        "same = coded.double() * common == wanted",
-        "same = coded.double() * common > 0.9 * wanted",
+        "same = coded.double() * common == scales",
+        "same = coded.double() * common > 0.9 * scales",
         TESTS + "pairs.py::test_what_is_tied_keeps_every_value",
     ),
     Mutant(

@@ -89,8 +89,8 @@ MUTANTS = (
         "HF",
         "norms are rounded to the dtype of the model",
         "dsv4/checkpoint/options.py",
-        "return torch.promote_types(wanted, stored) if names.is_norm(name) else wanted",
-        "return wanted",
+        "return torch.promote_types(dtype, stored) if names.is_norm(name) else dtype",
+        "return dtype",
         SETTINGS + "loading_in_bfloat16_rounds_no_norm",
     ),
 )

@@ -84,8 +84,8 @@ MUTANTS = (
         "load",
         "converted experts are not stored as MXFP4 again",
         ITEMS,
-        '    if getattr(module, "format", None) != NVFP4 or wanted != {MXFP4}:\n',
-        "    if wanted:\n",
+        '    if getattr(module, "format", None) != NVFP4 or formats != {MXFP4}:\n',
+        "    if formats:\n",
         RETURNS,
     ),
     Mutant(

@@ -44,9 +44,9 @@ def once_here(values, zeros):
     """``values [M, C]`` as they are, once what ``zeros [N]`` come from is here."""
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = zeros.shape[0]
-    each = tl.reshape(tl.broadcast_to(zeros[None, :], [M // N, N]), [M])[:, None]
+    of_row = tl.reshape(tl.broadcast_to(zeros[None, :], [M // N, N]), [M])[:, None]
     bits = _bits(values)
-    return (bits | each.to(bits.dtype)).to(values.dtype, bitcast=True)
+    return (bits | of_row.to(bits.dtype)).to(values.dtype, bitcast=True)
 
 
 @triton.jit

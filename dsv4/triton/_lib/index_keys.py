@@ -63,9 +63,9 @@ def mxfp4_rows(values, CONVERT: tl.constexpr):
     exponent = tl.reshape(exponent, [ROWS, BLOCK // GROUP])
     finite = tl.reshape(finite, [ROWS, BLOCK // GROUP])
     inverse = power_of_two(-exponent)
-    one = tl.full(inverse.shape, 1.0, tl.float32)
+    unit = tl.full(inverse.shape, 1.0, tl.float32)
     bound = tl.where(finite, 6.0, 0.0)
-    codes = divided_codes(groups, inverse, one, one * 0.0, bound, CONVERT)
+    codes = divided_codes(groups, inverse, unit, unit * 0.0, bound, CONVERT)
     scales = tl.where(finite, exponent + 127, 255).to(tl.uint8)
     return tl.reshape(codes, [ROWS, BLOCK // 2]), scales
 

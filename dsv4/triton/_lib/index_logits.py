@@ -277,7 +277,7 @@ def score_kernel(
             )
         else:
             for i in range(TOKENS):
-                one = token == first + i
+                is_token = token == first + i
                 _score_tokens(
                     q,
                     q_scales,
@@ -288,8 +288,8 @@ def score_kernel(
                     scores,
                     maxima,
                     first + i,
-                    tl.max(tl.where(one, sequence, 0), 0),
-                    tl.max(tl.where(one, shown, 0), 0),
+                    tl.max(tl.where(is_token, sequence, 0), 0),
+                    tl.max(tl.where(is_token, shown, 0), 0),
                     tokens,
                     capacity,
                     k,
@@ -435,13 +435,13 @@ def score_pages_kernel(
                 query = in_word_order(query, KEYS)
         query = tl.trans(query)
         if KEYS == "plain":
-            one = tl.full([BLOCK], 1.0, tl.float32)
+            unit = tl.full([BLOCK], 1.0, tl.float32)
             for block in tl.range(first, count, step, num_stages=STAGES):
                 page = tl.load(table + block * BLOCK // PAGE)
                 within = block * BLOCK % PAGE
                 tile = _entry_tile(keys, page, within, page_stride, entry_stride, BLOCK, D)
                 dots = _dot(tile, query, OPERAND)
-                _store_block(dots, one, weight, scores, maxima, block, end, GROUP)
+                _store_block(dots, unit, weight, scores, maxima, block, end, GROUP)
         else:
             for block in tl.range(first, count, step, num_stages=1):
                 c, d, t = fetch_words(keys, page, within, page_stride, PAGE, BLOCK, KEYS)

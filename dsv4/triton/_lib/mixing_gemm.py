@@ -265,8 +265,8 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     group, block = (16 if tokens <= 16 else 64), 128
     groups, chunks = -(-tokens // group), -(-width // block)
     splits = max(1, min(chunks, 2 * launch_options.sm_count(x.device) // groups))
-    each = -(-chunks // splits)
-    parts = _empty_parts(x, fn, -(-chunks // each))
+    share = -(-chunks // splits)
+    parts = _empty_parts(x, fn, -(-chunks // share))
     with launch_options.on(x):
         _product_kernel[(groups * parts.splits,)](
             x,
@@ -279,8 +279,8 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             ROW_BLOCK=parts.row_block,
             TOKENS=group,
             BLOCK=block,
-            CHUNKS=each,
-            PREFETCH=width % (each * block) == 0 and launch_options.capability(x) is not None,
+            CHUNKS=share,
+            PREFETCH=width % (share * block) == 0 and launch_options.capability(x) is not None,
             num_warps=4,
             num_stages=3,
             **launch_options.options(x),
@@ -294,8 +294,8 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     group, block, stages, warps = _TALL
     groups, chunks = -(-tokens // group), -(-width // block)
     splits = max(1, min(chunks, launch_options.sm_count(x.device) // groups))
-    each = -(-chunks // splits)
-    parts = _empty_parts(x, fn, -(-chunks // each))
+    share = -(-chunks // splits)
+    parts = _empty_parts(x, fn, -(-chunks // share))
     parts = dataclasses.replace(parts, squared=False)
     cut = x.new_empty((3 * parts.row_block, width))
     with launch_options.on(x):
@@ -318,7 +318,7 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             ROW_BLOCK=parts.row_block,
             TOKENS=group,
             BLOCK=block,
-            CHUNKS=each,
+            CHUNKS=share,
             STAGES=stages,
             num_warps=warps,
             **launch_options.options(x),

@@ -43,10 +43,10 @@ def conversion(tensor: torch.Tensor) -> int:
     All give the same bits. The first is for the interpreter; conversions to E5M2 exist from compute
     capability 8.9, to E2M1 from 10.0.
     """
-    found = launch_options.capability(tensor)
-    if found is None:
+    version = launch_options.capability(tensor)
+    if version is None:
         return 0
-    return 2 if found >= (10, 0) else 1
+    return 2 if version >= (10, 0) else 1
 
 
 def scale_rows(rows: int, swizzled: bool) -> int:
@@ -379,8 +379,8 @@ def scaled_codes(values, factor, bound, CONVERT: tl.constexpr):
     if CONVERT == _THROUGH_E5M2 and values.dtype == tl.bfloat16:
         return scaled_words(values, factor, bound)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        one = tl.full(factor.shape, 1.0, tl.float32)
-        return divided_codes(widen(values), factor, one, one * 0.0, bound, CONVERT)
+        unit = tl.full(factor.shape, 1.0, tl.float32)
+        return divided_codes(widen(values), factor, unit, unit * 0.0, bound, CONVERT)
 
 
 @triton.jit

@@ -76,8 +76,8 @@ def of_block(peak, PIECES: tl.constexpr):
     """
     N: tl.constexpr = peak.shape[0] // PIECES
     bits = tl.reshape(peak.to(tl.int32, bitcast=True), [N, PIECES])
-    each = tl.broadcast_to(tl.max(bits, 1)[:, None], [N, PIECES])
-    return tl.reshape(each, [N * PIECES]).to(tl.float32, bitcast=True)
+    peaks = tl.broadcast_to(tl.max(bits, 1)[:, None], [N, PIECES])
+    return tl.reshape(peaks, [N * PIECES]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -238,33 +238,33 @@ def quantize_tile(
         line += tl.arange(0, ROWS)
     amax, finite = finite_amax(of_block(largest(values), 2))
     if SOURCE == _GIVEN and PER_ROW:
-        each = peaks
+        scale = peaks
         if peaks is None:
-            each = tl.load(source + start + line, mask=line < rows, other=1.0)
+            scale = tl.load(source + start + line, mask=line < rows, other=1.0)
     elif SOURCE == _GIVEN:
-        each = peaks
+        scale = peaks
         if peaks is None:
-            each = tl.load(source + matrix * parts)
+            scale = tl.load(source + matrix * parts)
     elif SOURCE == _PARTS:
         part = tl.arange(0, PARTS)
         peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
-        each = dynamic_scale(tl.max(peaks, 0))
+        scale = dynamic_scale(tl.max(peaks, 0))
     else:
-        each = dynamic_scale(row_peak(over_threads(peaks, ROWS * BLOCKS * 2), ROWS))
+        scale = dynamic_scale(row_peak(over_threads(peaks, ROWS * BLOCKS * 2), ROWS))
     if PER_ROW:
         if tl.program_id(0) % CHUNKS == 0:
-            tl.store(total + start + line, each, mask=line < rows)
+            tl.store(total + start + line, scale, mask=line < rows)
     elif tl.program_id(0) == 0:
-        tl.store(total + matrix, each)
+        tl.store(total + matrix, scale)
     codes += start * blocks * 8
     scales += matrix * scale_rows * scale_columns
     if ONE:
-        if is_moderate(each):
+        if is_moderate(scale):
             code_tile(
                 values,
                 amax,
                 finite,
-                each,
+                scale,
                 codes,
                 scales,
                 row,
@@ -283,7 +283,7 @@ def quantize_tile(
                 values,
                 amax,
                 finite,
-                each,
+                scale,
                 codes,
                 scales,
                 row,
@@ -298,7 +298,7 @@ def quantize_tile(
                 False,
             )
     else:
-        spread = tl.broadcast_to(each[:, None], [ROWS, 2 * BLOCKS])
+        spread = tl.broadcast_to(scale[:, None], [ROWS, 2 * BLOCKS])
         code_tile(
             values,
             amax,
@@ -612,8 +612,8 @@ class Output:
             return Output(codes, scales, total, None, True, weight, layout)
         total = torch.empty_like(global_scale, memory_format=torch.contiguous_format)
         shared = total.shape[-1] == 1 and not any(global_scale.stride()[:-1])
-        given = global_scale if shared else global_scale.contiguous()
-        return Output(codes, scales, total, given, False, weight, layout)
+        stored = global_scale if shared else global_scale.contiguous()
+        return Output(codes, scales, total, stored, False, weight, layout)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -104,21 +104,21 @@ def _before(flag):
 
 
 @triton.jit
-def _chosen(keys, least, kept, down, k):
+def _chosen(keys, least, reaching, down, k):
     """Which of the keys (uint32 ``[T, N]``) are the k highest, of equal ones the first.
 
-    ``kept`` of them reach ``least``; if fewer than k, those. ``down`` as in ``_search``.
+    ``reaching`` of them reach ``least``; if fewer than k, those. ``down`` as in ``_search``.
     """
-    threshold, reached = least, kept
-    if kept > k:
+    threshold, reached = least, reaching
+    if reaching > k:
         highest = tl.max(tl.max((keys ^ _TOP).to(tl.int32, bitcast=True), 1), 0)
         highest = highest.to(tl.uint32, bitcast=True) ^ _TOP
-        threshold, reached = _search(keys, least, kept, highest + 1, down, k)
+        threshold, reached = _search(keys, least, reaching, highest + 1, down, k)
     flag = keys >= threshold
     if reached > k:
         equal = keys == threshold
-        wanted = k - reached + _before(equal)[1]
-        flag &= (keys > threshold) | (_before(equal)[0] < wanted)
+        missing = k - reached + _before(equal)[1]
+        flag &= (keys > threshold) | (_before(equal)[0] < missing)
     return flag
 
 
@@ -203,39 +203,39 @@ def _places(T: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _keep_groups(maxima, number, least, groups, ROOM: tl.constexpr, T: tl.constexpr):
     """Store which of ``number`` groups reach ``least``, the first ROOM of them; how many do."""
-    kept = 0
+    count = 0
     for start in range(0, number, 8 * T):
         place = start + _places(T, 8)
         keys = tl.where(place < number, tl.load(maxima + place), 0)
         flag = _unsigned(_by_thread(keys)) >= least
         before, more = _before(flag)
-        before += kept
+        before += count
         store_where(groups + before, _by_thread(place), flag & (before < ROOM))
-        kept += more
-    return kept
+        count += more
+    return count
 
 
 @triton.jit
-def _keep(keys, ids, least, kept, pairs, ROOM: tl.constexpr):
+def _keep(keys, ids, least, count, pairs, ROOM: tl.constexpr):
     # Store the pairs of a key in the upper half and its id that reach ``least``; the new number.
     keys, ids = _by_thread(keys), _by_thread(ids)
     flag = _unsigned(keys) >= least
     before, more = _before(flag)
-    before += kept
+    before += count
     both = (keys.to(tl.int64) << 32) | ids.to(tl.int64)
     store_where(pairs + before, both, flag & (before < ROOM))
-    return kept + more
+    return count + more
 
 
 @triton.jit
 def _keep_entries(keys, shown, least, pairs, ROOM: tl.constexpr, T: tl.constexpr):
     """As ``_keep_groups``, pairs of the entries themselves."""
-    kept = 0
+    count = 0
     for start in range(0, shown, 8 * T):
         ids = start + _places(T, 8)
         values = tl.where(ids < shown, tl.load(keys + ids), 0)
-        kept = _keep(values, ids, least, kept, pairs, ROOM)
-    return kept
+        count = _keep(values, ids, least, count, pairs, ROOM)
+    return count
 
 
 @triton.jit
@@ -243,25 +243,25 @@ def _keep_members(
     keys,
     shown,
     groups,
-    found,
+    group_count,
     least,
     pairs,
     GROUP: tl.constexpr,
     ROOM: tl.constexpr,
     T: tl.constexpr,
 ):
-    """As ``_keep_entries``, of the entries of the first ``found`` groups, of 8 or 16."""
-    kept = 0
+    """As ``_keep_entries``, of the entries of the first ``group_count`` groups, of 8 or 16."""
+    count = 0
     PARTS: tl.constexpr = GROUP // 8
     part = tl.arange(0, T)
-    for start in range(0, found, T // PARTS):
+    for start in range(0, group_count, T // PARTS):
         item = start + part // PARTS
-        real = item < found
+        real = item < group_count
         first = tl.load(groups + item, mask=real, other=0) * GROUP + part % PARTS * 8
         ids = first[None, :, None] + _places(1, 8)
         values = tl.where((ids < shown) & real[None, :, None], tl.load(keys + ids), 0)
-        kept = _keep(values, ids, least, kept, pairs, ROOM)
-    return kept
+        count = _keep(values, ids, least, count, pairs, ROOM)
+    return count
 
 
 @triton.jit
@@ -273,26 +273,26 @@ def _choose(keys, ids, out, shown, k):
 
 
 @triton.jit
-def _choose_kept(pairs, out, least, kept, k, ROOM: tl.constexpr, T: tl.constexpr):
-    """The ids of the k highest of ``kept`` pairs, in their order."""
+def _choose_kept(pairs, out, least, count, k, ROOM: tl.constexpr, T: tl.constexpr):
+    """The ids of the k highest of ``count`` pairs, in their order."""
     N: tl.constexpr = ROOM // T
-    both = _columns(pairs, tl.arange(0, T) * N, 1, kept, N)
-    flag = _chosen(_unsigned((both >> 32).to(tl.int32)), least, kept, 0, k)
+    both = _columns(pairs, tl.arange(0, T) * N, 1, count, N)
+    flag = _chosen(_unsigned((both >> 32).to(tl.int32)), least, count, 0, k)
     store_where(out + _before(flag)[0], both & 0x7FFFFFFF, flag)
 
 
 @triton.jit
-def _item(keys, groups, out, place, start, kept, count, shown, GROUP: tl.constexpr):
+def _item(keys, groups, out, place, start, chosen, count, shown, GROUP: tl.constexpr):
     # Key and id of what is at ``place``: what was chosen so far, then items from ``start`` on.
-    new = place >= kept
-    item = start + place - kept
+    new = place >= chosen
+    item = start + place - chosen
     ids = item
     if GROUP > 0:
         group = tl.load(groups + item // GROUP, mask=new & (item < count), other=0)
         ids = group * GROUP + item % GROUP
-    before = tl.load(out + place, mask=place < kept, other=0).to(tl.int32)
+    before = tl.load(out + place, mask=place < chosen, other=0).to(tl.int32)
     ids = tl.where(new, ids, before)
-    real = ((item < count) | (place < kept)) & (ids < shown)
+    real = ((item < count) | (place < chosen)) & (ids < shown)
     return tl.load(keys + ids, mask=real, other=0), ids
 
 
@@ -305,24 +305,24 @@ def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T
     """
     place = tl.arange(0, T) * 8
     start = 0
-    kept = 0
+    chosen = 0
     while start < count:
-        a, i = _item(keys, groups, out, place, start, kept, count, shown, GROUP)
-        b, j = _item(keys, groups, out, place + 1, start, kept, count, shown, GROUP)
-        c, s = _item(keys, groups, out, place + 2, start, kept, count, shown, GROUP)
-        d, m = _item(keys, groups, out, place + 3, start, kept, count, shown, GROUP)
-        e, n = _item(keys, groups, out, place + 4, start, kept, count, shown, GROUP)
-        f, o = _item(keys, groups, out, place + 5, start, kept, count, shown, GROUP)
-        g, p = _item(keys, groups, out, place + 6, start, kept, count, shown, GROUP)
-        h, q = _item(keys, groups, out, place + 7, start, kept, count, shown, GROUP)
+        a, i = _item(keys, groups, out, place, start, chosen, count, shown, GROUP)
+        b, j = _item(keys, groups, out, place + 1, start, chosen, count, shown, GROUP)
+        c, s = _item(keys, groups, out, place + 2, start, chosen, count, shown, GROUP)
+        d, m = _item(keys, groups, out, place + 3, start, chosen, count, shown, GROUP)
+        e, n = _item(keys, groups, out, place + 4, start, chosen, count, shown, GROUP)
+        f, o = _item(keys, groups, out, place + 5, start, chosen, count, shown, GROUP)
+        g, p = _item(keys, groups, out, place + 6, start, chosen, count, shown, GROUP)
+        h, q = _item(keys, groups, out, place + 7, start, chosen, count, shown, GROUP)
         values = _unsigned(_joined(a, b, c, d, e, f, g, h))
         flag = _chosen(values, tl.full([], 1, tl.uint32), _reach(values, 1), _BINADE, k)
         ids = _joined(i, j, s, m, n, o, p, q).to(out.dtype.element_ty)
         tl.debug_barrier()
         store_where(out + _before(flag)[0], ids, flag)
         tl.debug_barrier()
-        start += 8 * T - kept
-        kept = k
+        start += 8 * T - chosen
+        chosen = k
 
 
 @fast_launch
@@ -371,25 +371,25 @@ def select_kernel(
         if DIRECT > 0:
             if shown <= DIRECT:
                 least = _least(scores, shown, k, CLASSES, T)
-                kept = _keep_entries(scores, shown, least, pairs, ROOM, T)
+                count = _keep_entries(scores, shown, least, pairs, ROOM, T)
                 tl.debug_barrier()
-                if kept <= ROOM:
-                    _choose_kept(pairs, out, least, kept, k, ROOM, T)
+                if count <= ROOM:
+                    _choose_kept(pairs, out, least, count, k, ROOM, T)
                 else:
                     _choose_in_pieces(scores, groups, out, shown, shown, k, 0, T)
             else:
                 if GROUP > 0:
                     number = tl.cdiv(shown, GROUP)
                     least = _least(maxima, number, k, CLASSES, T)
-                    kept = _keep_groups(maxima, number, least, groups, ROOM, T)
-                    if kept <= ROOM:
+                    count = _keep_groups(maxima, number, least, groups, ROOM, T)
+                    if count <= ROOM:
                         tl.debug_barrier()
-                        kept = _keep_members(
-                            scores, shown, groups, kept, least, pairs, GROUP, ROOM, T
+                        count = _keep_members(
+                            scores, shown, groups, count, least, pairs, GROUP, ROOM, T
                         )
                     tl.debug_barrier()
-                    if kept <= ROOM:
-                        _choose_kept(pairs, out, least, kept, k, ROOM, T)
+                    if count <= ROOM:
+                        _choose_kept(pairs, out, least, count, k, ROOM, T)
                     else:
                         _choose_in_pieces(maxima, groups, groups, number, number, k, 0, T)
                         _choose_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, T)

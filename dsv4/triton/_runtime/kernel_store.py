@@ -128,10 +128,10 @@ def environment() -> list[tuple[str, str]]:
     """Settings of the environment that change what Triton compiles, but for debug information."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
-    found = dict(get_cache_invalidating_env_vars())
-    found.pop("TRITON_DISABLE_LINE_INFO", None)
+    variables = dict(get_cache_invalidating_env_vars())
+    variables.pop("TRITON_DISABLE_LINE_INFO", None)
     assembler = os.environ.get("TRITON_PTXAS_PATH")
-    return sorted({**found, **({"ptxas": assembler} if assembler else {})}.items())
+    return sorted({**variables, **({"ptxas": assembler} if assembler else {})}.items())
 
 
 @contextlib.contextmanager
@@ -169,10 +169,10 @@ def _compiled(
     if collector is not None:
         kernel_cache[key] = collector(request)
         return kernel_cache[key]
-    found = _loaded().get((device, request.key)) or stored(request)
-    if found is not None:
-        kernel_cache[key] = found
-        return found
+    compiled = _loaded().get((device, request.key)) or stored(request)
+    if compiled is not None:
+        kernel_cache[key] = compiled
+        return compiled
     made = _count(kernel, JITFunction._do_compile(kernel, *arguments))
     if made is not None:
         cubin_cache.keep(file_name(request.key), encode(made, request.key))
@@ -219,11 +219,11 @@ def load_stored(request: Request, device: torch.device) -> None:
         RuntimeError: if the driver refuses.
     """
     place = (device.index, request.key)
-    found = None if place in _loaded() else stored(request)
-    if found is not None:
+    compiled = None if place in _loaded() else stored(request)
+    if compiled is not None:
         with torch.cuda.device(device):
-            load(found)
-        _loaded()[place] = found
+            load(compiled)
+        _loaded()[place] = compiled
 
 
 def load(kernel: CompiledKernel) -> None:
@@ -289,8 +289,8 @@ def compile_request(request: Request) -> bytes:
 
 
 def _source(request: Request) -> ASTSource:
-    found = getattr(importlib.import_module(request.module), request.name)
-    kernel = found.kernel or found  # of a ``FastKernel``, or the ``JITFunction`` itself
+    function = getattr(importlib.import_module(request.module), request.name)
+    kernel = function.kernel or function  # of a ``FastKernel``, or the ``JITFunction`` itself
     return ASTSource(kernel, request.signature, request.constants, request.attrs)
 
 

@@ -101,8 +101,8 @@ class Layout:
                 parts = flat(arg) if type(arg) is tuple else (arg,)
                 kinds += ["tensor" if type(part) in _TENSORS else "scalar" for part in parts]
         self.places = {
-            wanted: [i for i, kind in enumerate(kinds) if kind == wanted]
-            for wanted in ("tensor", "scalar", "constant")
+            target: [i for i, kind in enumerate(kinds) if kind == target]
+            for target in ("tensor", "scalar", "constant")
         }
         self.tensors = _getter(self.places["tensor"])
         self.scalars = _getter(self.places["scalar"])
@@ -424,12 +424,12 @@ def parameter_sizes(ptx: str) -> list[int]:
         raise ValueError("the PTX has no entry")
     sizes = []
     for line in filter(None, map(str.strip, entry[1].split(","))):
-        found = re.match(
+        match = re.match(
             r"\.param\s+\.[busf](\d+)\s+(?:\.ptr\s+(?:\.\w+\s+)*(?:\d+\s+)?)?\w+$", line
         )
-        if found is None:
+        if match is None:
             raise ValueError(f"the PTX has a parameter {line!r}")
-        sizes.append(int(found[1]) // 8)
+        sizes.append(int(match[1]) // 8)
     return sizes
 
 
