@@ -65,7 +65,7 @@ class TestOperators:
             ("kernel_cutlass_kernel_GroupedFewKernelGroupedFewPlancolumns64", operators.EXPERTS),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),
             ("_few_kernel", operators.ROUTER),
-            ("_product_few_kernel", operators.HYPER),
+            ("_mixing_small_m_kernel", operators.HYPER),
             ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", operators.CUBLAS),
             ("void cublasLt::splitKreduce_kernel<32, 16, int>", operators.CUBLAS),
             ("void at::native::vectorized_elementwise_kernel<4>", operators.TORCH),

@@ -105,8 +105,8 @@ def check(name, compiled, ran):
     else:
         assert sorted(by_op["gemm"]) == ["cublas", "cute"]
         assert sorted(by_op["gemm_swiglu"]) == ["cute", "parts"]
-        assert "_expand_kernel" in by_op["gemm"]["cublas"][0]
-        assert {"_expand_kernel", "_swiglu_kernel"} <= set(by_op["gemm_swiglu"]["parts"][0])
+        assert "_dequantize_kernel" in by_op["gemm"]["cublas"][0]
+        assert {"_dequantize_kernel", "_swiglu_kernel"} <= set(by_op["gemm_swiglu"]["parts"][0])
         assert "wanted at most 64" in by_op["gemm"]["cublas"][1]["cute"]
         assert [list(by_op[op]) for op in sorted(PRODUCTS)[2:]] == [["cute"], ["cute"]]
     quantises = name.endswith("nvfp4") and not blackwell
@@ -182,7 +182,7 @@ class TestWarmup:
         def steps(self):
             ran = {
                 ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
-                ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
+                ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_dequantize_kernel"}),
             }
             requests = {key: SimpleNamespace(key=key, name="k") for key in (b"0", b"1", b"2")}
             return _steps.Steps(ran, requests)
@@ -194,7 +194,7 @@ class TestWarmup:
         assert (done.triton, done.triton_compiled, done.compiled) == (3, 1, 0)
         assert done.operators == (
             Operator("rope", "triton", ("_rope_kernel",)),
-            Operator("gemm", "cublas", ("_expand_kernel",), (("cute", "too many"),)),
+            Operator("gemm", "cublas", ("_dequantize_kernel",), (("cute", "too many"),)),
         )
         lines = str(done).splitlines()
         assert lines[0].startswith(f"{done.kernels} CuTeDSL kernels, {done.compiled} of them ")
@@ -202,7 +202,7 @@ class TestWarmup:
             ["compiled:"],
             ["rope", "triton:", "_rope_kernel"],
             ["no", "kernel", "of", "its", "own:"],
-            ["gemm", "cublas:", "_expand_kernel;", "not", "cute:", "too", "many"],
+            ["gemm", "cublas:", "_dequantize_kernel;", "not", "cute:", "too", "many"],
         ]
 
     def test_a_list_that_cannot_be_made_is_said(self, monkeypatch, caplog):

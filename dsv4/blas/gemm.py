@@ -38,11 +38,11 @@ def gemm(args: GemmArgs) -> torch.Tensor:
         else:
             block = swizzle_scales(args.scales[part])
         group = x if groups == 1 else x[:, g]
-        out[:, g] = _product(group, args.codes[part], block, alpha[g], args.input_scale)
+        out[:, g] = _scaled_mm(group, args.codes[part], block, alpha[g], args.input_scale)
     return out if x.dim() == 3 else out[:, 0]
 
 
-def _product(
+def _scaled_mm(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,

@@ -32,26 +32,26 @@ class Folder:
         path: The folder.
         values: config.json as it is.
         tensors: All tensors by their names in the files.
-        places: Where each file is, by name, if a save was interrupted; None if all are in ``path``.
+        paths: Where each file is, by name, if a save was interrupted; None if all are in ``path``.
     """
 
     path: Path
     values: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    places: Mapping[str, Path] | None
+    paths: Mapping[str, Path] | None
 
 
 def open_folder(path: str | Path) -> Folder:
     """Read config.json, the index and all headers; see ``dsv4.Checkpoint.open``."""
     folder = existing(path)
-    places = committed(folder)
-    config, index, single = (_place(folder, places, n) for n in (CONFIG, INDEX, SINGLE))
+    paths = committed(folder)
+    config, index, single = (_path_of(folder, paths, n) for n in (CONFIG, INDEX, SINGLE))
     mark = None if config is None else file_mark(config)
     if config is None or mark is None:
         raise MissingCheckpointError(f"{CONFIG} is missing from {folder}")
     values = _read_json(config)
     if index is not None:
-        tensors = _indexed(folder, places, _read_json(index))
+        tensors = _indexed(folder, paths, _read_json(index))
     elif single is not None:
         tensors = read_header(single, SINGLE)
     else:
@@ -59,7 +59,7 @@ def open_folder(path: str | Path) -> Folder:
     # A save removes config.json first: as long as it is the same file, so are the others.
     if file_mark(config) != mark:
         raise CheckpointError(f"{config} has changed while it was read, try again")
-    return Folder(folder, values, tensors, places)
+    return Folder(folder, values, tensors, paths)
 
 
 def existing(path: str | Path) -> Path:
@@ -93,10 +93,10 @@ def _hint(path: str | Path) -> str:
     )
 
 
-def _place(folder: Path, places: Mapping[str, Path] | None, name: str) -> Path | None:
+def _path_of(folder: Path, paths: Mapping[str, Path] | None, name: str) -> Path | None:
     """Where a file of a checkpoint is; None if the checkpoint has none of that name."""
-    if places is not None:
-        return places.get(name)
+    if paths is not None:
+        return paths.get(name)
     return folder / name if os.path.lexists(folder / name) else None
 
 
@@ -108,7 +108,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _indexed(
-    folder: Path, places: Mapping[str, Path] | None, index: Mapping[str, Any]
+    folder: Path, paths: Mapping[str, Path] | None, index: Mapping[str, Any]
 ) -> dict[str, TensorInfo]:
     """Headers of the shards an index names, checked against it."""
     table = index.get("weight_map")
@@ -124,13 +124,13 @@ def _indexed(
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for shard in sorted(set(table.values())):
-        place = (places or {}).get(shard, folder / shard)
-        if not os.path.lexists(place):
+        path = (paths or {}).get(shard, folder / shard)
+        if not os.path.lexists(path):
             first = next(name for name in table if table[name] == shard)
             raise CheckpointError(
                 f"{shard}: the shard is missing from {folder}, {INDEX} puts {show(first)} there"
             )
-        for name, info in read_header(place, shard).items():
+        for name, info in read_header(path, shard).items():
             if table.get(name) != shard:
                 problems.append(f"{name} is in {shard}, the index says {table.get(name)}")
             tensors[name] = info

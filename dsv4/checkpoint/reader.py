@@ -34,11 +34,11 @@ class Checkpoint:
         path: Path,
         values: Mapping[str, Any],
         tensors: Mapping[str, TensorInfo],
-        places: Mapping[str, Path] | None = None,
+        paths: Mapping[str, Path] | None = None,
     ) -> None:
         self.path = path
         self.values = dict(values)
-        self._shards = Shards(path, places)
+        self._shards = Shards(path, paths)
         grouped = group(tensors, self._shards)
         self.entries, self.stray, self.unused = grouped.entries, grouped.stray, grouped.unused
 
@@ -57,7 +57,7 @@ class Checkpoint:
                 there in two spellings, or the tensors of a matrix do not fit together.
         """
         folder = open_folder(path)
-        return cls(folder.path, folder.values, folder.tensors, folder.places)
+        return cls(folder.path, folder.values, folder.tensors, folder.paths)
 
     def config(self, *, numerics: str = "deepseek", activation: str = "bf16") -> ModelConfig:
         """The model's configuration; see ``ModelConfig.from_dict``."""

@@ -18,7 +18,7 @@ from dsv4.checkpoint.shards import DTYPE_NAMES
 from dsv4.checkpoint.transaction import INDEX, SINGLE, Transaction
 
 # Bytes set aside for a shard's header; a shard whose header would be longer is closed early.
-_HEADER_ROOM = 1 << 20
+_HEADER_BYTES = 1 << 20
 
 
 class ShardWriter:
@@ -117,7 +117,7 @@ class _Shard:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
-        self.file.write(b" " * (8 + _HEADER_ROOM))
+        self.file.write(b" " * (8 + _HEADER_BYTES))
         self.rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self.header_bytes = 64
         self.data_bytes = 0
@@ -132,7 +132,7 @@ class _Shard:
         size = tensor.numel() * tensor.element_size()
         if self.data_bytes + self.waiting_bytes + size > limit:
             return self.data_bytes + self.waiting_bytes > 0
-        return self.header_bytes + self._row_bytes(name, tensor) > _HEADER_ROOM
+        return self.header_bytes + self._row_bytes(name, tensor) > _HEADER_BYTES
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         self.header_bytes += self._row_bytes(name, tensor)
@@ -162,6 +162,6 @@ class _Shard:
             self._write(name, tensor)
         self.waiting = []
         header = json.dumps(self.rows, separators=(",", ":")).encode()
-        assert len(header) <= _HEADER_ROOM, "the estimate of a row's length is too small"
+        assert len(header) <= _HEADER_BYTES, "the estimate of a row's length is too small"
         self.file.seek(0)
-        self.file.write(_HEADER_ROOM.to_bytes(8, "little") + header)
+        self.file.write(_HEADER_BYTES.to_bytes(8, "little") + header)

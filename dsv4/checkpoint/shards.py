@@ -161,12 +161,12 @@ class Shards:
 
     Args:
         folder: The folder.
-        places: Paths of files that are elsewhere, by name.
+        paths: Paths of files that are elsewhere, by name.
     """
 
-    def __init__(self, folder: Path, places: Mapping[str, Path] | None = None) -> None:
+    def __init__(self, folder: Path, paths: Mapping[str, Path] | None = None) -> None:
         self.folder = folder
-        self._places = dict(places or {})
+        self._paths = dict(paths or {})
         self._handles: dict[str, safe_open] = {}
         self._left: dict[str, int] = {}  # bytes to read before the handle is closed
 
@@ -188,7 +188,7 @@ class Shards:
 
     def _mapped(self, info: TensorInfo) -> torch.Tensor:
         if info.file not in self._handles:
-            path = self._places.get(info.file, self.folder / info.file)
+            path = self._paths.get(info.file, self.folder / info.file)
             self._handles[info.file] = self._sound(info, path)
             self._left[info.file] = info.mark[2] // _PARTS if info.mark else 0
         try:

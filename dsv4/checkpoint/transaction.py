@@ -90,17 +90,17 @@ def committed(folder: Path) -> dict[str, Path] | None:
     commit = _read_list(inner)
     if commit is None:
         return None
-    places = {name: inner / name for name in commit.files if (inner / name).exists()}
-    if not places:
+    paths = {name: inner / name for name in commit.files if (inner / name).exists()}
+    if not paths:
         return None
-    for name in places:
+    for name in paths:
         mark = _mark(folder / name)
         if mark is not None and mark != commit.old.get(name):
             raise CheckpointError(
                 f"{folder / name} was written after a save was interrupted, whose files are in "
                 f"{inner}: remove the ones or the others"
             )
-    return {name: places.get(name, folder / name) for name in commit.files}
+    return {name: paths.get(name, folder / name) for name in commit.files}
 
 
 def finish(folder: Path) -> bool:

@@ -346,13 +346,13 @@ class _LayerCheck:
         self._present("indexer_state", layer.indexer_state, overlap)
         self._pages("window", layer.window, config.head_dim, ENTRY_FORMATS)
         self._table("window_table", layer.window_table, layer.window)
-        self._room("window_table", layer.window_capacity, self.size.window_entries(config))
+        self._check_entries("window_table", layer.window_capacity, self.size.window_entries(config))
         if layer.compressed is None or layer.compressed_table is None or layer.state is None:
             return
         self._pages("compressed", layer.compressed, config.head_dim, ENTRY_FORMATS)
         self._table("compressed_table", layer.compressed_table, layer.compressed)
         entries = self.size.max_tokens // ratio
-        self._room("compressed_table", layer.compressed_capacity, entries)
+        self._check_entries("compressed_table", layer.compressed_capacity, entries)
         self._state("state", layer.state, overlap, config.head_dim)
         if layer.indexer_pages is None or layer.indexer_state is None:
             return
@@ -398,7 +398,7 @@ class _LayerCheck:
             )
         self.seen.add((id(table), pages.num_pages))
 
-    def _room(self, name: str, entries: int, least: int) -> None:
+    def _check_entries(self, name: str, entries: int, least: int) -> None:
         if entries < least:
             raise ValueError(
                 f"{self._op}: {name} has room for {entries} entries of a sequence, wanted at least "

@@ -286,7 +286,7 @@ class PagedCache(AtomicSteps):
         }
         for ratio, table in self._tables.items():
             room = table.pool.free + table.own_pages(target)
-            self._check_room("copy", table, table.fork_pages(source, sealed[ratio]), room)
+            self._check_pages("copy", table, table.fork_pages(source, sealed[ratio]), room)
         self.reset(target)
         try:
             for ratio, table in self._tables.items():
@@ -368,7 +368,7 @@ class PagedCache(AtomicSteps):
         growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
         for ratio, table in self._tables.items():
             need = sum(growth.pages for growth in growths[ratio])
-            self._check_room("prepare", table, need, table.pool.free)
+            self._check_pages("prepare", table, need, table.pool.free)
         if self._within is None or not self._records:
             self._save_states(steps, record)
         for ratio, table in self._tables.items():
@@ -408,7 +408,7 @@ class PagedCache(AtomicSteps):
                 window.trim(row, self._window_low(self._tokens[row]))
         self._grown.clear()
 
-    def _check_room(self, what: str, table: PageTable, need: int, room: int) -> None:
+    def _check_pages(self, what: str, table: PageTable, need: int, room: int) -> None:
         if need > room:
             window = table is self._tables.get(0)
             raise CacheFullError(

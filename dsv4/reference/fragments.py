@@ -62,9 +62,9 @@ def _chunks(
         yield tuple(t[start : start + height] for t in flat)
 
 
-def _bits(place: tuple[int, int, int, int], odd: int) -> list[int]:
+def _bits(index: tuple[int, int, int, int], odd: int) -> list[int]:
     """Where the bits of a column's code stand in a word, the sign first."""
-    return [(bit + 16 * odd) % 32 for bit in place]
+    return [(bit + 16 * odd) % 32 for bit in index]
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
-from dsv4.reference.gemm import product
+from dsv4.reference.gemm import matmul
 from dsv4.reference.quantize import operand, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
 
@@ -49,7 +49,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
             row = row.to(compute)
         scale = None if args.input_scale is None else args.input_scale[expert : expert + 1]
         of_rows = None if args.row_scale is None else args.row_scale[start:end]
-        group = product(x[start:end], matrix, row, args.activation, scale, of_rows)
+        group = matmul(x[start:end], matrix, row, args.activation, scale, of_rows)
         out[start:end] = group.to(args.out_dtype)
     return out
 

@@ -37,9 +37,9 @@ def _checked_ids(op: str, name: str, ids: Any, vocabulary: int) -> list[int]:
         raise ValueError(f"{op}: {name}: a prompt is empty, wanted at least one token")
     checked = list(ids) if set(map(type, ids)) == {int} else _integers(op, name, ids)
     if min(checked) < 0 or max(checked) >= vocabulary:
-        place = next(i for i, token in enumerate(checked) if not 0 <= token < vocabulary)
+        index = next(i for i, token in enumerate(checked) if not 0 <= token < vocabulary)
         raise ValueError(
-            f"{op}: {name}[{place}] is {checked[place]}, wanted 0 to {vocabulary - 1}, "
+            f"{op}: {name}[{index}] is {checked[index]}, wanted 0 to {vocabulary - 1}, "
             "the vocabulary"
         )
     return checked
@@ -140,9 +140,9 @@ def check_vocabulary(name: str, ids: torch.Tensor, vocabulary: int) -> None:
         return
     bad = ((ids < 0) | (ids >= vocabulary)).nonzero()
     if len(bad):
-        place = bad[0].tolist()
-        token = int(ids[tuple(place)])
-        raise ValueError(f"{name}{place} is {token}, wanted 0 to {vocabulary - 1}, the vocabulary")
+        index = bad[0].tolist()
+        token = int(ids[tuple(index)])
+        raise ValueError(f"{name}{index} is {token}, wanted 0 to {vocabulary - 1}, the vocabulary")
 
 
 def check_choice(op: str, chosen: Sequence[int], prompts: Sequence[int], step: int) -> None:

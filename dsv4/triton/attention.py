@@ -78,11 +78,11 @@ def _dot(a, b, c):
 @triton.jit
 def _last(slots, width, CHUNK: tl.constexpr):
     """One more than the place of the last slot that is not negative."""
-    place = tl.arange(0, CHUNK)
+    index = tl.arange(0, CHUNK)
     last = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, width, CHUNK):
-        slot = tl.load(slots + begin + place, mask=begin + place < width, other=-1)
-        last = tl.maximum(last, tl.where(slot >= 0, begin + place + 1, 0))
+        slot = tl.load(slots + begin + index, mask=begin + index < width, other=-1)
+        last = tl.maximum(last, tl.where(slot >= 0, begin + index + 1, 0))
     return tl.max(last, 0)
 
 
@@ -142,8 +142,8 @@ def _groups(
         mask = read[:, None]
         if (BEGIN + 1 - SCALED) * _GROUP > ROPE:
             mask = mask & (column < ROPE)
-        place = (start + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + column
-        return tl.load(place, mask=mask, other=0.0)
+        address = (start + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + column
+        return tl.load(address, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -184,8 +184,8 @@ def _entries(
         start = data + (page * stride + entry * (NOPE + 2 * ROPE))
         scales = page
         if NOPE > 0:
-            place = data + (page * stride + (size * (NOPE + 2 * ROPE) + entry * 8))
-            scales = tl.load(place.to(tl.pointer_type(tl.int64)), mask=read, other=0)
+            address = data + (page * stride + (size * (NOPE + 2 * ROPE) + entry * 8))
+            scales = tl.load(address.to(tl.pointer_type(tl.int64)), mask=read, other=0)
         COUNT: tl.constexpr = HALF // _GROUP
         left = _groups(start, scales, read, 0, COUNT, NOPE, ROPE)
         return left, _groups(start, scales, read, COUNT, COUNT, NOPE, ROPE)
@@ -196,7 +196,7 @@ def _entries(
 
 
 @triton.jit
-def _query_place(
+def _query_address(
     pointer,
     head,
     heads,
@@ -217,8 +217,8 @@ def _finite_origin(top):
 
 
 @triton.jit
-def _turned_back(x, cos, sin, dim, D: tl.constexpr, TURNED: tl.constexpr):
-    """The last TURNED dims of ``x [ROWS, COLUMNS]`` by the opposite of a token's angles.
+def _rotated_back(x, cos, sin, dim, D: tl.constexpr, ROTATED_DIMS: tl.constexpr):
+    """The last ROTATED_DIMS dims of ``x [ROWS, COLUMNS]`` by the opposite of a token's angles.
 
     ``dim [COLUMNS]`` are those of the columns; the two of a pair follow one another, the first at
     an even column.
@@ -226,12 +226,12 @@ def _turned_back(x, cos, sin, dim, D: tl.constexpr, TURNED: tl.constexpr):
     ROWS: tl.constexpr = x.shape[0]
     PAIRS: tl.constexpr = x.shape[1] // 2
     even, odd = tl.split(tl.reshape(dim, [PAIRS, 2]))
-    mask = (even >= D - TURNED) & (odd < D)
-    c, s = load_angles(cos, sin, 0, (even - (D - TURNED)) // 2, mask, True)
+    mask = (even >= D - ROTATED_DIMS) & (odd < D)
+    c, s = load_angles(cos, sin, 0, (even - (D - ROTATED_DIMS)) // 2, mask, True)
     c = tl.broadcast_to(c[None, :], [ROWS, PAIRS])
     s = tl.broadcast_to(s[None, :], [ROWS, PAIRS])
     # Dims beside those stay as they are: an infinity times a sine of 0 would be NaN.
-    return tl.where((dim >= D - TURNED)[None, :], rotate(x, c, s), x)
+    return tl.where((dim >= D - ROTATED_DIMS)[None, :], rotate(x, c, s), x)
 
 
 @fast_launch
@@ -263,7 +263,7 @@ def _attend_kernel(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     HALF: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED_DIMS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -280,10 +280,10 @@ def _attend_kernel(
     window_slots += token * width
     compressed_slots += token * second_width
     q += token * token_stride
-    place, mask = _query_place(q, head, heads, head_stride, 0, HALF, NOPE, ROPE)
-    left_query = tl.load(place, mask=mask, other=0.0)
-    place, mask = _query_place(q, head, heads, head_stride, HALF, HALF, NOPE, ROPE)
-    right_query = tl.load(place, mask=mask, other=0.0)
+    address, mask = _query_address(q, head, heads, head_stride, 0, HALF, NOPE, ROPE)
+    left_query = tl.load(address, mask=mask, other=0.0)
+    address, mask = _query_address(q, head, heads, head_stride, HALF, HALF, NOPE, ROPE)
+    right_query = tl.load(address, mask=mask, other=0.0)
     if SCAN > 0:
         width = _last(window_slots, width, SCAN)
         second_width = _last(compressed_slots, second_width, SCAN)
@@ -327,10 +327,10 @@ def _attend_kernel(
         tl.store(tops + row, top, mask=head < heads)
         tl.store(totals + row, total, mask=head < heads)
         parts += (token * splits + part) * (heads * D)
-        place, mask = _query_place(parts, head, heads, D, 0, HALF, NOPE, ROPE)
-        tl.store(place, left_sum, mask=mask)
-        place, mask = _query_place(parts, head, heads, D, HALF, HALF, NOPE, ROPE)
-        tl.store(place, right_sum, mask=mask)
+        address, mask = _query_address(parts, head, heads, D, 0, HALF, NOPE, ROPE)
+        tl.store(address, left_sum, mask=mask)
+        address, mask = _query_address(parts, head, heads, D, HALF, HALF, NOPE, ROPE)
+        tl.store(address, right_sum, mask=mask)
     else:
         logit = widen(tl.load(sink + head, mask=head < heads, other=0.0))
         origin = _finite_origin(tl.maximum(top, logit))
@@ -339,20 +339,20 @@ def _attend_kernel(
         factor = tl.where(total == 0, 0.0, factor / total)[:, None]
         left_sum *= factor
         right_sum *= factor
-        if TURNED > 0:
-            cos += token * (TURNED // 2)
-            sin += token * (TURNED // 2)
-            if HALF > NOPE or HALF > D - TURNED:
+        if ROTATED_DIMS > 0:
+            cos += token * (ROTATED_DIMS // 2)
+            sin += token * (ROTATED_DIMS // 2)
+            if HALF > NOPE or HALF > D - ROTATED_DIMS:
                 dim = _dims(0, HALF, NOPE, ROPE)
-                left_sum = _turned_back(left_sum, cos, sin, dim, D, TURNED)
+                left_sum = _rotated_back(left_sum, cos, sin, dim, D, ROTATED_DIMS)
             dim = _dims(HALF, HALF, NOPE, ROPE)
-            right_sum = _turned_back(right_sum, cos, sin, dim, D, TURNED)
+            right_sum = _rotated_back(right_sum, cos, sin, dim, D, ROTATED_DIMS)
         out += token * (heads * D)
         dtype: tl.constexpr = out.dtype.element_ty
-        place, mask = _query_place(out, head, heads, D, 0, HALF, NOPE, ROPE)
-        tl.store(place, narrow(left_sum, dtype), mask=mask)
-        place, mask = _query_place(out, head, heads, D, HALF, HALF, NOPE, ROPE)
-        tl.store(place, narrow(right_sum, dtype), mask=mask)
+        address, mask = _query_address(out, head, heads, D, 0, HALF, NOPE, ROPE)
+        tl.store(address, narrow(left_sum, dtype), mask=mask)
+        address, mask = _query_address(out, head, heads, D, HALF, HALF, NOPE, ROPE)
+        tl.store(address, narrow(right_sum, dtype), mask=mask)
 
 
 @fast_launch
@@ -368,7 +368,7 @@ def _merge_kernel(
     heads,
     splits,
     D: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED_DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -389,18 +389,18 @@ def _merge_kernel(
     for begin in tl.static_range(0, SPLITS, ROWS):
         part = begin + tl.arange(0, ROWS)
         top = tl.load(tops + first + part * heads, mask=part < splits, other=float("-inf"))
-        place = parts + (first + part * heads)[:, None] * D + column[None, :]
+        address = parts + (first + part * heads)[:, None] * D + column[None, :]
         mask = (part < splits)[:, None] & (column < D)[None, :]
-        value = tl.load(place, mask=mask, other=0.0)
+        value = tl.load(address, mask=mask, other=0.0)
         sums += tl.sum(value * tl.exp(top - origin)[:, None], 0)
     sums = tl.where(total == 0, 0.0, sums / total)
-    if TURNED > 0:
-        cos += token * (TURNED // 2)
-        sin += token * (TURNED // 2)
-        turned = _turned_back(tl.reshape(sums, [1, COLUMNS]), cos, sin, column, D, TURNED)
-        sums = tl.reshape(turned, [COLUMNS])
-    place = out + (token * heads + head) * D + column
-    tl.store(place, narrow(sums, out.dtype.element_ty), mask=column < D)
+    if ROTATED_DIMS > 0:
+        cos += token * (ROTATED_DIMS // 2)
+        sin += token * (ROTATED_DIMS // 2)
+        rotated = _rotated_back(tl.reshape(sums, [1, COLUMNS]), cos, sin, column, D, ROTATED_DIMS)
+        sums = tl.reshape(rotated, [COLUMNS])
+    address = out + (token * heads + head) * D + column
+    tl.store(address, narrow(sums, out.dtype.element_ty), mask=column < D)
 
 
 def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
@@ -419,7 +419,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     window_slots, compressed_slots = window_slots.contiguous(), compressed_slots.contiguous()
     sink = sink.contiguous()
-    turned = 0 if cos is None else 2 * cos.shape[1]
+    rotated = 0 if cos is None else 2 * cos.shape[1]
     cos, sin = (sink if table is None else table.contiguous() for table in (cos, sin))
     tokens, heads, d = q.shape
     widths = (window_slots.shape[1], compressed_slots.shape[1])
@@ -464,7 +464,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
             NOPE=d - rope,
             ROPE=rope,
             HALF=GROUP * max(1, launch_options.power_of_two(groups) // 2),
-            TURNED=0 if splits > 1 else turned,
+            ROTATED_DIMS=0 if splits > 1 else rotated,
             HEADS=shape.heads,
             BLOCK=shape.block,
             SPLIT=splits > 1,
@@ -474,7 +474,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
             **launch_options.options(q),
         )
         if splits > 1:
-            _merge(parts, tops, totals, sink, out, (cos, sin, turned))
+            _merge(parts, tops, totals, sink, out, (cos, sin, rotated))
     return out
 
 
@@ -498,7 +498,7 @@ def _merge(
         heads,
         splits,
         D=d,
-        TURNED=angles[2],
+        ROTATED_DIMS=angles[2],
         COLUMNS=columns,
         SPLITS=padded,
         ROWS=min(padded, max(1, _TOGETHER // columns)),

@@ -121,17 +121,17 @@ def _load_state(state, slot, column, mask):
     ``state``: pointer to the sequence's row, then the strides of slot, kind and column.
     """
     row, by_slot, by_kind, by_column = state
-    place = row + (slot * by_slot + column * by_column)
-    k = tl.load(place, mask=mask, other=0.0)
-    return k, tl.load(place + by_kind, mask=mask, other=_ABSENT)
+    address = row + (slot * by_slot + column * by_column)
+    k = tl.load(address, mask=mask, other=0.0)
+    return k, tl.load(address + by_kind, mask=mask, other=_ABSENT)
 
 
 @triton.jit
 def _store_state(state, slot, column, mask, kv, score):
     row, by_slot, by_kind, by_column = state
-    place = row + (slot * by_slot + column * by_column)
-    tl.store(place, kv, mask=mask)
-    tl.store(place + by_kind, score, mask=mask)
+    address = row + (slot * by_slot + column * by_column)
+    tl.store(address, kv, mask=mask)
+    tl.store(address + by_kind, score, mask=mask)
 
 
 @triton.jit
@@ -361,7 +361,7 @@ def _renew(
         x0, y0 = _load_state(entry_state, slot + here, channel, old)
         there = (slot < tl.where((closed > 0) & (window > 0), RATIO, 0)) & inside
         before = _load_state(entry_state, slot + (RATIO - here), channel, there)
-    place, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
+    out_row, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, b, total, slot, channel, CHANNELS)
     if closed > 0:
         # The windows that follow hold new tokens alone; loaded before anything waits for a load.
@@ -382,7 +382,7 @@ def _renew(
             values = _pool(kv, score, before[0], before[1], RATIO, True)
         else:
             values = _pool(kv, score, kv, score, RATIO, False)
-        _store_row(out, place, position, row, values, slot, channel, CHANNELS)
+        _store_row(out, out_row, position, row, values, slot, channel, CHANNELS)
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
         ahead = ((window + closed) % 2).to(tl.int32) * EARLIER  # first slot of the window now open
@@ -399,7 +399,7 @@ def _renew(
                 if closed > 1:
                     values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
                     position += RATIO
-                    _store_row(out, place + 1, position, row, values, slot, channel, CHANNELS)
+                    _store_row(out, out_row + 1, position, row, values, slot, channel, CHANNELS)
             else:
                 _store_state(entry_state, previous, own, new, kv, score)
                 _store_state(entry_state, previous, channel, new, kv0, score0)
@@ -425,7 +425,7 @@ def _tail(
     SCAN: tl.constexpr,
 ):
     """Pool one window of new tokens alone."""
-    b, tail, place, total = _locate(batch, count, number, 1 + OVERLAP, RATIO, SCAN)
+    b, tail, out_row, total = _locate(batch, count, number, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, number, total, slot, channel, CHANNELS)
     if b < count:
         first, start, _, row = _entry(batch, b)
@@ -442,17 +442,17 @@ def _tail(
         if OVERLAP:
             kv0, score0 = widen(k0), _score(s0, a0)
         values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
-        place += skipped
-        _store_row(out, place, window * RATIO, row, values, slot, channel, CHANNELS)
+        out_row += skipped
+        _store_row(out, out_row, window * RATIO, row, values, slot, channel, CHANNELS)
 
 
 @triton.jit
-def _store_row(target, place, position, owner, values, slot, channel, CHANNELS: tl.constexpr):
-    """Row ``place`` of pooled, positions and owners."""
+def _store_row(target, out_row, position, owner, values, slot, channel, CHANNELS: tl.constexpr):
+    """Row ``out_row`` of pooled, positions and owners."""
     pooled, positions, owners = target
-    place = place.to(tl.int64)
-    _store_pooled(pooled + place * CHANNELS, values, slot, channel, CHANNELS)
-    first, here = channel == 0, place + tl.zeros_like(channel)
+    out_row = out_row.to(tl.int64)
+    _store_pooled(pooled + out_row * CHANNELS, values, slot, channel, CHANNELS)
+    first, here = channel == 0, out_row + tl.zeros_like(channel)
     tl.store(positions + here, position, mask=first)
     tl.store(owners + here, owner, mask=first)
 
@@ -472,9 +472,9 @@ def _store_pooled(row, values, slot, channel, CHANNELS: tl.constexpr):
 
     Every thread of a channel holds its sum. One of them stores it, and none hands it to another.
     """
-    place = row + (channel + tl.zeros_like(slot))
-    values = tl.broadcast_to(values[None, :], place.shape)
-    tl.store(place, values, mask=(slot == 0) & (channel < CHANNELS))
+    address = row + (channel + tl.zeros_like(slot))
+    values = tl.broadcast_to(values[None, :], address.shape)
+    tl.store(address, values, mask=(slot == 0) & (channel < CHANNELS))
 
 
 def _tiles(slots: int, channels: int, rows: int) -> tuple[int, int, int]:
@@ -586,13 +586,13 @@ def _entry_kernel(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
-    turning = (pair >= 0) & (pair < ROTATED // 2)
+    rotating = (pair >= 0) & (pair < ROTATED // 2)
     # No branch around rows without an owner: loads behind it would be a trip to memory more.
     row = tl.load(owners + program)
     position = tl.load(positions + program)
     values = tl.load(pooled + program * DIM + column, mask=column < DIM, other=0.0)
     scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
-    frequency = tl.load(frequencies + pair, mask=turning, other=0.0)
+    frequency = tl.load(frequencies + pair, mask=rotating, other=0.0)
     own_table = table + tl.maximum(row, 0) * table_stride
     pages = tl.where(row >= 0, table_pages, 0)
     slots = _slot(own_table, pages, position // RATIO, PAGE_SIZE)
@@ -618,8 +618,8 @@ def _slot(table, pages, number, PAGE_SIZE: tl.constexpr):
     """Slot of entry ``number`` of a sequence, int64 ``[1]``; negative where it has no page."""
     page = number // PAGE_SIZE + tl.arange(0, 1)
     inside = page < pages
-    place = tl.load(table + page, mask=inside, other=-1).to(tl.int64)
-    return tl.where(inside, place * PAGE_SIZE + number % PAGE_SIZE, -1)
+    physical = tl.load(table + page, mask=inside, other=-1).to(tl.int64)
+    return tl.where(inside, physical * PAGE_SIZE + number % PAGE_SIZE, -1)
 
 
 def compress_write(args: CompressWriteArgs) -> None:
@@ -666,8 +666,8 @@ def _load_window(source, first, slot, column, mask):
     """kv and score as stored of rows ``first + slot``; elsewhere 0, -inf."""
     kv, kv_stride, score, score_stride = source
     k = tl.load(kv + first * kv_stride + (slot * kv_stride + column), mask=mask, other=0.0)
-    place = score + first * score_stride + (slot * score_stride + column)
-    return k, tl.load(place, mask=mask, other=_ABSENT)
+    address = score + first * score_stride + (slot * score_stride + column)
+    return k, tl.load(address, mask=mask, other=_ABSENT)
 
 
 @fast_launch

@@ -43,12 +43,12 @@ def _last(byte):
 
 
 @triton.jit
-def _taken(word, place):
+def _taken(word, index):
     """Both codes that stand at a place (0 to 3), as a byte; ``word`` is uint32."""
-    rotated = _rotated(word, place % 3 * 3)
+    rotated = _rotated(word, index % 3 * 3)
     both = ((rotated >> 6) & 0x70007) | ((rotated >> 12) & 0x80008)
     last = ((word >> 3) & 0x30003) | ((word << 2) & 0xC000C)
-    both = tl.where(place == 3, last, both)
+    both = tl.where(index == 3, last, both)
     return (both & 15) | ((both >> 12) & 0xF0)
 
 
@@ -96,8 +96,8 @@ def _pack_kernel(
 ):
     """TILES tiles of a row of them; ``packed`` as int32."""
     row_tile, first = tl.program_id(0), tl.program_id(1) * TILES
-    place = tl.arange(0, TILES * 128)
-    tile, lane, j = first + place // 128, place % 128 // 4, place % 4
+    index = tl.arange(0, TILES * 128)
+    tile, lane, j = first + index // 128, index % 128 // 4, index % 4
     inside, width = tile < tiles, tiles * 32
     column = tile * 32 + j * 8 + lane % 4
     above = codes + _linear_row(row_tile, lane // 4, rows, PAIRS) * width + column
@@ -108,13 +108,13 @@ def _pack_kernel(
     word |= _rotated(_first(tl.load(above + 4, mask=inside, other=0).to(tl.uint32)), 26)
     word |= _last(tl.load(below + 4, mask=inside, other=0).to(tl.uint32))
     start = row_tile.to(tl.int64) * tiles
-    tl.store(packed + (start + first) * 128 + place, word, mask=inside)
+    tl.store(packed + (start + first) * 128 + index, word, mask=inside)
 
-    place = tl.arange(0, TILES * 64)
-    tile, row = first + place // 64, place % 64 // 8 + place % 2 * 8
-    source = _linear_row(row_tile, row, rows, PAIRS) * (tiles * 4) + tile * 4 + place % 8 // 2
+    index = tl.arange(0, TILES * 64)
+    tile, row = first + index // 64, index % 64 // 8 + index % 2 * 8
+    source = _linear_row(row_tile, row, rows, PAIRS) * (tiles * 4) + tile * 4 + index % 8 // 2
     byte = tl.load(scales + source, mask=tile < tiles, other=0).to(tl.int32)
-    target = moved + (start + first) * 64 + place
+    target = moved + (start + first) * 64 + index
     tl.store(target, _biased(byte).to(tl.uint8), mask=tile < tiles)
 
 

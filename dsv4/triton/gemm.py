@@ -21,7 +21,7 @@ _TILES = 4
 
 @fast_launch
 @triton.jit
-def _expand_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.constexpr):
+def _dequantize_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.constexpr):
     """``code * block scale`` of 16 rows and 64 TILES columns (layout: ``dsv4.quant.fragments``).
 
     The bits of a code, shifted to where a bfloat16 has them, are the float32 ``code * 2^-126``, a
@@ -43,17 +43,17 @@ def _expand_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl.con
     byte = tl.load(scales + tile * 64 + row % 8 * 8 + block * 2 + row // 8, mask=inside, other=0)
     scale = ((byte.to(tl.int32) << 4) + 0x7600) << 16
     values = (code << 16).to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)
-    place = (row_tile * 16 + row) * columns + column
-    tl.store(out + place, narrow(values * 128.0, tl.bfloat16), mask=inside)
+    offset = (row_tile * 16 + row) * columns + column
+    tl.store(out + offset, narrow(values * 128.0, tl.bfloat16), mask=inside)
 
 
-def expand(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_packed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """bfloat16 ``[N, K]`` of ``code * block scale``, exact, from fragments."""
     rows, columns = codes.shape[0], codes.shape[1] * 2
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=codes.device)
     grid = (rows // 16, -(-columns // (64 * _TILES)))
     with launch_options.on(codes):
-        _expand_kernel[grid](
+        _dequantize_kernel[grid](
             codes.view(torch.int32),
             scales,
             out,
@@ -72,17 +72,19 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     assert args.global_scale is not None
     rows, columns = args.codes.shape[0], args.x.shape[-1]
     alpha = formats.expand_segments(args.global_scale, args.segments, rows).reshape(args.groups, -1)
-    weight = expand(args.codes, args.scales).reshape(args.groups, rows // args.groups, columns)
+    weight = dequantize_packed(args.codes, args.scales).reshape(
+        args.groups, rows // args.groups, columns
+    )
     tokens = args.x.reshape(args.x.shape[0], args.groups, columns)
     finite = torch.isfinite(tokens).all(-1, keepdim=True)
     if args.activation == "nvfp4":
         tokens, row_scale = bfloat16_operand(tokens, args.input_scale)
         alpha = row_scale[..., None] * alpha
-    out = torch.where(finite, _product(tokens, weight) * alpha, torch.nan).to(args.out_dtype)
+    out = torch.where(finite, _matmul(tokens, weight) * alpha, torch.nan).to(args.out_dtype)
     return out if args.x.dim() == 3 else out[:, 0]
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 ``[T, G, N]`` of bfloat16 ``[T, G, K]`` and ``[G, N, K]``."""
     if x.device.type != "cuda":
         return torch.einsum("tgk,gnk->tgn", x.float(), weight.float())

@@ -40,7 +40,7 @@ def _scale_value(scale):
 
 
 @triton.jit
-def _block_product(codes, x):
+def _block_gemm(codes, x):
     """``codes [N, 128]`` (bits of E4M3) times ``x [T, 128]`` transposed, float32 ``[N, T]``."""
     if INTERPRETED:
         return tl.dot(e4m3_value(codes), tl.trans(widen(x)), input_precision="ieee")
@@ -77,11 +77,11 @@ def _tile(tiles, token_tiles, TOGETHER: tl.constexpr):
 
     Programs that run at one time then share both operands in L2.
     """
-    place = tl.program_id(0)
-    band = place // (TOGETHER * tiles)
+    number = tl.program_id(0)
+    band = number // (TOGETHER * tiles)
     wide = tl.minimum(token_tiles - band * TOGETHER, TOGETHER)
-    place -= band * (TOGETHER * tiles)
-    return place // wide, band * TOGETHER + place % wide
+    number -= band * (TOGETHER * tiles)
+    return number // wide, band * TOGETHER + number % wide
 
 
 @fast_launch
@@ -145,7 +145,7 @@ def _gemm_kernel(
             x_mask &= (done + column < columns)[None, :]
         code = tl.load(code_places + done, mask=code_mask, other=0)
         value = tl.load(x_places + done, mask=x_mask, other=0.0)
-        total += _block_product(code, value) * scale
+        total += _block_gemm(code, value) * scale
     target = (token * groups + group)[:, None] * rows + (row - begin)[None, :]
     stored = inside[:, None] & owned[None, :]
     if SPLIT:
@@ -179,21 +179,21 @@ def _sum_kernel(
 ):
     """ROWS sums of one token and group: ``parts [S, T, G, N]`` added in their order."""
     wait_for_inputs(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    parts += place * rows
+    parts += pair * rows
     total = tl.load(parts + row, mask=inside, other=0.0)
     for _ in tl.static_range(1, SPLITS):
         parts += count
         total += tl.load(parts + row, mask=inside, other=0.0)
-    x += place % groups * group_stride
-    token = tl.zeros([1], tl.int64) + place // groups
+    x += pair % groups * group_stride
+    token = tl.zeros([1], tl.int64) + pair // groups
     total = _finish(total[:, None], x, x_stride, token, token >= 0, columns, 1)
     if SCALED:
-        total *= tl.load(row_scale + place)
+        total *= tl.load(row_scale + pair)
     values = narrow(total, out.dtype.element_ty)
-    tl.store(out + (place * rows + row)[:, None], values, mask=inside[:, None])
+    tl.store(out + (pair * rows + row)[:, None], values, mask=inside[:, None])
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
     x = _aligned(x if x.dim() == 3 else x.unsqueeze(1))
-    _launch_product(x, row_tiles.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
+    _launch_gemm(x, row_tiles.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
     return out
 
 
@@ -292,7 +292,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch_product(
+def _launch_gemm(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,

@@ -1,7 +1,7 @@
 """Kernels of ``dsv4.ops.hyper_connection``, for four streams.
 
 A collapse needs the product of ``fn`` with a token's flattened streams before it can begin, so it
-takes two launches. The first spreads the product over the GPU (``_mixing_product``). The second
+takes two launches. The first spreads the product over the GPU (``mixing_gemm``). The second
 adds the parts in their order, makes the coefficients (``_mixing``) and collapses. The streams are
 read twice: 9 rows of H are moved where 5 would do. For a few tokens the write-back of the sublayer
 before is part of the first launch; for many it is one of its own, because a program of the product
@@ -83,13 +83,13 @@ def _post_kernel(
         column = (tl.program_id(0) % slices) * BLOCK + tl.arange(0, BLOCK)
         inside = column < hidden
         wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
-        place = token * 4 * hidden + column
-        x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
+        offset = token * 4 * hidden + column
+        x0, x1, x2, x3 = load_streams(x, offset, hidden, inside)
         mixers = load_mixers(post, comb, token)
         DTYPE: tl.constexpr = out.dtype.element_ty
         for k in tl.static_range(4):
             mixed = mixed_stream(wide, x0, x1, x2, x3, mixers[k])
-            tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
+            tl.store(out + offset + k * hidden, narrow(mixed, DTYPE), mask=inside)
 
 
 def hc_post(args: HcPostArgs) -> torch.Tensor:
@@ -136,8 +136,8 @@ def _store_codes(
     bits, product = block_scales(amax, finite, shared, False, MODERATE)
     packed = e2m1_codes(widen(values), product, CONVERT, MODERATE)
     block = tl.arange(0, values.shape[0])
-    place = codes + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(place, packed, mask=(block < blocks)[:, None])
+    address = codes + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(address, packed, mask=(block < blocks)[:, None])
     tl.store(scales + block, bits, mask=block < blocks)
 
 

@@ -61,10 +61,10 @@ _SHAPES = {
 
 @triton.jit
 def _turn(x, cos, sin, inside, START: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """Columns START and following of queries ``x [ROWS, WIDTH]``, turned where they are to be.
+    """Columns START and following of queries ``x [ROWS, WIDTH]``, rotated where they are to be.
 
     Interleaved pairs; compiled without contraction, so that both products round as they do in
-    separate operators. Columns that are not turned keep their bits. ``cos`` and ``sin`` point to
+    separate operators. Columns that are not rotated keep their bits. ``cos`` and ``sin`` point to
     the angles of each row.
     """
     ROWS: tl.constexpr = x.shape[0]
@@ -99,7 +99,7 @@ def _load_tiles(
 ):
     """Queries after RoPE: a tuple of tiles ``[ROWS, WIDTH]``, neighbours, zeros past D.
 
-    All are loaded before the first is turned.
+    All are loaded before the first is rotated.
     """
     token_stride, head_stride, cos_stride = strides
     TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
@@ -113,8 +113,8 @@ def _load_tiles(
     for tile in tl.static_range(TILES):
         values = loaded[tile]  # type: ignore[misc, var-annotated]
         if HALF > 0 and (tile + 1) * WIDTH > D - 2 * HALF:
-            place = token * cos_stride
-            values = _turn(values, cos + place, sin + place, inside, tile * WIDTH, D, HALF)
+            offset = token * cos_stride
+            values = _turn(values, cos + offset, sin + offset, inside, tile * WIDTH, D, HALF)
         tiles += (values,)  # type: ignore[assignment]
     return tiles
 
@@ -413,12 +413,12 @@ def select(
     if out.numel() == 0:
         return out
     sizes, visible = Sizes.of(keys.capacity, out.shape[1]), visible.contiguous()
-    width = 3 * sizes.room if sizes.direct else 0
-    room = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
+    width = 3 * sizes.buffer if sizes.direct else 0
+    buffer = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
     row = (sizes.width, sizes.group, sizes.groups)
     parts = scored(q, query_scales, weights, keys, sequences, visible, out.shape[1], *row, scorer)
     for part, scores, maxima in parts:
-        launch_selection(scores, maxima, room, visible[part], out[part], keys.capacity, sizes)
+        launch_selection(scores, maxima, buffer, visible[part], out[part], keys.capacity, sizes)
     return out
 
 
@@ -504,7 +504,7 @@ class Sizes:
         group: Entries per group; 0: none is longer than ``direct``.
         width: Numbers in a row of scores: as many as are loaded from it, whatever they are.
         groups: The same of maxima.
-        room: Entries that are chosen among, and groups that they come from.
+        buffer: Entries that are chosen among, and groups that they come from.
         classes: Of which maxima give the threshold that lets entries in.
         warps: Of a program.
     """
@@ -514,7 +514,7 @@ class Sizes:
     group: int
     width: int
     groups: int
-    room: int
+    buffer: int
     classes: int
     warps: int
 
@@ -527,7 +527,7 @@ class Sizes:
         usual = _MOST if capacity >= _LONG and top > 512 else _USUAL
         warps = max(_FEWEST, min(usual, launch_options.power_of_two(capacity) // 256))
         warps = min(_MOST, max(warps, top // 128))
-        loaded, room = 8 * 32 * warps, max(32 * warps, 2 * top)
+        loaded, buffer = 8 * 32 * warps, max(32 * warps, 2 * top)
         exact = min(_SEARCHED, loaded)
         group = _GROUP if capacity < _LONG else 2 * _GROUP
         # The maxima of fewer groups than k would let all groups in.
@@ -538,7 +538,7 @@ class Sizes:
             direct = 0
         width = triton.cdiv(capacity, loaded) * loaded
         groups = triton.cdiv(triton.cdiv(capacity, group), loaded) * loaded if group else 0
-        return cls(exact, direct, group, width, groups, room, room, warps)
+        return cls(exact, direct, group, width, groups, buffer, buffer, warps)
 
 
 _CODES = {torch.float8_e4m3fn: "fp8", torch.uint8: "mxfp4"}
@@ -661,7 +661,7 @@ def _in_words(x: torch.Tensor) -> torch.Tensor:
 def launch_selection(
     scores: torch.Tensor,
     maxima: torch.Tensor,
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
@@ -673,19 +673,19 @@ def launch_selection(
         select_kernel[(tokens,)](
             scores,
             maxima,
-            room,
+            buffer,
             visible,
             out,
             capacity,
             k,
             scores.stride(0),
             maxima.stride(0),
-            room.stride(0),
+            buffer.stride(0),
             TOP=launch_options.power_of_two(k),
             GROUP=sizes.group,
             EXACT=sizes.exact,
             DIRECT=sizes.direct,
-            ROOM=sizes.room,
+            BUFFER=sizes.buffer,
             CLASSES=sizes.classes,
             T=32 * sizes.warps,
             num_warps=sizes.warps,

@@ -148,9 +148,9 @@ def store_rows(out, first, count, values, columns):
     """Store ``[ROWS, BLOCK]`` as rows ``first`` and following of a contiguous matrix."""
     row = (first + tl.arange(0, values.shape[0]))[:, None]
     column = tl.arange(0, values.shape[1])[None, :]
-    place = out + row.to(tl.int64) * columns + column
+    address = out + row.to(tl.int64) * columns + column
     stored = convert(values, out.dtype.element_ty)
-    tl.store(place, stored, mask=(row < count) & (column < columns))
+    tl.store(address, stored, mask=(row < count) & (column < columns))
 
 
 def read_kv(args: ReadKvArgs) -> torch.Tensor:
@@ -265,18 +265,18 @@ def _norm_rope_write_kernel(
             rope_factor = _load_weight(weight + NOPE, ROPE, ROWS, ROPE_BLOCK)
             row = (first + tl.arange(0, ROWS))[:, None]
             pair = tl.arange(0, ROPE_BLOCK // 2)[None, :]
-            turning = (row < count) & (pair < ROPE // 2)
-            c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
+            rotating = (row < count) & (pair < ROPE // 2)
+            c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, rotating, False)
 
         values = widen(values)
         rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)[:, None]
         values = narrowed(factor * (values * rms), DTYPE)
         store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
         if ROPE > 0:
-            turned = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
-            turned = narrowed(turned, DTYPE)
+            rotated = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
+            rotated = narrowed(rotated, DTYPE)
             dim = tl.arange(0, ROPE_BLOCK)[None, :]
-            store_rope(data, data_stride, where, turned, dim, NOPE, ROPE, PAGE_SIZE)
+            store_rope(data, data_stride, where, rotated, dim, NOPE, ROPE, PAGE_SIZE)
 
 
 @triton.jit
@@ -346,11 +346,11 @@ def _norm_rope_write_few_kernel(
             here = arrival(rope, N) | arrival(factor, N) | arrival(c, N) | arrival(s, N)
             here |= arrival(slot, N)
             rms = _inverse_rms_of(once_here(loaded, here), COLUMNS, eps)
-            turned = rotate(rounded(widen(factor) * (widen(rope) * rms), DTYPE), c, s)
+            rotated = rotate(rounded(widen(factor) * (widen(rope) * rms), DTYPE), c, s)
             slot = slot.to(tl.int64) + tl.zeros([1], tl.int64)
             dim = (piece * 8)[:, None] + tl.arange(0, 8)[None, :]
-            turned = narrowed(turned, DTYPE)
-            store_rope(data, data_stride, slot, turned, dim, NOPE, ROPE, PAGE_SIZE)
+            rotated = narrowed(rotated, DTYPE)
+            store_rope(data, data_stride, slot, rotated, dim, NOPE, ROPE, PAGE_SIZE)
 
 
 @triton.jit

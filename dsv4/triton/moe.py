@@ -34,11 +34,11 @@ from dsv4.triton._lib.nvfp4 import (
 from dsv4.triton._lib.nvfp4_tile import (
     block_peaks,
     load_pieces,
-    loaded_places,
+    loaded_coordinates,
     of_block,
     over_threads,
+    own_coordinates,
     own_part,
-    own_places,
     row_peak,
     shared_blocks,
     store_halves,
@@ -120,8 +120,8 @@ def _histogram_kernel(
     wait_for_inputs(PDL)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local = _local_expert(ids, slot, slots, first, EXPERTS)
-    place = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
-    tl.store(counts + place, tl.histogram(local, BINS))
+    offset = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
+    tl.store(counts + offset, tl.histogram(local, BINS))
 
 
 @fast_launch
@@ -141,9 +141,9 @@ def _scan_kernel(
     total = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, blocks, CHUNK):
         block = (start + tl.arange(0, CHUNK))[:, None]
-        place = counts + block.to(tl.int64) * BINS + expert[None, :]
-        count = tl.load(place, mask=block < blocks, other=0)
-        tl.store(place, total[None, :] + tl.cumsum(count, 0) - count, mask=block < blocks)
+        address = counts + block.to(tl.int64) * BINS + expert[None, :]
+        count = tl.load(address, mask=block < blocks, other=0)
+        tl.store(address, total[None, :] + tl.cumsum(count, 0) - count, mask=block < blocks)
         total += tl.sum(count, 0)
     tl.store(totals + expert, total)
 
@@ -170,17 +170,17 @@ def _scatter_kernel(
     expert = tl.arange(0, BINS)
     total = tl.load(totals + expert)
     before = tl.load(counts + block.to(tl.int64) * BINS + expert)
-    place = tl.arange(0, BLOCK)
-    local = _local_expert(ids, block * BLOCK + place, slots, first, EXPERTS)
+    index = tl.arange(0, BLOCK)
+    local = _local_expert(ids, block * BLOCK + index, slots, first, EXPERTS)
     begin = tl.cumsum(total, 0) - total
     if block == 0:
         tl.store(offsets + expert, begin, mask=expert <= EXPERTS)
     own = tl.histogram(local, BINS)
     # Where an expert's first slot of this block goes, less where it is in the sorted block.
     shift = begin + before - (tl.cumsum(own, 0) - own)
-    key = tl.sort(local * BLOCK + place)
+    key = tl.sort(local * BLOCK + index)
     slot = block * BLOCK + key % BLOCK
-    row = place + tl.gather(shift, key // BLOCK, 0)
+    row = index + tl.gather(shift, key // BLOCK, 0)
     tl.store(order + row, slot, mask=slot < slots)
     tl.store(rows + slot, row, mask=slot < slots)
 
@@ -268,16 +268,16 @@ def _gather_kernel(
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     first = token * K + tl.program_id(1) * EACH
     # All loads come before the first store, behind which the compiler would leave them.
-    places = ()
+    targets = ()
     for j in tl.static_range(EACH):
-        places += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
+        targets += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
     values = tl.load(x + token * stride + column, mask=column < columns)
     for j in tl.static_range(EACH):
-        place = places[j] * columns + column  # type: ignore[misc]
-        tl.store(out + place, values, mask=column < columns)
+        offset = targets[j] * columns + column  # type: ignore[misc]
+        tl.store(out + offset, values, mask=column < columns)
         if WEIGHTED:
             alone = tl.program_id(0) % chunks == 0
-            tl.store(row_weight + places[j], tl.load(weights + first + j), mask=alone)
+            tl.store(row_weight + targets[j], tl.load(weights + first + j), mask=alone)
 
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -359,24 +359,24 @@ def _sort_kernel(
     wait_for_inputs(PDL)
     program = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
-    place = tl.arange(0, QUERIES)
+    index = tl.arange(0, QUERIES)
     other = _local_expert(ids, slot, slots, first, EXPERTS) * slots + slot
     if program < copying:
         column = program % chunks * BLOCK + tl.arange(0, BLOCK)
         token = program // chunks
         values = tl.load(x + token.to(tl.int64) * stride + column, mask=column < columns)
-        query = token * K + place
+        query = token * K + index
         key = _local_expert(ids, query, slots, first, EXPERTS) * slots + query
         rank = tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
         line = out + rank[:, None].to(tl.int64) * columns
-        inside = (place < K)[:, None] & (column < columns)[None, :]
+        inside = (index < K)[:, None] & (column < columns)[None, :]
         tl.store(line + column[None, :], values[None, :], mask=inside)
         # A number per slot: the interpreter takes no mask & a single condition.
-        own = place + program % chunks * QUERIES < K
+        own = index + program % chunks * QUERIES < K
         tl.store(rows + query, rank, mask=own)
         tl.store(row_weight + rank, tl.load(weights + query, mask=own), mask=own)
     else:
-        expert = (program - copying) * QUERIES + place
+        expert = (program - copying) * QUERIES + index
         rank = tl.sum((other[None, :] < (expert * slots)[:, None]).to(tl.int32), 1)
         tl.store(offsets + expert, rank, mask=expert <= EXPERTS)
 
@@ -443,13 +443,13 @@ def _expert_of(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _scale_row(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
     """The row of a sorted row's scales: PADDED, behind the rows that pad every expert's to 128."""
-    place = row
+    scale_row = row
     if PADDED:
         expert = tl.arange(0, BLOCK)
         start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
         end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
-        place += tl.sum(tl.where(end <= row, (start - end) & 127, 0), 0)
-    return place
+        scale_row += tl.sum(tl.where(end <= row, (start - end) & 127, 0), 0)
+    return scale_row
 
 
 @triton.jit
@@ -478,9 +478,9 @@ def _clear_part(
     rows = sum_of_all(tl.where(own, end - start - (tile - before) * 128, 0).to(tl.int32))
     word = number % parts * CLEARED + tl.arange(0, CLEARED)
     row = word % 128 // 4 + word % 4 * 32
-    place = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
+    address = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
     empty = tl.zeros([CLEARED], tl.uint32)
-    tl.store(place, empty, mask=(word < WORDS) & (row >= rows))
+    tl.store(address, empty, mask=(word < WORDS) & (row >= rows))
 
 
 @triton.jit
@@ -522,13 +522,15 @@ def _store_row(
     for j in range(SLOTS):
         row = tl.load(slots + j).to(tl.int64)
         if row < local:
-            place = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
+            scale_row = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
             for chunk in tl.static_range(CHUNKS):
                 block = chunk * BLOCKS + tl.arange(0, BLOCKS)
                 inside = block < COLUMNS // 16
                 first, last, bits = coded[3 * chunk], coded[3 * chunk + 1], coded[3 * chunk + 2]
                 store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
-                store_scales(scales, bits, place, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
+                store_scales(
+                    scales, bits, scale_row, block, inside, padded, SCALE_COLUMNS, SWIZZLED
+                )
 
 
 @triton.jit
@@ -539,7 +541,7 @@ def _code_few(
     scale,
     codes,
     scales,
-    places,
+    targets,
     lines,
     local,
     padded,
@@ -552,7 +554,7 @@ def _code_few(
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
-    """Codes and scale bytes of one token to rows ``places``, zeros to those from ``local`` on.
+    """Codes and scale bytes of one token to rows ``targets``, zeros to those from ``local`` on.
 
     ``lines`` are the rows of their scales; PADDED, a row of no expert has none.
     """
@@ -561,9 +563,9 @@ def _code_few(
     inside = piece < COLUMNS // 8
     first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that have a block
     for j in tl.static_range(SLOTS):
-        used = places[j] + tl.zeros_like(piece) < local
-        place = codes.to(tl.pointer_type(tl.uint32)) + places[j] * (COLUMNS // 8) + piece
-        tl.store(place, tl.where(used, word, 0), mask=inside)
+        used = targets[j] + tl.zeros_like(piece) < local
+        address = codes.to(tl.pointer_type(tl.uint32)) + targets[j] * (COLUMNS // 8) + piece
+        tl.store(address, tl.where(used, word, 0), mask=inside)
         line = lines[j] + tl.zeros_like(piece).to(tl.int64)
         if PADDED:
             line = tl.where(used, line, padded)  # where no scale is
@@ -595,17 +597,17 @@ def _quantize_few(
 ):
     """A token at ``x`` to SLOTS rows, a thread for 8 columns: few tokens are spread over many."""
     expert = tl.arange(0, EXPERT_BLOCK)
-    _, _, piece = loaded_places(1, BLOCKS, CHUNKS, WHOLE)
-    _, _, own = own_places(1, BLOCKS, CHUNKS)
+    _, _, piece = loaded_coordinates(1, BLOCKS, CHUNKS, WHOLE)
+    _, _, own = own_coordinates(1, BLOCKS, CHUNKS)
     loaded = load_pieces(x, 0, piece * 0, piece, piece < COLUMNS // 8)
     local = tl.load(offsets + EXPERTS)
     if PADDED:
         start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
         end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
-    places, lines = (), ()
+    targets, lines = (), ()
     for j in tl.static_range(SLOTS):
         row = tl.load(slots + j)
-        places += (row.to(tl.int64),)  # type: ignore[assignment]
+        targets += (row.to(tl.int64),)  # type: ignore[assignment]
         if PADDED:
             row += sum_of_all(tl.where(end <= row, (start - end) & 127, 0))
         lines += (row.to(tl.int64),)  # type: ignore[assignment]
@@ -615,16 +617,16 @@ def _quantize_few(
     amax, finite = finite_amax(of_block(largest(values), 2))
     if STATIC:
         last = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
-        owner = sum_of_all((last <= places[0]).to(tl.int32))  # type: ignore[misc]
+        owner = sum_of_all((last <= targets[0]).to(tl.int32))  # type: ignore[misc]
         owner = tl.minimum(owner, EXPERTS - 1)
         scale = tl.load(input_scale + owner)
     else:
         scale = dynamic_scale(row_peak(over_threads(block_peaks(loaded), 2 * BLOCKS), 1))
     for j in tl.static_range(SLOTS):
-        place = places[j]  # type: ignore[misc, var-annotated]
+        target = targets[j]  # type: ignore[misc, var-annotated]
         tl.store(
-            total + place,
-            tl.where(place < local, scale, 1.0),
+            total + target,
+            tl.where(target < local, scale, 1.0),
             mask=tl.program_id(0) % CHUNKS == 0,
         )
     if is_moderate(scale):
@@ -635,7 +637,7 @@ def _quantize_few(
             scale,
             codes,
             scales,
-            places,
+            targets,
             lines,
             local,
             padded,
@@ -656,7 +658,7 @@ def _quantize_few(
             scale,
             codes,
             scales,
-            places,
+            targets,
             lines,
             local,
             padded,
@@ -830,10 +832,10 @@ def _gather_quantize_kernel(
         halves = ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+            address = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
             inside = (block < COLUMNS // 16)[:, None]
-            halves += (tl.load(place, mask=inside, other=0.0),)  # type: ignore[assignment]
-            halves += (tl.load(place + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
+            halves += (tl.load(address, mask=inside, other=0.0),)  # type: ignore[assignment]
+            halves += (tl.load(address + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
         local = tl.load(offsets + EXPERTS)
         if STATIC:
             expert = _expert_of(offsets, tl.load(slots), EXPERTS, EXPERT_BLOCK)
@@ -1020,8 +1022,8 @@ def _combine_kernel(
                 term *= widen(tl.load(weights + token * K + j))
             total = tl.where(used, total + term, total)
         if SHARED:
-            place = shared + token * shared_stride + column
-            total += widen(tl.load(place, mask=inside, other=0.0))
+            address = shared + token * shared_stride + column
+            total += widen(tl.load(address, mask=inside, other=0.0))
         tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=inside)
 
 

@@ -31,9 +31,9 @@ from dsv4.triton._lib.nvfp4_tile import (
     blank_tile,
     block_peaks,
     load_pieces,
-    loaded_places,
+    loaded_coordinates,
+    own_coordinates,
     own_part,
-    own_places,
     quantize_tile,
 )
 from dsv4.triton._lib.prefetch import prefetch_row
@@ -250,7 +250,7 @@ def _head_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS heads in place. A pair is turned by the thread that loaded it, so every address has one
+    """ROWS heads in place. A pair is rotated by the thread that loaded it, so every address has one
     reader and one writer, the same thread.
 
     Where KEPT is odd, the tile begins one column before the head, so that pairs begin at even ones.
@@ -264,19 +264,19 @@ def _head_kernel(
         inside = (head < count) & (column < KEPT + 2 * HALF)
         if KEPT % 2:
             inside = inside & (column >= 0)
-        place = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
-        loaded = tl.load(place, mask=inside, other=0.0)
-        turning = (head < count) & (pair >= 0) & (pair < HALF)
-        c, s = load_angles(cos, sin, token * table_stride, pair, turning, False)
+        address = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
+        loaded = tl.load(address, mask=inside, other=0.0)
+        rotating = (head < count) & (pair >= 0) & (pair < HALF)
+        c, s = load_angles(cos, sin, token * table_stride, pair, rotating, False)
         values = widen(loaded)
         scale = inverse_rms(tl.sum(values * values, 1), KEPT + 2 * HALF, eps)[:, None]
         normed = rounded(values * scale, q.dtype.element_ty)
         even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
         first, second = rotate_pairs(even, odd, c, s)
         # A turn of 0 would lose the sign of a zero.
-        turned = tl.join(tl.where(turning, first, even), tl.where(turning, second, odd))
-        turned = narrowed(tl.reshape(turned, [ROWS, BLOCK]), q.dtype.element_ty)
-        tl.store(place, turned, mask=inside)
+        rotated = tl.join(tl.where(rotating, first, even), tl.where(rotating, second, odd))
+        rotated = narrowed(tl.reshape(rotated, [ROWS, BLOCK]), q.dtype.element_ty)
+        tl.store(address, rotated, mask=inside)
 
 
 def _head_tile(count: int, width: int) -> dict[str, int]:
@@ -338,10 +338,10 @@ def _load_chunks(row, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.co
     """Halves of the blocks of a row, a tuple of ``[BLOCKS, 8]``: two of them for each chunk."""
     halves = ()
     for chunk in tl.static_range(CHUNKS):
-        place = _halves(row, chunk, BLOCKS)
+        address = _halves(row, chunk, BLOCKS)
         inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
-        first = tl.load(place, mask=inside, other=0.0)
-        last = tl.load(place + 8, mask=inside, other=0.0)
+        first = tl.load(address, mask=inside, other=0.0)
+        last = tl.load(address + 8, mask=inside, other=0.0)
         halves += (first, last)  # type: ignore[assignment]
     return halves
 
@@ -367,9 +367,9 @@ def _norm_chunks(
         peak = larger(largest(first), largest(last))
         peaks += (peak,)  # type: ignore[assignment]
         inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
-        place = _halves(y, chunk, BLOCKS)
-        tl.store(place, first, mask=inside)
-        tl.store(place + 8, last, mask=inside)
+        address = _halves(y, chunk, BLOCKS)
+        tl.store(address, first, mask=inside)
+        tl.store(address + 8, last, mask=inside)
         normed += (first, last)  # type: ignore[assignment]
     return normed, peaks
 
@@ -398,10 +398,10 @@ def _code_chunks(
         first = e2m1_codes(normed[2 * chunk], product, CONVERT, MODERATE)
         last = e2m1_codes(normed[2 * chunk + 1], product, CONVERT, MODERATE)
         both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [BLOCKS, 8])
-        place = codes + row * (COLUMNS // 2) + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
-        tl.store(place, both, mask=inside[:, None])
-        place = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
-        tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
+        address = codes + row * (COLUMNS // 2) + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(address, both, mask=inside[:, None])
+        address = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
+        tl.store(address, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
 
 
 @fast_launch
@@ -447,8 +447,8 @@ def _norm_quantize_few_kernel(
             blank_tile(scales, rows, scale_rows, scale_columns, number, 2 * BLOCKS)
     else:
         N: tl.constexpr = 2 * BLOCKS
-        _, row, piece = loaded_places(1, BLOCKS, CHUNKS, WHOLE)
-        _, own_row, own_piece = own_places(1, BLOCKS, CHUNKS)
+        _, row, piece = loaded_coordinates(1, BLOCKS, CHUNKS, WHOLE)
+        _, own_row, own_piece = own_coordinates(1, BLOCKS, CHUNKS)
         chunk = tl.program_id(0) % CHUNKS
         own = own_piece < COLUMNS // 8
         for _ in range(once(PDL)):
@@ -476,8 +476,8 @@ def _norm_quantize_few_kernel(
             if SOURCE == TOKEN:
                 peaks_or_scale = block_peaks(normed)
                 normed = own_part(normed, chunk, N)
-            place = y + (own_row * COLUMNS + own_piece * 8)[:, None] + tl.arange(0, 8)[None, :]
-            tl.store(place, normed, mask=own[:, None])
+            address = y + (own_row * COLUMNS + own_piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+            tl.store(address, normed, mask=own[:, None])
             quantize_tile(
                 normed,
                 peaks_or_scale,
@@ -626,8 +626,8 @@ def _norm_quantize_kernel(
     else:
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            place = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
-            tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < SCALE_COLUMNS)
+            address = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
+            tl.store(address, tl.zeros([BLOCKS], tl.uint8), mask=block < SCALE_COLUMNS)
 
 
 def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:

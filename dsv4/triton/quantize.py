@@ -36,14 +36,14 @@ from dsv4.triton._lib.nvfp4_tile import (
     empty_scales,
     load_halves,
     load_pieces,
-    loaded_places,
+    loaded_coordinates,
     of_block,
     own_part,
     quantize_row,
     quantize_tile,
     store_pieces,
     store_scales,
-    tile_places,
+    tile_coordinates,
     tile_shape,
     tile_warps,
 )
@@ -93,7 +93,7 @@ def _nvfp4_kernel(
             wait_for_inputs(PDL)
             blank_tile(scales, rows, scale_rows, scale_columns, number, ROWS * BLOCKS * 2)
     else:
-        matrix, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
+        matrix, row, piece = loaded_coordinates(ROWS, BLOCKS, CHUNKS, WHOLE)
         x += matrix * rows * stride
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
@@ -155,17 +155,17 @@ def _nvfp4_row_kernel(
         blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
     else:
         x += (tl.program_id(2).to(tl.int64) * rows + row) * stride
-        firsts, lasts, places = (), (), ()
+        firsts, lasts, block_numbers = (), (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            places += (block,)  # type: ignore[assignment]
-            place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
-            firsts += (tl.load(place),)  # type: ignore[assignment]
-            lasts += (tl.load(place + 8),)  # type: ignore[assignment]
+            block_numbers += (block,)  # type: ignore[assignment]
+            address = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+            firsts += (tl.load(address),)  # type: ignore[assignment]
+            lasts += (tl.load(address + 8),)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             source,
             codes,
             scales,
@@ -293,14 +293,14 @@ def _mxfp4_kernel(
 ):
     """A thread takes a block of 32, in four loads of 8 columns."""
     wait_for_inputs(PDL)
-    matrix, row, block = tile_places(ROWS, BLOCKS)
+    matrix, row, block = tile_coordinates(ROWS, BLOCKS)
     inside = (row < rows) & (block < blocks)
     start = matrix * rows
-    place = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 8)[None, :]
-    a = tl.load(place, mask=inside[:, None], other=0.0)
-    b = tl.load(place + 8, mask=inside[:, None], other=0.0)
-    c = tl.load(place + 16, mask=inside[:, None], other=0.0)
-    d = tl.load(place + 24, mask=inside[:, None], other=0.0)
+    address = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 8)[None, :]
+    a = tl.load(address, mask=inside[:, None], other=0.0)
+    b = tl.load(address + 8, mask=inside[:, None], other=0.0)
+    c = tl.load(address + 16, mask=inside[:, None], other=0.0)
+    d = tl.load(address + 24, mask=inside[:, None], other=0.0)
     peak = larger(larger(largest(a), largest(b)), larger(largest(c), largest(d)))
     amax, finite = finite_amax(peak)
     byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
@@ -309,8 +309,8 @@ def _mxfp4_kernel(
     c, d = scaled_codes(c, factor, bound, CONVERT), scaled_codes(d, factor, bound, CONVERT)
     # Byte 8 i + 4 j + k is byte k of the half j of a and c (i = 0, 1).
     packed = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
-    place = codes + (((start + row) * blocks + block) * 16)[:, None] + tl.arange(0, 16)[None, :]
-    tl.store(place, tl.reshape(packed, [ROWS * BLOCKS, 16]), mask=inside[:, None])
+    address = codes + (((start + row) * blocks + block) * 16)[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(address, tl.reshape(packed, [ROWS * BLOCKS, 16]), mask=inside[:, None])
     bits = tl.where(finite, byte, 255)
     scales += matrix * scale_rows * scale_columns
     store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
@@ -334,7 +334,7 @@ def _mxfp4_few_kernel(
     PDL: tl.constexpr,
 ):
     """A thread takes 8 columns, a quarter of a block: few blocks have many threads."""
-    matrix, row, piece = tile_places(ROWS, 4 * BLOCKS)
+    matrix, row, piece = tile_coordinates(ROWS, 4 * BLOCKS)
     block = piece // 4
     line = matrix * rows + row
     scales += matrix * scale_rows * scale_columns
@@ -415,8 +415,8 @@ def _fp8_codes(values, shift, high, low, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(place, inside, WHOLE: tl.constexpr):
-    return tl.load(place) if WHOLE else tl.load(place, mask=inside, other=0.0)
+def _load_tile(address, inside, WHOLE: tl.constexpr):
+    return tl.load(address) if WHOLE else tl.load(address, mask=inside, other=0.0)
 
 
 @fast_launch
@@ -446,11 +446,11 @@ def _fp8_block_kernel(
         row, column = tl.arange(0, ROWS)[:, None], tl.program_id(1) * _TILE
         inside = (row < rows - first) & (tl.arange(0, _TILE)[None, :] < columns - column)
         x += start * stride + column
-        place = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
-        loaded = _load_tile(place, inside, WHOLE)
+        address = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
+        loaded = _load_tile(address, inside, WHOLE)
         amax = largest(tl.reshape(loaded, [ROWS * _TILE], can_reorder=True))
         if not amax < float("inf"):
-            magnitude = tl.abs(widen(_load_tile(place, inside, WHOLE)))
+            magnitude = tl.abs(widen(_load_tile(address, inside, WHOLE)))
             amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
         if E8M0:
             byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
@@ -461,11 +461,11 @@ def _fp8_block_kernel(
             shift, high, low = divisor(stored)
         tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
-        values = widen(_load_tile(place, inside, WHOLE) if ROWS == _TILE else loaded)
+        values = widen(_load_tile(address, inside, WHOLE) if ROWS == _TILE else loaded)
         bits = _fp8_codes(values, shift, high, low, E8M0)
         codes += start * columns + column
-        place = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
-        tl.store(place, bits, mask=None if WHOLE else inside)
+        address = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
+        tl.store(address, bits, mask=None if WHOLE else inside)
 
 
 def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,9 +20,9 @@ from dsv4.triton._lib.nvfp4_tile import (
     blank_scales,
     blank_tile,
     block_peaks,
-    loaded_places,
+    loaded_coordinates,
+    own_coordinates,
     own_part,
-    own_places,
     quantize_row,
     quantize_tile,
 )
@@ -56,9 +56,9 @@ def _tables_kernel(
     frequency = tl.load(inv_freq + pair, mask=pair < half, other=0.0)
     c, s = cos_sin(position[:, None] * frequency[None, :])
     inside = (row < count)[:, None] & (pair < half)[None, :]
-    place = row[:, None] * half + pair[None, :]
-    tl.store(cos + place, c, mask=inside)
-    tl.store(sin + place, s, mask=inside)
+    offset = row[:, None] * half + pair[None, :]
+    tl.store(cos + offset, c, mask=inside)
+    tl.store(sin + offset, s, mask=inside)
 
 
 def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,18 +111,18 @@ def _rope_kernel(
         source = x + row.to(tl.int64) * stride
         target = out + row.to(tl.int64) * (unrotated + 2 * half)
         column, pair = tl.arange(0, 2 * HALF)[None, :], tl.arange(0, HALF)[None, :]
-        turning = inside & (column < 2 * half)
+        rotating = inside & (column < 2 * half)
         angles = inside & (pair < half)
         start = (row // sharing).to(tl.int64) * table_stride
-        values = tl.load(source + unrotated + column, mask=turning, other=0.0)
+        values = tl.load(source + unrotated + column, mask=rotating, other=0.0)
         c, s = load_angles(cos, sin, start, pair, angles, INVERSE)
         if KEPT > 0:
             left = tl.arange(0, KEPT)[None, :]
             copied = inside & (left < unrotated)
             same = tl.load(source + left, mask=copied)
             tl.store(target + left, same, mask=copied)
-        turned = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
-        tl.store(target + unrotated + column, turned, mask=turning)
+        rotated = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
+        tl.store(target + unrotated + column, rotated, mask=rotating)
 
 
 def _tile(rows: int) -> dict[str, int]:
@@ -163,7 +163,7 @@ def rope(args: RopeArgs) -> torch.Tensor:
 
 
 @triton.jit
-def _load_turning(
+def _load_rotating(
     x,
     cos,
     sin,
@@ -178,24 +178,24 @@ def _load_turning(
     ``[N, 8]`` and twice ``[N, 4]``. They lie in one head, and pairs begin at even columns: DIM is a
     multiple of 16, KEPT of 2.
     """
-    place = x + column[:, None] + tl.arange(0, 8)[None, :]
-    values = tl.load(place, mask=inside[:, None], other=0.0)
+    address = x + column[:, None] + tl.arange(0, 8)[None, :]
+    values = tl.load(address, mask=inside[:, None], other=0.0)
     pair = (column % DIM).to(tl.int32)[:, None] // 2 - KEPT // 2 + tl.arange(0, 4)[None, :]
     c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
     return values, c, s
 
 
 @triton.jit
-def _turned(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
-    """What ``_load_turning`` returned, turned, in its dtype: ``[N, 8]``."""
-    turned = narrowed(rotate(widen(values), c, s), values.dtype)
+def _rotated(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
+    """What ``_load_rotating`` returned, rotated, in its dtype: ``[N, 8]``."""
+    rotated = narrowed(rotate(widen(values), c, s), values.dtype)
     in_head = (column % DIM).to(tl.int32)[:, None]
     # A zero's sign could change by a turn of 0.
-    return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, turned, values)
+    return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, rotated, values)
 
 
 @triton.jit
-def _load_turned(
+def _load_rotated(
     x,
     cos,
     sin,
@@ -205,24 +205,24 @@ def _load_turned(
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Those columns, turned: both of the above."""
-    values, c, s = _load_turning(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
-    return _turned(values, c, s, column, DIM, KEPT)
+    """Those columns, rotated: both of the above."""
+    values, c, s = _load_rotating(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+    return _rotated(values, c, s, column, DIM, KEPT)
 
 
 @triton.jit
-def _kept_first(place, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
+def _kept_first(index, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
     """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
 
     So most programs' chunks have blocks that do not turn, and no warp waits for a turn of few.
     """
     if KEPT == 0 or KEPT == ALL:
-        return place
+        return index
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        turned = place - heads * KEPT
-        still = place // KEPT * ALL + place % KEPT
-        other = turned // (ALL - KEPT) * ALL + KEPT + turned % (ALL - KEPT)
-        return tl.where(turned < 0, still, other)
+        rotated = index - heads * KEPT
+        still = index // KEPT * ALL + index % KEPT
+        other = rotated // (ALL - KEPT) * ALL + KEPT + rotated % (ALL - KEPT)
+        return tl.where(rotated < 0, still, other)
 
 
 @triton.jit
@@ -241,23 +241,23 @@ def _part_of_row(
 ):
     """N pieces of the row from column ``start`` on, which CHUNKS programs share.
 
-    Returns them turned, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
-    row. A chunk that has no columns that turn is not turned: see ``_kept_first``.
+    Returns them rotated, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
+    row. A chunk that has no columns that turn is not rotated: see ``_kept_first``.
     """
     ALL: tl.constexpr = DIM // 16
     FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # chunk that has columns that turn
     here = tl.zeros([N], tl.int32)
     numbers, loaded, cosines, sines = (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
-        place = chunk * N + tl.arange(0, N)
-        block = _kept_first(place // 2, HEADS, KEPT // 16, ALL)
-        number = tl.where(place // 2 < HEADS * ALL, 2 * block + place % 2, place)
+        index = chunk * N + tl.arange(0, N)
+        block = _kept_first(index // 2, HEADS, KEPT // 16, ALL)
+        number = tl.where(index // 2 < HEADS * ALL, 2 * block + index % 2, index)
         column = start + number * 8
         if chunk < FIRST:
             inside = (number < pieces)[:, None]
             values = tl.load(x + column[:, None] + tl.arange(0, 8)[None, :], mask=inside, other=0.0)
         else:
-            values, c, s = _load_turning(x, cos, sin, column, number < pieces, DIM, KEPT, INVERSE)
+            values, c, s = _load_rotating(x, cos, sin, column, number < pieces, DIM, KEPT, INVERSE)
             here |= arrival(c, N) | arrival(s, N)
             cosines += (c,)  # type: ignore[assignment]
             sines += (s,)  # type: ignore[assignment]
@@ -270,7 +270,7 @@ def _part_of_row(
         if chunk >= FIRST:
             column = start + numbers[chunk] * 8
             c, s = cosines[chunk - FIRST], sines[chunk - FIRST]
-            values = _turned(values, c, s, column, DIM, KEPT)
+            values = _rotated(values, c, s, column, DIM, KEPT)
         peak = block_peaks(values)
         if chunk == 0:
             own, number, peaks = values, numbers[0], peak  # type: ignore[misc]
@@ -323,8 +323,8 @@ def _rope_quantize_kernel(
             wait_for_inputs(PDL)
             blank_tile(scales, rows, scale_rows, scale_columns, number, N)
     else:
-        token, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
-        _, _, own_piece = own_places(ROWS, BLOCKS, CHUNKS)
+        token, row, piece = loaded_coordinates(ROWS, BLOCKS, CHUNKS, WHOLE)
+        _, _, own_piece = own_coordinates(ROWS, BLOCKS, CHUNKS)
         x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
         column = (row * blocks * 2 + piece) * 8
         for _ in range(once(PDL)):
@@ -336,7 +336,7 @@ def _rope_quantize_kernel(
                     x, cos, sin, start, 2 * blocks, HEADS, DIM, KEPT, INVERSE, N, CHUNKS
                 )
             else:
-                values = _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+                values = _load_rotated(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
                 peaks = block_peaks(values) if SOURCE == TOKEN else None
                 values = own_part(values, tl.program_id(0) % CHUNKS, N)
                 own = own_piece
@@ -404,24 +404,24 @@ def _rope_quantize_row_kernel(
         HEADS: tl.constexpr = BLOCKS * CHUNKS // (DIM // 16)
         x += token * stride + row.to(tl.int64) * (HEADS * DIM)
         cos, sin = cos + token * table_stride, sin + token * table_stride
-        firsts, lasts, places = (), (), ()
+        firsts, lasts, block_numbers = (), (), ()
         for chunk in tl.static_range(CHUNKS):
-            place = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            block = _kept_first(place, HEADS, KEPT // 16, DIM // 16)
+            index = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            block = _kept_first(index, HEADS, KEPT // 16, DIM // 16)
             inside = block < blocks
             if (chunk + 1) * BLOCKS > HEADS * (KEPT // 16):
-                first = _load_turned(x, cos, sin, block * 16, inside, DIM, KEPT, INVERSE)
-                last = _load_turned(x, cos, sin, block * 16 + 8, inside, DIM, KEPT, INVERSE)
+                first = _load_rotated(x, cos, sin, block * 16, inside, DIM, KEPT, INVERSE)
+                last = _load_rotated(x, cos, sin, block * 16 + 8, inside, DIM, KEPT, INVERSE)
             else:
                 start = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
                 first, last = tl.load(start), tl.load(start + 8)
             firsts += (first,)  # type: ignore[assignment]
             lasts += (last,)  # type: ignore[assignment]
-            places += (block,)  # type: ignore[assignment]
+            block_numbers += (block,)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             source,
             codes,
             scales,

@@ -76,8 +76,8 @@ def _few_kernel(
     gate = tl.load(weight + column, mask=inside, other=0.0)
     value = tl.load(x + column, mask=inside, other=0.0)
     total = tl.sum(widen(_operand(value, OPERAND)) * widen(_operand(gate, OPERAND)), 2)
-    place = (tl.program_id(1) * tokens + token)[:, None] * EXPERTS + expert[None, :]
-    tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+    offset = (tl.program_id(1) * tokens + token)[:, None] * EXPERTS + expert[None, :]
+    tl.store(out + offset, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def _logits_kernel(
             value = tl.load(x + start, mask=inside[None, :], other=0.0)
             gate = tl.load(weight + start, mask=inside[:, None], other=0.0)
         total = _dot(_operand(value, OPERAND), _operand(gate, OPERAND), total)
-    place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
-    tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+    offset = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
+    tl.store(out + offset, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
 
 @fast_launch
@@ -279,10 +279,10 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_choice(weights, ids, place, mask, experts, chosen, total, factor, good):
+def _store_choice(weights, ids, offset, mask, experts, chosen, total, factor, good):
     weight = _quotient(chosen, total + 1e-20) * factor
-    tl.store(weights + place, tl.where(good == 1, weight, float("nan")), mask=mask)
-    tl.store(ids + place, experts.to(tl.int64), mask=mask)
+    tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
+    tl.store(ids + offset, experts.to(tl.int64), mask=mask)
 
 
 @fast_launch
@@ -333,8 +333,8 @@ def _choose_kernel(
         total += score
         experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
-    place, mask = token * top_k + slot, slot < top_k
-    _store_choice(weights, ids, place, mask, experts, chosen, total, factor, good)
+    offset, mask = token * top_k + slot, slot < top_k
+    _store_choice(weights, ids, offset, mask, experts, chosen, total, factor, good)
 
 
 @fast_launch
@@ -362,8 +362,8 @@ def _look_up_kernel(
     token = tl.program_id(0).to(tl.int64)
     word = tl.load(input_ids + token).to(tl.int64)
     slot = tl.arange(0, SLOTS)
-    place = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
-    entry = tl.load(table + place, mask=slot < top_k, other=0).to(tl.int64)
+    offset = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
+    entry = tl.load(table + offset, mask=slot < top_k, other=0).to(tl.int64)
     expert = tl.maximum(tl.minimum(entry, EXPERTS - 1), 0).to(tl.int32)
     _, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
     good = tl.where((word >= 0) & (word < vocabulary), good, 0)
@@ -372,8 +372,8 @@ def _look_up_kernel(
     own = _summed(partials, token, tokens, expert, mask, EXPERTS, SPLITS)
     scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
     scores = tl.where(mask, scores, 0.0)
-    place = token * top_k + slot
-    _store_choice(weights, ids, place, mask, expert, scores, tl.sum(scores, 0), factor, good)
+    offset = token * top_k + slot
+    _store_choice(weights, ids, offset, mask, expert, scores, tl.sum(scores, 0), factor, good)
 
 
 @dataclass(frozen=True)

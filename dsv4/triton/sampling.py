@@ -79,9 +79,9 @@ def _largest_kernel(
         x, y = _penalised(logits, present, token < end, penalty, row, entry, token, vocab, PENALTY)
         top = tl.maximum(top, tl.where(x == x, x, float("inf")))
         changed = tl.maximum(changed, tl.where(y == y, y, float("-inf")))
-    place = largest + (row * tl.num_programs(1) + split) * 2
-    tl.store(place, tl.max(top, 0))
-    tl.store(place + 1, tl.max(changed, 0))
+    address = largest + (row * tl.num_programs(1) + split) * 2
+    tl.store(address, tl.max(top, 0))
+    tl.store(address + 1, tl.max(changed, 0))
 
 
 @triton.jit

@@ -45,10 +45,10 @@ def _slots_kernel(
         column = (tl.program_id(0) % blocks) * BLOCK + i % BLOCK
         inside = (token < tokens - first) & (column < width)
         sequence = tl.load(sequences + first + token, mask=inside, other=-1).to(tl.int64)
-        place = first * width + (token * width + column)
+        offset = first * width + (token * width + column)
         # An entry of a sequence has 64 bits; a negative one is too large without its sign.
         if KIND == "entry":
-            entry = tl.load(numbers + place, mask=inside, other=-1).to(tl.int64)
+            entry = tl.load(numbers + offset, mask=inside, other=-1).to(tl.int64)
         else:
             number = tl.load(numbers + first + token, mask=inside, other=-1).to(tl.int64)
             if KIND == "prefix":
@@ -61,7 +61,7 @@ def _slots_kernel(
         page = table + sequence * stride + (entry // PAGE_SIZE).to(tl.int64)
         page = tl.load(page, mask=exists, other=0).to(tl.int64)
         slots = page * PAGE_SIZE + (entry % PAGE_SIZE).to(tl.int64)
-        tl.store(out + place, tl.where(exists, slots, -1), mask=inside)
+        tl.store(out + offset, tl.where(exists, slots, -1), mask=inside)
 
 
 @triton.jit

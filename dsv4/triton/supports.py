@@ -265,7 +265,7 @@ def attention_sizes(call: Call) -> str | None:
         if pool.shape[0] * size >= 2**31:
             return f"there are {pool.shape[0] * size} slots, wanted fewer than 2^31"
     if args.cos is not None and dims % 2:
-        return f"heads have {dims} dims, of which pairs are turned, wanted an even number"
+        return f"heads have {dims} dims, of which pairs are rotated, wanted an even number"
     return _fp8_entries(call) if args.window_format == "fp8" else None
 
 

@@ -25,11 +25,11 @@ from dsv4.triton._lib.nvfp4_tile import (
     blank_scales,
     blank_tile,
     block_peaks,
-    loaded_places,
+    loaded_coordinates,
     own_part,
     quantize_row,
     quantize_tile,
-    tile_places,
+    tile_coordinates,
 )
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -116,26 +116,26 @@ def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         N: tl.constexpr = first.shape[0]
         column = 2 * first[:, None] + eight
-        place = x + (start + 2 * first)[:, None] + eight
-        low = _load_some(place, column, inside, 2 * half)
-        high = _load_some(place + 8, column + 8, inside, 2 * half)
+        address = x + (start + 2 * first)[:, None] + eight
+        low = _load_some(address, column, inside, 2 * half)
+        high = _load_some(address + 8, column + 8, inside, 2 * half)
         gate_low, up_low = tl.split(tl.reshape(low, [N, 4, 2]))
         gate_high, up_high = tl.split(tl.reshape(high, [N, 4, 2]))
         return _weave(gate_low, gate_high), _weave(up_low, up_high)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         column = first[:, None] + eight
-        place = x + (start + first)[:, None] + eight
-        gate = _load_some(place, column, inside, half)
-        return gate, _load_some(place + half, column, inside, half)
+        address = x + (start + first)[:, None] + eight
+        gate = _load_some(address, column, inside, half)
+        return gate, _load_some(address + half, column, inside, half)
 
 
 @triton.jit
-def _load_some(place, column, inside, columns):
+def _load_some(address, column, inside, columns):
     """What lies at ``place [N, 8]``; 0 where not ``inside [N]``, or past ``columns``."""
     if inside is None:
-        return tl.load(place)
+        return tl.load(address)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return tl.load(place, mask=inside[:, None] & (column < columns), other=0.0)
+        return tl.load(address, mask=inside[:, None] & (column < columns), other=0.0)
 
 
 @fast_launch
@@ -159,7 +159,7 @@ def _swiglu_kernel(
     """ROWS rows by PIECES pieces of 8 outputs."""
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
-        _, row, piece = tile_places(ROWS, PIECES)
+        _, row, piece = tile_coordinates(ROWS, PIECES)
         first = piece * 8
         gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
         if WEIGHTED:
@@ -169,8 +169,8 @@ def _swiglu_kernel(
             values = values * factor[:, None]
         column = first[:, None] + tl.arange(0, 8)[None, :]
         inside = (row < rows)[:, None] & (column < half)
-        place = out + (row * half)[:, None] + column
-        tl.store(place, narrow(values, out.dtype.element_ty), mask=inside)
+        address = out + (row * half)[:, None] + column
+        tl.store(address, narrow(values, out.dtype.element_ty), mask=inside)
 
 
 @fast_launch
@@ -211,7 +211,7 @@ def _swiglu_quantize_kernel(
             wait_for_inputs(PDL)
             blank_tile(scales, rows, scale_rows, scale_columns, number, ROWS * BLOCKS * 2)
     else:
-        matrix, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
+        matrix, row, piece = loaded_coordinates(ROWS, BLOCKS, CHUNKS, WHOLE)
         line = matrix * rows + row
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
@@ -287,10 +287,10 @@ def _swiglu_quantize_row_kernel(
     else:
         if WEIGHTED:
             factor = widen(tl.load(weight + line))
-        pairs, places = (), ()
+        pairs, block_numbers = (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            places += (block,)  # type: ignore[assignment]
+            block_numbers += (block,)  # type: ignore[assignment]
             for part in tl.static_range(2):
                 column = block * 16 + part * 8
                 half = blocks * 16
@@ -310,7 +310,7 @@ def _swiglu_quantize_row_kernel(
         quantize_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             source,
             codes,
             scales,

@@ -74,8 +74,8 @@ MUTANTS = (
         "pitfall 17",
         "a kernel whose codes run over the RoPE dims",
         TRITON + "_lib/cache_entries.py",
-        "tl.store(place, codes, mask=written & (column < NOPE))",
-        "tl.store(place, codes, mask=written & (column < NOPE + 1))",
+        "tl.store(address, codes, mask=written & (column < NOPE))",
+        "tl.store(address, codes, mask=written & (column < NOPE + 1))",
         KV + "17_rope_dims_hold_one_value",
     ),
     Mutant(

@@ -158,16 +158,16 @@ def store_nope(
     if data.dtype.element_ty == tl.uint8:
         GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
         codes, scale = encode_groups(widen(values), NOPE)
-        place = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
-        tl.store(place, codes, mask=written & (column < NOPE))
+        address = data + data_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        tl.store(address, codes, mask=written & (column < NOPE))
         group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
         scale = tl.where(group < GROUPS, scale, 0).to(tl.uint8)
-        place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
-        tl.store(place, scale, mask=written & (group < (GROUPS + 7) // 8 * 8))
+        address = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
+        tl.store(address, scale, mask=written & (group < (GROUPS + 7) // 8 * 8))
     else:
-        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        address = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
         stored = convert(values, data.dtype.element_ty)
-        tl.store(place, stored, mask=written & (column < NOPE))
+        tl.store(address, stored, mask=written & (column < NOPE))
 
 
 @triton.jit
@@ -193,16 +193,16 @@ def store_pieces(
         peak = tl.where(piece < NOPE // 8, largest(values), 0.0)
         scale, factor = group_scales(of_block(peak, EACH).to(tl.int32, bitcast=True))
         codes = e4m3_bits(widen(values) * factor[:, None])
-        place = data + data_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
-        tl.store(place, codes, mask=inside[:, None])
+        address = data + data_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
+        tl.store(address, codes, mask=inside[:, None])
         group = piece // EACH
         scale = tl.where(group < GROUPS, scale, 0).to(tl.uint8)
-        place = data + tl.reshape(scale_start(slot, stride, NOPE, ROPE, PAGE_SIZE), [1]) + group
+        address = data + tl.reshape(scale_start(slot, stride, NOPE, ROPE, PAGE_SIZE), [1]) + group
         first = (piece % EACH == 0) & (group < (GROUPS + 7) // 8 * 8)
-        tl.store(place, scale, mask=first & (slot >= 0))
+        tl.store(address, scale, mask=first & (slot >= 0))
     else:
-        place = data + plain_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
-        tl.store(place, convert(values, data.dtype.element_ty), mask=inside[:, None])
+        address = data + plain_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
+        tl.store(address, convert(values, data.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -238,8 +238,8 @@ def store_rope(
             tl.store(start + 2 * dim, (bits & 0xFF).to(tl.uint8), mask=written)
             tl.store(start + 2 * dim + 1, (bits >> 8).to(tl.uint8), mask=written)
     else:
-        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + NOPE + dim
-        tl.store(place, convert(values, data.dtype.element_ty), mask=written)
+        address = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + NOPE + dim
+        tl.store(address, convert(values, data.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -262,8 +262,8 @@ def load_entries(
     if data.dtype.element_ty == tl.uint8:
         return _load_fp8(data, stride, slots, NOPE, ROPE, PAGE_SIZE, BLOCK)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        place = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
-        return tl.load(place, mask=read & (column < NOPE + ROPE), other=0.0)
+        address = data + plain_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + column
+        return tl.load(address, mask=read & (column < NOPE + ROPE), other=0.0)
 
 
 @triton.jit
@@ -283,16 +283,16 @@ def _load_fp8(
     column = tl.max_contiguous(tl.arange(0, BLOCK), 8)[None, :]
     codes = tl.load(start + column, mask=read & (column < NOPE), other=0)
     group = tl.arange(0, BLOCK // GROUP_WIDTH)[None, :]
-    place = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
-    scale = tl.load(place, mask=read & (group < GROUPS), other=0)
+    address = data + scale_start(slots, stride, NOPE, ROPE, PAGE_SIZE) + group
+    scale = tl.load(address, mask=read & (group < GROUPS), other=0)
     dim = column - NOPE
     rotated = read & (dim >= 0) & (dim < ROPE)
     if NOPE % 2 == 0:
-        place = (start + NOPE).to(tl.pointer_type(tl.uint16)) + dim
-        bits = tl.load(place, mask=rotated, other=0).to(tl.uint32)
+        address = (start + NOPE).to(tl.pointer_type(tl.uint16)) + dim
+        bits = tl.load(address, mask=rotated, other=0).to(tl.uint32)
     else:  # at odd addresses, where only bytes can be loaded
-        place = start + NOPE + 2 * dim
-        low, high = (tl.load(place, rotated, 0), tl.load(place + 1, rotated, 0))
+        address = start + NOPE + 2 * dim
+        low, high = (tl.load(address, rotated, 0), tl.load(address + 1, rotated, 0))
         bits = low.to(tl.uint32) | (high.to(tl.uint32) << 8)
     rope = (bits << 16).to(tl.float32, bitcast=True)
     return tl.where(column < NOPE, decode_groups(codes, scale), rope)

@@ -16,12 +16,12 @@ def _mix(y, x0, x1, x2, x3, post, c0, c1, c2, c3):
 
 
 @triton.jit
-def load_streams(x, place, hidden, mask):
-    """Four streams at ``place``, float32."""
-    x0 = widen(tl.load(x + place, mask=mask, other=0.0))
-    x1 = widen(tl.load(x + place + hidden, mask=mask, other=0.0))
-    x2 = widen(tl.load(x + place + 2 * hidden, mask=mask, other=0.0))
-    x3 = widen(tl.load(x + place + 3 * hidden, mask=mask, other=0.0))
+def load_streams(x, offset, hidden, mask):
+    """Four streams at ``offset``, float32."""
+    x0 = widen(tl.load(x + offset, mask=mask, other=0.0))
+    x1 = widen(tl.load(x + offset + hidden, mask=mask, other=0.0))
+    x2 = widen(tl.load(x + offset + 2 * hidden, mask=mask, other=0.0))
+    x3 = widen(tl.load(x + offset + 3 * hidden, mask=mask, other=0.0))
     return x0, x1, x2, x3
 
 

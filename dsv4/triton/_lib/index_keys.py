@@ -151,18 +151,18 @@ def store_keys(
     values = tl.where(column < D, values, 0.0)
     if FORMAT == "index_fp8":
         codes, scale = e4m3_rows(values)
-        place = (data + entry * D)[:, None] + column
-        tl.store(place, codes, mask=written[:, None] & (column < D))
-        place = (data + PAGE_SIZE * D).to(tl.pointer_type(tl.float32)) + entry
-        tl.store(place, scale, mask=written)
+        address = (data + entry * D)[:, None] + column
+        tl.store(address, codes, mask=written[:, None] & (column < D))
+        address = (data + PAGE_SIZE * D).to(tl.pointer_type(tl.float32)) + entry
+        tl.store(address, scale, mask=written)
     else:
         codes, scales = mxfp4_rows(values, CONVERT)
         byte = tl.arange(0, BLOCK // 2)[None, :]
-        place = (data + entry * (D // 2))[:, None] + byte
-        tl.store(place, codes, mask=written[:, None] & (byte < D // 2))
+        address = (data + entry * (D // 2))[:, None] + byte
+        tl.store(address, codes, mask=written[:, None] & (byte < D // 2))
         group = tl.arange(0, BLOCK // GROUP)[None, :]
-        place = (data + PAGE_SIZE * (D // 2) + entry * (D // GROUP))[:, None] + group
-        tl.store(place, scales, mask=written[:, None] & (group < D // GROUP))
+        address = (data + PAGE_SIZE * (D // 2) + entry * (D // GROUP))[:, None] + group
+        tl.store(address, scales, mask=written[:, None] & (group < D // GROUP))
 
 
 @triton.jit
@@ -193,22 +193,22 @@ def load_keys(
     BYTES: tl.constexpr = D if FORMAT == "index_fp8" else D // 2
     WIDTH: tl.constexpr = DIMS if FORMAT == "index_fp8" else DIMS // 2
     byte = tl.arange(0, WIDTH)[None, :]
-    place = data + (start + within * BYTES)[:, None] + byte
-    codes = tl.load(place, mask=seen[:, None] & (byte < BYTES), other=0)
+    address = data + (start + within * BYTES)[:, None] + byte
+    codes = tl.load(address, mask=seen[:, None] & (byte < BYTES), other=0)
     if FORMAT == "index_fp8":
-        place = (data + start + size * BYTES).to(tl.pointer_type(tl.float32)) + within
-        scale = tl.load(place, mask=seen, other=0.0)
+        address = (data + start + size * BYTES).to(tl.pointer_type(tl.float32)) + within
+        scale = tl.load(address, mask=seen, other=0.0)
         return e4m3_values(codes, DTYPE), scale
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         group = tl.arange(0, DIMS // GROUP)[None, :]
-        place = data + (start + size * BYTES + within * (D // GROUP))[:, None] + group
-        scales = tl.load(place, mask=seen[:, None] & (group < D // GROUP), other=0)
+        address = data + (start + size * BYTES + within * (D // GROUP))[:, None] + group
+        scales = tl.load(address, mask=seen[:, None] & (group < D // GROUP), other=0)
         return mxfp4_values(codes, scales, DTYPE), tl.full(seen.shape, 1.0, tl.float32)
 
 
 @triton.jit
 def in_word_order(values, FORMAT: tl.constexpr):
-    """Queries ``[ROWS, 128]``, their dims in the order in which ``expand_words`` has a key's."""
+    """Queries ``[ROWS, 128]``, their dims in the order of a key's from ``dequantize_words``."""
     ROWS: tl.constexpr = values.shape[0]
     if FORMAT == "index_fp8":
         # By half of the key, thread of four, its word of four, byte of the word: 2 x 2.
@@ -223,7 +223,7 @@ def in_word_order(values, FORMAT: tl.constexpr):
 def load_fp4_queries(codes, scales, real):
     """MXFP4 queries of 128 dims, ``[ROWS, 128]`` in bfloat16 and ``in_word_order``, and scales.
 
-    The scale of a row is to be multiplied into its weight, as in ``expand_words``.
+    The scale of a row is to be multiplied into its weight, as in ``dequantize_words``.
 
     Args:
         codes: Pointers ``[ROWS]`` to the codes of each, int32.
@@ -231,8 +231,8 @@ def load_fp4_queries(codes, scales, real):
         real: ``[ROWS]``; the others are zeros.
     """
     ROWS: tl.constexpr = codes.shape[0]
-    place = codes[:, None] + tl.arange(0, 16)[None, :]
-    words = tl.load(place, mask=real[:, None], other=0)
+    address = codes[:, None] + tl.arange(0, 16)[None, :]
+    words = tl.load(address, mask=real[:, None], other=0)
     factor, scale = _fp4_factors(tl.load(scales, mask=real, other=0))
     factor = tl.broadcast_to(factor[:, :, None], [ROWS, 4, 4])
     parts = _fp4_words(words, tl.reshape(factor, [ROWS, 16]))
@@ -250,7 +250,7 @@ def fetch_words(
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Words, int32, of neighbouring keys of one page, for ``expand_words``.
+    """Words, int32, of neighbouring keys of one page, for ``dequantize_words``.
 
     Args:
         data: Pointer to the pages, uint8, each of which is aligned to 16 bytes.
@@ -280,7 +280,7 @@ def fetch_words(
 
 
 @triton.jit
-def expand_words(low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def dequantize_words(low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Keys ``[ROWS, 128]`` in ``DTYPE``, ``in_word_order``, and their scales ``[ROWS]``.
 
     For the tensor core's operand that is in registers, where a thread holds, of rows r and r + 8

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from dsv4.triton._lib.index_keys import (
+    dequantize_words,
     e4m3_values,
-    expand_words,
     fetch_words,
     in_word_order,
     load_fp4_queries,
@@ -63,10 +63,10 @@ def _key_tile(
     page = tl.load(table + entry // size, mask=seen, other=0).to(tl.int64)
     start = tl.maximum(page, 0) * page_stride
     if KEYS == "plain":
-        place = start + entry % size * entry_stride
+        address = start + entry % size * entry_stride
         dim = tl.arange(0, DIMS)
         mask = seen[:, None] & (dim < D)[None, :]
-        tile = tl.load(keys + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        tile = tl.load(keys + address[:, None] + dim[None, :], mask=mask, other=0.0)
         return tile, tl.full(seen.shape, 1.0, tl.float32)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         return load_keys(keys, start, entry % size, size, seen, D, DIMS, KEYS, OPERAND)
@@ -90,14 +90,14 @@ def _query_tile_of(
     # Queries of some heads of some tokens, [N, DIMS]; zeros where they are not real.
     COLUMNS: tl.constexpr = D // 2 if QUERIES == "mxfp4" else D
     column = tl.arange(0, DIMS // 2 if QUERIES == "mxfp4" else DIMS)[None, :]
-    place = q + (token * token_stride + head * head_stride)[:, None] + column
-    tile = tl.load(place, mask=real[:, None] & (column < COLUMNS), other=0)
+    address = q + (token * token_stride + head * head_stride)[:, None] + column
+    tile = tl.load(address, mask=real[:, None] & (column < COLUMNS), other=0)
     if QUERIES == "fp8":
         tile = e4m3_values(tile, OPERAND)
     elif QUERIES == "mxfp4":
         group = tl.arange(0, DIMS // 32)[None, :]
-        place = q_scales + (token * H + head)[:, None] * (D // 32) + group
-        scales = tl.load(place, mask=real[:, None] & (group < D // 32), other=0)
+        address = q_scales + (token * H + head)[:, None] * (D // 32) + group
+        scales = tl.load(address, mask=real[:, None] & (group < D // 32), other=0)
         tile = mxfp4_values(tile, scales, OPERAND)
     return tile
 
@@ -322,8 +322,8 @@ def _entry_tile(
 ):
     # Neighbouring entries of one page.
     start = keys + tl.maximum(page, 0).to(tl.int64) * page_stride
-    place = (within + tl.arange(0, BLOCK)) * entry_stride
-    return tl.load(start + place[:, None] + tl.arange(0, D)[None, :])
+    offset = (within + tl.arange(0, BLOCK)) * entry_stride
+    return tl.load(start + offset[:, None] + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -411,10 +411,10 @@ def score_pages_kernel(
             within = block * BLOCK % PAGE
         weight = widen(tl.load(weights + token * H + head, mask=real, other=0.0))
         if KEYS == "index_mxfp4" and QUERIES == "mxfp4":
-            place = (q + token * token_stride).to(tl.pointer_type(tl.int32))
+            address = (q + token * token_stride).to(tl.pointer_type(tl.int32))
             scales = q_scales.to(tl.pointer_type(tl.int32)) + token * H
-            place += head * (head_stride // 4)
-            query, query_scale = load_fp4_queries(place, scales + head, real)
+            address += head * (head_stride // 4)
+            query, query_scale = load_fp4_queries(address, scales + head, real)
             weight *= query_scale
         else:
             query = _query_tile_of(
@@ -448,7 +448,7 @@ def score_pages_kernel(
                 later = tl.minimum(block + 2 * step, count - 1)
                 page = tl.load(table + later * BLOCK // PAGE)
                 within = later * BLOCK % PAGE
-                tile, scale = expand_words(a, b, s, KEYS, OPERAND)
+                tile, scale = dequantize_words(a, b, s, KEYS, OPERAND)
                 dots = _dot(tile, query, OPERAND)
                 _store_block(dots, scale, weight, scores, maxima, block, end, GROUP)
                 a, b, s = c, d, t

@@ -16,8 +16,8 @@ from dsv4.triton.norm import inverse_rms
 def summed(parts, token, tokens, splits, SPLITS: tl.constexpr, ROW_BLOCK: tl.constexpr):
     """The parts of one token added up, ``[ROW_BLOCK]``."""
     split = tl.arange(0, SPLITS)[:, None]
-    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
-    return tl.sum(tl.load(parts + place, mask=split < splits, other=0.0), 0)
+    offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
+    return tl.sum(tl.load(parts + offset, mask=split < splits, other=0.0), 0)
 
 
 @triton.jit
@@ -167,8 +167,8 @@ def _many_rows(parts, token, tokens, splits, ROW: tl.constexpr, ROW_BLOCK: tl.co
     """Row ROW of the summed product of each of many tokens."""
     total = tl.zeros(token.shape, tl.float32)
     for split in range(splits):
-        place = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + ROW
-        total += tl.load(parts + place, mask=token < tokens, other=0.0)
+        offset = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + ROW
+        total += tl.load(parts + offset, mask=token < tokens, other=0.0)
     return total
 
 

@@ -1,7 +1,7 @@
-"""The product of ``fn`` with flattened streams, in parts, for ``hyper_connection``.
+"""The gemm of ``fn`` with flattened streams, in parts, for ``hyper_connection``.
 
-A program takes some tokens and some columns, and leaves its part of the product and of the sum of
-squares. The product is exact up to float32 sums: ``fn`` is cut into three bfloat16 numbers that add
+A program takes some tokens and some columns, and leaves its part of the gemm and of the sum of
+squares. The gemm is exact up to float32 sums: ``fn`` is cut into three bfloat16 numbers that add
 up to all its 24 bits, and products of bfloat16 are exact.
 """
 
@@ -21,7 +21,7 @@ from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-# Up to this many tokens a program takes one, and the product needs no tensor core.
+# Up to this many tokens a program takes one, and the gemm needs no tensor core.
 FEW = 4
 # Of a thread then: with no number the compiler saves registers, and loads wait for loads.
 _REGISTERS = 128
@@ -51,7 +51,7 @@ def _cut(fn):
 
 
 @triton.jit
-def _product(x, fn, total):
+def _split_gemm(x, fn, total):
     """``total + x [TOKENS, K] fn [ROWS, K]^T`` for float32 fn: exact products, float32 sums."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         total = tl.dot(widen(x), tl.trans(fn), total, input_precision="ieee")
@@ -65,7 +65,7 @@ def _product(x, fn, total):
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _product_kernel(
+def _mixing_gemm_kernel(
     x,
     fn,
     parts,
@@ -80,9 +80,9 @@ def _product_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Parts of the product of many tokens: of columns of the flattened streams, ``width`` in all.
+    """Parts of the gemm of many tokens: of columns of the flattened streams, ``width`` in all.
 
-    Columns 0 to ROWS - 1 of a part are the product, column ROWS is the sum of squares.
+    Columns 0 to ROWS - 1 of a part are the gemm, column ROWS is the sum of squares.
     """
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
@@ -93,7 +93,7 @@ def _product_kernel(
     token = (tl.program_id(0) // splits) * TOKENS + tl.arange(0, TOKENS)
     here = (token < tokens)[:, None]
     token = token.to(tl.int64)[:, None]
-    product = tl.zeros([TOKENS, ROW_BLOCK], tl.float32)
+    gemm = tl.zeros([TOKENS, ROW_BLOCK], tl.float32)
     squares = tl.zeros([TOKENS, BLOCK], tl.float32)
     for chunk in range(CHUNKS):
         column = (split * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -101,17 +101,17 @@ def _product_kernel(
         tile = tl.load(x + token * width + column, mask=here & inside, other=0.0)
         at = fn + row[:, None].to(tl.int64) * width + column
         weights = tl.load(at, mask=(row < ROWS)[:, None] & inside, other=0.0)
-        product = _product(tile, weights, product)
+        gemm = _split_gemm(tile, weights, gemm)
         wide = widen(tile)
         squares += wide * wide
-    total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], product)
-    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
-    tl.store(parts + place, total, mask=here)
+    total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], gemm)
+    offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
+    tl.store(parts + offset, total, mask=here)
 
 
 @fast_launch
 @triton.jit
-def _cut_kernel(
+def _split_bf16_kernel(
     fn,
     out,
     rows,
@@ -135,7 +135,7 @@ def _cut_kernel(
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _tall_kernel(
+def _mixing_large_m_kernel(
     x,
     cut,
     parts,
@@ -148,9 +148,9 @@ def _tall_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Parts of the product, as ``_product_kernel``, of ``fn`` that is cut already.
+    """Parts of the gemm, as ``_mixing_gemm_kernel``, of ``fn`` that is cut already.
 
-    One product with all three parts, and a quarter of nothing: past the matrix ``cut`` lie zeros.
+    One gemm with all three parts, and a quarter of nothing: past the matrix ``cut`` lie zeros.
     There are no squares: the collapse sums them up.
     """
     wait_for_inputs(PDL)
@@ -161,9 +161,9 @@ def _tall_kernel(
         start = chunk * BLOCK
         total = _dot(x.load([first, start]), cut.load([0, start]).T, total)
     token = first.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
-    place = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
+    offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
     total = tl.sum(tl.reshape(total, [TOKENS, 4, ROW_BLOCK]), 1)
-    tl.store(parts + place, total, mask=token < tokens)
+    tl.store(parts + offset, total, mask=token < tokens)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _dot(a, b, total):
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
-def _product_few_kernel(
+def _mixing_small_m_kernel(
     x,
     fn,
     parts,
@@ -209,8 +209,8 @@ def _product_few_kernel(
     inside = column < hidden
     at = fn + row[:, None].to(tl.int64) * (4 * hidden) + column[None, :]
     f0, f1, f2, f3 = load_streams(at, 0, hidden, (row < ROWS)[:, None] & inside[None, :])
-    place = token * 4 * hidden + column
-    x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
+    offset = token * 4 * hidden + column
+    x0, x1, x2, x3 = load_streams(x, offset, hidden, inside)
     if WRITE_BACK:
         wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
         mixers = load_mixers(post, comb, token)
@@ -219,10 +219,10 @@ def _product_few_kernel(
         m1 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[1]), DTYPE)
         m2 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[2]), DTYPE)
         m3 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[3]), DTYPE)
-        tl.store(out + place, m0, mask=inside)
-        tl.store(out + place + hidden, m1, mask=inside)
-        tl.store(out + place + 2 * hidden, m2, mask=inside)
-        tl.store(out + place + 3 * hidden, m3, mask=inside)
+        tl.store(out + offset, m0, mask=inside)
+        tl.store(out + offset + hidden, m1, mask=inside)
+        tl.store(out + offset + 2 * hidden, m2, mask=inside)
+        tl.store(out + offset + 3 * hidden, m3, mask=inside)
         # Columns outside would be NaN where the coefficients are: 0 instead, as they are not there.
         x0, x1 = tl.where(inside, widen(m0), 0.0), tl.where(inside, widen(m1), 0.0)
         x2, x3 = tl.where(inside, widen(m2), 0.0), tl.where(inside, widen(m3), 0.0)
@@ -235,7 +235,7 @@ def _product_few_kernel(
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a product with ``rows`` rows: ``[splits, T, row_block]`` float32.
+    """The parts of a gemm with ``rows`` rows: ``[splits, T, row_block]`` float32.
 
     If ``squared``, the row after them has the sum of a token's squares.
     """
@@ -268,7 +268,7 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     share = -(-chunks // splits)
     parts = _empty_parts(x, fn, -(-chunks // share))
     with launch_options.on(x):
-        _product_kernel[(groups * parts.splits,)](
+        _mixing_gemm_kernel[(groups * parts.splits,)](
             x,
             fn,
             parts.data,
@@ -299,7 +299,7 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
     parts = dataclasses.replace(parts, squared=False)
     cut = x.new_empty((3 * parts.row_block, width))
     with launch_options.on(x):
-        _cut_kernel[(parts.row_block, -(-width // 1024))](
+        _split_bf16_kernel[(parts.row_block, -(-width // 1024))](
             fn,
             cut,
             parts.rows,
@@ -309,7 +309,7 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             num_warps=4,
             **launch_options.options(x),
         )
-        _tall_kernel[(groups * parts.splits,)](
+        _mixing_large_m_kernel[(groups * parts.splits,)](
             TensorDescriptor.from_tensor(x.view(tokens, width), [group, block]),
             TensorDescriptor.from_tensor(cut, [4 * parts.row_block, block]),
             parts.data,
@@ -339,7 +339,7 @@ def parts_of_few(
     y, post, comb = write_back or (None, None, None)
     out = x if write_back is None else torch.empty_like(x)
     with launch_options.on(x):
-        _product_few_kernel[(tokens * parts.splits,)](
+        _mixing_small_m_kernel[(tokens * parts.splits,)](
             x,
             fn,
             parts.data,

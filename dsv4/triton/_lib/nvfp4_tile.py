@@ -55,17 +55,17 @@ _PART = 128
 def load_halves(x, stride, row, block, inside):
     """The blocks' first and last 8 columns, float32 ``[N, 8]`` each; 0 outside."""
     column = tl.arange(0, 8)[None, :]
-    place = x + (row * stride + block * 16)[:, None] + column
-    first = tl.load(place, mask=inside[:, None], other=0.0)
-    last = tl.load(place + 8, mask=inside[:, None], other=0.0)
+    address = x + (row * stride + block * 16)[:, None] + column
+    first = tl.load(address, mask=inside[:, None], other=0.0)
+    last = tl.load(address + 8, mask=inside[:, None], other=0.0)
     return widen(first), widen(last)
 
 
 @triton.jit
 def load_pieces(x, stride, row, piece, inside):
     """Pieces ``piece [N]`` of 8 columns of rows ``row [N]``, as ``[N, 8]``; 0 where not inside."""
-    place = x + (row * stride + piece * 8)[:, None] + tl.arange(0, 8)[None, :]
-    return tl.load(place, mask=inside[:, None], other=0.0)
+    address = x + (row * stride + piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+    return tl.load(address, mask=inside[:, None], other=0.0)
 
 
 @triton.jit
@@ -84,15 +84,15 @@ def of_block(peak, PIECES: tl.constexpr):
 def store_halves(codes, row, blocks, block, first, last, inside):
     """Codes ``[N, 4]`` of both halves, as 8 bytes of each block; ``inside`` may be None."""
     both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [first.shape[0], 8])
-    place = codes + ((row * blocks + block) * 8)[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(place, both, mask=None if inside is None else inside[:, None])
+    address = codes + ((row * blocks + block) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(address, both, mask=None if inside is None else inside[:, None])
 
 
 @triton.jit
 def store_scales(scales, bits, row, block, inside, rows, columns, SWIZZLED: tl.constexpr):
     """Scale bytes of a tile; 0 in the padding, which the layout counts as ``rows x columns``."""
-    place = scales + scale_offset(row, block, columns, SWIZZLED)
-    tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=(row < rows) & (block < columns))
+    address = scales + scale_offset(row, block, columns, SWIZZLED)
+    tl.store(address, tl.where(inside, bits, 0).to(tl.uint8), mask=(row < rows) & (block < columns))
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def sum_of_all(numbers):
 
 
 @triton.jit
-def tile_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+def tile_coordinates(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """This program's matrix, and row and block of each of its ROWS * BLOCKS blocks."""
     group = tl.arange(0, ROWS * BLOCKS)
     row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
@@ -140,7 +140,7 @@ def tile_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def own_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
+def own_coordinates(ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
     """This program's matrix, and row and piece of each of its ROWS * BLOCKS * 2 pieces.
 
     CHUNKS programs share ROWS rows. They follow one another, and so start at the same time.
@@ -152,11 +152,11 @@ def own_places(ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def loaded_places(
+def loaded_coordinates(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """``own_places``; or of all WHOLE pieces of the row, where WHOLE is not 0."""
-    matrix, row, piece = own_places(ROWS, BLOCKS, CHUNKS)
+    """``own_coordinates``; or of all WHOLE pieces of the row, where WHOLE is not 0."""
+    matrix, row, piece = own_coordinates(ROWS, BLOCKS, CHUNKS)
     if WHOLE > 0:
         piece = tl.arange(0, WHOLE)
         row = (tl.program_id(0) // CHUNKS).to(tl.int64) + piece * 0
@@ -219,14 +219,14 @@ def quantize_tile(
     """Quantise and store this program's blocks: ``values [ROWS * BLOCKS * 2, 8]``, of any float.
 
     Two threads have a block, 8 columns each, so that a row that is alone has many. They are those
-    of ``own_places``, unless ``own`` says which pieces they are.
+    of ``own_coordinates``, unless ``own`` says which pieces they are.
 
     ``peaks`` are the ``block_peaks`` of whole rows, ROWS times any number, where the scale follows
     from them; where it is given, it, or None if it has not been loaded. ``source`` holds the given
     global scales or ``parts`` partial maxima of each matrix; ``parts`` is 0 where all matrices
     share one given scale. The other arguments are ``Output.arguments`` and ``Output.options``.
     """
-    matrix, row, piece = own_places(ROWS, BLOCKS, CHUNKS)
+    matrix, row, piece = own_coordinates(ROWS, BLOCKS, CHUNKS)
     if own is not None:
         piece = own
     inside = (row < rows) & (piece < 2 * blocks)
@@ -353,15 +353,15 @@ def code_tile(
 @triton.jit
 def store_pieces(codes, row, blocks, piece, packed, inside):
     """Codes ``[N, 4]`` of pieces ``piece [N]`` of 8 columns of rows ``row [N]``."""
-    place = codes + (row * (blocks * 8) + piece * 4)[:, None] + tl.arange(0, 4)[None, :]
-    tl.store(place, packed, mask=inside[:, None])
+    address = codes + (row * (blocks * 8) + piece * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(address, packed, mask=inside[:, None])
 
 
 @triton.jit
 def _code_row(
     firsts,
     lasts,
-    places,
+    block_numbers,
     scale,
     codes,
     scales,
@@ -374,7 +374,7 @@ def _code_row(
     MODERATE: tl.constexpr,
 ):
     for chunk in tl.static_range(CHUNKS):
-        block = places[chunk]
+        block = block_numbers[chunk]
         first, last = firsts[chunk], lasts[chunk]
         amax, finite = finite_amax(larger(largest(first), largest(last)))
         bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
@@ -398,8 +398,8 @@ def blank_scales(
     scales += matrix * scale_rows * scale_columns
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        place = scales + scale_offset(row, block, scale_columns, SWIZZLED)
-        tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < scale_columns)
+        address = scales + scale_offset(row, block, scale_columns, SWIZZLED)
+        tl.store(address, tl.zeros([BLOCKS], tl.uint8), mask=block < scale_columns)
 
 
 @triton.jit
@@ -413,18 +413,18 @@ def blank_tile(scales, rows, scale_rows, scale_columns, number, N: tl.constexpr)
     of_group = tl.arange(0, 4)[None, :]
     row, begun = group % 32, rows % 128
     start = tl.program_id(1).to(tl.int64) * scale_rows + rows // 128 * 128
-    place = (scales + start * scale_columns).to(tl.pointer_type(tl.uint32)) + group * 4 + of_group
+    address = (scales + start * scale_columns).to(tl.pointer_type(tl.uint32)) + group * 4 + of_group
     inside = group < 8 * scale_columns
     nothing = tl.zeros([N, 4], tl.uint32)
-    tl.store(place, nothing, mask=inside & (row >= begun))
-    tl.store(place, nothing, mask=inside & (row < begun) & (row + 32 * of_group >= begun))
+    tl.store(address, nothing, mask=inside & (row >= begun))
+    tl.store(address, nothing, mask=inside & (row < begun) & (row + 32 * of_group >= begun))
 
 
 @triton.jit
 def quantize_row(
     firsts,
     lasts,
-    places,
+    block_numbers,
     source,
     codes,
     scales,
@@ -445,9 +445,9 @@ def quantize_row(
 ):
     """``quantize_tile`` of one row, whose CHUNKS times BLOCKS blocks are tuples of halves.
 
-    ``places`` is a tuple too: which block of the row each one is. The halves may still be of a
-    narrow dtype. A thread has CHUNKS blocks, which share what is
-    computed once for a row; and whether its global scale is moderate is asked once. BLOCKS is a
+    ``block_numbers`` is a tuple too: the numbers of these blocks in the row. The halves may still
+    be of a narrow dtype. A thread has CHUNKS blocks, which share what is computed once for a row,
+    and tests once whether its global scale is moderate. BLOCKS is a
     multiple of 4, so that scales have no padding but whole rows: see ``blank_scales``.
     """
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -470,7 +470,7 @@ def quantize_row(
         _code_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             scale,
             codes,
             scales,
@@ -486,7 +486,7 @@ def quantize_row(
         _code_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             scale,
             codes,
             scales,

@@ -25,11 +25,11 @@ def prefetch_row(row, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(place):
+def _prefetch(address):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
-        [place.to(tl.int64)],
+        [address.to(tl.int64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -45,7 +45,7 @@ def load_angles(cos, sin, start, pair, mask, INVERSE: tl.constexpr):
 
 @triton.jit
 def _negative(x):
-    """``-x`` with the sign of zeros turned too, which ``0 - x`` leaves."""
+    """``-x`` with the sign of zeros rotated too, which ``0 - x`` leaves."""
     return (x.to(tl.int32, bitcast=True) ^ _SIGN).to(tl.float32, bitcast=True)
 
 

@@ -104,7 +104,7 @@ def _before(flag):
 
 
 @triton.jit
-def _chosen(keys, least, reaching, down, k):
+def _is_selected(keys, least, reaching, down, k):
     """Which of the keys (uint32 ``[T, N]``) are the k highest, of equal ones the first.
 
     ``reaching`` of them reach ``least``; if fewer than k, those. ``down`` as in ``_search``.
@@ -132,33 +132,33 @@ def _joined(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _at(pointer, place, count):
-    return tl.load(pointer + place, mask=place < count, other=0)
+def _at(pointer, index, count):
+    return tl.load(pointer + index, mask=index < count, other=0)
 
 
 @triton.jit
-def _columns(pointer, place, step, count, N: tl.constexpr):
-    """``[T, N]``: what is at ``place`` (``[T]``) and the N - 1 next steps; 0 from ``count`` on."""
-    T: tl.constexpr = place.shape[0]
+def _columns(pointer, index, step, count, N: tl.constexpr):
+    """``[T, N]``: what is at ``index`` (``[T]``) and the N - 1 next steps; 0 from ``count`` on."""
+    T: tl.constexpr = index.shape[0]
     if N == 1:
-        return _at(pointer, place, count)[:, None]
+        return _at(pointer, index, count)[:, None]
     elif N == 2:  # noqa: RET505  (a choice of the compiler; what follows would be compiled too)
-        return tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+        return tl.join(_at(pointer, index, count), _at(pointer, index + step, count))
     elif N == 4:
-        low = tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
-        place += 2 * step
-        high = tl.join(_at(pointer, place, count), _at(pointer, place + step, count))
+        low = tl.join(_at(pointer, index, count), _at(pointer, index + step, count))
+        index += 2 * step
+        high = tl.join(_at(pointer, index, count), _at(pointer, index + step, count))
         return tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [T, 4])
     else:
         return _joined(
-            _at(pointer, place, count),
-            _at(pointer, place + step, count),
-            _at(pointer, place + 2 * step, count),
-            _at(pointer, place + 3 * step, count),
-            _at(pointer, place + 4 * step, count),
-            _at(pointer, place + 5 * step, count),
-            _at(pointer, place + 6 * step, count),
-            _at(pointer, place + 7 * step, count),
+            _at(pointer, index, count),
+            _at(pointer, index + step, count),
+            _at(pointer, index + 2 * step, count),
+            _at(pointer, index + 3 * step, count),
+            _at(pointer, index + 4 * step, count),
+            _at(pointer, index + 5 * step, count),
+            _at(pointer, index + 6 * step, count),
+            _at(pointer, index + 7 * step, count),
         )
 
 
@@ -178,8 +178,8 @@ def _least(keys, count, k, CLASSES: tl.constexpr, T: tl.constexpr):
     highest = tl.zeros([T, N], tl.uint32)
     for start in range(0, count, 16 * T):
         for i in tl.static_range(16 // N):
-            place = start + i * CLASSES + tl.arange(0, T)
-            highest = tl.maximum(highest, _unsigned(_columns(keys, place, T, count, N)))
+            index = start + i * CLASSES + tl.arange(0, T)
+            highest = tl.maximum(highest, _unsigned(_columns(keys, index, T, count, N)))
     digits = highest >> 16
     top = tl.max(tl.max(digits.to(tl.int32, bitcast=True), 1), 0).to(tl.uint32, bitcast=True)
     digit, _ = _search(digits, 0, CLASSES, top + 1, 128, k)
@@ -193,7 +193,7 @@ def _by_thread(x):
 
 
 @triton.jit
-def _places(T: tl.constexpr, N: tl.constexpr):
+def _positions(T: tl.constexpr, N: tl.constexpr):
     # [N / 4, T, 4]: numbers of a thread follow one another, four in an access.
     r = tl.arange(0, N // 4)[:, None, None]
     t = tl.arange(0, T)[None, :, None]
@@ -201,45 +201,45 @@ def _places(T: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _keep_groups(maxima, number, least, groups, ROOM: tl.constexpr, T: tl.constexpr):
-    """Store which of ``number`` groups reach ``least``, the first ROOM of them; how many do."""
+def _buffer_groups(maxima, number, least, groups, BUFFER: tl.constexpr, T: tl.constexpr):
+    """Store which of ``number`` groups reach ``least``, the first BUFFER of them; how many do."""
     count = 0
     for start in range(0, number, 8 * T):
-        place = start + _places(T, 8)
-        keys = tl.where(place < number, tl.load(maxima + place), 0)
+        index = start + _positions(T, 8)
+        keys = tl.where(index < number, tl.load(maxima + index), 0)
         flag = _unsigned(_by_thread(keys)) >= least
         before, more = _before(flag)
         before += count
-        store_where(groups + before, _by_thread(place), flag & (before < ROOM))
+        store_where(groups + before, _by_thread(index), flag & (before < BUFFER))
         count += more
     return count
 
 
 @triton.jit
-def _keep(keys, ids, least, count, pairs, ROOM: tl.constexpr):
+def _buffer_pairs(keys, ids, least, count, pairs, BUFFER: tl.constexpr):
     # Store the pairs of a key in the upper half and its id that reach ``least``; the new number.
     keys, ids = _by_thread(keys), _by_thread(ids)
     flag = _unsigned(keys) >= least
     before, more = _before(flag)
     before += count
     both = (keys.to(tl.int64) << 32) | ids.to(tl.int64)
-    store_where(pairs + before, both, flag & (before < ROOM))
+    store_where(pairs + before, both, flag & (before < BUFFER))
     return count + more
 
 
 @triton.jit
-def _keep_entries(keys, shown, least, pairs, ROOM: tl.constexpr, T: tl.constexpr):
-    """As ``_keep_groups``, pairs of the entries themselves."""
+def _buffer_entries(keys, shown, least, pairs, BUFFER: tl.constexpr, T: tl.constexpr):
+    """As ``_buffer_groups``, pairs of the entries themselves."""
     count = 0
     for start in range(0, shown, 8 * T):
-        ids = start + _places(T, 8)
+        ids = start + _positions(T, 8)
         values = tl.where(ids < shown, tl.load(keys + ids), 0)
-        count = _keep(values, ids, least, count, pairs, ROOM)
+        count = _buffer_pairs(values, ids, least, count, pairs, BUFFER)
     return count
 
 
 @triton.jit
-def _keep_members(
+def _buffer_members(
     keys,
     shown,
     groups,
@@ -247,10 +247,10 @@ def _keep_members(
     least,
     pairs,
     GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
+    BUFFER: tl.constexpr,
     T: tl.constexpr,
 ):
-    """As ``_keep_entries``, of the entries of the first ``group_count`` groups, of 8 or 16."""
+    """As ``_buffer_entries``, of the entries of the first ``group_count`` groups, of 8 or 16."""
     count = 0
     PARTS: tl.constexpr = GROUP // 8
     part = tl.arange(0, T)
@@ -258,65 +258,68 @@ def _keep_members(
         item = start + part // PARTS
         real = item < group_count
         first = tl.load(groups + item, mask=real, other=0) * GROUP + part % PARTS * 8
-        ids = first[None, :, None] + _places(1, 8)
+        ids = first[None, :, None] + _positions(1, 8)
         values = tl.where((ids < shown) & real[None, :, None], tl.load(keys + ids), 0)
-        count = _keep(values, ids, least, count, pairs, ROOM)
+        count = _buffer_pairs(values, ids, least, count, pairs, BUFFER)
     return count
 
 
 @triton.jit
-def _choose(keys, ids, out, shown, k):
-    """The k highest of the first ``shown`` keys, ascending, to ``out``; all are as ``_places``."""
+def _select(keys, ids, out, shown, k):
+    """Store positions of the k highest of ``shown`` keys to ``out``, ascending.
+
+    ``keys`` and ``ids`` are laid out as ``_positions``.
+    """
     values = _unsigned(_by_thread(tl.where(ids < shown, keys, 0)))
-    flag = _chosen(values, tl.full([], 1, tl.uint32), shown, _BINADE, k)
+    flag = _is_selected(values, tl.full([], 1, tl.uint32), shown, _BINADE, k)
     store_where(out + _before(flag)[0], _by_thread(ids).to(tl.int64), flag)
 
 
 @triton.jit
-def _choose_kept(pairs, out, least, count, k, ROOM: tl.constexpr, T: tl.constexpr):
+def _select_buffered(pairs, out, least, count, k, BUFFER: tl.constexpr, T: tl.constexpr):
     """The ids of the k highest of ``count`` pairs, in their order."""
-    N: tl.constexpr = ROOM // T
+    N: tl.constexpr = BUFFER // T
     both = _columns(pairs, tl.arange(0, T) * N, 1, count, N)
-    flag = _chosen(_unsigned((both >> 32).to(tl.int32)), least, count, 0, k)
+    flag = _is_selected(_unsigned((both >> 32).to(tl.int32)), least, count, 0, k)
     store_where(out + _before(flag)[0], both & 0x7FFFFFFF, flag)
 
 
 @triton.jit
-def _item(keys, groups, out, place, start, chosen, count, shown, GROUP: tl.constexpr):
-    # Key and id of what is at ``place``: what was chosen so far, then items from ``start`` on.
-    new = place >= chosen
-    item = start + place - chosen
+def _item(keys, groups, out, index, start, chosen, count, shown, GROUP: tl.constexpr):
+    # Key and id of what is at ``index``: what was chosen so far, then items from ``start`` on.
+    new = index >= chosen
+    item = start + index - chosen
     ids = item
     if GROUP > 0:
         group = tl.load(groups + item // GROUP, mask=new & (item < count), other=0)
         ids = group * GROUP + item % GROUP
-    before = tl.load(out + place, mask=place < chosen, other=0).to(tl.int32)
+    before = tl.load(out + index, mask=index < chosen, other=0).to(tl.int32)
     ids = tl.where(new, ids, before)
-    real = ((item < count) | (place < chosen)) & (ids < shown)
+    real = ((item < count) | (index < chosen)) & (ids < shown)
     return tl.load(keys + ids, mask=real, other=0), ids
 
 
 @triton.jit
-def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T: tl.constexpr):
+def _select_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T: tl.constexpr):
     """The k highest of ``count`` items, more than k, ascending, to ``out``; slowly.
 
     Items are entries, or those below ``shown`` of ``groups``. What was chosen so far comes before
     the next items, in the same order.
     """
-    place = tl.arange(0, T) * 8
+    index = tl.arange(0, T) * 8
     start = 0
     chosen = 0
     while start < count:
-        a, i = _item(keys, groups, out, place, start, chosen, count, shown, GROUP)
-        b, j = _item(keys, groups, out, place + 1, start, chosen, count, shown, GROUP)
-        c, s = _item(keys, groups, out, place + 2, start, chosen, count, shown, GROUP)
-        d, m = _item(keys, groups, out, place + 3, start, chosen, count, shown, GROUP)
-        e, n = _item(keys, groups, out, place + 4, start, chosen, count, shown, GROUP)
-        f, o = _item(keys, groups, out, place + 5, start, chosen, count, shown, GROUP)
-        g, p = _item(keys, groups, out, place + 6, start, chosen, count, shown, GROUP)
-        h, q = _item(keys, groups, out, place + 7, start, chosen, count, shown, GROUP)
+        a, i = _item(keys, groups, out, index, start, chosen, count, shown, GROUP)
+        b, j = _item(keys, groups, out, index + 1, start, chosen, count, shown, GROUP)
+        c, s = _item(keys, groups, out, index + 2, start, chosen, count, shown, GROUP)
+        d, m = _item(keys, groups, out, index + 3, start, chosen, count, shown, GROUP)
+        e, n = _item(keys, groups, out, index + 4, start, chosen, count, shown, GROUP)
+        f, o = _item(keys, groups, out, index + 5, start, chosen, count, shown, GROUP)
+        g, p = _item(keys, groups, out, index + 6, start, chosen, count, shown, GROUP)
+        h, q = _item(keys, groups, out, index + 7, start, chosen, count, shown, GROUP)
         values = _unsigned(_joined(a, b, c, d, e, f, g, h))
-        flag = _chosen(values, tl.full([], 1, tl.uint32), _reach(values, 1), _BINADE, k)
+        flag = _is_selected(values, tl.full([], 1, tl.uint32), _reach(values, 1), _BINADE, k)
         ids = _joined(i, j, s, m, n, o, p, q).to(out.dtype.element_ty)
         tl.debug_barrier()
         store_where(out + _before(flag)[0], ids, flag)
@@ -330,19 +333,19 @@ def _choose_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T
 def select_kernel(
     scores,
     maxima,
-    room,
+    buffer,
     visible,
     out,
     capacity,
     k,
     score_stride,
     maxima_stride,
-    room_stride,
+    buffer_stride,
     TOP: tl.constexpr,
     GROUP: tl.constexpr,
     EXACT: tl.constexpr,
     DIRECT: tl.constexpr,
-    ROOM: tl.constexpr,
+    BUFFER: tl.constexpr,
     CLASSES: tl.constexpr,
     T: tl.constexpr,
     PDL: tl.constexpr,
@@ -353,43 +356,43 @@ def select_kernel(
     out += token * k
     scores += token * score_stride
     maxima += token * maxima_stride
-    groups = room + token * room_stride
-    pairs = (groups + ROOM).to(tl.pointer_type(tl.int64))
-    ids = _places(T, 8)
+    groups = buffer + token * buffer_stride
+    pairs = (groups + BUFFER).to(tl.pointer_type(tl.int64))
+    ids = _positions(T, 8)
     keys = ids
     if EXACT > 0 and DIRECT == 0:
         # Asked for before it is known how many count.
         keys = tl.load(scores + ids)
     if shown <= k:
-        place = tl.arange(0, TOP)
-        tl.store(out + place, tl.where(place < shown, place, -1).to(tl.int64), mask=place < k)
+        index = tl.arange(0, TOP)
+        tl.store(out + index, tl.where(index < shown, index, -1).to(tl.int64), mask=index < k)
     elif shown <= EXACT:
         if DIRECT > 0:
             keys = tl.load(scores + ids)
-        _choose(keys, ids, out, shown, k)
+        _select(keys, ids, out, shown, k)
     else:
         if DIRECT > 0:
             if shown <= DIRECT:
                 least = _least(scores, shown, k, CLASSES, T)
-                count = _keep_entries(scores, shown, least, pairs, ROOM, T)
+                count = _buffer_entries(scores, shown, least, pairs, BUFFER, T)
                 tl.debug_barrier()
-                if count <= ROOM:
-                    _choose_kept(pairs, out, least, count, k, ROOM, T)
+                if count <= BUFFER:
+                    _select_buffered(pairs, out, least, count, k, BUFFER, T)
                 else:
-                    _choose_in_pieces(scores, groups, out, shown, shown, k, 0, T)
+                    _select_in_pieces(scores, groups, out, shown, shown, k, 0, T)
             else:
                 if GROUP > 0:
                     number = tl.cdiv(shown, GROUP)
                     least = _least(maxima, number, k, CLASSES, T)
-                    count = _keep_groups(maxima, number, least, groups, ROOM, T)
-                    if count <= ROOM:
+                    count = _buffer_groups(maxima, number, least, groups, BUFFER, T)
+                    if count <= BUFFER:
                         tl.debug_barrier()
-                        count = _keep_members(
-                            scores, shown, groups, count, least, pairs, GROUP, ROOM, T
+                        count = _buffer_members(
+                            scores, shown, groups, count, least, pairs, GROUP, BUFFER, T
                         )
                     tl.debug_barrier()
-                    if count <= ROOM:
-                        _choose_kept(pairs, out, least, count, k, ROOM, T)
+                    if count <= BUFFER:
+                        _select_buffered(pairs, out, least, count, k, BUFFER, T)
                     else:
-                        _choose_in_pieces(maxima, groups, groups, number, number, k, 0, T)
-                        _choose_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, T)
+                        _select_in_pieces(maxima, groups, groups, number, number, k, 0, T)
+                        _select_in_pieces(scores, groups, out, k * GROUP, shown, k, GROUP, T)

@@ -218,12 +218,12 @@ def load_stored(request: Request, device: torch.device) -> None:
     Raises:
         RuntimeError: if the driver refuses.
     """
-    place = (device.index, request.key)
-    compiled = None if place in _loaded() else stored(request)
+    slot = (device.index, request.key)
+    compiled = None if slot in _loaded() else stored(request)
     if compiled is not None:
         with torch.cuda.device(device):
             load(compiled)
-        _loaded()[place] = compiled
+        _loaded()[slot] = compiled
 
 
 def load(kernel: CompiledKernel) -> None:

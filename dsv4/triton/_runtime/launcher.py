@@ -87,7 +87,7 @@ class Layout:
     Arguments that are tuples count as their parts.
 
     Attributes:
-        places: Of each kind, among all parts.
+        positions: Of each kind, among all parts.
         launches: What launches a specialisation, by its key; None where only Triton can.
     """
 
@@ -100,13 +100,13 @@ class Layout:
             else:
                 parts = flat(arg) if type(arg) is tuple else (arg,)
                 kinds += ["tensor" if type(part) in _TENSORS else "scalar" for part in parts]
-        self.places = {
+        self.positions = {
             target: [i for i, kind in enumerate(kinds) if kind == target]
             for target in ("tensor", "scalar", "constant")
         }
-        self.tensors = _getter(self.places["tensor"])
-        self.scalars = _getter(self.places["scalar"])
-        self.constants = _getter(self.places["constant"])
+        self.tensors = _getter(self.positions["tensor"])
+        self.scalars = _getter(self.positions["scalar"])
+        self.constants = _getter(self.positions["constant"])
         self.launches: dict[Any, Launch | None] = {}
 
 
@@ -122,14 +122,14 @@ def _types(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([_types(v) if type(v) is tuple else type(v) for v in values])
 
 
-def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that takes the items at these places out of a sequence."""
-    if not places:
+def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the items at these positions out of a sequence."""
+    if not positions:
         return lambda items: ()
-    start, end = places[0], places[-1] + 1
-    if list(places) == list(range(start, end)):
+    start, end = positions[0], positions[-1] + 1
+    if list(positions) == list(range(start, end)):
         return lambda items: tuple(items[start:end])
-    return lambda items: tuple([items[i] for i in places])
+    return lambda items: tuple([items[i] for i in positions])
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Launch:
 
     def __init__(self, function: Function) -> None:
         self.compiled = function.compiled
-        self.passed = _getter([~place for place in function.sources if place < 0])
+        self.passed = _getter([~source for source in function.sources if source < 0])
         self._mine = _Buffers(function)
 
     def __call__(
@@ -193,15 +193,17 @@ class _Buffers(threading.local):
 
     def __init__(self, function: Function) -> None:
         metadata = function.compiled.metadata
-        pointers = [i for i, place in enumerate(function.sources) if place >= 0]
-        others = [i for i, place in enumerate(function.sources) if place < 0]
+        pointers = [i for i, source in enumerate(function.sources) if source >= 0]
+        others = [i for i, source in enumerate(function.sources) if source < 0]
         kinds = ["Q" for _ in pointers] + [_SCALARS[function.types[i]] for i in others]
         room = cuda_driver.Parameters(*kinds, *"Q" * function.hidden)
         buffer = (ctypes.c_char * max(room.size, 1))()
         order = [*pointers, *others, *range(len(kinds), len(kinds) + function.hidden)]
         start = ctypes.addressof(buffer)
-        places = {i: start + offset for i, offset in zip(order, room.offsets, strict=True)}
-        addresses = (ctypes.c_void_p * max(len(places), 1))(*[places[i] for i in sorted(places)])
+        positions = {i: start + offset for i, offset in zip(order, room.offsets, strict=True)}
+        addresses = (ctypes.c_void_p * max(len(positions), 1))(
+            *[positions[i] for i in sorted(positions)]
+        )
         self.write = functools.partial(struct.Struct("@" + "".join(kinds)).pack_into, buffer, 0)
         self.grid: tuple[int, ...] | None = None
         programmatic, plain = cuda_driver.programmatic_launch, cuda_driver.no_attributes
@@ -301,8 +303,8 @@ class FastKernel:
         named = [p for p in self.kernel.params[len(args) :] if not p.is_constexpr]
         layout = Layout(self.kernel, args)
         parts = flat(tuple(args)) if layout.has_tuples else args
-        scalars = {type(parts[i]) for i in layout.places["scalar"]}
-        understood = layout.places["tensor"] and scalars <= _RUNTIME and not named
+        scalars = {type(parts[i]) for i in layout.positions["scalar"]}
+        understood = layout.positions["tensor"] and scalars <= _RUNTIME and not named
         return _keep(self._layouts, types, layout if understood else None)
 
     def _learned(
@@ -343,7 +345,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _is_ours(layout: Layout, grid: Any, args: Sequence[Any]) -> bool:
     """Whether nothing but the launch itself is wanted, on the current GPU."""
-    first = layout.places["tensor"][0]
+    first = layout.positions["tensor"][0]
     tensor = flat(tuple(args))[first] if layout.has_tuples else args[first]
     return (
         type(grid) is tuple
@@ -381,7 +383,7 @@ def describe(kernel: Any, layout: Layout, compiled: Any) -> Function | None:
 
 
 def _described(kernel: Any, layout: Layout, compiled: Any) -> Function:
-    tensors, scalars = layout.places["tensor"], layout.places["scalar"]
+    tensors, scalars = layout.positions["tensor"], layout.positions["scalar"]
     signature = [part for name in kernel.arg_names for part in flat(compiled.src.signature[name])]
     types, sources = [], []
     for i, kind in enumerate(signature):
