@@ -136,7 +136,7 @@ def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
 
 def _of_many() -> None:
     """Let the launchers take what few rows are given for many."""
-    nvfp4_tile._FEW = norm._SOME = moe._FEW = moe._APART = 0
+    nvfp4_tile._FEW_ROWS = norm._FEW_ROWS = moe._FEW_PROGRAMS = moe._SEPARATE_TOKENS = 0
 
 
 _ONE = {"scaling": "static", "global_scale": 0.004}
@@ -168,9 +168,9 @@ def main(arch: int, names: list[str]) -> int:
     """The number of cases that differ."""
     ran = install(arch)
     wrong = 0
-    few = nvfp4_tile._FEW, norm._SOME, moe._FEW, moe._APART
+    few = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
     for name in names or CASES:
-        nvfp4_tile._FEW, norm._SOME, moe._FEW, moe._APART = few
+        nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = few
         if name.startswith("many"):
             _of_many()
         ran.clear()

@@ -64,7 +64,7 @@ class TestOperators:
             ("kernel_cutlass_kernel__AttentionKernelheads64", operators.ATTENTION),
             ("kernel_cutlass_kernel_GroupedFewKernelGroupedFewPlancolumns64", operators.EXPERTS),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),
-            ("_few_kernel", operators.ROUTER),
+            ("_small_m_logits_kernel", operators.ROUTER),
             ("_mixing_small_m_kernel", operators.HYPER),
             ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", operators.CUBLAS),
             ("void cublasLt::splitKreduce_kernel<32, 16, int>", operators.CUBLAS),

@@ -680,7 +680,7 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
 def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
     """Programs of 16, 64 and 256 tokens, slices with and without a rest: in budget of float64."""
     kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
-    monkeypatch.setattr(kernels, "MANY", many)
+    monkeypatch.setattr(kernels, "LARGE_M", many)
     case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
     streams, fn, scale, base = build(case, device, torch.bfloat16)
     fn = fn / (4 * hidden) ** 0.5
@@ -700,7 +700,7 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     args = build(case, device, torch.bfloat16)
     few = hc_pre(*args, **PRE)
-    monkeypatch.setattr(kernels, "MANY", 1)
+    monkeypatch.setattr(kernels, "LARGE_M", 1)
     many = hc_pre(*args, **PRE)
     for got, want in zip(many, few, strict=True):
         assert_within_budget(got, want.double(), 1e-4 * want.double().abs() + 1e-5)
@@ -709,7 +709,7 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
 def test_many_tokens_at_an_odd_address(device, monkeypatch):
     """Which no tensor descriptor takes."""
     kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
-    monkeypatch.setattr(kernels, "MANY", 5)
+    monkeypatch.setattr(kernels, "LARGE_M", 5)
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     streams, *parameters = build(case, device, torch.bfloat16)
     odd = streams.new_empty(streams.numel() + 1)[1:].view(streams.shape).copy_(streams)

@@ -73,7 +73,7 @@ class TestBorders:
         subnormal numbers up: where the product is tiny or huge, a division whose intermediate
         values underflow or overflow rounds wrongly.
         """
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
         scale = (strategies.normal(seed, (8,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         block = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -94,7 +94,7 @@ class TestBorders:
     @given(seed=strategies.seeds(), exponent=st.integers(-140, 100), few=st.sampled_from([0, 256]))
     def test_block_scales_at_the_borders_of_e4m3(self, device, monkeypatch, seed, exponent, few):
         """Block maxima within 2 ulp of a tie between two scales, subnormal ones too."""
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
         scale = (strategies.normal(seed, (16,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         byte = torch.randint(0, 0x7E, (16,), generator=strategies.generator(seed))
@@ -241,8 +241,8 @@ class TestTiles:
         Memory that a kernel forgets to write is full of NaN here.
         """
         # From how many rows on, other tiles; and of how many blocks on, rows are shared.
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW", few)
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._PART", part)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
         x = draw.build(shape, dtype, device)
         static = 0.01 if scaling == "static" else None
         arguments = {"scaling": scaling, "layout": layout, "global_scale": static}
@@ -338,8 +338,8 @@ def test_replays_of_a_graph(scaling, layout):
 @pytest.mark.parametrize("scaling", ["static", "token"])
 def test_rows_of_several_chunks_at_any_scale(device, monkeypatch, exponent, scaling):
     """Rows by the kernels of many rows, with scales of usual size and far from it."""
-    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW", 0)
-    monkeypatch.setattr("dsv4.triton.norm._SOME", 0)
+    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", 0)
+    monkeypatch.setattr("dsv4.triton.norm._FEW_ROWS", 0)
     x = strategies.normal(exponent, (2, 2048), torch.float32) * 2.0 ** (exponent + 8)
     scale = torch.full((1,), 2.0**exponent, device=device) if scaling == "static" else None
     arguments = {"scaling": scaling, "global_scale": scale}

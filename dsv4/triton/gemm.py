@@ -1,6 +1,6 @@
-"""Product with a packed NVFP4 weight: expanded to bfloat16, then multiplied by cuBLAS.
+"""GEMM with a packed NVFP4 weight: dequantized to bfloat16, then multiplied by cuBLAS.
 
-For many tokens, where writing the expanded weight costs little beside the product.
+For large M, where writing the dequantized weight takes little time compared with the GEMM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsv4.triton._lib.numerics import narrow, wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_TILES = 4
+_TILES = 4  # tiles of 16 x 64 in a row that one program dequantizes
 
 
 @fast_launch
@@ -35,7 +35,7 @@ def _dequantize_kernel(codes, scales, out, columns, TILES: tl.constexpr, PDL: tl
     tile = row_tile * (columns // 64) + column // 64
     block, lane = column % 64 // 16, row % 8 * 4 + column % 8 // 2
     word = tl.load(codes + (tile * 32 + lane) * 4 + block, mask=inside, other=0)
-    # With the column's half below, a place is that of an even column.
+    # With the column's half below, an offset is that of an even column.
     word = tl.where(column % 2 == 1, ((word >> 16) & 0xFFFF) | (word << 16), word)
     second, high = column // 8 % 2 == 1, row // 8 == 1
     rotated = word >> (tl.where(second, 6, 0) + tl.where(high, 3, 0))
@@ -67,7 +67,7 @@ def dequantize_packed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    Allocates the expanded weight and the float32 sums.
+    Allocates the dequantized weight and the float32 sums.
     """
     assert args.global_scale is not None
     rows, columns = args.codes.shape[0], args.x.shape[-1]

@@ -1,9 +1,9 @@
-"""Product with an FP8 weight, one scale per 128 x 128 block.
+"""GEMM with an FP8 weight, one scale per 128 x 128 block.
 
-The weight's tile is the left operand of the tensor cores and the tokens are the right one: the
-codes are widened to bfloat16 in registers, exactly, and 16 tokens do not leave the instruction half
-empty. Each block of 128 columns is summed by the tensor cores in float32, times its scale, and
-added in float32 in ascending order. That sum has to stay in float32's range before its scale too:
+The weight's tile is the left operand of the tensor cores (M) and the tokens are the right one (N):
+the codes are widened to bfloat16 in registers, exactly, and 16 tokens still fill the instruction.
+Each block of 128 columns is summed by the tensor cores in float32, times its scale, and added in
+float32 in ascending order. That sum has to stay in float32's range before its scale too:
 it may overflow where a value of ``x`` passes 2^112.
 """
 
@@ -113,7 +113,7 @@ def _gemm_kernel(
     """ROWS rows of one group's weight by TOKENS tokens over ``length`` blocks of 128 columns.
 
     Tiles begin at multiples of ROWS of the whole weight, not of the group: so each lies within one
-    row of scales. ``out`` is the result ``[T, G, N]``, or with SPLIT the parts ``[S, T, G, N]``.
+    row of scales. ``out`` is the result ``[T, G, N]``, or with SPLIT the partials ``[S, T, G, N]``.
     """
     wait_for_inputs(PDL)
     row_tile, token_tile = _tile(tiles, token_tiles, TOGETHER)
@@ -133,7 +133,7 @@ def _gemm_kernel(
     code_places = codes + row.to(tl.int64)[:, None] * codes_stride + column[None, :]
     x_places = x + token[:, None] * x_stride + column[None, :]
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    # Scales are loaded one block ahead: a scalar's load is not pipelined.
+    # The scale of the next block is prefetched, because Triton does not pipeline a scalar's load.
     following = tl.load(scales + tl.minimum(start, blocks - 1))
     for block in tl.range(start, end, num_stages=STAGES):
         scale = _scale_value(following)
@@ -162,7 +162,7 @@ def _gemm_kernel(
 @fast_launch
 @triton.jit
 def _sum_kernel(
-    parts,
+    partials,
     x,
     x_stride,
     group_stride,
@@ -177,16 +177,16 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS sums of one token and group: ``parts [S, T, G, N]`` added in their order."""
+    """ROWS sums of one token and group: ``partials [S, T, G, N]`` added in their order."""
     wait_for_inputs(PDL)
     pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    parts += pair * rows
-    total = tl.load(parts + row, mask=inside, other=0.0)
+    partials += pair * rows
+    total = tl.load(partials + row, mask=inside, other=0.0)
     for _ in tl.static_range(1, SPLITS):
-        parts += count
-        total += tl.load(parts + row, mask=inside, other=0.0)
+        partials += count
+        total += tl.load(partials + row, mask=inside, other=0.0)
     x += pair % groups * group_stride
     token = tl.zeros([1], tl.int64) + pair // groups
     total = _finish(total[:, None], x, x_stride, token, token >= 0, columns, 1)
@@ -198,15 +198,15 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class Plan:
-    """How one product is cut.
+    """Tiling of one GEMM.
 
     Attributes:
-        rows: Of the weight, in one program.
-        tokens: In one program.
+        rows: Rows of the weight in one program.
+        tokens: Tokens in one program.
         length: Blocks of 128 columns in one program.
-        splits: Programs that share one tile of the result, each with its own columns.
-        warps: Of a program.
-        stages: Blocks of columns on their way or in use.
+        splits: Split-K: programs that share one tile of the result, each with its own columns.
+        warps: Warps of a program.
+        stages: Pipeline stages, in blocks of columns.
     """
 
     rows: int
@@ -224,8 +224,8 @@ _MOST_SPLITS = 16
 def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Plan:
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
-    ``rows`` are those of a group. Columns that end within a block take small tiles, whose registers
-    have room for loads of single values.
+    ``rows`` are those of a group. Columns that end within a block take small tiles, which
+    leave registers for loads of single values.
     """
     whole = columns % BLOCK == 0
     if tokens > 64 and whole:
@@ -246,7 +246,7 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
         block = max(high * BLOCK / 20, high * wide * BLOCK / 1300)
         busy = triton.cdiv(programs, sm_count) * length * block
         alone = triton.cdiv(programs, 2 * sm_count) * length * max(600.0, block)
-        # The second launch, and parts that are written and read.
+        # The second launch, and partials that are written and read.
         second = 2500 + 8 * sums * splits / (20 * sm_count) if splits > 1 else 0.0
         return max(busy, alone) + second
 
@@ -263,7 +263,7 @@ def tiles_of_group(rows: int, groups: int, high: int) -> int:
 def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    Allocates float32 parts ``[S, T, G, N]`` where the columns are shared by S programs.
+    Allocates float32 partials ``[S, T, G, N]`` where the columns are shared by S programs.
     """
     x = args.x
     rows, columns = args.codes.shape[0] // args.groups, args.codes.shape[1]

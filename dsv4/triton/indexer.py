@@ -37,7 +37,10 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _TILE = 256  # values of one program of the query kernel, or 16 times as many
-_FEW, _MANY = 1 << 16, 1 << 20  # values up to which such programs are small, or not large
+_SMALL_VALUES, _LARGE_VALUES = (
+    1 << 16,
+    1 << 20,
+)  # values up to which such programs are small, or not large
 _SCORE_BYTES = 64 << 20  # of keys of scores at a time
 _SEARCHED = 8192  # entries up to which a row is searched as it is
 _DIRECT = 16384  # and up to which it is without groups
@@ -326,11 +329,11 @@ def _query_tile(q: torch.Tensor) -> dict[str, Any]:
     # Triton knows of a size that it is a multiple of 16, or nothing.
     whole = d % 32 == 0 and q.data_ptr() % 16 == 0 and not any(n % 16 for n in q.stride()[:2])
     if q.dtype != torch.bfloat16 or not whole:
-        rows = _TILE if values <= _MANY else 4 * _TILE
+        rows = _TILE if values <= _LARGE_VALUES else 4 * _TILE
         return {"TILED": False, "ROWS": max(1, rows // width), "WIDTH": width, "num_warps": 1}
-    if values <= _FEW or d % 64:
+    if values <= _SMALL_VALUES or d % 64:
         return {"TILED": True, "ROWS": max(1, _TILE // width), "WIDTH": width, "num_warps": 1}
-    if values <= _MANY:
+    if values <= _LARGE_VALUES:
         tall = max(1, 2 * _TILE // width)
         return {"TILED": True, "ROWS": tall, "WIDTH": width // 2, "num_warps": 1}
     tall = max(8, 16 * _TILE // width)

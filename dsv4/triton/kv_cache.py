@@ -27,8 +27,8 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
-_FEW = 128  # entries up to which programs share one
-_MANY = 1 << 16  # entries from which a program reads more of them
+_SHARED_ENTRIES = 128  # entries up to which programs share one
+_MANY_ENTRIES = 1 << 16  # entries from which a program reads more of them
 
 
 def _tile(entries: int) -> dict[str, int]:
@@ -38,7 +38,7 @@ def _tile(entries: int) -> dict[str, int]:
 
 def _reading_tile(entries: int) -> dict[str, int]:
     """The same for reading: of very many entries a thread takes 8 columns of four."""
-    return _tile(entries) if entries <= _MANY else {"ROWS": 8, "num_warps": 4}
+    return _tile(entries) if entries <= _MANY_ENTRIES else {"ROWS": 8, "num_warps": 4}
 
 
 def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
@@ -372,7 +372,7 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
     rotated = 2 * cos.shape[1]
     tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
-    if count <= _FEW and head_dim % 8 == 0 and rotated % 8 == 0:
+    if count <= _SHARED_ENTRIES and head_dim % 8 == 0 and rotated % 8 == 0:
         shares = triton.cdiv(cache_entries.block(head_dim), 256) + 1
         with launch_options.on(data):
             _norm_rope_write_few_kernel[(count * shares,)](

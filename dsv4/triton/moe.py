@@ -1,7 +1,8 @@
 """Kernels of ``dsv4.ops.moe``.
 
-Rows are moved by token: a token's row is read once and written to each of its sorted rows, or its
-sorted rows are read and summed. ``rows`` says where they are, so each of these is one launch.
+A program owns columns of a token: it reads the token's row once and writes it to each of the
+token's sorted rows, or reads the sorted rows and sums them. ``rows`` holds their positions, so each
+of these is one launch.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from dsv4.triton._lib.words import word_of
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_COUNTED = 4096  # slots up to which every slot is compared with every other
-_QUERIES = 8  # ranks of one program then
-_BLOCK = 256  # slots of one program beyond that
-_TOGETHER = 512  # slots up to which rows are sorted and copied by one launch
-_APART = 32  # tokens up to which every slot is quantised by a program of its own
-_FEW = 256  # programs that quantise, of which there are enough beyond that
-_CLEARED = 4096  # words that a program clears of experts' swizzled scales
-_CLEARED_BY_WARP = 512  # that a warp does, where rows are shared
-_CLEARING = 64  # blocks of a row that such a program codes
+_RANKED_SLOTS = 4096  # slots up to which a slot's rank is found by comparing it with all others
+_QUERIES = 8  # ranks that one program finds then
+_BLOCK = 256  # slots of one program above, by histogram, scan and scatter
+_FUSED_SLOTS = 512  # slots up to which one launch sorts and copies rows
+_SEPARATE_TOKENS = 32  # tokens up to which each slot has a program of its own to quantise it
+_FEW_PROGRAMS = 256  # programs that quantise up to which a row has many threads
+_CLEARED_WORDS = 4096  # words of experts' swizzled scales that a program clears
+_WARP_CLEARED_WORDS = 512  # words that a warp clears, where several programs share a row
+_CLEARING_BLOCKS = 64  # blocks of a row that a program codes where others clear
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch
     if slots == 0:
         return order, offsets.zero_(), rows
     ids = ids.contiguous()
-    if slots > _COUNTED:
+    if slots > _RANKED_SLOTS:
         _permute_blocks(ids, order, offsets, rows, args.first_expert)
         return order, offsets, rows
     block = max(16, min(1024, launch_options.power_of_two(slots)))
@@ -267,7 +268,7 @@ def _gather_kernel(
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     first = token * K + tl.program_id(1) * EACH
-    # All loads come before the first store, behind which the compiler would leave them.
+    # All loads come before the first store, because the compiler moves no load across a store.
     targets = ()
     for j in tl.static_range(EACH):
         targets += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
@@ -309,7 +310,7 @@ def _gather(
 ) -> None:
     (tokens, columns), source = x.shape, row_tiles.as_rows(x)
     block, chunks = _chunks(tokens, columns, x.device)
-    # While programs do not fill the GPU, every row of a token has its own.
+    # While programs do not fill the GPU, every row of a token has a program of its own.
     share = 1 if tokens * chunks < launch_options.sm_count(x.device) else rows.shape[1]
     with launch_options.on(x):
         _gather_kernel[(tokens * chunks, rows.shape[1] // share)](
@@ -390,7 +391,7 @@ def moe_sort(
     out = x.new_empty((slots, columns)) if out is None else out
     row_weight = weights.new_empty((slots,))
     weights = weights.contiguous()
-    if slots > _TOGETHER or out.numel() == 0:
+    if slots > _FUSED_SLOTS or out.numel() == 0:
         _, offsets, rows = moe_permute(
             MoePermuteArgs(ids, args.num_experts, args.first_expert, args.num_local_experts)
         )
@@ -508,8 +509,8 @@ def _store_row(
 ):
     """Codes and scale bytes of one token to its rows below ``local``.
 
-    All chunks are coded before any is stored: a row's place in the scales is a search among all
-    experts, which every chunk would repeat, and codes take fewer registers than values.
+    All chunks are coded before any is stored: the row's position in the scales is a search among
+    all experts, which every chunk would repeat, and codes take fewer registers than values.
     """
     line = tl.zeros([BLOCKS], tl.int64)
     coded = ()
@@ -561,7 +562,7 @@ def _code_few(
     bits, product = block_scales(amax, finite, scale, False, MODERATE)
     word = word_of(e2m1_codes(values, product, CONVERT, MODERATE))
     inside = piece < COLUMNS // 8
-    first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that have a block
+    first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that own a block
     for j in tl.static_range(SLOTS):
         used = targets[j] + tl.zeros_like(piece) < local
         address = codes.to(tl.pointer_type(tl.uint32)) + targets[j] * (COLUMNS // 8) + piece
@@ -595,7 +596,7 @@ def _quantize_few(
     EXPERT_BLOCK: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
-    """A token at ``x`` to SLOTS rows, a thread for 8 columns: few tokens are spread over many."""
+    """A token at ``x`` to SLOTS rows, one thread per 8 columns, so that few tokens have many."""
     expert = tl.arange(0, EXPERT_BLOCK)
     _, _, piece = loaded_coordinates(1, BLOCKS, CHUNKS, WHOLE)
     _, _, own = own_coordinates(1, BLOCKS, CHUNKS)
@@ -921,10 +922,10 @@ def _gather_tile(blocks: int, wide: int, programs: int, by_expert: bool) -> dict
     """
     row = launch_options.power_of_two(wide)
     across = min(128, blocks & -blocks)
-    if programs > _FEW and 32 <= across < row and blocks // across <= 8:
+    if programs > _FEW_PROGRAMS and 32 <= across < row and blocks // across <= 8:
         warps = max(1, across // 32)
         return {"BLOCKS": across, "CHUNKS": wide // across, "WHOLE": 0, "num_warps": warps}
-    across = min(row, _CLEARING) if by_expert else shared_blocks(wide, programs)
+    across = min(row, _CLEARING_BLOCKS) if by_expert else shared_blocks(wide, programs)
     sizes = {"BLOCKS": across, "CHUNKS": triton.cdiv(wide, across), "WHOLE": 2 * row}
     return {**sizes, "num_warps": tile_warps(2 * across)}
 
@@ -948,12 +949,12 @@ def moe_gather_quantize(
         return codes, scales, total
     source, rows = row_tiles.as_rows(x), rows.contiguous()
     top_k = rows.shape[1]
-    slots = top_k if args.input_scale is None and x.shape[0] > _APART else 1
+    slots = top_k if args.input_scale is None and x.shape[0] > _SEPARATE_TOKENS else 1
     tile = _gather_tile(blocks, wide, count // slots, by_expert)
-    warps, cleared = tile["num_warps"], _CLEARED
+    warps, cleared = tile["num_warps"], _CLEARED_WORDS
     programs = count // slots
     if tile["WHOLE"]:
-        programs, cleared = programs * tile["CHUNKS"], _CLEARED_BY_WARP * warps
+        programs, cleared = programs * tile["CHUNKS"], _WARP_CLEARED_WORDS * warps
     programs += tiles * triton.cdiv(32 * wide, cleared) if by_expert else padded - count
     with launch_options.on(x):
         _gather_quantize_kernel[(programs,)](

@@ -42,7 +42,7 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 # From here on, rows or heads share programs or threads.
-_SOME = 2048
+_FEW_ROWS = 2048
 _WIDE = 64
 
 
@@ -285,7 +285,7 @@ def _head_tile(count: int, width: int) -> dict[str, int]:
     So up to 4 KiB are added up without a barrier. Few heads are spread over more programs.
     """
     width = launch_options.power_of_two(width)
-    most = 1 if count < _SOME else 2 if count < 16 * _SOME else 4096
+    most = 1 if count < _FEW_ROWS else 2 if count < 16 * _FEW_ROWS else 4096
     return {
         "ROWS": min(most, max(1, 4096 // width)),
         "num_warps": min(16, max(1, width // 4096)),
@@ -420,7 +420,7 @@ def _norm_quantize_few_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -430,7 +430,7 @@ def _norm_quantize_few_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -489,7 +489,7 @@ def _norm_quantize_few_kernel(
                 blocks,
                 scale_rows,
                 scale_columns,
-                parts,
+                partials,
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -497,7 +497,7 @@ def _norm_quantize_few_kernel(
                 ROWS,
                 BLOCKS,
                 CHUNKS,
-                PARTS,
+                PARTIALS,
                 CONVERT,
             )
 
@@ -638,7 +638,7 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     """
     least = launch_options.power_of_two(triton.cdiv(blocks, 4))
     across = min(512, launch_options.power_of_two(blocks))
-    if rows >= _SOME // 8:
+    if rows >= _FEW_ROWS // 8:
         across = min(across, max(_WIDE, least))
     chunks = triton.cdiv(blocks, across)
     return {"BLOCKS": across, "CHUNKS": chunks, "num_warps": max(1, across // 32)}

@@ -51,8 +51,8 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 # 6 * 2^-126 and 448 * 2^-126 as float32 bits: the least maxima that set a scale.
-_FLOOR_OF_6 = tl.constexpr(0x01C00000)
-_FLOOR_OF_448 = tl.constexpr(0x04E00000)
+_LEAST_OF_6 = tl.constexpr(0x01C00000)
+_LEAST_OF_448 = tl.constexpr(0x04E00000)
 
 # Programs beyond which blocks of few rows share one.
 _PROGRAMS = 264
@@ -74,7 +74,7 @@ def _nvfp4_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -83,7 +83,7 @@ def _nvfp4_kernel(
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -112,7 +112,7 @@ def _nvfp4_kernel(
                 blocks,
                 scale_rows,
                 scale_columns,
-                parts,
+                partials,
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -120,7 +120,7 @@ def _nvfp4_kernel(
                 ROWS,
                 BLOCKS,
                 CHUNKS,
-                PARTS,
+                PARTIALS,
                 CONVERT,
             )
 
@@ -138,14 +138,14 @@ def _nvfp4_row_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -174,14 +174,14 @@ def _nvfp4_row_kernel(
             blocks,
             scale_rows,
             scale_columns,
-            parts,
+            partials,
             SOURCE,
             PER_ROW,
             WEIGHT,
             SWIZZLED,
             BLOCKS,
             CHUNKS,
-            PARTS,
+            PARTIALS,
             CONVERT,
         )
 
@@ -199,20 +199,20 @@ def _amax_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest finite block's amax in every ``parts``-th tile of a matrix."""
+    """Largest finite block's amax in every ``partials``-th tile of a matrix."""
     wait_for_inputs(PDL)
     matrix = tl.program_id(1).to(tl.int64)
-    parts = tl.num_programs(0)
+    partials = tl.num_programs(0)
     group = tl.arange(0, ROWS * BLOCKS)
     x += matrix * rows * stride
     peak = tl.zeros([ROWS * BLOCKS], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, parts):
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, partials):
         row = (tile // chunks).to(tl.int64) * ROWS + group // BLOCKS
         block = tile % chunks * BLOCKS + group % BLOCKS
         first, last = load_halves(x, stride, row, block, (row < rows) & (block < blocks))
         both = larger(largest(first), largest(last))
         peak = tl.maximum(peak, finite_amax(both)[0])
-    tl.store(peaks + matrix * parts + tl.program_id(0), tl.max(peak, 0))
+    tl.store(peaks + matrix * partials + tl.program_id(0), tl.max(peak, 0))
 
 
 def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -234,15 +234,15 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
-    """Block maxima of ``count`` matrices, each in up to 1024 parts: float32 ``[count, parts]``."""
+    """Up to 1024 partial maxima of each of ``count`` matrices: float32 ``[count, partials]``."""
     rows, blocks = matrix.shape[0] // count, matrix.shape[1] // 16
     tall, across = tile_shape(blocks, False)
     chunks = triton.cdiv(blocks, across)
     fill = max(1, 16 * launch_options.sm_count(matrix.device) // count)
-    parts = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
-    peaks = matrix.new_empty((count, parts), dtype=torch.float32)
+    partials = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
+    peaks = matrix.new_empty((count, partials), dtype=torch.float32)
     with launch_options.on(matrix):
-        _amax_kernel[(parts, count)](
+        _amax_kernel[(partials, count)](
             matrix,
             peaks,
             matrix.stride(0),
@@ -258,13 +258,13 @@ def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @triton.jit
-def _power_of_two_byte(amax, FLOOR: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
+def _power_of_two_byte(amax, LEAST: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
     """E8M0 byte of ``2 ** ceil(log2(amax / largest))``, largest = (1 + MANTISSA / 2^23) 2^EXPONENT.
 
     The exponent of amax less EXPONENT, and one more where its mantissa passes that of ``largest``:
-    a carry out of the mantissa bits. Maxima below FLOOR count as FLOOR.
+    a carry out of the mantissa bits. Maxima below LEAST count as LEAST.
     """
-    bits = tl.maximum(amax.to(tl.int32, bitcast=True), FLOOR)
+    bits = tl.maximum(amax.to(tl.int32, bitcast=True), LEAST)
     return ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT
 
 
@@ -303,7 +303,7 @@ def _mxfp4_kernel(
     d = tl.load(address + 24, mask=inside[:, None], other=0.0)
     peak = larger(larger(largest(a), largest(b)), larger(largest(c), largest(d)))
     amax, finite = finite_amax(peak)
-    byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+    byte = _power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
     factor, bound = _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0)
     a, b = scaled_codes(a, factor, bound, CONVERT), scaled_codes(b, factor, bound, CONVERT)
     c, d = scaled_codes(c, factor, bound, CONVERT), scaled_codes(d, factor, bound, CONVERT)
@@ -333,19 +333,19 @@ def _mxfp4_few_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A thread takes 8 columns, a quarter of a block: few blocks have many threads."""
+    """A thread takes 8 columns, a quarter of a block, so that few blocks have many threads."""
     matrix, row, piece = tile_coordinates(ROWS, 4 * BLOCKS)
     block = piece // 4
     line = matrix * rows + row
     scales += matrix * scale_rows * scale_columns
-    # Of the four threads that have a block, the first stores its scale.
+    # Of the four threads that own a block, the first stores its scale.
     first = tl.where(piece % 4 == 0, block, scale_columns)
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         inside = (row < rows) & (block < blocks)
         values = load_pieces(x, stride, line, piece, inside)
         amax, finite = finite_amax(of_block(largest(values), 4))
-        byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+        byte = _power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
         packed = scaled_codes(values, _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
         store_pieces(codes, line, 2 * blocks, piece, packed, inside)
         bits = tl.where(finite, byte, 255)
@@ -453,7 +453,7 @@ def _fp8_block_kernel(
             magnitude = tl.abs(widen(_load_tile(address, inside, WHOLE)))
             amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
         if E8M0:
-            byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
+            byte = _power_of_two_byte(amax, _LEAST_OF_448, 0x600000, 8)
             stored = byte.to(tl.uint8)
             shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
         else:

@@ -23,8 +23,8 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _SLICE = 4096  # columns of a program for few tokens
-_FEW = 4  # tokens up to which products need no matrix instructions
-_MANY = 128  # tokens from which tiles are fetched by tensor descriptors
+_SMALL_M = 4  # tokens up to which products need no matrix instructions
+_LARGE_M = 128  # tokens from which tiles are fetched by tensor descriptors
 _MOST_SPLITS = 16
 _PREFETCHED = 64  # tokens up to which reading the weight takes most of the time
 
@@ -45,7 +45,7 @@ def _operand(values, dtype: tl.constexpr):
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
-def _few_kernel(
+def _small_m_logits_kernel(
     x,
     weight,
     out,
@@ -140,7 +140,7 @@ def _logits_kernel(
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
-def _many_kernel(
+def _large_m_logits_kernel(
     x,
     weight,
     rest,
@@ -279,7 +279,7 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_choice(weights, ids, offset, mask, experts, chosen, total, factor, good):
+def _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good):
     weight = _quotient(chosen, total + 1e-20) * factor
     tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
     tl.store(ids + offset, experts.to(tl.int64), mask=mask)
@@ -287,7 +287,7 @@ def _store_choice(weights, ids, offset, mask, experts, chosen, total, factor, go
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "top_k"])
-def _choose_kernel(
+def _topk_kernel(
     partials,
     logits,
     bias,
@@ -334,12 +334,12 @@ def _choose_kernel(
         experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
     offset, mask = token * top_k + slot, slot < top_k
-    _store_choice(weights, ids, offset, mask, experts, chosen, total, factor, good)
+    _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
-def _look_up_kernel(
+def _hash_kernel(
     partials,
     logits,
     table,
@@ -373,7 +373,7 @@ def _look_up_kernel(
     scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
     scores = tl.where(mask, scores, 0.0)
     offset = token * top_k + slot
-    _store_choice(weights, ids, offset, mask, expert, scores, tl.sum(scores, 0), factor, good)
+    _store_experts(weights, ids, offset, mask, expert, scores, tl.sum(scores, 0), factor, good)
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
     if tokens <= 32:
         high = max(16, launch_options.power_of_two(tokens))
         return _Tile(high, 16 if experts <= 256 else 32, 128, 4, 4)
-    if tokens < _MANY:
+    if tokens < _LARGE_M:
         return _Tile(64, 32, 128, 4, 4)
     if tokens * experts <= 1 << 18:
         return _Tile(64, 64, 128, 4, 4) if experts <= 256 else _Tile(128, 64, 64, 5, 4)
@@ -438,13 +438,13 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
     x, weight = (m if m.stride(1) == 1 else m.contiguous() for m in (x, weight))
     operand = _operand_type(x, weight, logits.dtype)
     sizes: dict[str, Any] = {"EXPERTS": experts, "HIDDEN": hidden}
-    if tokens <= _FEW:
+    if tokens <= _SMALL_M:
         splits = triton.cdiv(hidden, _SLICE)
         out = _sums(x, logits, splits)
         length = min(hidden, 8 * triton.cdiv(hidden, 8 * splits))
         block = launch_options.power_of_two(length)
         with launch_options.on(x):
-            _few_kernel[(triton.cdiv(experts, 2), splits)](
+            _small_m_logits_kernel[(triton.cdiv(experts, 2), splits)](
                 x,
                 weight,
                 out,
@@ -477,8 +477,8 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
     }
     grid = (tile.programs(tokens, experts), splits)
     with launch_options.on(x):
-        if tokens >= _MANY and operand != torch.float32:
-            _launch_many(grid, x.to(operand), weight.to(operand), out, tile, sizes)
+        if tokens >= _LARGE_M and operand != torch.float32:
+            _launch_large_m(grid, x.to(operand), weight.to(operand), out, tile, sizes)
             return out
         _logits_kernel[grid](
             x,
@@ -494,7 +494,7 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
     return out
 
 
-def _launch_many(
+def _launch_large_m(
     grid: tuple[int, int],
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -503,7 +503,7 @@ def _launch_many(
     sizes: dict[str, Any],
 ) -> None:
     x, weight = _describable(x), _describable(weight)
-    _many_kernel[grid](
+    _large_m_logits_kernel[grid](
         TensorDescriptor.from_tensor(x, [tile.tokens, tile.block]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.block]),
         TensorDescriptor.from_tensor(weight, [tile.rest or tile.columns, tile.block]),
@@ -531,7 +531,7 @@ def _sums(x: torch.Tensor, logits: torch.Tensor, splits: int) -> torch.Tensor:
     return x.new_empty((splits, *logits.shape), dtype=torch.float32)
 
 
-def _choice_warps(block: int) -> int:
+def _topk_warps(block: int) -> int:
     """One warp needs no exchange through shared memory, but must not hold too many logits."""
     return min(16, max(1, block // 1024))
 
@@ -561,12 +561,12 @@ def _route(
         "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
         "SLOTS": launch_options.power_of_two(top_k),
-        "num_warps": _choice_warps(block),
+        "num_warps": _topk_warps(block),
         **launch_options.options(x),
     }
     with launch_options.on(x):
         if table is None:
-            _choose_kernel[(tokens,)](
+            _topk_kernel[(tokens,)](
                 partials,
                 logits,
                 None if bias is None else bias.contiguous(),
@@ -579,7 +579,7 @@ def _route(
                 **options,
             )
         else:
-            _look_up_kernel[(tokens,)](
+            _hash_kernel[(tokens,)](
                 partials,
                 logits,
                 table,

@@ -11,7 +11,7 @@ from dsv4.triton._lib.numerics import once, wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_FEW = 1 << 16  # slots up to which a thread has one
+_NARROW_SLOTS = 1 << 16  # slots up to which a thread has one
 _NARROW = 128  # slots of a program then, else
 _WIDE = 512
 
@@ -90,7 +90,7 @@ def _launch_slots(
     if table.numel() == 0:
         return out.fill_(-1)
     tokens, width = shape[0], out.numel() // shape[0]
-    tile = _NARROW if out.numel() <= _FEW else _WIDE
+    tile = _NARROW if out.numel() <= _NARROW_SLOTS else _WIDE
     block = min(tile, launch_options.power_of_two(width))
     rows = tile // block  # however few tokens there are: their number must not be a constant
     blocks = triton.cdiv(width, block)

@@ -1,4 +1,4 @@
-"""From the product to what mixes four streams: gates, write-back and the Sinkhorn matrix."""
+"""From the mixing GEMM to the coefficients of four streams: gates, write-back, Sinkhorn matrix."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsv4.triton.norm import inverse_rms
 
 
 @triton.jit
-def summed(parts, token, tokens, splits, SPLITS: tl.constexpr, ROW_BLOCK: tl.constexpr):
-    """The parts of one token added up, ``[ROW_BLOCK]``."""
+def summed(partials, token, tokens, splits, SPLITS: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """Sum of the partial sums of one token, ``[ROW_BLOCK]``."""
     split = tl.arange(0, SPLITS)[:, None]
     offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
-    return tl.sum(tl.load(parts + offset, mask=split < splits, other=0.0), 0)
+    return tl.sum(tl.load(partials + offset, mask=split < splits, other=0.0), 0)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _sinkhorn_and_store(
 ):
     """The matrix of logits, row by row, made doubly stochastic; columns last.
 
-    Its entries are numbers of their own, so a round needs no other thread: some 50 cycles.
+    A thread has all 16 entries in registers, so a round needs no other thread: some 50 cycles.
     """
     c0, c1, c2, c3 = _row_softmax(c0, c1, c2, c3, eps)
     c4, c5, c6, c7 = _row_softmax(c4, c5, c6, c7, eps)
@@ -98,7 +98,7 @@ def _sinkhorn_and_store(
 
 @triton.jit
 def parameters_of(scale, base, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr):
-    """Factor and base of each row: the first n make the collapse, n more the write-back."""
+    """Factor and base of each row: the first n are of ``hc_pre``, n more of ``hc_post``."""
     row = tl.arange(0, ROW_BLOCK)
     part = tl.minimum(row // 4, 2)
     factor = widen(tl.load(scale + part, mask=row < ROWS, other=0.0))
@@ -157,26 +157,34 @@ def _columns(values):
 
 @triton.jit
 def _entry(columns, INDEX: tl.constexpr):
-    """Entry INDEX of what ``columns`` are of, in every thread: one exchange instead of a sum."""
+    """Entry INDEX of the vector of ``columns``, in every thread: one exchange instead of a sum."""
     column = columns[INDEX % 4]
     return tl.gather(column, tl.full(column.shape, INDEX // 4, tl.int32), 0)
 
 
 @triton.jit
-def _many_rows(parts, token, tokens, splits, ROW: tl.constexpr, ROW_BLOCK: tl.constexpr):
-    """Row ROW of the summed product of each of many tokens."""
+def _many_rows(partials, token, tokens, splits, ROW: tl.constexpr, ROW_BLOCK: tl.constexpr):
+    """Row ROW of the summed GEMM of each of many tokens."""
     total = tl.zeros(token.shape, tl.float32)
     for split in range(splits):
         offset = (tl.cast(split, tl.int64) * tokens + token) * ROW_BLOCK + ROW
-        total += tl.load(parts + offset, mask=token < tokens, other=0.0)
+        total += tl.load(partials + offset, mask=token < tokens, other=0.0)
     return total
 
 
 @triton.jit
 def _many_logits(
-    parts, token, tokens, splits, inverse, scale, base, ROW: tl.constexpr, ROW_BLOCK: tl.constexpr
+    partials,
+    token,
+    tokens,
+    splits,
+    inverse,
+    scale,
+    base,
+    ROW: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
 ):
-    mix = _many_rows(parts, token, tokens, splits, ROW, ROW_BLOCK) * inverse
+    mix = _many_rows(partials, token, tokens, splits, ROW, ROW_BLOCK) * inverse
     factor = widen(tl.load(scale + (1 if ROW < 8 else 2)))
     return tl.fma(mix, factor, widen(tl.load(base + ROW)))
 
@@ -184,7 +192,7 @@ def _many_logits(
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def coefficients_kernel(
-    parts,
+    partials,
     scale,
     base,
     post,
@@ -203,30 +211,32 @@ def coefficients_kernel(
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = token < tokens
-    squares = _many_rows(parts, token, tokens, splits, 24, ROW_BLOCK)
+    squares = _many_rows(partials, token, tokens, splits, 24, ROW_BLOCK)
     inverse = inverse_rms(squares, 4 * hidden, norm_eps)
     for i in tl.static_range(4):
-        logit = _many_logits(parts, token, tokens, splits, inverse, scale, base, 4 + i, ROW_BLOCK)
+        logit = _many_logits(
+            partials, token, tokens, splits, inverse, scale, base, 4 + i, ROW_BLOCK
+        )
         tl.store(post + token * 4 + i, 2.0 * tl.sigmoid(logit), mask=mask)
     _sinkhorn_and_store(
         comb + token * 16,
         mask,
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 8, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 9, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 10, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 11, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 12, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 13, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 14, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 15, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 16, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 17, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 18, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 19, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 20, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 21, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 22, ROW_BLOCK),
-        _many_logits(parts, token, tokens, splits, inverse, scale, base, 23, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 8, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 9, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 10, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 11, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 12, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 13, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 14, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 15, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 16, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 17, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 18, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 19, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 20, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 21, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 22, ROW_BLOCK),
+        _many_logits(partials, token, tokens, splits, inverse, scale, base, 23, ROW_BLOCK),
         hc_eps,
         ITERATIONS,
     )

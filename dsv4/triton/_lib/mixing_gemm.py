@@ -1,8 +1,12 @@
-"""The gemm of ``fn`` with flattened streams, in parts, for ``hyper_connection``.
+"""Split-K GEMM of ``fn`` with flattened streams, for ``hyper_connection``.
 
-A program takes some tokens and some columns, and leaves its part of the gemm and of the sum of
-squares. The gemm is exact up to float32 sums: ``fn`` is cut into three bfloat16 numbers that add
-up to all its 24 bits, and products of bfloat16 are exact.
+A program takes a tile of tokens and a range of columns (K) and stores its partial sums of the GEMM
+and of the token's squares. The GEMM is exact up to float32 sums: ``fn`` is split into three
+bfloat16 numbers that add up to all its 24 bits, and products of bfloat16 are exact.
+
+There are three kernels: ``_mixing_small_m_kernel`` (one token per program, FMA instructions),
+``_mixing_gemm_kernel`` (16 or 64 tokens, tensor cores, ``fn`` split in registers) and
+``_mixing_large_m_kernel`` (256 tokens, TMA loads, ``fn`` split by a launch before it).
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-# Up to this many tokens a program takes one, and the gemm needs no tensor core.
-FEW = 4
-# Of a thread then: with no number the compiler saves registers, and loads wait for loads.
+# Up to this many tokens a program takes one token and uses no tensor core.
+SMALL_M = 4
+# Registers of a thread of that kernel. Without a number the compiler saves registers, so that loads
+# wait for earlier loads.
 _REGISTERS = 128
-# From this many on ``fn`` is cut by a launch of its own.
-MANY = 1024
-# Then: tokens and columns of a tile, tiles in flight, warps.
-_TALL = (256, 64, 4, 8)
+# From this many tokens on a launch of its own splits ``fn`` once, not every program again.
+LARGE_M = 1024
+# Of ``_mixing_large_m_kernel``: tokens and columns of a tile, pipeline stages, warps.
+_LARGE_M_TILE = (256, 64, 4, 8)
 
 
 @triton.jit
@@ -68,7 +73,7 @@ def _split_gemm(x, fn, total):
 def _mixing_gemm_kernel(
     x,
     fn,
-    parts,
+    partials,
     tokens,
     width,
     splits,
@@ -80,9 +85,10 @@ def _mixing_gemm_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Parts of the gemm of many tokens: of columns of the flattened streams, ``width`` in all.
+    """Partial sums of TOKENS tokens over CHUNKS * BLOCK of the ``width`` columns.
 
-    Columns 0 to ROWS - 1 of a part are the gemm, column ROWS is the sum of squares.
+    Columns 0 to ROWS - 1 of a partial are the GEMM, column ROWS is the sum of squares. Program
+    ``p`` has tokens of tile ``p // splits`` and split ``p % splits`` of K.
     """
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
@@ -106,7 +112,7 @@ def _mixing_gemm_kernel(
         squares += wide * wide
     total = tl.where(row[None, :] == ROWS, tl.sum(squares, 1)[:, None], gemm)
     offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row[None, :]
-    tl.store(parts + offset, total, mask=here)
+    tl.store(partials + offset, total, mask=here)
 
 
 @fast_launch
@@ -120,7 +126,7 @@ def _split_bf16_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``fn`` in three parts, ROW_BLOCK rows to each; rows that fn has not are zeros."""
+    """``fn`` as three bfloat16 matrices of ROW_BLOCK rows each; rows past those of fn are zeros."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +144,7 @@ def _split_bf16_kernel(
 def _mixing_large_m_kernel(
     x,
     cut,
-    parts,
+    partials,
     tokens,
     splits,
     ROW_BLOCK: tl.constexpr,
@@ -148,10 +154,10 @@ def _mixing_large_m_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Parts of the gemm, as ``_mixing_gemm_kernel``, of ``fn`` that is cut already.
+    """Partial sums as in ``_mixing_gemm_kernel``, of ``fn`` that is split already.
 
-    One gemm with all three parts, and a quarter of nothing: past the matrix ``cut`` lie zeros.
-    There are no squares: the collapse sums them up.
+    One GEMM multiplies all three matrices of ``cut``; its last quarter is zeros, which the TMA
+    load returns past the end. There are no squares: the launch of ``hc_pre`` sums them up.
     """
     wait_for_inputs(PDL)
     split = tl.program_id(0) % splits
@@ -163,7 +169,7 @@ def _mixing_large_m_kernel(
     token = first.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
     total = tl.sum(tl.reshape(total, [TOKENS, 4, ROW_BLOCK]), 1)
-    tl.store(parts + offset, total, mask=token < tokens)
+    tl.store(partials + offset, total, mask=token < tokens)
 
 
 @triton.jit
@@ -178,7 +184,7 @@ def _dot(a, b, total):
 def _mixing_small_m_kernel(
     x,
     fn,
-    parts,
+    partials,
     y,
     post,
     comb,
@@ -193,14 +199,15 @@ def _mixing_small_m_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The same for one token and a slice of the hidden dimension, of all streams.
+    """Partial sums of one token over a slice of the hidden dimension, of all four streams.
 
-    So a write-back can come before it. All loads are issued before the first use: one latency.
+    A program has all streams of its columns, so the write-back of the sublayer before can be done
+    here. All loads are issued before the first use, so that their latencies overlap.
     """
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
     if PREFETCH:
-        # Streams as rows, so that the program's threads share the lines: each asked for one alone.
+        # Streams as rows, so that each thread of the program prefetches other lines.
         streamed = tl.minimum(tl.arange(0, 4 * ROW_BLOCK), 4 * ROWS - 1)
         prefetch_tile(fn, hidden, streamed, split * BLOCK, BLOCK)
     wait_for_inputs(PDL)
@@ -230,12 +237,12 @@ def _mixing_small_m_kernel(
     sums = tl.fma(f1, x1[None, :], f0 * x0[None, :])
     sums = tl.fma(f3, x3[None, :], tl.fma(f2, x2[None, :], sums))
     total = tl.where(row == ROWS, tl.sum(squares, 0), tl.sum(sums, 1))
-    tl.store(parts + (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row, total)
+    tl.store(partials + (split.to(tl.int64) * tokens + token) * ROW_BLOCK + row, total)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of a gemm with ``rows`` rows: ``[splits, T, row_block]`` float32.
+class Partials:
+    """Partial sums of a GEMM with ``rows`` rows: ``[splits, T, row_block]`` float32.
 
     If ``squared``, the row after them has the sum of a token's squares.
     """
@@ -253,30 +260,30 @@ class Parts:
         return self.data.shape[2]
 
 
-def _empty_parts(x: torch.Tensor, fn: torch.Tensor, splits: int) -> Parts:
+def _empty_partials(x: torch.Tensor, fn: torch.Tensor, splits: int) -> Partials:
     rows = fn.shape[0]
     shape = (splits, x.shape[0], launch_options.power_of_two(rows + 1))
-    return Parts(x.new_empty(shape, dtype=torch.float32), rows)
+    return Partials(x.new_empty(shape, dtype=torch.float32), rows)
 
 
-def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
-    """Parts of ``fn`` times the streams ``x [T, 4, H]``: about two programs per SM."""
+def _partials_of_many(x: torch.Tensor, fn: torch.Tensor) -> Partials:
+    """Partial sums of ``fn`` times the streams ``x [T, 4, H]``: about two programs per SM."""
     tokens, width = x.shape[0], fn.shape[1]
     group, block = (16 if tokens <= 16 else 64), 128
     groups, chunks = -(-tokens // group), -(-width // block)
     splits = max(1, min(chunks, 2 * launch_options.sm_count(x.device) // groups))
     share = -(-chunks // splits)
-    parts = _empty_parts(x, fn, -(-chunks // share))
+    partials = _empty_partials(x, fn, -(-chunks // share))
     with launch_options.on(x):
-        _mixing_gemm_kernel[(groups * parts.splits,)](
+        _mixing_gemm_kernel[(groups * partials.splits,)](
             x,
             fn,
-            parts.data,
+            partials.data,
             tokens,
             width,
-            parts.splits,
-            ROWS=parts.rows,
-            ROW_BLOCK=parts.row_block,
+            partials.splits,
+            ROWS=partials.rows,
+            ROW_BLOCK=partials.row_block,
             TOKENS=group,
             BLOCK=block,
             CHUNKS=share,
@@ -285,37 +292,37 @@ def _parts_of_many(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             num_stages=3,
             **launch_options.options(x),
         )
-    return parts
+    return partials
 
 
-def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
-    """The same of so many tokens that ``fn`` is cut by a launch of its own; without squares."""
+def _partials_of_large_m(x: torch.Tensor, fn: torch.Tensor) -> Partials:
+    """Partial sums for large M: a launch of its own splits ``fn``; without squares."""
     tokens, width = x.shape[0], fn.shape[1]
-    group, block, stages, warps = _TALL
+    group, block, stages, warps = _LARGE_M_TILE
     groups, chunks = -(-tokens // group), -(-width // block)
     splits = max(1, min(chunks, launch_options.sm_count(x.device) // groups))
     share = -(-chunks // splits)
-    parts = _empty_parts(x, fn, -(-chunks // share))
-    parts = dataclasses.replace(parts, squared=False)
-    cut = x.new_empty((3 * parts.row_block, width))
+    partials = _empty_partials(x, fn, -(-chunks // share))
+    partials = dataclasses.replace(partials, squared=False)
+    cut = x.new_empty((3 * partials.row_block, width))
     with launch_options.on(x):
-        _split_bf16_kernel[(parts.row_block, -(-width // 1024))](
+        _split_bf16_kernel[(partials.row_block, -(-width // 1024))](
             fn,
             cut,
-            parts.rows,
+            partials.rows,
             width,
-            ROW_BLOCK=parts.row_block,
+            ROW_BLOCK=partials.row_block,
             BLOCK=1024,
             num_warps=4,
             **launch_options.options(x),
         )
-        _mixing_large_m_kernel[(groups * parts.splits,)](
+        _mixing_large_m_kernel[(groups * partials.splits,)](
             TensorDescriptor.from_tensor(x.view(tokens, width), [group, block]),
-            TensorDescriptor.from_tensor(cut, [4 * parts.row_block, block]),
-            parts.data,
+            TensorDescriptor.from_tensor(cut, [4 * partials.row_block, block]),
+            partials.data,
             tokens,
-            parts.splits,
-            ROW_BLOCK=parts.row_block,
+            partials.splits,
+            ROW_BLOCK=partials.row_block,
             TOKENS=group,
             BLOCK=block,
             CHUNKS=share,
@@ -323,51 +330,54 @@ def _parts_of_all(x: torch.Tensor, fn: torch.Tensor) -> Parts:
             num_warps=warps,
             **launch_options.options(x),
         )
-    return parts
+    return partials
 
 
-def parts_of_few(
+def partials_of_small_m(
     x: torch.Tensor,
     fn: torch.Tensor,
     write_back: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[Parts, torch.Tensor]:
-    """Parts of ``fn`` times the streams, and those streams: of what the ``write_back`` of ``(y,
-    post, comb)`` makes of ``x``, where there is one."""
+) -> tuple[Partials, torch.Tensor]:
+    """Partial sums for small M, and the streams that they are of.
+
+    With ``write_back`` ``(y, post, comb)`` these are the streams after it, else ``x``.
+    """
     tokens, _, hidden = x.shape
     block = 32 if hidden <= 4096 else 64
-    parts = _empty_parts(x, fn, -(-hidden // block))
+    partials = _empty_partials(x, fn, -(-hidden // block))
     y, post, comb = write_back or (None, None, None)
     out = x if write_back is None else torch.empty_like(x)
     with launch_options.on(x):
-        _mixing_small_m_kernel[(tokens * parts.splits,)](
+        _mixing_small_m_kernel[(tokens * partials.splits,)](
             x,
             fn,
-            parts.data,
+            partials.data,
             y,
             post,
             comb,
             out,
             tokens,
             hidden,
-            parts.splits,
+            partials.splits,
             WRITE_BACK=write_back is not None,
-            ROWS=parts.rows,
-            ROW_BLOCK=parts.row_block,
+            ROWS=partials.rows,
+            ROW_BLOCK=partials.row_block,
             BLOCK=block,
             PREFETCH=hidden % block == 0 and launch_options.capability(x) is not None,
             num_warps=4,
             maxnreg=_REGISTERS,
             **launch_options.options(x),
         )
-    return parts, out
+    return partials, out
 
 
-def parts_of(x: torch.Tensor, fn: torch.Tensor) -> Parts:
+def partials_of(x: torch.Tensor, fn: torch.Tensor) -> Partials:
+    """Partial sums of ``fn`` times the streams ``x``, by the kernel for the number of tokens."""
     tokens, _, hidden = x.shape
-    if tokens <= FEW:
-        return parts_of_few(x, fn)[0]
+    if tokens <= SMALL_M:
+        return partials_of_small_m(x, fn)[0]
     # Tensor descriptors want rows of whole 16 bytes, at multiples of 16.
     whole = hidden % 8 == 0 and x.data_ptr() % 16 == 0
-    if tokens >= MANY and x.dtype == torch.bfloat16 and whole:
-        return _parts_of_all(x, fn)
-    return _parts_of_many(x, fn)
+    if tokens >= LARGE_M and x.dtype == torch.bfloat16 and whole:
+        return _partials_of_large_m(x, fn)
+    return _partials_of_many(x, fn)

@@ -1,12 +1,16 @@
-"""Quantise what is in registers to NVFP4 and store it: a tile, or a row by chunks.
+"""Quantise registers to NVFP4 and store them: a tile, or a row by chunks.
 
-Of many rows one thread takes a block of 16, in two halves of 8 columns. So the maximum of a block
-needs no other thread, and codes and scales leave as they were made. Of few rows (``quantize_tile``)
-two threads have a block, a piece of 8 columns each: a thread that is alone takes 3 to 7 cycles for
-an instruction, and half as many code 8 columns. And several programs share a long row: where its
-scale follows from it, or a norm is in front, each of them looks at all of the row, but it codes and
-stores its own part alone. ``Output`` is the launcher's side: every kernel that quantises takes its
-``arguments`` and ``options``.
+Tiling for many rows (``quantize_row``): a thread owns a block of 16 in two halves of 8 columns, so
+the maximum of a block needs no other thread, and codes and scales are stored from the registers
+that computed them.
+
+Tiling for few rows (``quantize_tile``): two threads own a block, a piece of 8 columns each, because
+a lone thread takes 3 to 7 cycles per instruction and 8 columns take half the instructions of 16.
+Several programs share a long row. Where the global scale follows from the row, or the kernel has a
+norm first, each program reads all of the row, but codes and stores its own part only.
+
+``Output`` is the launcher's side: every kernel that quantises takes its ``arguments`` and
+``options``.
 """
 
 from __future__ import annotations
@@ -36,19 +40,20 @@ from dsv4.triton._lib.nvfp4 import (
 )
 from dsv4.triton._runtime import launch_options
 
-# Where the global scale comes from: it is given, from the row, or from partial maxima of a matrix.
-_GIVEN = tl.constexpr(0)
+# Source of the global scale: stored in memory, computed from the row, or from partial maxima.
+_STORED = tl.constexpr(0)
 TOKEN = tl.constexpr(1)
-_PARTS = tl.constexpr(2)
+_PARTIALS = tl.constexpr(2)
 
-# Blocks of a tile, a thread for each. Rows that are few, and so few that a program is alone.
-_GROUPS = 128
-_FEW = 256
-_ALONE = 8
+# Blocks of a tile, one thread each; rows up to which rows count as few; rows up to which a program
+# has its SM to itself, so that a thread takes one piece only.
+_TILE_BLOCKS = 128
+_FEW_ROWS = 256
+_LONE_ROWS = 8
 
-# Rows up to which programs share one, and blocks that each of them codes.
-_SHARED = 64
-_PART = 128
+# Rows up to which several programs share a row, and blocks that each of them codes.
+_SHARED_ROWS = 64
+_SHARE_BLOCKS = 128
 
 
 @triton.jit
@@ -70,9 +75,9 @@ def load_pieces(x, stride, row, piece, inside):
 
 @triton.jit
 def of_block(peak, PIECES: tl.constexpr):
-    """The largest of each PIECES neighbours of ``peak [N]``, a block's, for each of them.
+    """Maximum of each group of PIECES neighbours of ``peak [N]`` (a block), in all of them.
 
-    As ``largest`` returns them, and compared as it does: NaN where one is NaN.
+    Compared as ``largest`` does: NaN where one is NaN.
     """
     N: tl.constexpr = peak.shape[0] // PIECES
     bits = tl.reshape(peak.to(tl.int32, bitcast=True), [N, PIECES])
@@ -99,8 +104,9 @@ def store_scales(scales, bits, row, block, inside, rows, columns, SWIZZLED: tl.c
 def row_peak(amax, ROWS: tl.constexpr):
     """The largest of each row of ``amax [ROWS * N]``, numbers of 0 or more: ``[ROWS]``.
 
-    Of one row a scalar, with one barrier: a warp's is handed to all threads and each compares all
-    of them, where ``tl.max`` would let one warp do that and hand the result out behind a second.
+    Of one row a scalar, behind one barrier: every warp broadcasts its maximum through shared
+    memory and each thread compares all of them. ``tl.max`` would let one warp compare them and
+    broadcast the result behind a second barrier.
     """
     N: tl.constexpr = amax.shape[0] // ROWS
     bits = amax.to(tl.int32, bitcast=True)
@@ -110,8 +116,8 @@ def row_peak(amax, ROWS: tl.constexpr):
         if N > 32:
             WARPS: tl.constexpr = N // 32
             COPIES: tl.constexpr = max(1, 32 // WARPS)
-            parts = tl.max(tl.reshape(bits, [WARPS, 32]), 1)
-            bits = tl.broadcast_to(parts[None, :], [COPIES, WARPS])
+            partials = tl.max(tl.reshape(bits, [WARPS, 32]), 1)
+            bits = tl.broadcast_to(partials[None, :], [COPIES, WARPS])
             bits = tl.reshape(bits, [COPIES * WARPS])
         peak = tl.max(bits, 0)
     return peak.to(tl.float32, bitcast=True)
@@ -124,9 +130,9 @@ def sum_of_all(numbers):
     WARPS: tl.constexpr = max(1, N // 32)
     COPIES: tl.constexpr = max(1, 32 // WARPS) if N > 32 else 1
     if N > 32:
-        parts = tl.sum(tl.reshape(numbers, [WARPS, 32]), 1)
-        parts = tl.broadcast_to(parts[None, :], [COPIES, WARPS])
-        numbers = tl.reshape(parts, [COPIES * WARPS])
+        partials = tl.sum(tl.reshape(numbers, [WARPS, 32]), 1)
+        partials = tl.broadcast_to(partials[None, :], [COPIES, WARPS])
+        numbers = tl.reshape(partials, [COPIES * WARPS])
     return tl.sum(numbers, 0) // COPIES
 
 
@@ -165,9 +171,10 @@ def loaded_coordinates(
 
 @triton.jit
 def own_part(values, chunk, N: tl.constexpr):
-    """Of all M pieces of a row, ``[M, 8]``, the N of its part ``chunk``: ``[N, 8]``.
+    """The N pieces of part ``chunk`` of a row of M pieces, ``[M, 8]``: ``[N, 8]``.
 
-    M is N times a power of two. Of N neighbours every thread has as many, so none are exchanged.
+    M is N times a power of two. Every thread has as many of each N neighbours, so no data are
+    exchanged between threads.
     """
     for _ in tl.static_range(16):
         if values.shape[0] > N:
@@ -179,13 +186,13 @@ def own_part(values, chunk, N: tl.constexpr):
 
 @triton.jit
 def block_peaks(values):
-    """The largest of each piece's block ``[M]``, of pieces ``[M, 8]``; 0 where it is not finite."""
+    """Maximum magnitude of each piece's block, ``[M]`` of ``[M, 8]``; 0 where it is not finite."""
     return finite_amax(of_block(largest(values), 2))[0]
 
 
 @triton.jit
 def over_threads(peaks, N: tl.constexpr):
-    """The largest of every N-th of ``peaks [M]``, ``[N]``."""
+    """Maximum of every N-th of ``peaks [M]``, ``[N]``: within each thread, before any exchange."""
     if peaks.shape[0] == N:
         return peaks
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
@@ -204,7 +211,7 @@ def quantize_tile(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -212,42 +219,43 @@ def quantize_tile(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     own=None,
 ):
     """Quantise and store this program's blocks: ``values [ROWS * BLOCKS * 2, 8]``, of any float.
 
-    Two threads have a block, 8 columns each, so that a row that is alone has many. They are those
-    of ``own_coordinates``, unless ``own`` says which pieces they are.
+    Two threads own a block, 8 columns each, so that a lone row has many threads. The pieces are
+    those of ``own_coordinates``, unless ``own`` lists others.
 
-    ``peaks`` are the ``block_peaks`` of whole rows, ROWS times any number, where the scale follows
-    from them; where it is given, it, or None if it has not been loaded. ``source`` holds the given
-    global scales or ``parts`` partial maxima of each matrix; ``parts`` is 0 where all matrices
-    share one given scale. The other arguments are ``Output.arguments`` and ``Output.options``.
+    ``peaks``: with SOURCE TOKEN the ``block_peaks`` of whole rows (ROWS times any number); with a
+    stored scale that scale, or None if it has not been loaded. ``source`` points to the stored
+    global scales, or to ``partials`` partial maxima of each matrix; ``partials`` is 0 where all
+    matrices share one stored scale. The other arguments are ``Output.arguments`` and
+    ``Output.options``.
     """
     matrix, row, piece = own_coordinates(ROWS, BLOCKS, CHUNKS)
     if own is not None:
         piece = own
     inside = (row < rows) & (piece < 2 * blocks)
     start = matrix * rows
-    # One scale for the program is a scalar, of which it can ask once whether it is moderate.
+    # One scale per program is a scalar, so one branch decides whether it is moderate.
     ONE: tl.constexpr = ROWS == 1 or not PER_ROW
     line = (tl.program_id(0) // CHUNKS).to(tl.int64) * ROWS
     if ROWS > 1:
         line += tl.arange(0, ROWS)
     amax, finite = finite_amax(of_block(largest(values), 2))
-    if SOURCE == _GIVEN and PER_ROW:
+    if SOURCE == _STORED and PER_ROW:
         scale = peaks
         if peaks is None:
             scale = tl.load(source + start + line, mask=line < rows, other=1.0)
-    elif SOURCE == _GIVEN:
+    elif SOURCE == _STORED:
         scale = peaks
         if peaks is None:
-            scale = tl.load(source + matrix * parts)
-    elif SOURCE == _PARTS:
-        part = tl.arange(0, PARTS)
-        peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
+            scale = tl.load(source + matrix * partials)
+    elif SOURCE == _PARTIALS:
+        part = tl.arange(0, PARTIALS)
+        peaks = tl.load(source + matrix * partials + part, mask=part < partials, other=0.0)
         scale = dynamic_scale(tl.max(peaks, 0))
     else:
         scale = dynamic_scale(row_peak(over_threads(peaks, ROWS * BLOCKS * 2), ROWS))
@@ -338,14 +346,14 @@ def code_tile(
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
-    """Store codes and scales of ``values [N, 8]``, of whose blocks ``amax [N]`` is the largest.
+    """Store codes and scales of ``values [N, 8]``, pieces ``piece [N]`` of rows ``row [N]``.
 
-    ``piece [N]`` are the parts of 8 columns of rows ``row [N]`` that they are.
+    ``amax [N]`` is the maximum magnitude of each piece's block.
     """
     bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
     packed = e2m1_codes(values, product, CONVERT, MODERATE)
     store_pieces(codes, row, blocks, piece, packed, inside)
-    # Of the two threads that have a block, the first stores its scale.
+    # Of the two threads that own a block, the first stores its scale.
     block = tl.where(piece % 2 == 0, piece // 2, scale_columns)
     store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
 
@@ -393,7 +401,7 @@ def blank_scales(
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Scales 0 for a row that only their layout has; otherwise as ``quantize_row``."""
+    """Store zero scales for a padding row of their layout; arguments as ``quantize_row``."""
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     scales += matrix * scale_rows * scale_columns
     for chunk in tl.static_range(CHUNKS):
@@ -404,10 +412,11 @@ def blank_scales(
 
 @triton.jit
 def blank_tile(scales, rows, scale_rows, scale_columns, number, N: tl.constexpr):
-    """Scales 0 in rows that only the swizzled layout has, by program ``number`` past those of rows.
+    """Store zero scales in padding rows of the swizzled layout; ``number`` counts such programs.
 
-    They end the last 128 rows, whose scales lie together: 16 bytes are 4 blocks of 4 rows that are
-    32 apart. A program that found no row inside would compute as long as the others.
+    The padding rows end the last 128 rows, whose scales lie together: 16 bytes are 4 blocks of 4
+    rows at a distance of 32. They have programs of their own, because a program that computed rows
+    outside the matrix would take as long as the others.
     """
     group = number * N + tl.arange(0, N)[:, None]
     of_group = tl.arange(0, 4)[None, :]
@@ -433,14 +442,14 @@ def quantize_row(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
     """``quantize_tile`` of one row, whose CHUNKS times BLOCKS blocks are tuples of halves.
@@ -452,11 +461,11 @@ def quantize_row(
     """
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = matrix * rows + row
-    if SOURCE == _GIVEN:
-        scale = tl.load(source + (start if PER_ROW else matrix * parts))
-    elif SOURCE == _PARTS:
-        part = tl.arange(0, PARTS)
-        peaks = tl.load(source + matrix * parts + part, mask=part < parts, other=0.0)
+    if SOURCE == _STORED:
+        scale = tl.load(source + (start if PER_ROW else matrix * partials))
+    elif SOURCE == _PARTIALS:
+        part = tl.arange(0, PARTIALS)
+        peaks = tl.load(source + matrix * partials + part, mask=part < partials, other=0.0)
         scale = dynamic_scale(tl.max(peaks, 0))
     else:
         peak = tl.zeros([BLOCKS], tl.float32)
@@ -505,8 +514,8 @@ def quantize_row(
 
 
 def are_many(rows: int) -> bool:
-    """Whether so many rows fill the GPU, so that each may be left to few threads."""
-    return rows > _FEW
+    """Whether the rows fill the GPU, so that each may have few threads."""
+    return rows > _FEW_ROWS
 
 
 def tile_shape(blocks: int, whole: bool) -> tuple[int, int]:
@@ -515,8 +524,8 @@ def tile_shape(blocks: int, whole: bool) -> tuple[int, int]:
     if not whole:
         fitting = blocks & -blocks
         wide = fitting if fitting >= 32 else wide
-        wide = min(wide, _GROUPS)
-    return max(1, _GROUPS // wide), wide
+        wide = min(wide, _TILE_BLOCKS)
+    return max(1, _TILE_BLOCKS // wide), wide
 
 
 def shared_blocks(blocks: int, rows: int) -> int:
@@ -526,15 +535,15 @@ def shared_blocks(blocks: int, rows: int) -> int:
     with one or two rows and slower with more.
     """
     wide = launch_options.power_of_two(blocks)
-    return min(wide, _PART) if rows <= _SHARED else wide
+    return min(wide, _SHARE_BLOCKS) if rows <= _SHARED_ROWS else wide
 
 
 def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     """Blocks of a chunk, and chunks of a program that takes one row: 0 where tiles do better.
 
-    Few rows are better spread over many threads. Many are better kept by few threads each, which
-    share what is computed once: by two warps, or one (``by_warp``). A thread's blocks, at most 8,
-    are in its registers. No block may lie past the row.
+    Few rows are faster with many threads per row. Many rows are faster with few threads each, two
+    warps or one (``by_warp``), which share what is computed once per row. A thread keeps its
+    blocks, at most 8, in registers. No block may lie past the row.
     """
     wide = 32 if by_warp else 64
     across = min(blocks & -blocks, max(wide, launch_options.power_of_two(triton.cdiv(blocks, 8))))
@@ -542,12 +551,12 @@ def _chunks(blocks: int, rows: int, by_warp: bool) -> tuple[int, int]:
     return across, blocks // across if fits else 0
 
 
-def tile_warps(pieces: int, rows: int = _FEW) -> int:
-    """Warps for that many parts of rows: a thread for each, up to 16 warps.
+def tile_warps(pieces: int, rows: int = _FEW_ROWS) -> int:
+    """Warps for that many pieces of rows: one thread per piece, up to 16 warps.
 
-    Beyond 256 parts a thread has two, unless rows are so few that a program is alone.
+    Above 256 pieces a thread has two, unless each program has an SM to itself.
     """
-    threads = pieces if pieces <= 256 or rows <= _ALONE else max(256, pieces // 2)
+    threads = pieces if pieces <= 256 or rows <= _LONE_ROWS else max(256, pieces // 2)
     return min(16, max(1, threads // 32))
 
 
@@ -569,7 +578,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Output:
-    """What quantising ``[*batch, N, K]`` to NVFP4 writes, and how a kernel is started for it.
+    """The tensors that quantising ``[*batch, N, K]`` to NVFP4 writes, and its launch options.
 
     Attributes:
         codes: ``[*batch, N, K / 2]``, to be written.
@@ -581,7 +590,7 @@ class Output:
         weight: Whether block scales are those of weights.
         layout: Layout of ``scales``.
         by_warp: Whether ``quantize_row`` leaves a row to one warp.
-        normed: Whether rows have a norm in front, for which a program looks at all of its row.
+        normed: Whether the kernel norms the rows first, so that a program reads all of its row.
     """
 
     codes: torch.Tensor
@@ -641,7 +650,7 @@ class Output:
         return rows, blocks, scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
 
     @property
-    def _parts(self) -> int:
+    def _partials(self) -> int:
         """From the source of one matrix to that of the next."""
         if self.source is None or self.source.dim() == 1:
             return 1
@@ -658,21 +667,28 @@ class Output:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments from ``source`` to ``parts``."""
-        return self.source, self.codes, as_bytes(self.scales), self.total, *self._sizes, self._parts
+        """The arguments from ``source`` to ``partials``."""
+        return (
+            self.source,
+            self.codes,
+            as_bytes(self.scales),
+            self.total,
+            *self._sizes,
+            self._partials,
+        )
 
     @property
     def _constants(self) -> dict[str, Any]:
         per_row = self._per_token or (not self.dynamic and self.total.shape[-1] != 1)
-        kind = _GIVEN if not self.dynamic else TOKEN if self._per_token else _PARTS
+        kind = _STORED if not self.dynamic else TOKEN if self._per_token else _PARTIALS
         return {
             "SOURCE": kind.value,
             "PER_ROW": per_row,
             "WEIGHT": self.weight,
             "SWIZZLED": self.layout == formats.SWIZZLED,
-            "PARTS": launch_options.power_of_two(self._parts),
+            "PARTIALS": launch_options.power_of_two(self._partials),
             "CONVERT": conversion(self.codes),
-            **launch_options.options(self.codes, few=self._all_rows <= _FEW // 2),
+            **launch_options.options(self.codes, few=self._all_rows <= _FEW_ROWS // 2),
         }
 
     @property
@@ -685,9 +701,9 @@ class Output:
 
     @property
     def whole(self) -> int:
-        """Pieces of the row of which each program looks at all, not at its own alone; or 0."""
-        apart = self.normed or (self._per_token and self._shared)
-        return 2 * launch_options.power_of_two(self._sizes[3]) if apart else 0
+        """Pieces of the row, where each program reads all of them and not its own only; else 0."""
+        reads_all = self.normed or (self._per_token and self._shared)
+        return 2 * launch_options.power_of_two(self._sizes[3]) if reads_all else 0
 
     @property
     def _shared(self) -> bool:

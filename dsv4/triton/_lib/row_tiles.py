@@ -10,7 +10,7 @@ from dsv4.triton._runtime import launch_options
 _WARP = 32
 _VECTOR_BYTES = 16
 _PROGRAM_BYTES = 8192
-_MANY = 1024
+_MANY_ROWS = 1024
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -28,11 +28,11 @@ def tile(rows: int, columns: int, itemsize: int = 2) -> dict[str, int]:
     of rows of 1 KiB or less, because a GPU starts no more than some 0.8 programs per nanosecond.
     """
     width = launch_options.power_of_two(columns * itemsize)
-    if rows < _MANY:
+    if rows < _MANY_ROWS:
         # A row of 1 KiB or less is left to one warp, whose sum needs no barrier.
         warps = 1 if width <= 1024 else min(16, width // (_WARP * _VECTOR_BYTES))
         return {"ROWS": 1, "num_warps": warps}
     most = _PROGRAM_BYTES if width > 1024 else _PROGRAM_BYTES // 2
-    shared = min(max(1, most // width), launch_options.power_of_two(2 * rows // _MANY))
+    shared = min(max(1, most // width), launch_options.power_of_two(2 * rows // _MANY_ROWS))
     warps = max(4, min(8, width // 1024), width // 4096)
     return {"ROWS": shared, "num_warps": min(32, warps)}
