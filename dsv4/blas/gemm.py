@@ -1,6 +1,6 @@
-"""Product of quantised activations with an NVFP4 weight by torch's own block-scaled product.
+"""GEMM of quantised activations with an NVFP4 weight by torch's block-scaled GEMM.
 
-``torch.nn.functional.scaled_mm`` hands it to cuBLAS, which has it on Blackwell. Its float32 sums
+``torch.nn.functional.scaled_mm`` calls cuBLAS, which has it on Blackwell. Its float32 sums
 are multiplied by the global scales here, row by row and segment by segment: its own global scale
 is one number for a whole matrix.
 """

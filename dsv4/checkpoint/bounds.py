@@ -1,4 +1,4 @@
-"""Whether a configuration is of the size of a checkpoint's tensors, before a model is built of it.
+"""Check a configuration against the size of a checkpoint's tensors before a model is built.
 
 A config.json of 1 kB may ask for 10^9 layers. What it asks for must be in the headers, so that the
 work of building a model is bounded by the size of the files.

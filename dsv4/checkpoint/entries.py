@@ -1,10 +1,10 @@
-"""Which tensors of a checkpoint belong together, and what they mean.
+"""Group the tensors of a checkpoint that belong together, and recognise their formats.
 
 Decided for every matrix on its own by dtype and companions (specification, section 11.5): the
 producers disagree about which matrices are quantised, and config.json does not say.
 
 =====================  ====================================================  ==================
-weight                 companions                                            meaning
+weight                 companions                                            format
 =====================  ====================================================  ==================
 U8                     weight_scale E4M3, weight_scale_2, [input_scale]      NVFP4 (ModelOpt)
 U8                     weight_scale E4M3, weight_scale_2, [input_scale_2]    NVFP4 (AMD Quark)
@@ -368,7 +368,7 @@ def _part(
 
 
 def _input_scale(parts: dict[str, TensorInfo], packed: bool, info: TensorInfo) -> TensorInfo | None:
-    """The activation's global scale: a reciprocal beside packed weights, else what multiplies."""
+    """The activation's global scale: a reciprocal with packed weights, else a factor."""
     names_of = ("input_global_scale",) if packed else ("input_scale", "input_scale_2")
     input_scales = [parts[last] for last in _INPUT_SCALES if last in parts]
     if len(input_scales) > 1:

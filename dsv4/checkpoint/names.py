@@ -2,7 +2,7 @@
 
 The canonical name is transformers' (specification, section 10, with the prefix ``model.`` and one
 entry per expert: ``model.layers.3.mlp.experts.7.gate_proj.weight``). transformers has no MTP; its
-block is ``mtp.<i>.layer.*`` here, beside ``mtp.<i>.{e_proj,h_proj,enorm,hnorm,norm}.weight`` and
+block is ``mtp.<i>.layer.*`` here, next to ``mtp.<i>.{e_proj,h_proj,enorm,hnorm,norm}.weight`` and
 ``mtp.<i>.hc_head.*``.
 
 Files mix the two: what transformers and the tools on top of it save has original names below

@@ -1,4 +1,4 @@
-"""Which layers are packed while a checkpoint is read, and saying which are not."""
+"""Choose the layers to pack while a checkpoint is read, and report those that are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNPACKED = (None, FP8_BLOCK)
 
 @dataclass(frozen=True)
 class PackChoice:
-    """What the argument ``pack`` means for a model.
+    """The checked argument ``pack``.
 
     Attributes:
         enabled: Whether layers are packed.

@@ -61,7 +61,7 @@ def _encoded(q: QuantizedTensor, own: float, common: float) -> torch.Tensor | No
     """Block scales for another global scale, None if a value would change."""
     if own == common:
         return q.scales
-    # Products of an 8-bit and a 32-bit float are exact in float64.
+    # An 8-bit float times a 32-bit one is exact in float64.
     scales = q.scales.double() * own
     coded = (scales / common).clamp(max=448.0).float().to(torch.float8_e4m3fn)
     same = coded.double() * common == scales

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, or a line now and then where stderr is no terminal."""
+"""Progress bar on stderr; without a terminal, a line every 10 seconds."""
 
 from __future__ import annotations
 

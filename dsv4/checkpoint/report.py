@@ -1,4 +1,4 @@
-"""Which draft layers a checkpoint has, what of it is loaded, and saying so."""
+"""Find the draft layers of a checkpoint, and report what is loaded and what is left out."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class ShardWriter:
 
 
 class _Shard:
-    """One file being written: room for the header first, then data, then the header in its room."""
+    """One file being written: space for the header, then data, then the header in that space."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file

@@ -35,7 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A shard is unmapped after each of so many parts of it: often enough that few of its pages are in
-# memory, seldom enough that parsing the header again costs little beside the reading.
+# memory, seldom enough that parsing the header again costs little compared with reading.
 _PARTS = 32
 
 

@@ -1,4 +1,4 @@
-"""Replacing the files of a checkpoint in a folder as one step.
+"""Replace the files of a checkpoint in a folder as one step.
 
 A save has four phases, and at every moment the folder holds the whole old checkpoint or the whole
 new one, whatever fails, also a process that is killed:

@@ -14,7 +14,7 @@ from dsv4.ops import _check
 from dsv4.ops.kv_cache import check_pages
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 
-WINDOW_PAGE = 64  # entries per page of raw key-values
+WINDOW_PAGE = 64  # entries per page of raw KV entries
 BLOCK = 256  # tokens that one page of compressed entries stands for
 
 
@@ -23,7 +23,7 @@ class LayerCache:
     """What one layer remembers of every sequence.
 
     Attributes:
-        window: Raw key-values; a sequence owns a ring of ``window_capacity`` entries.
+        window: Raw KV entries; a sequence owns a ring of ``window_capacity`` entries.
         window_table: ``[S, P]`` int64, pages of the ring.
         sliding_window: Positions a token sees raw, itself included.
         ratio: Tokens per compressed entry, 0 for a sliding-window layer.
@@ -184,7 +184,7 @@ class CacheSize:
         max_chunk: Most new tokens of one sequence in one step.
         pool_tokens: Tokens of all sequences together whose compressed entries have room; None: each
             sequence has pages of its own for ``max_tokens``.
-        window_pages: Pages of raw key-values, of each layer, in all.
+        window_pages: Pages of raw KV entries, of each layer, in all.
     """
 
     sequences: int
@@ -194,7 +194,7 @@ class CacheSize:
     window_pages: int | None = None
 
     def window_entries(self, config: ModelConfig) -> int:
-        """Raw key-values that a step of one sequence reads and writes, at most."""
+        """Raw KV entries that a step of one sequence reads and writes, at most."""
         return min(config.sliding_window - 1 + self.max_chunk, self.max_tokens)
 
 
@@ -245,8 +245,8 @@ class LayerBuilder:
     def _with_compressed(self, layer: LayerCache, ratio: int, overlap: bool) -> LayerCache:
         page_size, config = max(1, BLOCK // ratio), self.config  # 64 at ratio 4, 2 at ratio 128
         columns = -(-max(1, self.size.max_tokens // ratio) // page_size)
-        room = -(-max(1, (self.size.pool_tokens or 0) // ratio) // page_size)
-        table, count = self._place(ratio, f"compressed (ratio {ratio})", page_size, columns, room)
+        pages = -(-max(1, (self.size.pool_tokens or 0) // ratio) // page_size)
+        table, count = self._place(ratio, f"compressed (ratio {ratio})", page_size, columns, pages)
         layer = replace(
             layer,
             ratio=ratio,

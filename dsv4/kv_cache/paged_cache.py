@@ -1,4 +1,4 @@
-"""The paged cache of a model: raw key-values, compressed entries, compressor state.
+"""The paged cache of a model: raw KV entries, compressed entries, compressor state.
 
 Every tensor is allocated once. Which slot a token reads or writes is tensor arithmetic on sequence
 rows, positions and page tables, so a captured graph replays with other values. On the host run
@@ -73,7 +73,7 @@ class PagedCache(AtomicSteps):
             pool_tokens: Tokens of all sequences together whose compressed entries have room, in
                 pools that the sequences share; each sequence rounds up to whole pages. None: no
                 pools.
-            window_pages: Pages of raw key-values in their pool; None: enough for a window of every
+            window_pages: Pages of raw KV entries in their pool; None: enough for a window of every
                 sequence and one chunk of ``max_chunk``. Several chunks in one step need more.
 
         Raises:
@@ -245,7 +245,7 @@ class PagedCache(AtomicSteps):
             table.flush()
 
     def fork(self, source: int) -> int:
-        """A new sequence that goes on where ``source`` is, to continue both apart.
+        """A new sequence that goes on where ``source`` is, to continue both independently.
 
         From pools it shares the pages of compressed entries that are full, which nobody writes
         again; windows, open pages and compressor state are copied. Without pools all is copied.
@@ -285,8 +285,8 @@ class PagedCache(AtomicSteps):
             for ratio, table in self._tables.items()
         }
         for ratio, table in self._tables.items():
-            room = table.pool.free + table.own_pages(target)
-            self._check_pages("copy", table, table.fork_pages(source, sealed[ratio]), room)
+            free = table.pool.free + table.own_pages(target)
+            self._check_pages("copy", table, table.fork_pages(source, sealed[ratio]), free)
         self.reset(target)
         try:
             for ratio, table in self._tables.items():
@@ -408,11 +408,11 @@ class PagedCache(AtomicSteps):
                 window.trim(row, self._window_low(self._tokens[row]))
         self._grown.clear()
 
-    def _check_pages(self, what: str, table: PageTable, need: int, room: int) -> None:
-        if need > room:
+    def _check_pages(self, what: str, table: PageTable, need: int, free: int) -> None:
+        if need > free:
             window = table is self._tables.get(0)
             raise CacheFullError(
-                f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {room} of "
+                f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {free} of "
                 f"{table.pool.size} are free; free a sequence, "
                 f"{'give a step fewer tokens, ' if window else ''}or make the cache with a larger "
                 f"{'window_pages' if window else 'pool_tokens'}"
@@ -517,7 +517,7 @@ class PagedCache(AtomicSteps):
     def check_tables(self) -> None:
         """Raise if a page table points outside its pool: for brought tables that were changed.
 
-        Reads the tables back from the device, so it is for looking for mistakes, not for each step.
+        Reads the tables back from the device, so use it for debugging, not for each step.
 
         Raises:
             ValueError: naming the layer, the table and the page.

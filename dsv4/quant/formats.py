@@ -76,7 +76,7 @@ LAYOUTS = (LINEAR, SWIZZLED, FRAGMENTS)
 
 @dataclass(frozen=True)
 class Format:
-    """What the bytes of a quantised matrix mean.
+    """A number format: what the bytes of a quantised matrix are.
 
     Attributes:
         name: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
@@ -158,7 +158,7 @@ class QuantizedTensor:
             uint8 ``[*batch, N, K/16]``, see ``dsv4.quant.fragments``; the codes are moved too.
         global_scale: float32 ``[*batch, G]`` or None. It multiplies. G is 1, the number of
             ``segments``, or N (one per row).
-        format: What the bytes mean.
+        format: The number format.
         layout: ``"linear"``, ``"swizzled_128x4"`` (scales moved) or ``"fragments_16x64"`` (codes
             and scales moved for Hopper's tensor cores, NVFP4 only). Of a result for others also
             ``"swizzled_128x4_experts"``, see ``swizzle_expert_scales``; no operator takes it.
@@ -272,7 +272,7 @@ class QuantizedTensor:
             ValueError: if a shape does not fit, or a scale is not finite or not above zero.
         """
         if "_sound" not in self.__dict__:
-            # Once per value: a product of a microsecond would spend more time here than running.
+            # Once per value, because these checks take longer than a GEMM of a microsecond.
             _check_storage(self)
             _check_global_scale(self)
             object.__setattr__(self, "_sound", True)
@@ -448,7 +448,7 @@ def from_compressed_tensors(
     scale: torch.Tensor,
     global_scale: torch.Tensor,
 ) -> QuantizedTensor:
-    """A compressed-tensors NVFP4 matrix with its global scale turned to multiply.
+    """A compressed-tensors NVFP4 matrix with a global scale that multiplies.
 
     compressed-tensors stores ``2688 / amax`` and divides by it (specification, section 11.4); here
     the scale multiplies, so it is inverted in float32, once. ``input_global_scale`` needs the same
@@ -494,7 +494,7 @@ def invert_global_scale(scale: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``mxfp4_to_nvfp4`` could not keep.
+    """The values that ``mxfp4_to_nvfp4`` changed.
 
     Attributes:
         inexact: Bool ``[*batch, N, K/32]``: blocks whose values changed.

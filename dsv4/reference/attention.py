@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.attention``."""
+"""Reference implementation of ``dsv4.ops.attention``."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
         kv = torch.cat(entries, dim=1)
         attended = _attend(q[part].to(wide), kv, absent, args.sink.to(wide), args.scale)
         if args.cos is not None and args.sin is not None:
-            turn = args.cos[part].to(wide).unsqueeze(1), args.sin[part].to(wide).unsqueeze(1)
-            attended = rope(RopeArgs(attended, *turn, inverse=True))
+            angles = args.cos[part].to(wide).unsqueeze(1), args.sin[part].to(wide).unsqueeze(1)
+            attended = rope(RopeArgs(attended, *angles, inverse=True))
         out[part] = attended.to(q.dtype)
     return out
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.compressor``."""
+"""Reference implementation of ``dsv4.ops.compressor``."""
 
 from __future__ import annotations
 

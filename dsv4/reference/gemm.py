@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.gemm``."""
+"""Reference implementation of ``dsv4.ops.gemm``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.grouped_gemm``, all its operators."""
+"""Reference implementation of ``dsv4.ops.grouped_gemm``: all its operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.kv_cache``."""
+"""Reference implementation of ``dsv4.ops.kv_cache``."""
 
 from __future__ import annotations
 

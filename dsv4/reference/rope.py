@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.rope``."""
+"""Reference implementation of ``dsv4.ops.rope``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def rope(args: RopeArgs) -> torch.Tensor:
         sin = -sin
     unrotated = x.shape[-1] - 2 * cos.shape[-1]
     even, odd = x[..., unrotated:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
-    return torch.cat((x[..., :unrotated], turned.flatten(-2).to(x.dtype)), -1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+    return torch.cat((x[..., :unrotated], rotated.flatten(-2).to(x.dtype)), -1)
 
 
 def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -42,8 +42,8 @@ _STEP = tl.constexpr(4)  # new tokens of an open window stored together
 # Entries of the batch looked at together. A kernel for 1024 took twice as long to compile as one
 # for 256 (2.3 to 3.7 s).
 _SCANS = (1, 32, 64, 256)
-_WARPS = 2048  # no more of them, and rows are few
-_FAR = 1 << 31  # elements
+_WARPS = 2048  # warps of all programs up to which rows count as few
+_FAR = 1 << 31  # elements that 32-bit offsets reach
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def _merge(new, k, s, a, x, y):
 
 @triton.jit
 def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCAN: tl.constexpr):
-    """Whose windows a program pools, by a scan over the batch.
+    """Find the window that a program pools, by a scan over the batch.
 
     Returns ``(b, tail, before, total)``: the entry (``count``: it is a tail too many), which of its
     tails, and the closed windows of the entries before it and of all.
@@ -168,10 +168,10 @@ def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCA
         closed = tl.where(live, closed, 0).to(tl.int32)
         tail = tl.maximum(closed - HEADS, 0)
         after = tails + tl.cumsum(tail, 0)
-        ahead = tl.where(number < 0, i < program, after <= number) & inside
-        b += tl.sum(ahead.to(tl.int32), 0)
-        skipped += tl.sum(tl.where(ahead, tail, 0), 0)
-        before += tl.sum(tl.where(ahead, closed, 0), 0)
+        earlier = tl.where(number < 0, i < program, after <= number) & inside
+        b += tl.sum(earlier.to(tl.int32), 0)
+        skipped += tl.sum(tl.where(earlier, tail, 0), 0)
+        before += tl.sum(tl.where(earlier, closed, 0), 0)
         total += tl.sum(closed, 0)
         tails += tl.sum(tail, 0)
     return b, number - skipped, before, total
@@ -385,12 +385,14 @@ def _renew(
         _store_row(out, out_row, position, row, values, slot, channel, CHANNELS)
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
-        ahead = ((window + closed) % 2).to(tl.int32) * EARLIER  # first slot of the window now open
-        _store_state(entry_state, slot + ahead, own, begun, widen(ka), _score(sa, aa))
+        earlier = ((window + closed) % 2).to(
+            tl.int32
+        ) * EARLIER  # first slot of the window now open
+        _store_state(entry_state, slot + earlier, own, begun, widen(ka), _score(sa, aa))
         if OVERLAP:
-            _store_state(entry_state, slot + ahead, channel, begun, widen(ka0), _score(sa0, aa0))
+            _store_state(entry_state, slot + earlier, channel, begun, widen(ka0), _score(sa0, aa0))
             # The window before is the one that was open, unless another has closed since.
-            previous = slot + (RATIO - ahead)
+            previous = slot + (RATIO - earlier)
             if SEVERAL:
                 kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
                 _store_state(entry_state, previous, own, new | later, kb1, sb1)
@@ -481,7 +483,7 @@ def _tiles(slots: int, channels: int, rows: int) -> tuple[int, int, int]:
     """Channels of a head and of a tail, and warps of either, for that many rows.
 
     Few rows: a thread has little of a tile, because its instructions take longer than a load. Many:
-    as much as its registers hold, because a warp's instructions beside those for its numbers count;
+    as much as its registers hold, because a warp's instructions per tile count, too;
     heads, which hold more for each number, are narrow.
     """
     limit = launch_options.power_of_two(channels)

@@ -9,7 +9,7 @@ import triton.language as tl
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_TILES = 8  # of a program, side by side: 256 bytes of codes of each of 16 rows
+_TILES = 8  # tiles of a program, side by side: 256 bytes of codes of each of 16 rows
 
 
 @triton.jit

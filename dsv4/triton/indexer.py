@@ -1,7 +1,7 @@
-"""Kernels of ``dsv4.ops.indexer``: queries, scores, and the choice of the highest.
+"""Kernels of ``dsv4.ops.indexer``: queries, indexer logits, and top-k selection.
 
-Scores go to a scratch buffer as integers that order as the scores do (``_index_scores``), then one
-program to a token chooses (``_index_choice``).
+Logits (scores) go to a scratch buffer as integers that order as they do
+(``_lib/index_logits.py``), then one program per token selects the k highest (``_lib/topk.py``).
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from dsv4.triton._lib.topk import select_kernel
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_TILE = 256  # values of one program of the query kernel, or 16 times as many
+_TILE = 256  # values of a program of the query kernel where values are few; 16 times as many else
 _SMALL_VALUES, _LARGE_VALUES = (
     1 << 16,
     1 << 20,
-)  # values up to which such programs are small, or not large
-_SCORE_BYTES = 64 << 20  # of keys of scores at a time
-_SEARCHED = 8192  # entries up to which a row is searched as it is
-_DIRECT = 16384  # and up to which it is without groups
-_GROUP = 8  # entries per group, or twice as many
-_LONG = 131072  # entries from which groups are the larger ones
-_FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; most of many chosen of long rows
-_SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
+)  # values up to which programs are small, medium
+_SCORE_BYTES = 64 << 20  # of the scratch buffer: more tokens are scored in several launches
+_SEARCHED = 8192  # entries up to which a row is searched in registers
+_DIRECT = 16384  # entries up to which a row is reduced without groups
+_GROUP = 8  # entries per group; 16 from _LONG entries on
+_LONG = 131072
+_FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; _MOST for large k of long rows
+_SHARED_FROM = 128  # tokens from which neighbours share tiles of their sequence's entries
 _COLUMNS = 256  # heads of all tokens that share a tile
 
-# Of the score kernels: entries per tile, tiles in flight, warps, programs for each SM.
-# By whether tokens share tiles, None for float32 operands; by format where blocks are in pages.
+# Of the logits kernels: entries per tile, pipeline stages, warps, programs per SM. Keys: whether
+# tokens share tiles (``score_kernel``), None for float32 operands; the format of pages
+# (``score_pages_kernel``).
 _SHAPES = {
     False: (64, 3, 4, 4),
     True: (64, 3, 8, 4),
@@ -63,11 +64,11 @@ _SHAPES = {
 
 
 @triton.jit
-def _turn(x, cos, sin, inside, START: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+def _rotate_columns(x, cos, sin, inside, START: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
     """Columns START and following of queries ``x [ROWS, WIDTH]``, rotated where they are to be.
 
-    Interleaved pairs; compiled without contraction, so that both products round as they do in
-    separate operators. Columns that are not rotated keep their bits. ``cos`` and ``sin`` point to
+    Interleaved pairs; compiled without contraction, so that both multiplications round as they do
+    in separate operators. Other columns keep their bits. ``cos`` and ``sin`` point to
     the angles of each row.
     """
     ROWS: tl.constexpr = x.shape[0]
@@ -117,7 +118,9 @@ def _load_tiles(
         values = loaded[tile]  # type: ignore[misc, var-annotated]
         if HALF > 0 and (tile + 1) * WIDTH > D - 2 * HALF:
             offset = token * cos_stride
-            values = _turn(values, cos + offset, sin + offset, inside, tile * WIDTH, D, HALF)
+            values = _rotate_columns(
+                values, cos + offset, sin + offset, inside, tile * WIDTH, D, HALF
+            )
         tiles += (values,)  # type: ignore[assignment]
     return tiles
 
@@ -493,7 +496,7 @@ def scored(
 
 
 def scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
-    """Rows of int32 that nobody has written."""
+    """Uninitialised rows of int32."""
     return torch.empty((tokens, width), dtype=torch.int32, device=like.device)
 
 
@@ -507,9 +510,9 @@ class Sizes:
         group: Entries per group; 0: none is longer than ``direct``.
         width: Numbers in a row of scores: as many as are loaded from it, whatever they are.
         groups: The same of maxima.
-        buffer: Entries that are chosen among, and groups that they come from.
-        classes: Of which maxima give the threshold that lets entries in.
-        warps: Of a program.
+        buffer: Capacity of the buffer, in entries and in groups.
+        classes: Classes whose maxima give the threshold of the buffer.
+        warps: Warps of a program.
     """
 
     exact: int

@@ -27,12 +27,12 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
-_SHARED_ENTRIES = 128  # entries up to which programs share one
-_MANY_ENTRIES = 1 << 16  # entries from which a program reads more of them
+_SHARED_ENTRIES = 128  # entries up to which several programs share an entry
+_MANY_ENTRIES = 1 << 16  # entries above which a program reads 8 of them
 
 
 def _tile(entries: int) -> dict[str, int]:
-    """Entries per program: one while there are few; more than that start too slowly one by one."""
+    """Entries per program: one while there are few; many programs of one start too slowly."""
     return {"ROWS": 1, "num_warps": 4} if entries <= 512 else {"ROWS": 4, "num_warps": 4}
 
 
@@ -260,7 +260,7 @@ def _norm_rope_write_kernel(
         values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
         factor = _load_weight(weight, NOPE, ROWS, BLOCK)
         if ROPE > 0:
-            # The columns that turn once more, so that no other runs the rotation.
+            # The rotated columns are loaded once more, so that no other column runs the rotation.
             rope = load_rows(kv + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
             rope_factor = _load_weight(weight + NOPE, ROPE, ROWS, ROPE_BLOCK)
             row = (first + tl.arange(0, ROWS))[:, None]
@@ -306,10 +306,10 @@ def _norm_rope_write_few_kernel(
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SHARES programs to an entry, of one warp: the last has the columns that turn.
+    """SHARES programs of one warp per entry: the last one owns the rotated columns.
 
-    The others have 256 columns each, 8 to a thread. Each adds up the whole row for itself, so that
-    no warp waits for another.
+    The others own 256 columns each, 8 per thread. Each program sums up the whole row itself, so
+    that no warp waits for another.
     """
     if tl.program_id(0) == 0:
         prefetch_row(weight, NOPE + ROPE, 8 * WHOLE)
@@ -334,14 +334,14 @@ def _norm_rope_write_few_kernel(
             store_pieces(data, data_stride, slot, values, piece, NOPE, ROPE, PAGE_SIZE)
     else:
         piece = tl.arange(0, N)
-        turns = piece < ROPE // 8
+        rotating = piece < ROPE // 8
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
             loaded = load_pieces(kv, 0, pieces * 0, pieces, pieces < COLUMNS // 8)
-            rope = load_pieces(kv + NOPE, 0, piece * 0, piece, turns)
-            factor = load_pieces(weight + NOPE, 0, piece * 0, piece, turns)
+            rope = load_pieces(kv + NOPE, 0, piece * 0, piece, rotating)
+            factor = load_pieces(weight + NOPE, 0, piece * 0, piece, rotating)
             pair = (piece * 4)[:, None] + tl.arange(0, 4)[None, :]
-            c, s = load_angles(cos, sin, row * table_stride, pair, turns[:, None], False)
+            c, s = load_angles(cos, sin, row * table_stride, pair, rotating[:, None], False)
             slot = tl.load(slots + row)
             here = arrival(rope, N) | arrival(factor, N) | arrival(c, N) | arrival(s, N)
             here |= arrival(slot, N)

@@ -57,8 +57,9 @@ def inverse_rms(total, columns, eps):
 def shared_sum(values, SPAN: tl.constexpr):
     """The sum of ``values [N]``, the same in ``[32]`` numbers, behind one barrier; see ``spread``.
 
-    SPAN neighbours are a warp's: its sum goes to all threads, and each adds all of them up.
-    ``tl.sum`` would let one warp add them and hand the total out behind a second barrier.
+    A warp has SPAN neighbours: it broadcasts their sum through shared memory, and each thread adds
+    the sums of all warps. ``tl.sum`` would let one warp add them and broadcast the total behind a
+    second barrier.
     """
     N: tl.constexpr = values.shape[0]
     parts = tl.sum(tl.reshape(values, [N // SPAN, SPAN]), 1)
@@ -147,7 +148,8 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
     count, columns = rows.shape
     tile = row_tiles.tile(count, columns, x.element_size())
     programs, warps = triton.cdiv(count, tile["ROWS"]), tile["num_warps"]
-    # In a loop, the loads of a row that 16 warps share come apart, and it ends with a barrier.
+    # No loop for them: in a loop the loads of a row that 16 warps share would be separated, and the
+    # loop would end with a barrier.
     few = warps < 16 and launch_options.are_few(programs, warps)
     weight = None if weight is None else weight.contiguous()
     with launch_options.on(x):
@@ -273,7 +275,7 @@ def _head_kernel(
         normed = rounded(values * scale, q.dtype.element_ty)
         even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
         first, second = rotate_pairs(even, odd, c, s)
-        # A turn of 0 would lose the sign of a zero.
+        # Rotation by 0 would lose the sign of a zero.
         rotated = tl.join(tl.where(rotating, first, even), tl.where(rotating, second, odd))
         rotated = narrowed(tl.reshape(rotated, [ROWS, BLOCK]), q.dtype.element_ty)
         tl.store(address, rotated, mask=inside)
@@ -598,7 +600,7 @@ def _norm_quantize_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row to a program. Rows that only the layout of the scales has get scales 0."""
+    """One row per program. Padding rows of the layout of the scales get scales 0."""
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         prefetch_row(weight, COLUMNS, 16 * BLOCKS)

@@ -1,4 +1,4 @@
-"""Kernels of ``dsv4.ops.rope``: a few rows per program; copied and rotated columns apart."""
+"""Kernels of ``dsv4.ops.rope``: a few rows per program; copied and rotated columns separately."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from dsv4.triton._lib.rotation import load_angles, rotate
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-# Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
-# Of one that takes one: with no number the compiler saves registers, and loads wait for loads.
+# Registers of a thread. A thread that keeps 8 blocks of 16: the compiler would take more, and fewer
+# programs would fit. A thread of one block: without a number the compiler saves registers, so that
+# loads wait for earlier loads.
 _REGISTERS = 128
-_TABLE_ROWS = 4  # positions of a program: four angles a thread
+_TABLE_ROWS = 4  # positions of a program, so that a thread has four angles
 
 
 @fast_launch
@@ -126,7 +127,7 @@ def _rope_kernel(
 
 
 def _tile(rows: int) -> dict[str, int]:
-    """Rows per program: one while there are few; more than that start too slowly one by one."""
+    """Rows per program: one while there are few; many programs of one row start too slowly."""
     return {"ROWS": 1, "num_warps": 1} if rows <= 1024 else {"ROWS": 16, "num_warps": 4}
 
 
@@ -190,7 +191,7 @@ def _rotated(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
     """What ``_load_rotating`` returned, rotated, in its dtype: ``[N, 8]``."""
     rotated = narrowed(rotate(widen(values), c, s), values.dtype)
     in_head = (column % DIM).to(tl.int32)[:, None]
-    # A zero's sign could change by a turn of 0.
+    # Rotation by 0 could change the sign of a zero.
     return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, rotated, values)
 
 
@@ -214,7 +215,7 @@ def _load_rotated(
 def _kept_first(index, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
     """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
 
-    So most programs' chunks have blocks that do not turn, and no warp waits for a turn of few.
+    So the chunks of most programs have no rotated blocks, and no warp waits for a few rotations.
     """
     if KEPT == 0 or KEPT == ALL:
         return index
@@ -242,10 +243,10 @@ def _part_of_row(
     """N pieces of the row from column ``start`` on, which CHUNKS programs share.
 
     Returns them rotated, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
-    row. A chunk that has no columns that turn is not rotated: see ``_kept_first``.
+    row. A chunk without rotated columns skips the rotation: see ``_kept_first``.
     """
     ALL: tl.constexpr = DIM // 16
-    FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # chunk that has columns that turn
+    FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # first chunk with rotated columns
     here = tl.zeros([N], tl.int32)
     numbers, loaded, cosines, sines = (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
@@ -456,7 +457,7 @@ def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, t
     )
     if out.codes.numel() == 0:
         return out.without_rows()
-    # Only where a chunk is no wider than a warp are there chunks without a turn.
+    # Only where a chunk is no wider than a warp are there chunks without rotated columns.
     out = replace(out, by_warp=True)
     rows = row_tiles.as_rows(args.x.reshape(tokens, heads * dims))
     cos, sin, _ = rotation.tables(rows, cos, sin)

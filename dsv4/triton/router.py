@@ -1,8 +1,9 @@
-"""Kernels of ``dsv4.ops.router``: one launch for the logits, one that chooses and weighs.
+"""Kernels of ``dsv4.ops.router``: a split-K GEMM for the logits, then top-k and weights.
 
-The second launch takes one token per program. What lies between is float32 ``[splits, T, E]``:
-partial sums over slices of the hidden axis, added in the order of the slices. With one slice and
-float32 logits it is the logits themselves.
+A program of the first launch owns a tile of tokens and experts and a slice of the hidden axis (K);
+a program of the second one owns a token. Between them are float32 ``[splits, T, E]``: partial sums
+over slices of the hidden axis, added in the order of the slices. With one slice and float32 logits
+they are the logits themselves.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from dsv4.triton._lib.prefetch import prefetch_row, prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_SLICE = 4096  # columns of a program for few tokens
-_SMALL_M = 4  # tokens up to which products need no matrix instructions
-_LARGE_M = 128  # tokens from which tiles are fetched by tensor descriptors
+_SLICE = 4096  # columns of the hidden axis of a program for small M
+_SMALL_M = 4  # tokens up to which the GEMM uses FMA instructions, not tensor cores
+_LARGE_M = 128  # tokens from which tiles are loaded by TMA
 _MOST_SPLITS = 16
-_PREFETCHED = 64  # tokens up to which reading the weight takes most of the time
+_PREFETCHED = 64  # tokens up to which the weight is prefetched: reading it takes most of the time
 
 _NONE = tl.constexpr(-0x80000000)  # below the key of every score
 _INFINITY = tl.constexpr(0x7F800000)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of it
+_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # log2(e) less its float32 value
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -393,9 +394,9 @@ class _Tile:
         return triton.cdiv(tokens, self.tokens) * triton.cdiv(experts, width)
 
     def splits(self, tokens: int, experts: int, hidden: int, processors: int) -> int:
-        """Slices of the hidden axis, none of them empty, for which a processor has least to do.
+        """Split-K slices of the hidden axis, none empty, that give an SM the least work.
 
-        A slice more costs about half a step: its sums are written and read.
+        A further slice costs about half a step, because its sums are written and read.
         """
         programs, steps = self.programs(tokens, experts), triton.cdiv(hidden, self.block)
         most = max(1, min(steps, _MOST_SPLITS, 2 * processors // programs))
@@ -408,7 +409,7 @@ class _Tile:
 
 
 def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
-    """Tiles for a number of tokens, as they were measured to be fast on an H200."""
+    """Tiles for a number of tokens; the fastest measured on an H200."""
     if operand == torch.float32:
         return _Tile(32, 32, 32, 2, 4)
     if tokens <= 32:
@@ -424,14 +425,14 @@ def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
 
 
 def _operand_type(x: torch.Tensor, weight: torch.Tensor, logits: torch.dtype) -> torch.dtype:
-    """The type in which products are taken: that of the logits, or a narrower one if exact."""
+    """The operand type of the GEMM: that of the logits, or a narrower one if it is exact."""
     if logits == torch.float32 and x.dtype == weight.dtype:
         return x.dtype
     return logits
 
 
 def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Launch the products: returns float32 ``[splits, T, E]``, perhaps ``logits`` itself."""
+    """Launch the GEMM: returns float32 ``[splits, T, E]``, ``logits`` itself where possible."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if hidden == 0:
         return x.new_zeros((1, tokens, experts), dtype=torch.float32)
@@ -458,7 +459,7 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
                 LENGTH=length,
                 BLOCK=block,
                 # One load per thread and row: the assembler would place a second one behind the
-                # products of the first, which wait for memory.
+                # FMAs of the first, which wait for memory.
                 num_warps=max(1, block // 256),
                 **launch_options.options(x),
             )
@@ -525,7 +526,7 @@ def _describable(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor, logits: torch.Tensor, splits: int) -> torch.Tensor:
-    """Where the products go: float32 ``[splits, T, E]``; ``logits`` itself where it is that."""
+    """Buffer of the GEMM: float32 ``[splits, T, E]``; ``logits`` itself where it has that form."""
     if splits == 1 and logits.dtype == torch.float32:
         return logits.unsqueeze(0)
     return x.new_empty((splits, *logits.shape), dtype=torch.float32)

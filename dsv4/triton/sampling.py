@@ -136,29 +136,29 @@ def _weight(relative):
 
 
 @triton.jit
-def _above(relatives, floor, vocab, BLOCK: tl.constexpr):
-    """How many tokens lie above ``floor``, and the sum of their weights."""
+def _above(relatives, bound, vocab, BLOCK: tl.constexpr):
+    """How many tokens lie above ``bound``, and the sum of their weights."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocab, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x = tl.load(relatives + token, mask=token < vocab, other=float("-inf"))
-        above = x > floor
+        above = x > bound
         count += above.to(tl.int32)
         mass += tl.where(above, _weight(x), 0)
     return tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @triton.jit
-def _best_above(relatives, scores, floor, vocab, BLOCK: tl.constexpr):
-    """The token with the best score of those above ``floor``."""
+def _best_above(relatives, scores, bound, vocab, BLOCK: tl.constexpr):
+    """The token with the best score of those above ``bound``."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.full([BLOCK], _NONE, tl.int32)
     for first in range(0, vocab, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x = tl.load(relatives + token, mask=token < vocab, other=float("-inf"))
         score = tl.load(scores + token, mask=token < vocab, other=float("-inf"))
-        best, at = _better(best, at, tl.where(x > floor, score, float("-inf")), token)
+        best, at = _better(best, at, tl.where(x > bound, score, float("-inf")), token)
     return _best(best, at)[1]
 
 
@@ -236,13 +236,13 @@ def _filter_kernel(
             needed = _needed(relatives, top_k, top_p, vocab, BLOCK)
             passes = tl.full([], 0, tl.int32)
             while passes == 0:
-                floor = tl.load(relatives + token)
-                passes = (floor >= lowest).to(tl.int32)
+                bound = tl.load(relatives + token)
+                passes = (bound >= lowest).to(tl.int32)
                 if (passes != 0) & ((top_k < vocab) | (top_p < 1)):
-                    count, mass = _above(relatives, floor, vocab, BLOCK)
+                    count, mass = _above(relatives, bound, vocab, BLOCK)
                     passes = ((count < top_k) & (mass < needed)).to(tl.int32)
                 if passes == 0:
-                    token = _best_above(relatives, scores, floor, vocab, BLOCK)
+                    token = _best_above(relatives, scores, bound, vocab, BLOCK)
     tl.store(out + row, tl.where(finite, token, -1).to(tl.int64))
 
 

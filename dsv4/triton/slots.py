@@ -11,9 +11,9 @@ from dsv4.triton._lib.numerics import once, wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_NARROW_SLOTS = 1 << 16  # slots up to which a thread has one
-_NARROW = 128  # slots of a program then, else
-_WIDE = 512
+_NARROW_SLOTS = 1 << 16  # slots up to which a program has _NARROW of them, one per thread
+_NARROW = 128
+_WIDE = 512  # slots of a program above
 
 
 @fast_launch

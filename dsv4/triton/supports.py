@@ -66,7 +66,7 @@ def dequantize(call: Call) -> str | None:
     args: DequantizeArgs = call.args
     reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
     if reason is None and args.layout == FRAGMENTS:
-        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference takes apart"
+        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
 
 
@@ -92,7 +92,7 @@ def fp8_gemm(call: Call) -> str | None:
 
 
 def parts(call: Call) -> str | None:
-    """For an operator whose parts are run one after another."""
+    """For an operator that is composed of other operators."""
     if call.device.type == "cpu" and not is_interpreting():
         return "on the CPU the reference does the same"
     return None

@@ -34,11 +34,12 @@ from dsv4.triton._lib.nvfp4_tile import (
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_PIECES = 128
-# Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would
-# fit.
+_PIECES = 128  # pieces of 8 outputs of a program, one per thread
+# Registers of a thread that makes two blocks of 16: the compiler would take more, and fewer
+# programs would fit.
 _REGISTERS = 72
-# Of one that makes one: with no number the compiler saves registers, and loads wait for loads.
+# Registers of a thread of one block: without a number the compiler saves registers, so that loads
+# wait for earlier loads.
 _REGISTERS_OF_TILE = 128
 # log2(e) as a sum of two float32 numbers, and ln(2).
 _LOG2_E = tl.constexpr(1.44269502162933349609375)
@@ -131,7 +132,7 @@ def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _load_some(address, column, inside, columns):
-    """What lies at ``place [N, 8]``; 0 where not ``inside [N]``, or past ``columns``."""
+    """Load from ``address [N, 8]``; 0 where not ``inside [N]``, or past ``columns``."""
     if inside is None:
         return tl.load(address)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)

@@ -1,14 +1,14 @@
-"""Loads that are asked for together, for kernels of few programs.
+"""Issue all loads before the first use, for kernels of few programs.
 
-The assembler moves a load down to where it is used, which saves registers; but a thread that is
-alone then waits once for each: 0.3 us a trip to memory, where a launch takes 1.3. Neither volatile
-loads nor a barrier stop it. So what is used first is made to depend on all that is loaded:
+The assembler moves a load down to its use, which saves registers; but a lone thread then waits for
+each load: 0.3 us per trip to memory, where a launch takes 1.3. Neither volatile loads nor a barrier
+prevent it. So the value that is used first is made to depend on all loads:
 
     here = arrival(weight, N) | arrival(scale, N)
     values = once_here(values, here)
 
-The zeros of ``arrival`` are a number ANDed with the program's number along the third axis of the
-grid, which such a kernel does not have: 0, as the compiler cannot know.
+The zeros of ``arrival`` are opaque to the compiler: the loaded bits ANDed with the program's number
+along the third axis of the grid, which such a kernel does not use, so that it is 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Scores of index entries, as integers that order as they do, for ``indexer``.
+"""Indexer logits, stored as integers that order as the logits do, for ``indexer``.
 
-One kernel takes blocks of 64 entries that lie in one page, whose codes it reads in words; the other
-any entries and pages, and shares a sequence's entries among neighbouring tokens.
+``score_pages_kernel``: a program owns a token and blocks of 64 entries that lie in one page, whose
+codes it reads in 32-bit words. ``score_kernel``: any entries and pages; neighbouring tokens of a
+sequence share tiles of its entries.
 """
 
 from __future__ import annotations
@@ -337,7 +338,7 @@ def _store_block(
     end,
     GROUP: tl.constexpr,
 ):
-    # Keys of the scores of a block, from products with each head, and their groups' maxima.
+    # Keys of the logits of a block, from dot products with each head, and their groups' maxima.
     BLOCK: tl.constexpr = dots.shape[0]
     dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
     # The scale is a power of two, by which no sum and no maximum would round otherwise.
@@ -386,8 +387,8 @@ def score_pages_kernel(
 ):
     """As ``score_kernel``, a token to a program, where every block lies within a page.
 
-    Then its page is one number and all of the block is read, whatever there is past the end. Codes
-    go from memory straight to the registers that they are operands in, a block ahead.
+    Then its page is one number, and the whole block is read, also past the end. Codes are loaded
+    into the registers in which they are operands of the tensor cores; the next block is prefetched.
     """
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -401,7 +402,7 @@ def score_pages_kernel(
         head = tl.arange(0, HEADS)
         real = head < H
         if KEYS != "plain":
-            # The page after next is known when the next block is asked for.
+            # The number of the page after next is loaded with the next block.
             block = tl.minimum(first, count - 1)
             page = tl.load(table + block * BLOCK // PAGE)
             within = block * BLOCK % PAGE

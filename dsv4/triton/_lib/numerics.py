@@ -15,7 +15,7 @@ from triton import knobs
 from triton.language.extra import cuda as tl_cuda
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-# Warps of all programs up to which a kernel lets the next one in before its own inputs are there.
+# Warps of all programs up to which a kernel lets the next one become resident before it waits.
 _SMALL = tl.constexpr(320)
 
 
@@ -23,8 +23,8 @@ _SMALL = tl.constexpr(320)
 def wait_for_inputs(PDL: tl.constexpr):
     """First statement of every kernel, before any load or store; of those with ``once``, within it.
 
-    With programmatic dependent launch the kernel is resident while the one before it still runs;
-    here it waits until that one's stores can be seen, and lets the next one become resident.
+    With programmatic dependent launch the kernel is resident while the preceding one still runs;
+    here it waits until that one's stores are visible, and lets the next one become resident.
     """
     if PDL:
         tl_cuda.gdc_wait()
@@ -37,8 +37,9 @@ def once(PDL: tl.constexpr):
 
     Where programs are few (``launch_options.options``) it is opaque to the compiler. What does not
     depend on inputs, the addresses above all, does not change from pass to pass, so it is
-    computed before the first, while the kernel has to wait. Kernels that wait pile up and take the
-    room in which programs would be spread evenly; so only a small one lets the next in before.
+    computed before the first, while the kernel has to wait. Kernels that wait take
+    slots of SMs, so that programs spread less evenly; so only a small kernel lets the next one in
+    before its own inputs are there.
     """
     if PDL == 2:
         programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)

@@ -1,4 +1,4 @@
-"""Asking the L2 cache for weights while the kernel before is still running."""
+"""Prefetch weights into L2 while the preceding kernel still runs (PDL)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The choice of the highest of a row of scores, for ``indexer``: one program to a token.
+"""Top-k selection from a row of indexer logits, for ``indexer``: one program per token.
 
-A short row's keys stay in registers, which are searched for the k-th highest. A longer one is first
-reduced to what reaches a threshold that at least k keys reach: the k-th highest of the maxima of
-some 2 k classes, which few more than k do. Of very long rows the score kernel keeps the maximum of
-every group of neighbouring entries; the threshold is that of these, and only groups that reach it
-are read. Where too many do, because they are equal, the row is searched in pieces.
+The keys of a short row stay in registers, where a search finds the k-th highest. A longer row is
+first reduced to the keys that reach a threshold: the k-th highest of the maxima of some 2 k
+classes, which at least k keys reach, and few more. Of very long rows the logits kernel stores the
+maximum of every group of neighbouring entries; the threshold is taken from these, and only groups
+that reach it are read. Where more keys reach it than the buffer holds, because they are equal, the
+row is searched in pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _reach(keys, threshold):
 
 @triton.jit
 def _reach_both(keys, a, b):
-    """As ``_reach`` of two thresholds, by one sum: most of its time goes to waiting for warps."""
+    """As ``_reach`` of two thresholds, by one sum: most of its time is waiting for warps."""
     flags = (keys >= a).to(tl.int32) + ((keys >= b).to(tl.int32) << 16)
     both = tl.sum(tl.sum(flags, 1), 0)
     return both & 0xFFFF, both >> 16
@@ -171,8 +172,8 @@ def _unsigned(keys):
 def _least(keys, count, k, CLASSES: tl.constexpr, T: tl.constexpr):
     """A threshold above 0 that at least k of ``count`` keys reach, mostly few more.
 
-    The upper half of the k-th highest of the maxima of classes, to which keys are dealt out in
-    turn; 1 if there are fewer than k.
+    The upper half of the k-th highest of the maxima of classes (class of a key: its number modulo
+    the number of classes); 1 if there are fewer than k.
     """
     N: tl.constexpr = CLASSES // T
     highest = tl.zeros([T, N], tl.uint32)
@@ -361,7 +362,7 @@ def select_kernel(
     ids = _positions(T, 8)
     keys = ids
     if EXACT > 0 and DIRECT == 0:
-        # Asked for before it is known how many count.
+        # Loaded before it is known how many of them count.
         keys = tl.load(scores + ids)
     if shown <= k:
         index = tl.arange(0, TOP)

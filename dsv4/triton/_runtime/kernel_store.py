@@ -316,9 +316,9 @@ def parts_of(content: bytes) -> tuple[bytes, bytes, bytes]:
 
 def _kernel(request: Request, content: bytes) -> CompiledKernel:
     """Triton's object of a verified file. Triton reads it from a folder that only we can write."""
-    with tempfile.TemporaryDirectory() as room:
+    with tempfile.TemporaryDirectory() as folder:
         names = [f"kernel.{ending}" for ending in ("json", "ptx", "cubin")]
-        group = {name: str(Path(room) / name) for name in names}
+        group = {name: str(Path(folder) / name) for name in names}
         for path, part in zip(group.values(), parts_of(content), strict=True):
             Path(path).write_bytes(part)
         return CompiledKernel(_source(request), group, request.key.hex())

@@ -82,13 +82,13 @@ def scalar_class(value: Any) -> Any:
 
 
 class Layout:
-    """Where tensors, runtime scalars and constants stand among a call's positional arguments.
+    """Positions of tensors, runtime scalars and constants among a call's positional arguments.
 
-    Arguments that are tuples count as their parts.
+    Arguments that are tuples count as their members.
 
     Attributes:
-        positions: Of each kind, among all parts.
-        launches: What launches a specialisation, by its key; None where only Triton can.
+        positions: Positions of each kind, among all members.
+        launches: Launch of each specialisation, by its key; None where only Triton can launch it.
     """
 
     def __init__(self, kernel: Any, args: Sequence[Any]) -> None:
@@ -196,11 +196,11 @@ class _Buffers(threading.local):
         pointers = [i for i, source in enumerate(function.sources) if source >= 0]
         others = [i for i, source in enumerate(function.sources) if source < 0]
         kinds = ["Q" for _ in pointers] + [_SCALARS[function.types[i]] for i in others]
-        room = cuda_driver.Parameters(*kinds, *"Q" * function.hidden)
-        buffer = (ctypes.c_char * max(room.size, 1))()
+        parameters = cuda_driver.Parameters(*kinds, *"Q" * function.hidden)
+        buffer = (ctypes.c_char * max(parameters.size, 1))()
         order = [*pointers, *others, *range(len(kinds), len(kinds) + function.hidden)]
         start = ctypes.addressof(buffer)
-        positions = {i: start + offset for i, offset in zip(order, room.offsets, strict=True)}
+        positions = {i: start + offset for i, offset in zip(order, parameters.offsets, strict=True)}
         addresses = (ctypes.c_void_p * max(len(positions), 1))(
             *[positions[i] for i in sorted(positions)]
         )
@@ -356,7 +356,7 @@ def _is_ours(layout: Layout, grid: Any, args: Sequence[Any]) -> bool:
 
 
 def nobody_watches() -> bool:
-    """Whether launches may leave out Triton: nobody has replaced its own, or is told of them."""
+    """Whether launches may leave out Triton: nobody has replaced its launcher or hooked it."""
     enter, leave = _SETTINGS.launch_enter_hook, _SETTINGS.launch_exit_hook
     return JITFunction.run is _RUN and not (
         getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
