@@ -1,0 +1,230 @@
+"""Parts of the bench's command ``model``: operators, marks, report, chart, files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import dsv4
+from dsv4.bench import environment
+from dsv4.bench.model import operators, report
+from dsv4.bench.model.chart import Chart, Group
+from dsv4.bench.model.document import DecodeRow, ModelResults, Named, PromptRow, validate
+from dsv4.bench.model.marks import Mark, decode_ms, marked
+from dsv4.bench.model.profile import Launch, Profile
+from dsv4.bench.random_model import Weights, random_model
+from dsv4.config import ModelConfig
+
+CPU = torch.device("cpu")
+NAMED = Named("flash", 64, 256, 43, 43, "random", "nvfp4", "random")
+
+
+class TestOperators:
+    def functions(self) -> dict[str, list[str]]:
+        """Triton kernels that are launched, with the files that hold them."""
+        found: dict[str, list[str]] = {}
+        for path in sorted((Path(dsv4.__file__).parent / "triton").rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                jitted = isinstance(node, ast.FunctionDef) and any(
+                    "triton.jit" in ast.unparse(one) for one in node.decorator_list
+                )
+                if jitted and node.name.endswith("kernel"):
+                    found.setdefault(node.name, []).append(path.stem)
+        return found
+
+    def test_every_triton_kernel_has_an_operator(self):
+        found = self.functions()
+        assert set(found) == set(operators.FUNCTIONS)
+        several = {name: files for name, files in found.items() if len(files) > 1}
+        assert set(several) <= {"_unpack_kernel"}, "one name, one operator"
+
+    def test_every_cute_kernel_has_an_operator(self):
+        found = set()
+        for path in (Path(dsv4.__file__).parent / "cute").glob("sm*/*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Kernel"):
+                    found.add(node.name)
+        assert found == set(operators.CLASSES)
+
+    @pytest.mark.parametrize(
+        ("kernel", "operator"),
+        [
+            (
+                "kernel_cutlass_kernel_SmallMKernelSmallMPlancolumns64",
+                operators.NVFP4_GEMM,
+            ),
+            ("kernel_cutlass_kernel__AttentionKernelheads64", operators.ATTENTION),
+            (
+                "kernel_cutlass_kernel_GroupedSmallMKernelGroupedSmallMPlancolumns64",
+                operators.EXPERTS,
+            ),
+            ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),
+            ("_small_m_logits_kernel", operators.ROUTER),
+            ("_mixing_small_m_kernel", operators.HYPER),
+            ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", operators.CUBLAS),
+            ("void cublasLt::splitKreduce_kernel<32, 16, int>", operators.CUBLAS),
+            ("void at::native::vectorized_elementwise_kernel<4>", operators.TORCH),
+            ("Memcpy DtoD (Device -> Device)", operators.COPIES),
+            ("something", operators.OTHER),
+        ],
+    )
+    def test_by_name(self, kernel, operator):
+        assert operators.operator_of(kernel) == operator
+
+    names = st.sampled_from([*operators.FUNCTIONS, "nvjet", "x"])
+
+    @given(
+        launches=st.lists(st.tuples(names, st.floats(0, 1e4)), min_size=1), steps=st.integers(1, 9)
+    )
+    def test_the_operators_add_up(self, launches, steps):
+        found = Profile.of([Launch(*one) for one in launches], steps)
+        assert found.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
+        assert sum(one.ms for one in found.operators) == pytest.approx(found.ms)
+        assert sum(one.launches for one in found.operators) == pytest.approx(found.launches)
+        times = [one.ms for one in found.operators]
+        assert times == sorted(times, reverse=True)
+
+
+class TestMarks:
+    def test_generate_leaves_a_mark_for_every_step(self):
+        model = random_model(ModelConfig.tiny(), CPU, Weights())
+        with marked() as marks:
+            model.generate([[3, 4, 5], [6]], 5, stop_ids=())
+        assert [mark.sequences for mark in marks] == [2] * 4
+        assert decode_ms(marks, 2, 0, 3) > 0
+        assert decode_ms(marks, 2, 1, 3) is None
+        with marked() as others:
+            pass
+        assert others == []
+
+    @given(step=st.floats(1e-3, 1.0), skip=st.integers(0, 3), ramp=st.integers(0, 5))
+    def test_only_full_batches_count(self, step, skip, ramp):
+        prompts = [Mark(i, 7.0 * i) for i in range(1, 1 + ramp)]
+        begin = 7.0 * ramp
+        full = [Mark(9, begin + step * i) for i in range(8)]
+        assert decode_ms([*prompts, *full], 9, skip, 4) == pytest.approx(1e3 * step, rel=1e-6)
+
+
+def row_of(tokens: int = 1, **figures: float) -> DecodeRow:
+    row = DecodeRow(NAMED, tokens=tokens, context=4096, **figures)
+    for field in dataclasses.fields(row):
+        if field.default is None and getattr(row, field.name) is None:
+            row.missing[field.name] = "why"
+    return row
+
+
+class TestReport:
+    def test_verdict_compares_with_the_captured_step(self):
+        rows = [
+            row_of(1, step_ms=5.0, generate_ms=5.1, runner_ms=5.05),
+            row_of(8, step_ms=10.0, generate_ms=11.0),
+            row_of(64, generate_ms=99.0),
+        ]
+        assert report.verdict(ModelResults(rows=rows)) == (
+            "MEASURED: 3 rows, 0 prompts; over the step at most: generate 1.1 (at 8), "
+            "runner 1.01 (at 1)"
+        )
+
+    @given(
+        tokens=st.integers(1, 4096),
+        figures=st.lists(st.floats(0.001, 1e6), min_size=5, max_size=5),
+    )
+    @example(tokens=1, figures=[1e5, 1e6, 1e6, 1.0, 1.0])  # the table of steps in two parts
+    def test_every_line_fits(self, tokens, figures):
+        names = ("bytes_ms", "flops_ms", "step_ms", "runner_ms", "generate_ms")
+        row = row_of(tokens, **dict(zip(names, figures, strict=True)))
+        row.missing["kernels_ms"] = 30 * "a long reason "
+        prompts = [PromptRow(NAMED, prompt=tokens, first_ms=figures[0], generate_ms=figures[1])]
+        lines = report.lines(ModelResults(rows=[row], prompts=prompts), profile=True)
+        assert max(map(len, lines)) <= 120
+        tables = sum("experts  layers  recipe" in line for line in lines)
+        assert tables >= 2, "steps, in as many parts as they take, and prompts"
+        count = sum("64/256" in line for line in lines)
+        assert count == 1 + tables, "the model's line and the row of each table name the experts"
+
+
+class TestChart:
+    values = st.lists(st.one_of(st.none(), st.floats(1e-3, 1e5)), min_size=3, max_size=3)
+
+    @given(groups=st.lists(values, max_size=4))
+    @example(groups=[[5.0, None, 842.0]])
+    @example(groups=[[None, None, None]])
+    def test_bars_are_as_high_as_their_values(self, groups):
+        groups = [Group(("a <b>", "c"), tuple(values)) for values in groups]
+        text = Chart("T & t", ("note",), "ms", ("x", "y", "z"), groups).svg()
+        root = ET.fromstring(text)
+        space = "{http://www.w3.org/2000/svg}"
+        bars = [r for r in root.iter(f"{space}rect") if r.find(f"{space}title") is not None]
+        found = [value for group in groups for value in group.values if value is not None]
+        assert len(bars) == len(found)
+        heights = [float(bar.get("height")) for bar in bars]
+        for value, height in zip(found, heights, strict=True):
+            assert 0 <= height <= 300
+            for other, lower in zip(found, heights, strict=True):
+                assert value < other or height >= lower - 0.1
+        if found and max(found) <= 30 * min(found):
+            unit = max(heights) / max(found)
+            assert heights == pytest.approx([unit * value for value in found], abs=0.11)
+        assert ("logarithmic" in text) == bool(found and max(found) > 30 * min(found))
+
+
+def test_kernels_that_were_compiled_ahead_are_named():
+    results = ModelResults(rows=[row_of(1, step_ms=5.0)])
+    assert "kernels" not in " ".join(report.lines(results, profile=False)[:2])
+    results.start.kernels, results.start.kernels_compiled, results.start.kernels_s = 5, 2, 1.25
+    results.start.compiled_later = {"a": 2, "b": 1}
+    text = " ".join(report.lines(results, profile=False))
+    assert ", 5 kernels 1.2 s (2 compiled, 3 more later)" in text
+
+
+class TestDocument:
+    def document(self) -> dict[str, Any]:
+        row = dataclasses.asdict(row_of(1, step_ms=5.0))
+        start = dataclasses.asdict(ModelResults().start)
+        found = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
+        return {"schema": "dsv4.bench.model/1", "header": {}, **found}
+
+    def test_what_is_complete_is_valid(self):
+        validate(self.document())
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda d: d.update(schema="other"), "wanted a file of dsv4.bench.model/1"),
+            (lambda d: d.pop("stopped"), "results.stopped is missing"),
+            (lambda d: d["rows"][0].pop("context"), "rows.0..context is missing"),
+            (lambda d: d["rows"][0].update(speed=1), "rows.0..speed is unknown"),
+            (lambda d: d["rows"][0]["model"].pop("experts"), "rows.0..model.experts is missing"),
+            (lambda d: d["rows"][0].update(step_ms=None), "step_ms is None, wanted why"),
+            (lambda d: d["rows"][0].update(runner_ms=1.0), "runner_ms is 1.0, and missing has"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, change, message):
+        found = self.document()
+        change(found)
+        with pytest.raises(ValueError, match=message):
+            validate(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
+        ("NVIDIA H100 PCIe", "nvidia-h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "nvidia-h100-mig-1g-10gb"),
+        ("NVIDIA GeForce RTX 5090", "nvidia-geforce-rtx-5090"),
+        ("80GB", "unknown"),
+    ],
+)
+def test_folders_of_devices(name, folder):
+    assert environment.slug(name) == folder
